@@ -109,9 +109,10 @@ test-browser: install web/node_modules/.installed  ## the page in a real browser
 
 # Against other releases of llama-cpp-python, each in an environment of its own, built from source.
 VERSIONS ?= 0.3.34 0.3.35
-VERSION_TESTS := $(sort $(wildcard $(addprefix tests/integration/test_,version.py headwise.py \
+VERSION_TESTS := $(sort $(wildcard $(addprefix tests/integration/test_,version_mismatch.py headwise.py \
 	flat.py architectures.py architecture_sessions.py architecture_freezing.py weight_types.py \
-	activation.py demo_model.py rebase*.py llama*.py sessions_*.py freezing*.py)))
+	activation.py demo_model.py rebase*.py llama*.py sessions_*.py freezing*.py \
+	frozen_entries_return.py)))
 
 test-versions: $(addprefix test-version-,$(VERSIONS))  ## the tests that hang on llama.cpp's release
 
@@ -199,7 +200,7 @@ bench-kernels: $(VENV)/.tools  ## attention, products of weights and eviction, e
 docs: install  ## the pages, into build/docs; then all that the guide says is typed
 	@$(BIN)/pip install -q "entropykv[docs]"
 	$(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest tests/unit/test_docs.py tests/integration/test_guide.py
+	$(BIN)/python -m pytest tests/unit/test_docs_match_the_code.py tests/integration/test_guide.py
 
 clean:
 	rm -rf $(VENV) build

@@ -38,7 +38,7 @@ from servers import running_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fuzz.hostile import ATTACKS, Refused, Unanswered
-from tests.fuzz.live import watched
+from tests.fuzz.server_runs import watched
 from training.facts import STOP, STOP_LINE, Writer
 
 N_CTX = 1024

@@ -18,7 +18,12 @@ from mkdocs.structure.files import File, Files
 
 import entropykv
 from entropykv import cli
+from entropykv.server.options import ModelOptions
 from entropykv.session import file as session_file
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.declared import declared
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.recovery import Recovery
 
 SCHEMA = Path(entropykv.__file__).parent / "schemas" / "entropy_profile.schema.json"
 
@@ -33,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def options_page() -> str:
     """Return one section for each command, with a table for each group of its options."""
-    parts = ["# Options\n\nThis page comes from the same source as `--help`."]
+    parts = ["# Options\n\nThis page comes from the same source as `--help`.", cache_options()]
     for name, command in commands().items():
         parts.append(f"## entropykv {name}\n\n{command.description}")
         for group in command._action_groups:  # argparse has no public list of groups
@@ -42,6 +47,28 @@ def options_page() -> str:
                 title = str(group.title)
                 parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(rows)}")
     return "\n\n".join(parts) + "\n"
+
+
+def cache_options() -> str:
+    """Return a table of the options of the cache, with their names in Python and elsewhere."""
+    lines = [
+        "## The cache, by keyword, flag and setting\n\nKeyword arguments belong to `Session`, "
+        "`Pool`, `EntropyLlama` and `attach` (`CacheOptions`); those of `Freezing` and `Recovery` "
+        "are in `freeze=` and `recovery=`. A setting of the server is a field of `ModelOptions`, "
+        "an option of `entropykv serve`, and an environment variable `ENTROPYKV_...`.\n",
+        "| in Python | command line | setting of the server | default | what it does |",
+        "|---|---|---|---|---|",
+    ]
+    for owner in (CacheOptions, Freezing, Recovery):
+        prefix = "" if owner is CacheOptions else f"{owner.__name__}."
+        for name, option in declared(owner).items():
+            flags = ", ".join(f"`{flag}`" for flag in option.flags)
+            setting = option.server_name if option.server_name in ModelOptions.model_fields else ""
+            lines.append(
+                f"| `{prefix}{name}` | {flags} | {setting and f'`{setting}`'} | "
+                f"{cell(escaped(option.shown_default))} | {cell(escaped(option.help))} |"
+            )
+    return "\n".join(lines)
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

@@ -1,4 +1,6 @@
-"""Fixtures: real models, tiny and not so tiny; and no test leaves a file outside its folder."""
+"""Provide fixtures of real and tiny models, and check that no test leaves a file outside its
+folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from entropykv.model import shipped
 from entropykv.session import sequence_slot
 from tests.support.tiny_models import write_bitnet, write_llama
 
-# A shell that starts pytest in the background has it ignore interrupts, and its children too.
+# A shell that starts pytest in the background lets it and its children ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,13 +24,13 @@ TEXTS = ROOT / "benchmarks" / "texts"
 
 
 OWN_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
-"""What tools write while tests run, besides hidden folders for their caches."""
+"""Folders that tools write while tests run; hidden folders are ignored, too."""
 
 
 def files_of_the_tree() -> set[str]:
-    """Return the files of the repository and of the working directory, by path.
+    """Return the paths of the files in the repository and in the working directory.
 
-    Only names are read, and none of folders that belong to tools: a few milliseconds.
+    Only names are read, and not those in folders of tools, which takes a few milliseconds.
     """
     found = {str(path) for path in Path.cwd().iterdir()}
     for folder, folders, files in os.walk(ROOT):
@@ -43,7 +45,7 @@ def files_of_the_tree() -> set[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_files_left_behind() -> Iterator[None]:
-    """Fail where the tests of a module leave a file outside of their temporary folders."""
+    """Fail if the tests of a module leave a file outside their temporary folders."""
     before = files_of_the_tree()
     yield
     left = sorted(files_of_the_tree() - before)
@@ -60,7 +62,7 @@ def uneven_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with GQA, F32 weights."""
+    """A random llama with grouped-query attention and F32 weights."""
     path = tmp_path_factory.mktemp("models") / "llama.gguf"
     write_llama(path, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32")
     return path
@@ -68,7 +70,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with Q8_0 weights, whose products do not depend on company."""
+    """A random llama with Q8_0 weights, whose products do not depend on other sequences in the
+    batch.
+    """
     path = tmp_path_factory.mktemp("models") / "pool.gguf"
     write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
     return path
@@ -76,13 +80,13 @@ def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, nobody who only waits for the processor is taken to be idle."""
+    """Let a pool wait long on a busy machine before it takes a session for idle."""
     monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="session")
 def tiny_bitnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random bitnet, F32 weights."""
+    """A random bitnet with F32 weights."""
     path = tmp_path_factory.mktemp("models") / "bitnet.gguf"
     write_bitnet(path, n_layer=2, n_head=4, n_head_kv=4, head_dim=32, weight_type="F32")
     return path
@@ -99,5 +103,5 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def prose() -> str:
-    """A few thousand tokens of English."""
+    """A text of a few thousand tokens of English."""
     return (TEXTS / "heldout_prose_01.txt").read_text(encoding="utf-8")

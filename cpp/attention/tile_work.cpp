@@ -187,28 +187,24 @@ void TileWork::write_output(const RowTile& tile, const SoftmaxState& state) noex
     }
 }
 
-// Returns how much each row of a tile counts: 0 before the observation window, and 0 for the rows
-// of an echo that only raises predicted shares. If scores are divided by an exposure, weights decay
-// within the micro-batch as the exposure does.
-const float* TileWork::row_weights(const RowTile& tile) noexcept {
+// Returns 1 for every row of a tile from `first` to `end` of the micro-batch, and 0 for the others.
+const float* TileWork::weights_of(const RowTile& tile, int first, int end) noexcept {
     float* weights = worker_.weights();
-    const int first_row = step_.first_observed_row(split_) - tile.first;
-    const int end_row = std::min(tile.count, step_.end_of_counted_rows(split_) - tile.first);
-    const ImportanceSettings& importance = step_.importance;
-    const bool decays = importance.by_exposure && importance.decay > 0.0f;
     for (int r = 0; r < kRowTile; ++r) {
-        const bool counts = r >= first_row && r < end_row;
-        const int later = step_.n_tokens - 1 - (tile.first + r) / split_.group;
-        weights[r] = !counts ? 0.0f : decays ? decay_factor(importance.decay, later) : 1.0f;
+        const int row = tile.first + r;
+        weights[r] = r < tile.count && row >= first && row < end ? 1.0f : 0.0f;
     }
     return weights;
 }
 
+// Rows before the observation window do not count, nor those of an echo that only raises predicted
+// shares.
+const float* TileWork::row_weights(const RowTile& tile) noexcept {
+    return weights_of(tile, step_.first_observed_row(split_), step_.end_of_counted_rows(split_));
+}
+
 const float* TileWork::echo_weights(const RowTile& tile) noexcept {
-    float* weights = worker_.weights();
-    const int first_row = step_.first_echo_row(split_) - tile.first;
-    for (int r = 0; r < kRowTile; ++r) weights[r] = r >= first_row && r < tile.count ? 1.0f : 0.0f;
-    return weights;
+    return weights_of(tile, step_.first_echo_row(split_), tile.first + tile.count);
 }
 
 void TileWork::observe(const RowTile& tile, const SoftmaxState& state) noexcept {

@@ -35,8 +35,10 @@ private:
     template <typename Visit>
     void over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept;
     void start_softmax(const RowTile& tile, int chunk, const SoftmaxState& state) const noexcept;
+    const float* weights_of(const RowTile& tile, int first, int end) noexcept;
+    // Return 1 for the rows that count towards importance or belong to an echo, and 0 for all
+    // others.
     const float* row_weights(const RowTile& tile) noexcept;
-    // Returns 1 for the rows of an echo, and 0 for all others.
     const float* echo_weights(const RowTile& tile) noexcept;
     // Adds what the rows gave to every entry, times their weights. Attention scores are computed
     // again unless the attention weights were kept.

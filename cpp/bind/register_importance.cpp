@@ -28,24 +28,17 @@ void register_importance(py::module_& m) {
     m.def("measures", [] { return std::vector<Measure>(kMeasures.begin(), kMeasures.end()); });
     py::class_<ImportanceSettings>(m, "ImportanceSettings")
         .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
-                         bool by_exposure, bool by_values, bool distinct, int future_positions,
+                         bool by_values, bool distinct, int future_positions,
                          float expected_lookups) {
-                 return ImportanceSettings{kind,
-                                           variation,
-                                           decay,
-                                           observation_window,
-                                           by_exposure,
-                                           by_values,
-                                           distinct,
-                                           future_positions,
-                                           expected_lookups};
+                 return ImportanceSettings{
+                     kind,     variation,        decay,           observation_window, by_values,
+                     distinct, future_positions, expected_lookups};
              }),
              py::arg("kind"), py::arg("variation") = 0.0f, py::arg("decay") = 0.0f,
-             py::arg("observation_window") = 512, py::arg("by_exposure") = false,
-             py::arg("by_values") = false, py::arg("distinct") = false,
-             py::arg("future_positions") = 512, py::arg("expected_lookups") = 0.0f)
+             py::arg("observation_window") = 512, py::arg("by_values") = false,
+             py::arg("distinct") = false, py::arg("future_positions") = 512,
+             py::arg("expected_lookups") = 0.0f)
         .def_readonly("decay", &ImportanceSettings::decay);
-    m.def("exposure", &exposure, py::arg("age"), py::arg("settings"));
     m.def("recency_score", &recency_score, py::arg("position"), py::arg("newest"),
           py::arg("variation"));
 }

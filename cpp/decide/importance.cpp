@@ -19,13 +19,4 @@ float decay_factor(float decay_per_token, int n_tokens) {
     return std::pow(decay_per_token, static_cast<float>(n_tokens));
 }
 
-float exposure(std::int32_t age, const ImportanceSettings& settings) {
-    const int queries = std::max(age - kNeighbourhood + 1, 1);
-    if (settings.decay <= 0.0f)
-        return static_cast<float>(std::min(queries, settings.observation_window));
-    if (settings.decay >= 1.0f) return static_cast<float>(queries);
-    const double decay = settings.decay;  // 1 - decay would lose digits as a float
-    return static_cast<float>((1.0 - std::pow(decay, queries)) / (1.0 - decay));
-}
-
 }  // namespace entropykv

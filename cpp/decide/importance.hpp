@@ -13,9 +13,8 @@ namespace entropykv {
 struct ImportanceSettings {
     ScoreKind kind = ScoreKind::mass;
     float variation = 0.0f;        // is used by ScoreKind::recency only
-    float decay = 0.998f;          // per token; 0: only the last micro-batch counts
+    float decay = 0.998f;          // per token
     int observation_window = 512;  // how many of a micro-batch's last tokens are observed
-    bool by_exposure = false;      // divide by the number of queries that saw the entry
     bool by_values = false;        // multiply by the norm of V, squared if scores are
     bool distinct = false;         // reduce the score if a newer entry's key is similar
     int future_positions = 512;    // is used by ScoreKind::expected only
@@ -58,12 +57,7 @@ constexpr int kNeighbourhood = 32;
 // all of them. Observing every token would take a tenth of the time of attention in decode.
 constexpr int kScoringInterval = 4;
 
-// Returns which part of an importance is left after n_tokens more tokens; 0 if only the last
-// micro-batch counts.
+// Returns which part of an importance is left after n_tokens more tokens.
 float decay_factor(float decay_per_token, int n_tokens);
-
-// Returns how many queries could have observed an entry of this age (newest position - its own),
-// decayed like its importance; at least 1.
-float exposure(std::int32_t age, const ImportanceSettings& settings);
 
 }  // namespace entropykv

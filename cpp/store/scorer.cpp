@@ -103,9 +103,6 @@ void Scorer::score_separately(int n) noexcept {
     if (const auto by_position = settings.measure().by_position) {
         for (int i = 0; i < n; ++i)
             scores_[index(i)] = by_position(positions_[index(i)], newest_, settings.variation);
-    } else if (settings.by_exposure) {
-        for (int i = 0; i < n; ++i)
-            scores_[index(i)] /= exposure(newest_ - positions_[index(i)], settings);
     }
 }
 

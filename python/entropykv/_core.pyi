@@ -78,7 +78,6 @@ class ImportanceSettings:
         variation: float = 0.0,
         decay: float = 0.0,
         observation_window: int = 512,
-        by_exposure: bool = False,
         by_values: bool = False,
         distinct: bool = False,
         future_positions: int = 512,
@@ -92,8 +91,7 @@ class ImportanceSettings:
         """
     @property
     def decay(self) -> float:
-        """Share of an observation that is left after one token; 1: nothing decays, 0: the last
-        micro-batch alone counts."""
+        """Share of an observation that is left after one token; 1: nothing decays."""
 
 class LayerShape:
     """Heads and head sizes of one attention layer."""
@@ -888,9 +886,6 @@ def select_survivors(
     """1 for every entry that survives."""
 
 def recency_score(position: int, newest: int, variation: float) -> float: ...
-def exposure(age: int, settings: ImportanceSettings) -> float:
-    """Queries, decayed, that could have observed an entry so many positions before the newest."""
-
 def entropy_weights(
     entropies: Sequence[float], mean: float, low: float, high: float
 ) -> list[float]: ...

@@ -1,4 +1,4 @@
-"""Say the version of this package, and check that it was built for the llama.cpp here."""
+"""Provide the version of this package, and check that it was built for the installed llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _BUILT = f"entropykv {VERSION} was built against llama-cpp-python {LLAMA_CPP_PYT
 
 
 def check() -> None:
-    """Refuse a llama.cpp that differs from the one that the extension was built against.
+    """Raise VersionError for a llama.cpp that differs from the one that the extension was built
+    against.
 
-    The extension reads and changes llama.cpp's structures, which differ between releases: where the
-    release is another one, it is not even loaded. Raises VersionError.
+    The extension reads and changes llama.cpp's structures, which differ between releases. If the
+    release differs, the extension is not even loaded.
 
-    llama_cpp is imported before the extension, so that both use one libllama: in a wheel its names
-    (libllama.so, libllama.so.0) are files of their own, and only the one that llama_cpp loads is
+    llama_cpp is imported before the extension, so that both use one libllama. In a wheel, its names
+    (libllama.so, libllama.so.0) are separate files, and only the one that llama_cpp loads can be
     found again by the other name.
     """
     _check_release()
@@ -51,7 +52,9 @@ def _check_release() -> None:
 
 
 def _check_library(core: ModuleType) -> None:
-    """Compare the loaded libraries with the headers: one release is built of several sources."""
+    """Compare the loaded libraries with the headers, because a release may be built from other
+    sources.
+    """
     loaded = (core.ggml_version(), core.ggml_commit())
     built = (GGML_VERSION, GGML_COMMIT)
     if _release_of(*loaded) != _release_of(*built):
@@ -59,13 +62,15 @@ def _check_library(core: ModuleType) -> None:
             f"{_BUILT} with ggml {built[0]} ({built[1]}), but runs with ggml {loaded[0]} "
             f"({loaded[1]}); {REBUILD}"
         )
-    # Look at the numbers only now: in another library, their names lie beyond its table.
+    # Read the numbers only now: in another library, their names lie beyond the end of its table.
     for difference in (*core.differences(), *_different_structures(core)):
         raise VersionError(f"{_BUILT}, but in the one that it runs with {difference}; {REBUILD}")
 
 
 def _release_of(version: str, commit: str) -> tuple[str, str]:
-    """Return the release without the mark of a changed tree: every source distribution has it."""
+    """Return the release without the mark of a changed tree, which every source
+    distribution has.
+    """
     return version, commit.removesuffix("-dirty")
 
 

@@ -1,14 +1,14 @@
-"""Typed errors of the package; every message is one sentence that names the way out."""
+"""Define the errors of the package; every message is one sentence that says what to do."""
 
 from __future__ import annotations
 
 
 class EntropyKVError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class BudgetError(EntropyKVError, ValueError):
-    """Raised for a KV budget that cannot be read, or that cannot hold what it must protect."""
+    """Raised for a KV budget that cannot be parsed, or that cannot hold the protected entries."""
 
 
 class ProfileError(EntropyKVError, ValueError):
@@ -16,7 +16,9 @@ class ProfileError(EntropyKVError, ValueError):
 
 
 class CalibrationError(EntropyKVError, ValueError):
-    """Raised for texts or results that make no profile, or where calibration lacks a package."""
+    """Raised for texts or results that give no profile, or if a package for calibration is
+    missing.
+    """
 
 
 class ModelFileError(EntropyKVError, ValueError):
@@ -24,7 +26,9 @@ class ModelFileError(EntropyKVError, ValueError):
 
 
 class HubError(EntropyKVError):
-    """Raised where a model cannot be had from the Hugging Face Hub, or not be kept on this disk."""
+    """Raised if a model cannot be fetched from the Hugging Face Hub, or not be stored on
+    this disk.
+    """
 
 
 class UnsupportedModelError(EntropyKVError):
@@ -36,11 +40,11 @@ class SessionFileError(EntropyKVError, ValueError):
 
 
 class FreezeError(EntropyKVError):
-    """Raised where cold storage cannot be made, or its file is no longer as it was written."""
+    """Raised if cold storage cannot be made, or if somebody has changed its file."""
 
 
 class PoolError(EntropyKVError):
-    """Raised where a pool has no room for another conversation, or a decode was called off."""
+    """Raised if a pool has no room for another conversation, or if a decode was interrupted."""
 
 
 class ContextError(EntropyKVError, ValueError):
@@ -56,8 +60,8 @@ class SettingsError(EntropyKVError, ValueError):
 
 
 class VersionError(EntropyKVError, ImportError):
-    """Raised where llama-cpp-python or the extension is of a version that does not fit."""
+    """Raised if the version of llama-cpp-python or of the extension does not fit."""
 
 
 class MissingExtraError(EntropyKVError, ImportError):
-    """Raised where the optional packages of a part of this package are not installed."""
+    """Raised if optional packages that a part of this package needs are not installed."""

@@ -1,4 +1,4 @@
-"""Write new files beside their place and rename them into it, and read texts that users name."""
+"""Write new files under a temporary name and rename them, and read text files of users."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from entropykv.errors import EntropyKVError
 
 @contextmanager
 def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give an empty file beside `target` that becomes it in the end, on the disk too.
+    """Yield an empty file beside `target`; at the end, it is synced to disk and renamed to
+    `target`.
 
-    Where anything goes wrong, it is removed and `target` stays as it was. Raises OSError where it
-    cannot be written.
+    On an error, it is removed and `target` is unchanged. Raises OSError if it cannot be written.
     """
     target = Path(target)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
         with open(part, "xb"):
             pass
-    except ValueError as error:  # the name has a null byte
+    except ValueError as error:  # The name has a null byte.
         raise OSError(errno.EINVAL, str(error)) from error
     try:
         yield part
         _sync(part)
         os.replace(part, target)
-        with suppress(OSError):  # not every file system can sync a directory
+        with suppress(OSError):  # Not every file system can sync a directory.
             _sync(target.parent)
     finally:
         with suppress(OSError):
@@ -48,7 +48,9 @@ def _sync(path: Path) -> None:
 
 
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
-    """Return the content of a UTF-8 file; raises `refusal`, in one sentence, for anything else."""
+    """Return the content of a UTF-8 file; raises `refusal`, in one sentence, if it cannot
+    be read.
+    """
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -59,10 +61,10 @@ def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> st
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
-    """Open a regular file to read it; raises OSError for all else: a pipe would wait for ever."""
+    """Open a regular file for reading; raises OSError for any other: opening a pipe would block."""
     try:
         mode = os.stat(path).st_mode
-    except ValueError as error:  # the name has a null byte
+    except ValueError as error:  # The name has a null byte.
         raise OSError(0, str(error)) from error
     if stat.S_ISDIR(mode):
         raise OSError(0, "is a directory")

@@ -1,7 +1,7 @@
-"""The command `entropykv`.
+"""Run the command `entropykv`, and report in one sentence if the package cannot be imported.
 
-It lies outside of the package because it must be able to say in one sentence why the package cannot
-be imported: beside a llama-cpp-python of another release, importing it is what is refused.
+This is a package of its own, because importing entropykv fails on purpose if llama-cpp-python is of
+another release.
 """
 
 from __future__ import annotations

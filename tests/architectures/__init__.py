@@ -1,4 +1,6 @@
-"""Tiny models of all architectures that llama.cpp decodes with, by what their memory is like."""
+"""Describe tiny models of all architectures that llama.cpp decodes with, by their kind of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,6 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "unfused": UNFUSED,
     "diffusion": DIFFUSION,
 }
-"""Descriptions by kind."""
+"""The descriptions by kind."""
 
 __all__ = ["ARCHITECTURES", "Architecture", "write_architecture"]

@@ -1,4 +1,4 @@
-"""What a store makes of a tiny model, against stock llama.cpp."""
+"""Check how each store serves a tiny model, against stock llama.cpp."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ N_CTX = 256
 PROMPT_TOKENS = 30
 GREEDY_TOKENS = 64
 TOKENS = tokens_for(150)
-LONG = tokens_for(220)  # more than half the context and a micro-batch
+LONG = tokens_for(220)  # More than half the context and a micro-batch.
 MICRO_BATCHES = (7, 64)
 
 
 class CheckError(Exception):
-    """A store that serves a model, but not as it should; says how."""
+    """Raised for a store that serves a model incorrectly; says how."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What stock llama.cpp says to TOKENS, and writes after the first of them."""
+    """Hold stock llama.cpp's logits for TOKENS, and what it writes after the first of them."""
 
     micro_batches: Logits
     one_by_one: Logits
     text: list[int]
     rows: Logits
-    """That each token of the text was chosen by."""
+    """The logits from which each token of the text was chosen."""
 
     @classmethod
     def of(cls, path: Path, n_ubatch: int, rounding: float, *, flash: bool) -> Expected:
@@ -57,7 +57,7 @@ class Expected:
 
 @dataclass
 class Outcome:
-    """Of the checks of one store."""
+    """Hold the results of one store's checks."""
 
     served: Served | None = None
     note: str | None = None
@@ -65,7 +65,7 @@ class Outcome:
 
     @classmethod
     def of(cls, path: Path, store: str, rounding: float) -> Outcome:
-        """Run the checks; whatever goes wrong is in what is returned."""
+        """Run the checks; every failure is recorded in the result."""
         outcome = cls()
         try:
             served = serve(path, store, rounding)
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def check(model: Architecture) -> ArchitectureCheck:
-    """Run a model in both stores."""
+    """Check a model in both stores."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{model.name}.gguf"
         write_architecture(path, model)
@@ -98,9 +98,9 @@ def check(model: Architecture) -> ArchitectureCheck:
 
 
 def serve(path: Path, store: str, rounding: float) -> Served:
-    """Compare a store with stock that reads the same way, with room for all.
+    """Compare a store with a full budget with stock llama.cpp, which reads in the same way.
 
-    Raises UnsupportedModelError where the store refuses the model, CheckError where it differs.
+    Raises UnsupportedModelError if the store refuses the model, CheckError if it differs.
     """
     found = [_compare(path, store, n_ubatch, rounding) for n_ubatch in MICRO_BATCHES]
     served = worst(*found)
@@ -130,7 +130,7 @@ def _compare(path: Path, store: str, n_ubatch: int, rounding: float) -> Served:
 
 
 def worst(one: Served, other: Served) -> Served:
-    """Figures that hold of both."""
+    """Return the worse of each figure."""
     return Served(
         one_by_one=max(one.one_by_one, other.one_by_one),
         micro_batches=max(one.micro_batches, other.micro_batches),
@@ -140,14 +140,14 @@ def worst(one: Served, other: Served) -> Served:
 
 
 def chosen(session: Session, text: list[int]) -> npt.NDArray[np.int64]:
-    """Greedy choices after the prompt, and after each token of a text."""
+    """Return the greedy choices after the prompt, and after each token of a text."""
     rows = [next_logits(session, TOKENS[:PROMPT_TOKENS])]
     rows += [next_logits(session, [token]) for token in text[:-1]]
     return np.stack(rows).argmax(axis=1)
 
 
 def evict(path: Path, store: str) -> str | None:
-    """Read more than half the budget holds; returns what a store says that refuses to."""
+    """Read more than half the budget holds; returns the message of a store that refuses."""
     try:
         stay_inside_half(path, store)
     except UnsupportedModelError as refusal:
@@ -156,7 +156,7 @@ def evict(path: Path, store: str) -> str | None:
 
 
 def stay_inside_half(path: Path, store: str) -> None:
-    """Raises CheckError where a store does not."""
+    """Raise CheckError if a store does not stay inside half a budget."""
     with Session(
         path, n_ctx=N_CTX, kv_budget=0.5, store=store, kv_type="f16", n_ubatch=32, n_threads=1
     ) as session:
@@ -169,10 +169,10 @@ def stay_inside_half(path: Path, store: str) -> None:
 
 
 def sentence(refusal: UnsupportedModelError, path: Path) -> str:
-    """What a refusal says, without the name of the model."""
+    """Return the reason of a refusal, without the name of the model."""
     return str(refusal).removeprefix(f"{path.stem}: ")
 
 
 def rounded(error: float) -> float:
-    """Two digits: the others hang on the processor."""
+    """Return an error rounded to two digits; further digits depend on the processor."""
     return float(f"{error:.1e}")

@@ -1,4 +1,4 @@
-"""What a tiny model of an architecture is made of."""
+"""Define how a tiny model of an architecture is described."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ PerLayer = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One tiny model: the metadata that llama.cpp wants, and the optional tensors it lacks."""
+    """Describe one tiny model: the metadata that llama.cpp requires, and optional tensors that it
+    lacks.
+    """
 
     name: str
     architecture: str
     metadata: Metadata
     """Keys without the architecture's name in front."""
     without: tuple[str, ...] = ()
-    """Patterns of names of tensors that llama.cpp would take and the file leaves out."""
+    """Patterns of names of tensors that llama.cpp would use but the file leaves out."""
     n_vocab: int = 320
     rounding: float = 2e-3
-    """How far rounding alone moves the logits, relative to their spread."""
+    """How much rounding alone changes the logits, relative to their standard deviation."""
 
 
 def model(
@@ -39,9 +41,9 @@ def model(
 ) -> Architecture:
     """Describe a model.
 
-    `heads`: query heads, KV heads (one number, or one for each layer) and the head's size; without
-    a size, the residual stream is shared among the query heads: `width` / query heads.
-    `metadata`: what this architecture wants beyond what all do.
+    `heads`: query heads, KV heads (one number, or one per layer) and the head's size; without a
+    size, it is `width` / query heads. `metadata`: what this architecture requires in addition to
+    the keys that all have.
     """
     common: dict[str, Value] = {
         "context_length": 2048,

@@ -1,4 +1,4 @@
-"""Metadata that several architectures want."""
+"""Define groups of metadata that several architectures require."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.architectures.description import Value
 
 Group = dict[str, Value]
 
-# Every expert is used: which ones a router picks must not hang on rounding.
+# All experts are used, because the choice of a router could depend on rounding.
 MOE: Group = {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32}
 SHARED_EXPERT: Group = {"expert_shared_count": 1, "leading_dense_block_count": 1}
 SHARED_LENGTH: Group = {"expert_shared_feed_forward_length": 32}
@@ -19,7 +19,7 @@ GRANITE: Group = {
 }
 MULTIMODAL_ROPE: Group = {"rope.dimension_sections": (4, 4, 4, 4)}
 
-# Of four layers, the first and the third have a window of 32, or the second and the fourth.
+# Two of four layers have a window of 32: either the first and third, or the second and fourth.
 WINDOW: Group = {"attention.sliding_window": 32, "attention.sliding_window_pattern": 2}
 WINDOW_LAYERS: Group = {
     "attention.sliding_window": 32,
@@ -46,7 +46,9 @@ RWKV_7: Group = {
 
 
 def latent(rank: int, rope: int) -> Group:
-    """Multi-head latent attention: K is `rank` + `rope` wide, V its first `rank` values."""
+    """Return metadata of multi-head latent attention: K has `rank` + `rope` values, V its first
+    `rank`.
+    """
     return {
         "attention.q_lora_rank": 32,
         "attention.kv_lora_rank": rank,

@@ -1,4 +1,4 @@
-"""Recurrent layers, latent attention, ALiBi, sparse attention, and models without a cache."""
+"""Describe models with recurrent layers, latent or sparse attention, ALiBi, or without a cache."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.architectures.groups import (
     latent,
 )
 
-EVERY_SECOND = (4, 0, 4, 0)  # heads of layers: none where it is recurrent
+EVERY_SECOND = (4, 0, 4, 0)  # Heads of the layers: none in recurrent ones.
 
 # Some layers attend, the others carry a state.
 HYBRID: tuple[Architecture, ...] = (
-    model("falcon-h1", (4, 2, 32), MAMBA_2),  # every layer does both
+    model("falcon-h1", (4, 2, 32), MAMBA_2),  # Every layer does both.
     model("granitehybrid", (EVERY_SECOND, (2, 0, 2, 0), 32), MAMBA_2 | GRANITE),
     model("jamba", (EVERY_SECOND, (2, 0, 2, 0)), MAMBA),
     model("lfm2", (EVERY_SECOND, (2, 0, 2, 0)), {"shortconv.l_cache": 3}),
@@ -109,7 +109,7 @@ LATENT_ATTENTION: tuple[Architecture, ...] = (
     model("mistral4", (4, 1), MOE | SHARED_EXPERT | LATENT),
 )
 
-# The same, and recurrent layers.
+# Latent attention, and recurrent layers.
 LATENT_HYBRID: tuple[Architecture, ...] = (
     model(
         "bailingmoe3",
@@ -154,7 +154,7 @@ ALIBI: tuple[Architecture, ...] = (
     model("refact", (6, 1, 32)),
 )
 
-# Which positions are attended to, or what they were compressed to, is computed in the graph.
+# The graph computes which positions are attended to, or what they are compressed to.
 SPARSE: tuple[Architecture, ...] = (
     model("deepseek32", (4, 1), MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | INDEXER),
     model(
@@ -272,7 +272,7 @@ SPARSE: tuple[Architecture, ...] = (
     ),
 )
 
-# Its attention is a product, a soft maximum and a product, even with flash attention enabled.
+# Attention consists of separate nodes, even with flash attention enabled.
 UNFUSED: tuple[Architecture, ...] = (
     model("grok", (4, 2), MOE | {"logit_scale": 1.0, "embedding_scale": 4.0}),
 )

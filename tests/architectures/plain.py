@@ -1,4 +1,4 @@
-"""Causal attention of every position, K and V cached on their own in every layer."""
+"""Describe models with full causal attention, and separate K and V in every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.architectures.groups import (
 )
 
 PLAIN: tuple[Architecture, ...] = (
-    # Multi-head, grouped-query and multi-query attention, with the head sizes of today's models.
+    # Multi-head, grouped-query and multi-query attention, with common head sizes.
     model("llama", (4, 4, 32), name="llama-mha"),
     model("llama", (4, 2, 64), name="llama-gqa"),
     model("llama", (4, 1, 128), name="llama-mqa"),
@@ -42,7 +42,7 @@ PLAIN: tuple[Architecture, ...] = (
     model("cogvlm", (4, 4)),
     model("command-r", (4, 2), {"logit_scale": 0.5}),
     model("dbrx", (4, 2), MOE | {"attention.clamp_kqv": 4.0}),
-    model("deci", ((4, 2, 4, 8), (2, 1, 4, 2), 32)),  # heads differ from layer to layer
+    model("deci", ((4, 2, 4, 8), (2, 1, 4, 2), 32)),  # Numbers of heads differ between layers.
     model("deepseek", (4, 2), MOE | SHARED_EXPERT),
     model("deepseek2-ocr", (4, 4), MOE | SHARED_EXPERT),
     model("dots1", (4, 4, 32), MOE | SHARED_EXPERT | SIGMOID_ROUTER),
@@ -79,7 +79,7 @@ PLAIN: tuple[Architecture, ...] = (
         },
     ),
     model("grovemoe", (4, 2, 32), MOE | {"expert_group_scale": 1.0, "experts_per_group": 1}),
-    # One layer of each of two stacks, walked through six times.
+    # Two stacks of one layer each, which are run six times.
     model(
         "hrm_text",
         (4, 2, 32),
@@ -90,7 +90,7 @@ PLAIN: tuple[Architecture, ...] = (
         },
         layers=6,
     ),
-    model("hunyuan-dense", (4, 2, 32)),  # norms its keys after RoPE
+    model("hunyuan-dense", (4, 2, 32)),  # Its keys are normed after RoPE.
     model("hunyuan-moe", (4, 2, 32), MOE | SHARED_LENGTH),
     model("hunyuan_vl", (4, 2, 32), MULTIMODAL_ROPE),
     model("hy_v3", (4, 2, 32), MOE | SIGMOID_ROUTER),
@@ -106,7 +106,7 @@ PLAIN: tuple[Architecture, ...] = (
             "embedding_scale": 4.0,
         },
     ),
-    # K and V of every head from one compressed row, but cached on their own.
+    # K and V of all heads come from one compressed row, but are cached separately.
     model(
         "minicpm3",
         (4, 4, 32),
@@ -123,7 +123,7 @@ PLAIN: tuple[Architecture, ...] = (
     model("olmo", (4, 2), {"attention.clamp_kqv": 4.0}),
     model("olmo2", (4, 2)),
     model("olmoe", (4, 4), MOE),
-    model("openelm", ((4, 2, 4, 8), (2, 1, 4, 2), 32)),  # heads differ from layer to layer
+    model("openelm", ((4, 2, 4, 8), (2, 1, 4, 2), 32)),  # Numbers of heads differ between layers.
     model("orion", (4, 2)),
     model("paddleocr", (4, 2, 32), {"rope.dimension_sections": (4, 4, 4, 4)}),
     model("pangu-embedded", (4, 2, 32)),

@@ -1,4 +1,4 @@
-"""Runs the tiny models of all architectures and writes which store serves which.
+"""Run the tiny models of all architectures, and write which store serves which.
 
 python -m tests.architectures.table
 """
@@ -30,7 +30,7 @@ Check = Callable[[Architecture], ArchitectureCheck]
 
 
 def main(models: Iterable[Architecture] = MODELS, check: Check = check, folder: Path = ROOT) -> int:
-    """Write both files below a folder; 1, and what failed on stderr, where a check did."""
+    """Write both files below a folder; returns 1, with messages on stderr, if a check failed."""
     with closing(_Worker(check)) as worker:
         rows = merged(map(worker, models))
     table = ArchitectureTable(LLAMA_CPP_PYTHON_VERSION, GREEDY_TOKENS, rows)
@@ -46,7 +46,7 @@ def main(models: Iterable[Architecture] = MODELS, check: Check = check, folder: 
 
 
 def merged(checks: Iterable[ArchitectureCheck]) -> tuple[ArchitectureCheck, ...]:
-    """One row for models of one architecture that are served alike; by name."""
+    """Return one row for all models of an architecture that are served equally, sorted by name."""
     rows: dict[tuple[str, str, tuple[str, ...]], ArchitectureCheck] = {}
     for found in checks:
         key = found.architecture, found.store, found.notes
@@ -55,7 +55,7 @@ def merged(checks: Iterable[ArchitectureCheck]) -> tuple[ArchitectureCheck, ...]
 
 
 def document(table: ArchitectureTable) -> str:
-    """docs/reference/architectures.md."""
+    """Return the text of docs/reference/architectures.md."""
     return (
         "# Architectures\n\nWritten by `make architectures`; "
         "`entropykv models --architectures` prints it.\n\n" + format_architectures(table) + "\n"
@@ -68,7 +68,7 @@ def write(path: Path, text: str) -> None:
 
 
 class _Worker:
-    """Checks in a process of their own, because llama.cpp may end it."""
+    """Run checks in a process of their own, because llama.cpp may end it."""
 
     def __init__(self, check: Check) -> None:
         self._check = check

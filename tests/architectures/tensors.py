@@ -1,4 +1,4 @@
-"""Which tensors a model needs, as llama.cpp's own loader says it."""
+"""Find out which tensors a model needs, from llama.cpp's own loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _GgufInitParams(ctypes.Structure):
 
 
 class _TensorHead(ctypes.Structure):
-    """The first fields of ggml_tensor."""
+    """Define the first fields of ggml_tensor."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -43,11 +43,11 @@ _get_name = _function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
 
 
 def tensors_of(metadata: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Name and shape (numpy's order: slowest first) of every tensor that the loader creates.
+    """Return name and shape (numpy's order: slowest first) of every tensor that the loader creates.
 
-    `metadata` is a GGUF file without tensors. llama.cpp makes a model of it and asks for the
-    contents of one tensor after the other: those that a file may leave out, too.
-    ValueError with llama.cpp's reason where the metadata is not enough.
+    `metadata` is a GGUF file without tensors. llama.cpp creates a model from it and asks for the
+    contents of one tensor after the other, including optional ones. Raises ValueError with
+    llama.cpp's reason if the metadata is incomplete.
     """
     shapes: dict[str, tuple[int, ...]] = {}
 

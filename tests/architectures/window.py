@@ -1,4 +1,4 @@
-"""Some or all layers attend to a window of the newest positions only."""
+"""Describe models in which some or all layers attend only to a window of the newest positions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ WINDOWED: tuple[Architecture, ...] = (
     model("cohere2", (4, 2), WINDOW | {"logit_scale": 0.5}),
     model("cohere2moe", (4, 2, 32), MOE | SHARED_EXPERT | WINDOW_LAYERS | {"logit_scale": 0.5}),
     model("exaone-moe", (4, 2, 32), MOE | SHARED_EXPERT | SIGMOID_ROUTER | WINDOW),
-    model("gemma2", (4, 2, 64), WINDOW),  # caps attention logits
+    model("gemma2", (4, 2, 64), WINDOW),  # It caps attention logits.
     model("gemma3", (2, 1, 96), WINDOW),
-    model("gpt-oss", (8, 1, 64), MOE | WINDOW),  # attention sinks
+    model("gpt-oss", (8, 1, 64), MOE | WINDOW),  # It has attention sinks.
     model("granite_swa", (4, 2, 32), GRANITE | WINDOW_LAYERS),
-    # Heads differ from layer to layer.
+    # Numbers of heads differ between layers.
     model("laguna", ((8, 4, 8, 4), 2, 32), MOE | SHARED_EXPERT | SIGMOID_ROUTER | WINDOW),
-    # Chunks of 8192 positions instead of a window that moves.
+    # Windows are chunks of 8192 positions, which do not slide.
     model(
         "llama4",
         (4, 2, 32),
@@ -35,7 +35,7 @@ WINDOWED: tuple[Architecture, ...] = (
     ),
     model("maple", (4, 2, 32), MOE | WINDOW_LAYERS | {"swiglu_clamp_exp": 7.0}),
     model("mellum", (4, 2, 32), MOE | WINDOW),
-    # KV heads and sinks differ between windowed and full layers, K is wider than V.
+    # KV heads and sinks differ between windowed and full layers; K is wider than V.
     model(
         "mimo2",
         (4, (1, 2, 1, 2), 48),
@@ -57,9 +57,9 @@ WINDOWED: tuple[Architecture, ...] = (
     model("step35", ((4, 8, 4, 8), 2, 32), MOE | SHARED_EXPERT | SIGMOID_ROUTER | WINDOW_LAYERS),
 )
 
-# Later layers attend to the K and V that an earlier one cached.
+# Later layers attend to the K and V that an earlier layer cached.
 SHARED_KEYS: tuple[Architecture, ...] = (
-    # llama.cpp wants more than 20 layers, which add up their rounding.
+    # llama.cpp requires more than 20 layers, whose rounding errors add up.
     model(
         "gemma3n",
         (2, 1, 16),
@@ -68,7 +68,7 @@ SHARED_KEYS: tuple[Architecture, ...] = (
         width=32,
         rounding=5e-2,
     ),
-    # Full layers have heads of 64, windowed ones of 32.
+    # Full layers have heads of 64 values, windowed ones of 32.
     model(
         "gemma4",
         (4, 2, 64),

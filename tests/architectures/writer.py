@@ -1,4 +1,4 @@
-"""Writes a description as a GGUF file: metadata, vocabulary, random weights."""
+"""Write a description as a GGUF file: metadata, vocabulary, random weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.tiny_writer import (
 
 FloatArray = npt.NDArray[np.float32]
 
-# Mean and standard deviation of weights by name; the first pattern that matches counts. A
-# deviation is that of each output for an input of unit size, or of the weights themselves where
-# the mean is not zero or the tensor is a vector.
+# Mean and standard deviation of weights by name; the first pattern that matches counts. The
+# deviation is that of each output for an input of unit size. If the mean is not zero or the tensor
+# is a vector, it is that of the weights themselves.
 _WEIGHTS: tuple[tuple[str, float, float], ...] = (
     ("token_embd.weight", 0.0, 1.0),
     ("position_embd.weight", 0.0, 1.0),
@@ -48,7 +48,7 @@ _WEIGHTS: tuple[tuple[str, float, float], ...] = (
 
 
 def write_architecture(path: str | os.PathLike[str], description: Architecture) -> None:
-    """Write the file; the same description, the same bytes."""
+    """Write the file; equal descriptions give equal bytes."""
     shapes = _shapes(description)
     writer = _header(path, description)
     tied = "output.weight" not in shapes
@@ -107,10 +107,10 @@ def _weights(name: str, shape: tuple[int, ...], tied: bool) -> FloatArray:
     values = np.random.default_rng(seed).standard_normal(shape)
     if name.startswith(("rope_freqs", "rope_factors")) or ".rope_f" in name:
         return np.linspace(1.0, 4.0, values.size, dtype=np.float32).reshape(shape)
-    if name.endswith(".ssm_a"):  # a decay
+    if name.endswith(".ssm_a"):  # A decay of a recurrent layer.
         return (-0.01 - 0.1 * np.abs(values)).astype(np.float32)
     mean, deviation = next((m, d) for p, m, d in _WEIGHTS if fnmatch(name, p))
-    if name == "token_embd.weight" and tied:  # it is the head, too
+    if name == "token_embd.weight" and tied:  # The embedding is also the output head.
         deviation = LOGIT_SCALE / np.sqrt(shape[-1])
     elif mean == 0.0 and len(shape) > 1 and "embd" not in name:
         deviation /= np.sqrt(shape[-1])

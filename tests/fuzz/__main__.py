@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz`: scenarios, fixed seeds, then new ones until the time is over.
+"""Run scenarios, fixed seeds, and then new seeds until the time is over: `python -m tests.fuzz`.
 
-Runs are done by processes of their own: what ends one of them is a defect like any other, and the
-next runs go on in another one.
+Runs are executed in separate processes: a crash is reported like any other defect, and the next
+runs continue in a new process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tests.fuzz.directed import SCENARIOS
 FIXED_SEEDS = range(1, 13)
 FIXED_OF_KINDS = ("pool-1", "pool-2", "pool-3", "pool-4", "file-1", "file-2", "file-3", "server-1")
 NEW_KINDS = (*("", "", "pool-", "file-") * 12, "server-")
-"""What new seeds are for, in turn: a run with a server takes as long as many others."""
+"""The kinds of new runs, in turn; a run with a server takes as long as many others."""
 RUNS_OF_A_PROCESS = 60
 SECONDS_OF_A_RUN = 300
 _LINES_SHOWN = 70
 
 
 class Worker:
-    """A process that does runs one by one."""
+    """Hold a process that executes runs one by one."""
 
     def __init__(self, folder: Path) -> None:
-        """Start it; its standard error goes to a file, for the case that it ends."""
+        """Start the process; its standard error goes to a file, which is shown after a crash."""
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  (for as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.worker", str(folder)],
@@ -47,7 +47,7 @@ class Worker:
         self.n_runs = 0
 
     def do(self, name: str) -> dict[str, Any]:
-        """Do a run; what is returned has a summary or a failure."""
+        """Execute a run; returns its summary or its failure."""
         assert self._process.stdin
         assert self._process.stdout
         self.n_runs += 1
@@ -82,7 +82,7 @@ class Worker:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
@@ -92,10 +92,10 @@ class Worker:
 
 
 class Fuzzer:
-    """Workers that share a list of runs."""
+    """Let several workers share a list of runs."""
 
     def __init__(self, names: Iterator[str], seconds: float) -> None:
-        """Nothing is started yet."""
+        """Take the names of runs; nothing is started yet."""
         self._names = names
         self._ends = time.monotonic() + seconds
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class Fuzzer:
         self.n_runs = 0
 
     def _next(self) -> str | None:
-        """The next run; None where time is over, which ends nothing but new seeds."""
+        """Return the next run; None when the time is over, which ends only new seeds."""
         with self._lock:
             name = next(self._names, None)
             if name is None or (_is_new(name) and self.n_runs and time.monotonic() > self._ends):
@@ -112,7 +112,7 @@ class Fuzzer:
             return name
 
     def work(self, folder: Path) -> None:
-        """Do runs until there are none."""
+        """Execute runs until there are none left."""
         worker = Worker(folder)
         while (name := self._next()) is not None:
             if worker.n_runs >= RUNS_OF_A_PROCESS:
@@ -144,7 +144,7 @@ def _all_runs(base: int) -> Iterator[str]:
 
 
 def main() -> int:
-    """Parse, run, and count what failed."""
+    """Parse the arguments, execute the runs, and count failures."""
     parser = argparse.ArgumentParser(prog="make fuzz")
     parser.add_argument(
         "--seed", help="of one run, such as 7, pool-7, file-7, server-7, or the name of a scenario"

@@ -1,6 +1,6 @@
-"""Scenarios that chance would hardly reach, each of which showed a defect once.
+"""Run scenarios that random runs would hardly reach; each of them once revealed a defect.
 
-They end with a line that says what was done; a promise that does not hold is raised.
+Each returns a line that says what was done, and raises if a promise is broken.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import numpy as np
 
 from entropykv import Freezing, Session, _core
 from entropykv.settings.recovery import Rung
-from tests.fuzz.checks import require
 from tests.fuzz.models import WIDE_GROUPS, FuzzModel, architecture_model, llama_model
 from tests.fuzz.operations import Operation
-from tests.fuzz.run import Run
+from tests.fuzz.promises import require
+from tests.fuzz.session_runs import Run
 from tests.support.model_reference import ModelReference
 
 ONE_LAYER = {"n_layer": 1, "n_head": 2, "n_head_kv": 1, "head_dim": 16, "weight_type": "F32"}
 TOPICS = range(3, 320, 5)
 SLOW = slice(6, None)
-"""Values of a head that RoPE hardly turns over a whole text, with the base of two_topics()."""
+"""Values of a head that RoPE hardly rotates over a whole text, with the base of two_topics()."""
 ENTRIES = 256
-"""Of the stores that are made without a model."""
+"""Entries of the stores that are made without a model."""
 
 
 def two_topics(folder: Path) -> str:
-    """A head full of one topic is asked for another, of which it froze more than a step brings."""
+    """Ask for another topic of a head full of one topic; it froze more of the other than a step
+    recalls.
+    """
     options = {
         "n_ctx": 2**20,
         "kv_budget": 2_600,
@@ -43,7 +45,9 @@ def two_topics(folder: Path) -> str:
 
 
 def two_topics_in_few_bits(folder: Path) -> str:
-    """The same where what is frozen is narrower than what is held, and looked for all the time."""
+    """Do the same with frozen entries of fewer bits than active ones, and with recall in every
+    step.
+    """
     options = {
         "n_ctx": 20_000,
         "kv_budget": 2_600,
@@ -57,7 +61,7 @@ def two_topics_in_few_bits(folder: Path) -> str:
 
 
 def _recall_a_topic(folder: Path, options: dict[str, Any], length: int, n_queries: int) -> str:
-    """Topics are one token each: those that a query token tells apart best."""
+    """Read topics of one token each: those that a query token distinguishes best."""
     model = llama_model(folder, **ONE_LAYER, n_ctx_train=2**20, rope_freq_base=1e12)
     with Session(model.path, **options) as session:
         run = Run(random.Random(1), model, options, session)
@@ -74,14 +78,15 @@ def _recall_a_topic(folder: Path, options: dict[str, Any], length: int, n_querie
 
 
 def _told_apart(model: FuzzModel, n_queries: int) -> tuple[tuple[int, int], list[int]]:
-    """Two tokens whose keys get the most different logits from the queries of some others, and
-    these: the first token is what they look for.
+    """Return two tokens whose keys get the most different logits from some query tokens, and these.
+
+    The query tokens attend mostly to the first of the two.
     """
     reference = ModelReference(model.path, "silu")
     x = reference.norm(reference.weights["token_embd"], "blk.0.attn_norm")
     keys = reference.heads(x, 0, "attn_k", reference.n_head_kv)[0, list(TOPICS), SLOW]
     queries = reference.heads(x, 0, "attn_q", reference.n_head)[..., SLOW]
-    logits = queries @ keys.T  # [query head][query token][topic]
+    logits = queries @ keys.T  # The shape is [query head][query token][topic].
     rather = (logits[..., :, None] - logits[..., None, :]).max(axis=0)
     last = np.sort(rather, axis=0)[-n_queries]
     first, second = np.unravel_index(last.argmax(), last.shape)
@@ -90,7 +95,7 @@ def _told_apart(model: FuzzModel, n_queries: int) -> tuple[tuple[int, int], list
 
 
 def wide_groups_beside_narrow_ones(folder: Path) -> str:
-    """Any number of threads gives the same bits, whatever the layers' groups are."""
+    """Check that any number of threads gives the same bits, whatever the layers' groups are."""
     for description in WIDE_GROUPS:
         model = architecture_model(description, folder)
         chance = random.Random(3)
@@ -111,7 +116,7 @@ def wide_groups_beside_narrow_ones(folder: Path) -> str:
 
 
 def the_largest_context(folder: Path) -> str:
-    """A million tokens of context beside a small budget, with frozen entries."""
+    """Use a million tokens of context with a small budget and frozen entries."""
     model = llama_model(folder, **ONE_LAYER, n_ctx_train=2048)
     options = {"n_ctx": 2**20, "kv_budget": 300, "freeze": "ram", "n_threads": 3}
     run = _run_of(random.Random(4), model, options)
@@ -122,7 +127,7 @@ def the_largest_context(folder: Path) -> str:
 
 
 def ten_thousand_entries(folder: Path) -> str:
-    """Heads that are as large, with every measure that looks at pairs, norms or futures."""
+    """Fill heads of 10,000 entries, with every measure that uses pairs, norms or future queries."""
     model = llama_model(folder, **ONE_LAYER, n_ctx_train=2**20)
     chance = random.Random(5)
     for policy in ("uniform:mass+values+distinct", "uniform:expected+values", "layer"):
@@ -138,7 +143,9 @@ def ten_thousand_entries(folder: Path) -> str:
 
 
 def one_bad_row(_: Path) -> str:
-    """Queries that are no numbers are forgotten: what is kept can be saved and loaded."""
+    """Read queries that are not numbers: they are ignored, and the entries can be saved
+    and loaded.
+    """
     for policy in ("mass", "attention", "products", "expected"):
         store, shape = _bare_store(getattr(_core.ScoreKind, policy))
         chance = np.random.default_rng(6)
@@ -156,7 +163,7 @@ def one_bad_row(_: Path) -> str:
 
 
 def far_positions(_: Path) -> str:
-    """Tokens see those before them, and no others, however far the text has come."""
+    """Check that tokens see all earlier tokens and no others, at very large positions."""
     expected = None
     for position in (0, 2**24 - 2, 2**26, 2**30 - 300):
         store, shape = _bare_store(_core.ScoreKind.mass)
@@ -173,7 +180,7 @@ def far_positions(_: Path) -> str:
 
 
 def arguments_of_the_extension(_: Path) -> str:
-    """What Python code hands to the extension is checked there."""
+    """Pass invalid arguments to the extension, which must check them."""
     n_refused = 0
     for change in (
         {"layer": 1},

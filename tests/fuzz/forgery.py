@@ -1,8 +1,8 @@
-"""Saved sessions that somebody changed, with sizes and digests that are right all the same.
+"""Change saved sessions at random, with correct sizes and digests.
 
-What is changed may be anything: bytes of the sections, which are a store's own numbers (forged());
-a field of the header, whatever its value becomes; the number of sections and their sizes; or the
-file as it lies there, whose digests are wrong then (crafted()).
+Bytes of the sections can be changed, which are a store's own numbers (forged()). Also a field of
+the header can get any value, the number of sections and their sizes can change, or the file is
+changed as a whole, with wrong digests (crafted()).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forged(chance: random.Random, data: bytes) -> bytes:
 
 
 def crafted(chance: random.Random, data: bytes) -> tuple[str, bytes]:
-    """Change anything of a saved session; returns what was done, and the bytes."""
+    """Change any part of a saved session; returns what was done, and the bytes."""
     file = _File.of(data)
     change = chance.choice(
         (_bytes, _field, _field, _field, _number, _number, _section, _section, _floats, _raw)
@@ -66,16 +66,16 @@ def crafted(chance: random.Random, data: bytes) -> tuple[str, bytes]:
 
 @dataclass
 class _File:
-    """A saved session in pieces."""
+    """Hold the parts of a saved session."""
 
     magic: bytes
     version: int
     header: Any
     sections: list[bytes]
     raw: bytes | None = None
-    """The file as it is written, where it is not put together from the pieces."""
+    """The bytes to write, if the file is not assembled from the parts."""
     nested: str | None = None
-    """JSON that stands in the place of the header."""
+    """JSON that replaces the header."""
 
     @staticmethod
     def of(data: bytes) -> _File:
@@ -100,7 +100,7 @@ class _File:
 
 
 def _field(chance: random.Random, file: _File) -> str:
-    """Give a field of the header another value, leave it out, or add one; sections stay."""
+    """Change, remove or add a field of the header; sections stay."""
     part = chance.choice(("settings", "contents", "contents"))
     fields = file.header.get(part)
     if not isinstance(fields, dict) or not fields:
@@ -125,7 +125,7 @@ def _field(chance: random.Random, file: _File) -> str:
 
 
 def _number(chance: random.Random, file: _File) -> str:
-    """Move a count of the contents a little, or a number within its lists."""
+    """Change a count of the contents slightly, or a number in its lists."""
     contents = file.header["contents"]
     names = [name for name, value in contents.items() if isinstance(value, int | list)]
     name = chance.choice(names)
@@ -145,7 +145,7 @@ def _number(chance: random.Random, file: _File) -> str:
 
 
 def _section(chance: random.Random, file: _File) -> str:
-    """Make a section longer or shorter, swap two, add or drop one; the header tells its size."""
+    """Lengthen, shorten, swap, add or drop a section; the header has its size."""
     contents = file.header["contents"]
     own, kind = file.sections, chance.choice(("longer", "shorter", "swapped", "added", "dropped"))
     place = chance.randrange(2, len(own)) if len(own) > 2 else 0
@@ -165,7 +165,7 @@ def _section(chance: random.Random, file: _File) -> str:
 
 
 def _floats(chance: random.Random, file: _File) -> str:
-    """Put special numbers where numbers of 4 bytes stand."""
+    """Write special numbers (such as NaN) into fields of 4 bytes."""
     full = [i for i, section in enumerate(file.sections) if len(section) >= 4]
     if not full:
         return "nothing"
@@ -187,7 +187,7 @@ def _bytes(chance: random.Random, file: _File) -> str:
 
 
 def _raw(chance: random.Random, file: _File) -> str:
-    """Change the file as it lies there: cut, longer, another magic, version or header size."""
+    """Change the file as a whole: cut it, lengthen it, or change magic, version or header size."""
     data = bytearray(file.put_together())
     kind = chance.choice(("cut", "longer", "flipped", "magic", "version", "header size", "empty"))
     if kind == "cut":

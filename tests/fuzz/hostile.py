@@ -1,8 +1,8 @@
-"""What a client can do to a server that is wrong, too much, slow, or broken off.
+"""Send requests to a server that are wrong, too large, slow, or aborted.
 
-Each of ATTACKS takes a source of chance and the port of a server on the loopback interface, and
-returns what became of it: a status code, or a word. An Unanswered is raised where the server did
-not answer in time, and a Refused where it answered as it must not, as with status 500.
+Each of ATTACKS takes a random generator and the port of a server on the loopback interface, and
+returns the outcome: a status code, or a word. Unanswered is raised if the server did not answer in
+time, and Refused for an answer that must not occur, such as status 500.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 30.0
-"""In which a server must answer whatever it is sent, or close the connection."""
+"""Seconds in which a server must answer any request, or close the connection."""
 EXPECTED = {200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431, 501, 503, 504}
-"""Codes of answers to requests that are not as they should be; 421 and 426 are no business of ours.
-"""
+"""Status codes of answers to invalid requests; 421 and 426 do not apply to this server."""
 FIELDS = (
     "prompt",
     "messages",
@@ -57,14 +56,14 @@ ROUTES = (
 )
 READ_ONLY = ("/health", "/v1/models", "/props", "/slots", "/v1/kv", "/metrics", "/", "/docs")
 AMBIGUOUS = 'root ::= a a a a a a a a\na ::= b | b a\nb ::= c | c b | ""\nc ::= [a-z ]* | [a-z ]* c'
-"""Rules by which one text can be meant in very many ways."""
+"""Rules by which one text has very many parses."""
 
 Outcome = str | int
 Attack = Callable[[random.Random, int], Outcome]
 
 
 class Unanswered(AssertionError):  # noqa: N818
-    """Raised where the server has not answered within SECONDS."""
+    """Raised if the server has not answered within SECONDS."""
 
 
 class Refused(AssertionError):  # noqa: N818
@@ -72,19 +71,19 @@ class Refused(AssertionError):  # noqa: N818
 
 
 def body_of(**fields: Any) -> bytes:
-    """Return JSON of a request that asks for few tokens, but for what the fields say."""
+    """Return the JSON of a request for few tokens, changed by the given fields."""
     return json.dumps({"prompt": "Simon", "max_tokens": 3, "temperature": 0, **fields}).encode()
 
 
 def post(port: int, path: str, body: bytes, headers: str = "") -> Outcome:
-    """Send a request, and read all of the answer; returns its status code, or `closed`."""
+    """Send a request and read the whole answer; returns its status code, or `closed`."""
     with _connection(port) as client:
         _send(client, _head("POST", path, f"Content-Length: {len(body)}\r\n{headers}") + body)
         return _status(client)
 
 
 def get(port: int, path: str, headers: str = "") -> Outcome:
-    """Ask for a page, and read all of the answer; returns its status code, or `closed`."""
+    """Request a page and read the whole answer; returns its status code, or `closed`."""
     with _connection(port) as client:
         _send(client, _head("GET", path, headers))
         return _status(client)
@@ -103,13 +102,13 @@ def _head(method: str, path: str, headers: str, host: str = "127.0.0.1") -> byte
 
 
 def _send(client: socket.socket, data: bytes) -> None:
-    """Send; a server may answer and close before it has taken everything."""
+    """Send data; the server may answer and close before it has received everything."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         client.sendall(data)
 
 
 def _status(client: socket.socket) -> Outcome:
-    """Read an answer to its end; returns its status code, or `closed` where there is none."""
+    """Read a whole answer; returns its status code, or `closed` if there is none."""
     start, ends = b"", time.monotonic() + SECONDS
     try:
         while time.monotonic() < ends:
@@ -135,25 +134,25 @@ def _status(client: socket.socket) -> Outcome:
 
 
 def many_errors(chance: random.Random, port: int) -> Outcome:
-    """A list of things that are no prompts: each would be an error of validation."""
+    """Send a list of items that are not prompts; each would be a validation error."""
     n = chance.choice((1_000, 100_000, 330_000))
     item = chance.choice(("{}", "[{}]", "null"))
     return post(port, "/v1/completions", b'{"prompt":[' + ",".join([item] * n).encode() + b"]}")
 
 
 def many_prompts(chance: random.Random, port: int) -> Outcome:
-    """Prompts times choices."""
+    """Ask for many prompts with many choices each."""
     body = body_of(prompt=["a"] * chance.choice((10, 500, 2000)), n=chance.choice((1, 128)))
     return post(port, "/v1/completions", body)
 
 
 def ambiguous_grammar(chance: random.Random, port: int) -> Outcome:
-    """A few bytes of grammar, by which a text can be meant in very many ways."""
+    """Send a short grammar by which a text has very many parses."""
     return post(port, "/v1/completions", body_of(grammar=AMBIGUOUS * chance.choice((1, 1, 30))))
 
 
 def large_schema(chance: random.Random, port: int) -> Outcome:
-    """A schema whose grammar would be large, at each door that takes one."""
+    """Send a schema whose grammar would be large, to each route that accepts schemas."""
     n = chance.choice((10**4, 2 * 10**7, 10**12))
     kind = chance.choice(
         (
@@ -184,13 +183,13 @@ def large_schema(chance: random.Random, port: int) -> Outcome:
 
 def _nested(depth: int) -> Any:
     schema: Any = {"type": "integer"}
-    for _ in range(min(depth, 300)):  # json.dumps has a limit of its own
+    for _ in range(min(depth, 300)):  # json.dumps limits the depth, too.
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     return schema
 
 
 def deep_json(chance: random.Random, port: int) -> Outcome:
-    """Lists or objects within each other, deeper than any stack."""
+    """Send lists or objects nested deeper than any stack."""
     depth = chance.choice((100, 3_000, 100_000))
     inner = "[" * depth + "]" * depth
     if chance.random() < 0.5:
@@ -200,7 +199,7 @@ def deep_json(chance: random.Random, port: int) -> Outcome:
 
 
 def long_field(chance: random.Random, port: int) -> Outcome:
-    """A field that is longer than anybody needs."""
+    """Send a field that is far too long."""
     text = "x" * chance.choice((1_000, 100_000, 900_000))
     n = len(text) // 8
     fields = chance.choice(
@@ -219,7 +218,7 @@ def long_field(chance: random.Random, port: int) -> Outcome:
 
 
 def long_text(chance: random.Random, port: int) -> Outcome:
-    """A text to be cut into tokens, or tokens to become a text."""
+    """Send a long text to tokenize, or many tokens to detokenize."""
     n = chance.choice((1_000, 100_000, 800_000))
     path, body = chance.choice(
         (
@@ -233,7 +232,7 @@ def long_text(chance: random.Random, port: int) -> Outcome:
 
 
 def nonsense_field(chance: random.Random, port: int) -> Outcome:
-    """A field with a value of another kind, or beyond all bounds."""
+    """Send a field with a value of a wrong type or far out of range."""
     value = chance.choice(
         (
             None,
@@ -262,13 +261,13 @@ def nonsense_field(chance: random.Random, port: int) -> Outcome:
 
 
 def no_json(chance: random.Random, port: int) -> Outcome:
-    """Bytes that are no JSON."""
+    """Send bytes that are not JSON."""
     body = chance.choice((b"", b"{", b"\xff\xfe", b'{"prompt": NaN}', chance.randbytes(2000)))
     return post(port, chance.choice(ROUTES), body)
 
 
 def no_http(chance: random.Random, port: int) -> Outcome:
-    """Bytes that are no request, or one that is hardly one."""
+    """Send bytes that are not an HTTP request, or hardly one."""
     data = chance.choice(
         (
             chance.randbytes(300) + b"\r\n\r\n",
@@ -288,7 +287,7 @@ def no_http(chance: random.Random, port: int) -> Outcome:
 
 
 def other_host(chance: random.Random, port: int) -> Outcome:
-    """A name of another server, as a page has it whose name was made to lead here."""
+    """Send the host name of another server, as a page would after DNS rebinding."""
     with _connection(port) as client:
         host = chance.choice(("evil.example", "evil.example:80", "[::1", "a" * 5000))
         _send(client, _head("GET", chance.choice(READ_ONLY), "", host))
@@ -296,7 +295,7 @@ def other_host(chance: random.Random, port: int) -> Outcome:
 
 
 def prompt_too_long(chance: random.Random, port: int) -> Outcome:
-    """More tokens than the context holds."""
+    """Send more tokens than the context holds."""
     return post(port, "/v1/completions", body_of(prompt="a b c " * chance.choice((300, 20_000))))
 
 
@@ -304,7 +303,7 @@ def prompt_too_long(chance: random.Random, port: int) -> Outcome:
 
 
 def leaves(chance: random.Random, port: int) -> Outcome:
-    """Leave before the answer, or in the middle of a stream."""
+    """Disconnect before the answer, or in the middle of a stream."""
     body = body_of(
         prompt="Simon " * chance.randrange(1, 80), max_tokens=300, min_tokens=300, stream=True
     )
@@ -313,13 +312,13 @@ def leaves(chance: random.Random, port: int) -> Outcome:
         if chance.random() < 0.6:
             with contextlib.suppress(ConnectionResetError, TimeoutError):
                 client.recv(chance.choice((1, 400, 4000)))
-        if chance.random() < 0.3:  # with a reset
+        if chance.random() < 0.3:  # Close with a reset.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     return "left"
 
 
 def slow_upload(chance: random.Random, port: int) -> Outcome:
-    """A body, or headers, of which a little comes at a time, and then no more."""
+    """Send a body or headers slowly, and then stop."""
     body = body_of(prompt="a" * 5000)
     data = _head("POST", "/v1/completions", f"Content-Length: {len(body)}\r\n")
     data = data + body if chance.random() < 0.6 else data[: chance.randrange(1, len(data))]
@@ -331,7 +330,7 @@ def slow_upload(chance: random.Random, port: int) -> Outcome:
 
 
 def slow_reader(chance: random.Random, port: int) -> Outcome:
-    """Ask for much, and read little of it."""
+    """Request a long answer, and read little of it."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         client.settimeout(SECONDS)
@@ -346,7 +345,7 @@ def slow_reader(chance: random.Random, port: int) -> Outcome:
 
 
 def many_connections(chance: random.Random, port: int) -> Outcome:
-    """Connections of which nothing comes."""
+    """Open connections and send nothing."""
     with contextlib.ExitStack() as stack:
         for _ in range(chance.choice((10, 60))):
             stack.enter_context(_connection(port))
@@ -355,7 +354,7 @@ def many_connections(chance: random.Random, port: int) -> Outcome:
 
 
 def many_viewers(chance: random.Random, port: int) -> Outcome:
-    """More viewers than are let in, who leave without a word."""
+    """Open more viewers than are allowed, and disconnect without closing."""
     with contextlib.ExitStack() as stack:
         for _ in range(chance.choice((3, 25))):
             client = stack.enter_context(_connection(port))
@@ -365,7 +364,7 @@ def many_viewers(chance: random.Random, port: int) -> Outcome:
 
 
 def flood(chance: random.Random, port: int) -> Outcome:
-    """The same page again and again."""
+    """Request the same page again and again."""
     path = chance.choice(READ_ONLY)
     return [get(port, path) for _ in range(30)][-1]
 

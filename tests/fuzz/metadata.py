@@ -1,9 +1,9 @@
-"""GGUF files whose metadata is damaged: no file may end the process.
+"""Damage the metadata of GGUF files: no file may end the process.
 
-    python -m tests.fuzz.metadata [--files N] [--seed S]
+python -m tests.fuzz.metadata [--files N] [--seed S]
 
-One key of a real header is removed, given another type, or a value that cannot be. Each file is
-opened and read from in a process of its own; it must work, or be refused by an EntropyKVError.
+One key of a real header is removed, or gets another type or an impossible value. Each file is
+opened and read in a process of its own; it must work, or be refused by an EntropyKVError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from entropykv.model.shipped import DEMOS
 from tests.support.tiny_models import write_bitnet, write_gemma, write_gpt2, write_llama
 
 SECONDS = 20
-"""For one file; a loop without end is a failure, too."""
+"""The timeout of one file in seconds; an endless loop is a failure, too."""
 
 _FORMATS = {
     GGUFValueType.UINT8: "B",
@@ -47,20 +47,22 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Header:
-    """A GGUF file in pieces: what stands before the metadata, each key, and what follows."""
+    """Hold the parts of a GGUF file: the bytes before the metadata, each key, and the bytes after
+    it.
+    """
 
     name: str
     version: int
     n_tensors: int
     keys: dict[str, bytes]
-    """The bytes of a key and its value."""
+    """The bytes of each key and its value."""
     tensors: bytes
     data: bytes
     alignment: int
 
     @classmethod
     def read(cls, path: Path) -> Header:
-        """Take a file apart."""
+        """Split a file into its parts."""
         reader, content = GGUFReader(path), path.read_bytes()
         keys, end = {}, 24
         for field in reader.fields.values():
@@ -82,7 +84,7 @@ class Header:
         )
 
     def with_key(self, name: str, value: bytes | None) -> bytes:
-        """Put a file together whose key has this type and value, or is missing."""
+        """Return a file in which a key has this type and value, or is missing."""
         keys = [raw for key, raw in self.keys.items() if key != name]
         if value is not None:
             keys.append(struct.pack("<Q", len(name.encode())) + name.encode() + value)
@@ -92,7 +94,7 @@ class Header:
 
 
 def damaged_value(chance: random.Random) -> bytes:
-    """Type and value of a key, such as no sensible file has."""
+    """Return type and value of a key as no sensible file has them."""
     kind = chance.choice(list(GGUFValueType))
     if kind == GGUFValueType.ARRAY:
         item = chance.choice([*_FORMATS, GGUFValueType.STRING])
@@ -118,7 +120,7 @@ def _scalar(kind: GGUFValueType, chance: random.Random) -> bytes:
 
 
 def blown_up(raw: bytes, name: str, chance: random.Random) -> bytes:
-    """The key's own type, with another value; an array gets another length, too."""
+    """Return a value of the key's own type; an array gets another length, too."""
     at = 8 + len(name.encode())
     kind = GGUFValueType(struct.unpack_from("<I", raw, at)[0])
     if kind != GGUFValueType.ARRAY:
@@ -131,7 +133,7 @@ def blown_up(raw: bytes, name: str, chance: random.Random) -> bytes:
 
 
 def headers(folder: Path) -> list[Header]:
-    """Real headers of five architectures and tokenizers."""
+    """Write real headers of five architectures and tokenizers."""
     writers = {"llama": write_llama, "bitnet": write_bitnet, "gemma": write_gemma}
     for name, write in writers.items():
         write(folder / f"{name}.gguf")
@@ -141,7 +143,7 @@ def headers(folder: Path) -> list[Header]:
 
 
 def cases(headers: list[Header], seed: int, *, removed: bool = True) -> Iterator[tuple[str, bytes]]:
-    """Yield what was done and the file: every key is removed once, then damaged at random."""
+    """Yield what was done, and the file: first every key is removed once, then random damage."""
     chance = random.Random(seed)
     for header in headers:
         for key in header.keys if removed else ():
@@ -160,7 +162,7 @@ def cases(headers: list[Header], seed: int, *, removed: bool = True) -> Iterator
 
 
 def failure(path: Path) -> str | None:
-    """Open a file and read from it, in a process of its own; returns what went wrong."""
+    """Open a file and read from it, in a process of its own; returns what went wrong, or None."""
     child = os.fork()
     if child == 0:
         os._exit(_try(path))
@@ -184,13 +186,13 @@ def _try(path: Path) -> int:
                 session.detokenize([token])
     except EntropyKVError:
         return 0
-    except BaseException:  # whatever it is, it is no refusal
+    except BaseException:  # Any other exception is not a refusal.
         return 1
     return 0
 
 
 def failures(seed: int, n_files: int, *, removed: bool = True) -> Iterator[str]:
-    """Yield what failed, of so many files; `removed`: those that lack a key come first."""
+    """Yield the failures among n_files files; with `removed`, those that lack a key come first."""
     with tempfile.TemporaryDirectory(prefix="entropykv-metadata-") as name:
         folder = Path(name)
         found = headers(folder)
@@ -205,7 +207,7 @@ def failures(seed: int, n_files: int, *, removed: bool = True) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what failed; returns the exit code."""
+    """Print the failures; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Tiny models of random geometry, written once for each shape."""
+"""Write tiny models of random geometry, each shape once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tests.support.tiny_models import write_bitnet, write_llama
 from tests.support.tiny_writer import TinyRope
 
 SERVED = ("plain", "windowed", "shared keys", "hybrid", "latent", "latent hybrid", "ALiBi")
-"""Kinds that the headwise store serves."""
+"""The kinds of architectures that the headwise store serves."""
 WIDE_GROUPS = (
     model("deci", ((72, 4, 8), (1, 2, 1), 16), name="deci-72", layers=3),
     model("deci", ((4, 130), (2, 1), 16), name="deci-130", layers=2),
 )
-"""More query heads per KV head than one tile of attention rows holds, beside layers with few."""
+"""Models with more query heads per KV head than a tile of attention rows holds, and layers with
+few.
+"""
 ARCHITECTURE_SHARE = 0.35
-"""Of runs: models of other architectures than llama's."""
+"""The share of runs with models of other architectures than llama."""
 
 _HEAD_DIMS = (16, 20, 32, 48, 64, 80, 96, 128, 256)
 _TRAINED = (64, 100, 256, 2048, 2048, 2048, 2**20)
@@ -30,20 +32,20 @@ _MOST_WIDTH = 1024
 
 @dataclass(frozen=True)
 class FuzzModel:
-    """A model file, and what checks need to know of it."""
+    """Hold a model file, and what the checks need to know about it."""
 
     path: Path
     name: str
     n_vocab: int
     n_ctx_train: int
     rounding: float
-    """How far rounding alone moves the logits, relative to their spread."""
+    """How much rounding alone changes the logits, relative to their standard deviation."""
     heads: tuple[int, int, int] | None = None
-    """Layers, query heads and KV heads, where all layers have as many."""
+    """Layers, query heads and KV heads, if all layers have equal numbers."""
     in_oracle: bool = False
-    """tests/support/model_reference.py knows its forward pass."""
+    """True if tests/support/model_reference.py implements its forward pass."""
     gives_last_row: bool = True
-    """Where only the last token's logits are asked for, llama.cpp's graph gives these."""
+    """True if llama.cpp's graph returns the last token's logits when only these are requested."""
 
 
 def random_model(chance: random.Random, folder: Path) -> FuzzModel:
@@ -64,12 +66,12 @@ def architecture_model(description: Architecture, folder: Path) -> FuzzModel:
         description.n_vocab,
         trained,
         description.rounding,
-        gives_last_row=description.name != "cogvlm",  # its graph gives the first one
+        gives_last_row=description.name != "cogvlm",  # Its graph returns those of the first token.
     )
 
 
 def llama_model(folder: Path, **shape: Any) -> FuzzModel:
-    """Write a llama of a shape, as write_llama() takes it."""
+    """Write a llama with the given arguments of write_llama()."""
     name = "llama-" + "-".join(f"{key}.{value}" for key, value in sorted(shape.items()))
     path = _written(folder, name, lambda part: write_llama(part, **shape))
     plain = "rope" not in shape and shape.get("architecture", "llama") == "llama"

@@ -1,4 +1,4 @@
-"""What a session can be asked for: chosen by chance, then done; the same list can be done again."""
+"""Choose random operations of a session, and execute them; a list can be executed again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.fuzz.models import FuzzModel
 from tests.fuzz.options import random_budget
 
 FIRST_TOKEN = 3
-"""The others are control tokens."""
+"""Lower ids are control tokens."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A name of OPERATIONS, and values for it."""
+    """Hold the name of one of OPERATIONS, and its arguments."""
 
     name: str
     values: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        """Short: of tokens, only how many."""
+        """Return a short text: only the number of tokens is shown."""
         shown = [
             f"{len(value)} tokens" if isinstance(value, tuple) else repr(value)
             for value in self.values
@@ -33,7 +33,7 @@ class Operation:
         return f"{self.name}({', '.join(shown)})"
 
     def do(self, session: Session) -> None:
-        """Ask the session for it; errors pass."""
+        """Call the session; errors are passed on."""
         OPERATIONS[self.name](session, *self.values)
 
 
@@ -43,7 +43,7 @@ def _decode(session: Session, tokens: tuple[int, ...], all_logits: bool) -> None
 
 
 def _generate(session: Session, n: int, temperature: float, stop_early: bool) -> None:
-    """What is yielded last is not read yet."""
+    """Generate tokens; the last one that is yielded has not been read yet."""
     if session.logits is None:
         return
     generator = session.generate([], n, temperature=temperature, seed=n)
@@ -54,7 +54,7 @@ def _generate(session: Session, n: int, temperature: float, stop_early: bool) ->
 
 
 def _freeze_and_restore(session: Session) -> None:
-    """Everything, there and back: nothing may be lost on the way."""
+    """Freeze everything and restore it; nothing may be lost."""
     core = session._store.core  # type: ignore[attr-defined]
     before = core.entries, core.frozen
     core.freeze_all(session.position - 1)
@@ -63,7 +63,7 @@ def _freeze_and_restore(session: Session) -> None:
 
 
 def _reload(session: Session) -> None:
-    """A session goes on with what it saved itself."""
+    """Save the session, and load it into itself."""
     session.load_state(session.save_state())
 
 
@@ -80,7 +80,7 @@ OPERATIONS: dict[str, Callable[..., None]] = {
 
 
 def random_operation(chance: random.Random, model: FuzzModel, session: Session) -> Operation:
-    """One that fits where the session stands."""
+    """Return an operation that is possible at the session's position."""
     kinds = ["decode"] * 8 + ["generate"] * 3 + ["resize"] * 2 + ["truncate"] * 2 + ["reload"]
     kinds += ["reset"] if chance.random() < 0.2 else []
     kinds += ["thaw"] * 2 if session.freezing else []
@@ -109,7 +109,7 @@ def _reading(chance: random.Random, model: FuzzModel, session: Session) -> Opera
 
 
 def topic(chance: random.Random, n_tokens: int, model: FuzzModel) -> tuple[int, ...]:
-    """Random tokens out of a few, as a text about one thing has them."""
+    """Return random tokens out of a few, as in a text about one subject."""
     width = chance.choice((1, 8, 40, 300))
     first = chance.randrange(FIRST_TOKEN, max(FIRST_TOKEN + 1, model.n_vocab - width))
     last = min(first + width, model.n_vocab - 1)

@@ -1,4 +1,4 @@
-"""Random settings of a session, possible ones and others."""
+"""Choose random settings of a session, including impossible ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from entropykv.settings.recovery import Recovery, Rung
 from tests.fuzz.models import FuzzModel
 
 LONGEST = 2**20
-"""Tokens of the largest context; what a session needs must not grow with it."""
+"""Tokens of the largest context; a session's memory must not grow with it."""
 _MICRO_BATCHES = (1, 2, 3, 7, 16, 31, 32, 33, 64, 128, 512)
 
 
 def random_options(chance: random.Random, model: FuzzModel, folder: Path) -> dict[str, Any]:
-    """Arguments of Session, without the model. Some do not go together: those it refuses."""
+    """Return arguments of Session, without the model; it refuses some combinations."""
     n_ctx = _context(chance)
     freeze = random_freezing(chance, folder)
     return {
@@ -41,7 +41,9 @@ def random_options(chance: random.Random, model: FuzzModel, folder: Path) -> dic
 
 
 def long_options(chance: random.Random, folder: Path) -> dict[str, Any]:
-    """Heads of thousands of entries: more than any block, page, cap or table of the code."""
+    """Return options for heads of thousands of entries, above every block, page, cap or
+    table size.
+    """
     freeze = random_freezing(chance, folder, share=0.8)
     return {
         "n_ctx": chance.choice((12_000, 30_000, LONGEST)),
@@ -58,7 +60,7 @@ def long_options(chance: random.Random, folder: Path) -> dict[str, Any]:
 
 
 def random_budget(chance: random.Random, n_ctx: int) -> float | int | str:
-    """A share of the context, tokens, or bytes."""
+    """Return a share of the context, a number of tokens, or bytes."""
     kind = chance.random()
     if kind < 0.15:
         return 1.0 if n_ctx < LONGEST else 0.01
@@ -70,7 +72,7 @@ def random_budget(chance: random.Random, n_ctx: int) -> float | int | str:
 
 
 def random_freezing(chance: random.Random, folder: Path, share: float = 0.45) -> Freezing | None:
-    """Where, how much and for how long, or none."""
+    """Return settings of freezing, or None."""
     if chance.random() > share:
         return None
     return Freezing(
@@ -104,7 +106,7 @@ def _policy(chance: random.Random, freezes: bool) -> str:
 
 
 def _profile(chance: random.Random, model: FuzzModel) -> EntropyProfile | None:
-    """Random entropies of the model's heads."""
+    """Return a profile with random entropies of the model's heads."""
     if model.heads is None or chance.random() < 0.5:
         return None
     n_layer, n_head, n_head_kv = model.heads
@@ -113,7 +115,7 @@ def _profile(chance: random.Random, model: FuzzModel) -> EntropyProfile | None:
 
 
 def _recovery(chance: random.Random) -> Recovery | None:
-    """A ladder that is climbed often, so that a few dozen tokens show it."""
+    """Return a ladder that is climbed often, so that a few dozen tokens are enough."""
     if chance.random() < 0.6:
         return None
     return Recovery(

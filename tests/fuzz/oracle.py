@@ -1,4 +1,4 @@
-"""One token's forward pass in numpy, over exactly the entries that a session says it keeps."""
+"""Compute one token's forward pass in numpy, over exactly the entries that a session keeps."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from tests.support.reference import stored
 
 
 class Oracle(ModelReference):
-    """A llama whose K and V of earlier tokens are those in a session's headwise store."""
+    """Compute a llama whose K and V of earlier tokens are those in a session's headwise store."""
 
     rounding = 3e-2
-    """Of K and V that are stored once more, and of weights that llama.cpp multiplies in f16."""
+    """The tolerance for K and V that are rounded once more, and weights that llama.cpp multiplies
+    in f16.
+    """
 
     def __init__(self, model: FuzzModel, session: Session) -> None:
-        """Read the weights; Oracle.of() tells whether they are all that counts."""
+        """Read the weights; Oracle.of() tells whether the model is supported."""
         super().__init__(model.path, "silu")
         self._session = session
         self._place = 0
 
     @staticmethod
     def of(model: FuzzModel, session: Session) -> Oracle | None:
-        """None where the model is another one, or where entries change before they are read."""
+        """Return None for another model, or if entries change before they are read."""
         if not model.in_oracle or session.store == "flat" or session.freezing:
             return None
         return Oracle(model, session)
 
     def next_logits(self, token: int) -> Array | None:
-        """Of a token that comes next; None where the keys will have been moved before."""
+        """Return the logits after one more token; None if the keys will have been moved before."""
         store: Any = self._session._store
         position = self._session.position
         if store.rope.shift_for(store.shift, position, 1) != store.shift:
@@ -41,7 +43,7 @@ class Oracle(ModelReference):
         return np.asarray(self.logits([token])[0])
 
     def attention(self, x: Array, layer: int) -> Array:
-        """Of one token over the kept entries and itself."""
+        """Compute attention of one token over the kept entries and itself."""
         core = self._session._store.core  # type: ignore[attr-defined]
         normed = self.norm(x, f"blk.{layer}.attn_norm")
         q = self.rotated(self.heads(normed, layer, "attn_q", self.n_head))
@@ -61,7 +63,7 @@ class Oracle(ModelReference):
         return self.project(np.concatenate(mixed)[None], layer, "attn_output")
 
     def rotated(self, x: Array) -> Array:
-        """RoPE of one token at its place."""
+        """Apply RoPE to one token at its position."""
         dim = x.shape[2]
         turns = np.exp(1j * self._place * self.rope_base ** (-np.arange(0, dim, 2) / dim))
         turned = (x[..., 0::2] + 1j * x[..., 1::2]) * turns

@@ -1,6 +1,6 @@
-"""A process that does runs: a name a line comes in, an answer a line goes out.
+"""Execute runs in a process: it reads one name per line, and writes one answer per line.
 
-It tells on its standard error what it does next, so that somebody knows after a crash.
+It reports on standard error what it does next, so that this is known after a crash.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import traceback
 from pathlib import Path
 
 from tests.fuzz.directed import SCENARIOS
-from tests.fuzz.files import run_files
-from tests.fuzz.live import run_live
-from tests.fuzz.pools import run_pool
-from tests.fuzz.run import run_seed
+from tests.fuzz.file_runs import run_files
+from tests.fuzz.pool_runs import run_pool
+from tests.fuzz.server_runs import run_live
+from tests.fuzz.session_runs import run_seed
 
 KINDS = {"": run_seed, "pool": run_pool, "file": run_files, "server": run_live}
-"""What is done with a seed, by what stands before it and a dash in the name of a run."""
+"""The function for a seed, by the word before the dash in the name of a run."""
 
 
 def answer(name: str, folder: Path) -> dict[str, object]:
-    """Do one run: a scenario by its name, or a seed such as `7` or `pool-7`."""
+    """Execute one run: a scenario by its name, or a seed such as `7` or `pool-7`."""
     start = time.monotonic()
     kind, _, seed = name.rpartition("-")
     try:
@@ -33,7 +33,7 @@ def answer(name: str, folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Until the input ends."""
+    """Answer until the input ends."""
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         print(json.dumps(answer(line.strip(), folder)), flush=True)

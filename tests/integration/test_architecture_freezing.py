@@ -18,7 +18,7 @@ from tests.support.architecture_models import (
     written,
 )
 from tests.support.architecture_reading import read
-from tests.support.freezing import freeze_and_restore, frozen_entries
+from tests.support.freeze_and_restore import freeze_and_restore, frozen_entries
 from tests.support.logits import tokens_for
 
 

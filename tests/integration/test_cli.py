@@ -225,7 +225,7 @@ def test_plan_says_what_a_session_does(tiny_llama: Path, tmp_path: Path) -> None
     [
         ("best", ("'best'", "uniform")),
         ("uniform:best", ("'best'", "mass, attention, products, reconstruct, expected")),
-        ("uniform:mass+best", ("'best'", "window, exposure, values, distinct")),
+        ("uniform:mass+best", ("'best'", "values, distinct, echo, predicted")),
         ("streaming:mass", ("takes no measure",)),
     ],
 )
@@ -258,7 +258,7 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
             "--min-p",
             "--seed",
             *("mass", "attention", "products", "expected"),
-            *("window", "exposure", "values", "distinct"),
+            *("values", "distinct", "echo", "predicted"),
         ]:
             assert option in result.stdout
     assert "None" not in result.stdout

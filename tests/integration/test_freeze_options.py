@@ -61,7 +61,7 @@ def test_a_run_that_does_not_freeze_says_nothing_of_it(
         (("--policy", "rolling-freeze", "--store", "flat"), "cannot follow policy rolling-freeze"),
         (("--freeze-limit", "1MiB"), "give --freeze ram"),
         (("--freeze-rate", 3), "give --freeze ram"),
-        (("--freeze", "ram", "--freeze-rate", 3), "use --policy rolling-freeze"),
+        (("--freeze", "ram", "--freeze-rate", 3), "belongs to --policy rolling-freeze"),
         (("--policy", "rolling-freeze", "--freeze-rate", -1), "rate of freezing cannot be -1.0"),
         (("--policy", "rolling-freeze", "--freeze-threshold", "nan"), "threshold of freezing"),
         (("--freeze", "ram", "--freeze-limit", "all"), "limit of frozen entries"),
@@ -125,8 +125,8 @@ def test_chat_freezes(tiny_llama: Path, given: list[Any], monkeypatch: pytest.Mo
     ("options", "policies", "expected"),
     [
         (("--freeze", "ram", *OPTIONS), "uniform", EXPECTED),
-        (OPTIONS, "freeze", EXPECTED),
-        ((), "uniform,freeze", None),
+        (OPTIONS, "rolling-freeze", EXPECTED),
+        ((), "uniform,rolling-freeze", None),
     ],
 )
 def test_eval_freezes(

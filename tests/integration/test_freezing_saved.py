@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entropykv import Freezing, Rung, Session, SessionFileError
-from tests.support.freezing import frozen_entries
+from tests.support.freeze_and_restore import frozen_entries
 from tests.support.frozen_sessions import (
     KV_TYPES,
     check_all_is_there,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from entropykv import Session, SessionFileError
-from tests.fuzz.files import run_files
+from tests.fuzz.file_runs import run_files
 from tests.fuzz.forgery import crafted
-from tests.fuzz.pools import run_pool
+from tests.fuzz.pool_runs import run_pool
 from tests.support.logits import tokens_for
 
 

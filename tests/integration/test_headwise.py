@@ -96,7 +96,7 @@ def test_every_number_of_threads_gives_the_same_numbers(tiny_llama: Path) -> Non
     "policy",
     [
         *("streaming", "recency", "uniform", "entropy", "entropy:attention+values"),
-        *("uniform:products+window", "uniform:mass+exposure+distinct", "uniform:expected+values"),
+        *("uniform:products", "uniform:mass+distinct", "uniform:expected+values"),
     ],
 )
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
@@ -246,6 +246,8 @@ def test_a_chat_template_that_cannot_be_used(
 ) -> None:
     with Session(tiny_llama, n_ctx=64) as session:
         assert session.chat_prompt("hello") is None
+        with pytest.raises(ContextError, match="no chat template"):
+            session.tokenize(session.chat_prompt("hello"))
         for template in (b"{% for %}", b"{{ raise_exception('no user turn') }}"):
             monkeypatch.setattr(llama_cpp, "llama_model_chat_template", lambda *_, t=template: t)
             with pytest.raises(ModelFileError, match="--no-chat"):

@@ -15,7 +15,7 @@ from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.texts import Text
 from entropykv.convert import convert
 from entropykv.convert.known import KnownModel, known_models
-from entropykv.profile.belongs import check_model
+from entropykv.profile.find import check_model
 from tests.support.exact_logits import exact_logits
 from tests.support.hf_files import hf_config, hf_tensors, write_hf
 from tests.support.i2s_files import I2sModel

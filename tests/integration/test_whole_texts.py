@@ -14,7 +14,6 @@ from tests.support.saved_sessions import all_entries, future, session_of
 
 POLICIES = (
     "adaptive",
-    "adaptive-heads",
     "adaptive:mass+values+echo",
     "uniform",
     "layer",

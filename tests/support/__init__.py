@@ -1,1 +1,1 @@
-"""What tests share."""
+"""Provide what several tests use; README.md lists the modules."""

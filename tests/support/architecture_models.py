@@ -1,4 +1,4 @@
-"""A few models of every kind of layer, and sessions of them."""
+"""Provide a few models of every kind of layer, and sessions of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.architectures import ARCHITECTURES, Architecture
 from tests.support.releases import write_known
 
 MODELS = {model.name: model for models in ARCHITECTURES.values() for model in models}
-WINDOW = 32  # of the models below that have one
+WINDOW = 32  # The sliding window of the models below that have one.
 TRAINED = 256
 
 

@@ -1,4 +1,4 @@
-"""Read tiny models of every architecture, by stock llama.cpp and by sessions."""
+"""Read tiny models of every architecture with stock llama.cpp and with sessions."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ def stock(path: Path, *, flash: bool = False) -> StockSession:
 
 
 def read(session: StockSession | Session, tokens: list[int], step: int) -> Logits:
-    """Logits of tokens that are read a few at a time."""
+    """Return the logits of tokens that are read `step` at a time."""
     parts = [tokens[first : first + step] for first in range(0, len(tokens), step)]
     return np.concatenate([session.decode(part, all_logits=True) for part in parts])
 
 
 def next_logits(session: StockSession | Session, tokens: list[int]) -> Logits:
-    """After all tokens: cogvlm's graph gives the first row where only the last is asked for."""
+    """Return the logits after all tokens.
+
+    All rows are requested, because cogvlm's graph returns the first row if only the last one is.
+    """
     logits: Logits = session.decode(tokens, all_logits=True)[-1]
     return logits
 
 
 def greedy(session: StockSession, prompt: list[int], n_tokens: int) -> tuple[list[int], Logits]:
-    """A text, and the logits that each of its tokens was chosen by."""
+    """Return a greedily written text, and the logits from which each of its tokens was chosen."""
     rows = [next_logits(session, prompt)]
     text = [int(rows[0].argmax())]
     while len(text) < n_tokens:
@@ -40,7 +43,7 @@ def greedy(session: StockSession, prompt: list[int], n_tokens: int) -> tuple[lis
 
 
 def decided(logits: Logits, rounding: float) -> npt.NDArray[np.bool_]:
-    """Rows whose largest value is so by more than rounding."""
+    """Return which rows have a largest value that rounding cannot change."""
     best = np.sort(logits, axis=1)[:, -2:]
     choices: npt.NDArray[np.bool_] = best[:, 1] - best[:, 0] > 4 * rounding * logits.std()
     return choices

@@ -1,4 +1,4 @@
-"""A layer of attention over pages beside the numpy oracle."""
+"""Run one layer of attention over pages, and compare it with the numpy oracle."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ MAX_TOKENS = 256
 MAX_ENTRIES = 1536
 
 
-# The oracle reads the same rounded K and V, so that what is left is float32 arithmetic, and for
-# q8_0 a query and weights of 16-bit integers (the rounding of V to q8_0 alone is up to 1e-2).
+# The oracle reads the same rounded K and V. What remains is float32 arithmetic, and for q8_0 the
+# rounding of queries and weights to 16-bit integers (rounding V to q8_0 alone would give up to
+# 1e-2).
 OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}
 ENTROPY_TOLERANCE = {"f16": 1.5e-5, "q8_0": 2e-3}
 IMPORTANCE_TOLERANCE = 1e-4
@@ -34,7 +35,9 @@ IMPORTANCE_TOLERANCE = 1e-4
 
 @dataclass
 class Layer:
-    """One layer in both stores; every micro-batch is read by both and compared."""
+    """Hold one layer in the store and in the oracle; both read every micro-batch and are
+    compared.
+    """
 
     kernel: str
     kv_type: str
@@ -51,7 +54,7 @@ class Layer:
     latent: bool = False
     readers: int = 1
     slack: float = 1.0
-    """Factor of the tolerances of entropies and importance."""
+    """A factor of the tolerances of entropies and importance."""
     importance_rtol: float = 1e-5
     seed: int = 0
     store: _core.HeadwiseStore = field(init=False)
@@ -60,7 +63,7 @@ class Layer:
     importance: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        """An empty store whose budget holds everything."""
+        """Start with an empty store whose budget holds everything."""
         shape = _core.LayerShape(
             self.n_head_kv * self.group,
             self.n_head_kv,
@@ -140,7 +143,7 @@ class Layer:
         return np.concatenate(output), np.concatenate([part.outputs for part in expected])
 
     def check_statistics(self, entropies: Floats) -> None:
-        """Entropies of the last micro-batch, and importance."""
+        """Compare the entropies of the last micro-batch, and the importance of all entries."""
         actual = self.store.entropies(0)
         atol = self.slack * ENTROPY_TOLERANCE[self.kv_type]
         np.testing.assert_allclose(actual, entropies.mean(axis=0), rtol=0, atol=atol)
@@ -150,7 +153,7 @@ class Layer:
             np.testing.assert_allclose(importance, expected, self.importance_rtol, atol)
 
     def check(self, batches: Sequence[int], **options: Any) -> None:
-        """Read micro-batches one after another."""
+        """Read several random micro-batches one after another."""
         for n_tokens in batches:
             layer_options = Options(self.k_dim**-0.5, **options)
             output, expected = self.read(n_tokens, options=layer_options)

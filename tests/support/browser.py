@@ -1,4 +1,4 @@
-"""A page of `entropykv serve` in Chromium, whose errors and requests are noted."""
+"""Open a page of `entropykv serve` in Chromium, and record its errors and requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 60
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Yield a headless browser; skip where there is none."""
+    """Yield a headless browser; skips the test if there is none."""
     api = pytest.importorskip("playwright.sync_api", reason="needs entropykv[browser]")
     if _CHROMIUM is None:
         pytest.skip("needs Chromium: install the package chromium of Debian")
@@ -29,10 +29,10 @@ def chromium() -> Iterator[Any]:
 
 
 class Watched:
-    """A page, with what went wrong in it and what it asked other machines."""
+    """Hold a page, the errors in it, and its requests to other machines."""
 
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
-        """Open the page; `context`: as Playwright's new_context()."""
+        """Open the page; `context`: arguments of Playwright's new_context()."""
         self.url = url
         self.problems: list[str] = []
         self.foreign: list[str] = []
@@ -53,7 +53,7 @@ class Watched:
             self.foreign.append(request.url)
 
     def check(self, *expected: str) -> None:
-        """Assert that nothing went wrong but what is `expected`, and close the page."""
+        """Assert that there were no errors except the `expected` ones, and close the page."""
         wrong = [text for text in self.problems if not any(each in text for each in expected)]
         self.context.close()
         assert not wrong
@@ -82,10 +82,11 @@ class Watched:
         self.page.get_by_role("button", name="Save").click()
 
     def findings(self) -> list[str]:
-        """Return what axe calls serious or critical."""
+        """Return the findings that axe rates as serious or critical."""
         if not AXE.is_file():
             pytest.skip("needs axe-core: run `make web`")
-        # Scripts of the test are no part of the page: the policy of the page would refuse them.
+        # The test injects this script; a script tag would violate the page's content security
+        # policy.
         self.page.evaluate(f"{AXE.read_text(encoding='utf-8')};0")
         result = self.page.evaluate("axe.run(document)")
         return [

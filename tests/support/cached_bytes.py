@@ -1,4 +1,4 @@
-"""What a cache holds for a token, by the shapes of the layers."""
+"""Compute the cache bytes per token from the shapes of the layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.logits import tokens_for
 
 
 def bytes_cached_for_a_token(path: Path) -> float:
-    """By llama.cpp's own cache: what its state grows by."""
+    """Return the bytes per token in llama.cpp's own cache, by how much its saved state grows."""
     model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, flash_attn=True, verbose=False)
     sizes = []
     for n_tokens in (8, 16):

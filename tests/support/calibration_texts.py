@@ -1,4 +1,4 @@
-"""Texts of random words to calibrate with, and settings that read little of them."""
+"""Provide texts of random words for calibration, and settings that read only little of them."""
 
 from __future__ import annotations
 

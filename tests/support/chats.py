@@ -1,4 +1,4 @@
-"""Hold conversations with `entropykv chat`, and say what it should have answered."""
+"""Hold conversations with `entropykv chat`, and compute the answers that it must give."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Chat = Callable[..., tuple[str, str]]
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
-    """Return what runs a piped conversation to its end, and returns stdout and stderr."""
+    """Return a function that runs a piped conversation to its end, and returns stdout and
+    stderr.
+    """
 
     def run(model: Path, lines: str | bytes, *options: object) -> tuple[str, str]:
         data = lines if isinstance(lines, bytes) else lines.encode()
@@ -33,7 +35,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def plain(session: Session, *turns: str) -> list[str]:
-    """Answers to turns of plain text, 12 tokens each."""
+    """Return a session's answers to turns of plain text, 12 tokens each."""
     answers = []
     for text in turns:
         first = session.position == 0
@@ -43,7 +45,7 @@ def plain(session: Session, *turns: str) -> list[str]:
 
 
 def answer_to(session: Session, tokens: list[int]) -> str:
-    """The line that chat writes after these tokens; every token of it is read."""
+    """Return the line that chat prints after these tokens; the session reads every token of it."""
     answer = list(session.generate(tokens, 12))
     if len(answer) == 12:
         session.decode(answer[-1:])
@@ -55,6 +57,6 @@ def open_plain(model: Path, **options: Any) -> Session:
 
 
 def sentences(errors: str) -> list[str]:
-    """What chat says, besides the figures of files."""
+    """Return the notes of chat, except those about files."""
     lines = [line for line in errors.splitlines() if line.startswith("entropykv: ")]
     return [line.removeprefix("entropykv: ") for line in lines if "raise -n" not in line]

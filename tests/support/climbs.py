@@ -1,4 +1,4 @@
-"""Count the climbs of the recovery ladder."""
+"""Count how often the recovery ladder was climbed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from entropykv.session.recovery import Climb
 
 @dataclass
 class ClimbCounts:
-    """How often every rung was climbed."""
+    """Count the climbs of every rung."""
 
     soft: int = 0
     window: int = 0
     full: int = 0
     rewalk: int = 0
     restored: int = 0
-    """Entries that came back by it."""
+    """How many entries these climbs restored."""
 
     def note(self, climb: Climb) -> None:
         """Count a climb."""

@@ -20,7 +20,7 @@ def entropykv(*arguments: object, stdin: str | None = None) -> Result:
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """One clear sentence, exit code 2, no traceback, nothing on stdout."""
+    """Assert one clear sentence on stderr, exit code 2, no traceback, and nothing on stdout."""
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout.strip() == ""

@@ -1,4 +1,4 @@
-"""References for conversions."""
+"""Make reference models in transformers, to compare conversions with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reference_logits(model: Any) -> Logits:
 
 
 def projections(model: Any) -> dict[str, Any]:
-    """Projections by the name that llama.cpp has for them."""
+    """Return the projections by llama.cpp's names."""
     found = {}
     for layer, block in enumerate(model.model.layers):
         for theirs, ours in PROJECTIONS.items():
@@ -48,7 +48,9 @@ def projections(model: Any) -> dict[str, Any]:
 
 
 def make_ternary(model: Any) -> None:
-    """Replace every projection by what WeightQuant makes of it."""
+    """Replace every projection by its ternary values times the scale, as WeightQuant
+    computes them.
+    """
     with torch.no_grad():
         for module in projections(model).values():
             module.weight.copy_(bitnet.WeightQuant.apply(module.weight))
@@ -66,13 +68,13 @@ def add_quantization(directory: Path, linear_class: str, mode: str) -> None:
 
 
 def save_checkpoint(model: Any, directory: Path, **options: Any) -> None:
-    """Save a checkpoint with a tokenizer: what has none is refused when it is loaded."""
+    """Save a checkpoint with a tokenizer, because the conversion refuses one without."""
     model.save_pretrained(directory, **options)
     write_tokenizer(directory)
 
 
 def pack_checkpoint(directory: Path, model: Any, linear_class: str) -> dict[str, Any]:
-    """Pack a saved model with transformers' own pack_weights; returns the modules it would run."""
+    """Pack a saved model with transformers' own pack_weights; returns the packed modules."""
     path = directory / "model.safetensors"
     tensors = safetensors_torch.load_file(path)
     running = {}

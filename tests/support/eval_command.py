@@ -1,4 +1,4 @@
-"""Run `entropykv eval`."""
+"""Run `entropykv eval` within the test process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entropykv.cli import main
 
 
 class Command:
-    """`entropykv eval` of a model, in this process."""
+    """Run `entropykv eval` on one model, in this process."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._options = ["eval", "-m", str(model), "-t", "1"]
@@ -42,7 +42,7 @@ SHORT = ("--prompt", 120, "--continuation", 20, "--greedy", 10)
 
 
 def write_texts(folder: Path) -> list[Path]:
-    """Write three texts of 400 words, each its own, and return their files."""
+    """Write three different texts of 400 words, and return their paths."""
     files = [folder / f"{number}.txt" for number in range(3)]
     for number, file in enumerate(files):
         file.write_text(words(number, 400), encoding="utf-8")

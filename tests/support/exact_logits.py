@@ -1,4 +1,4 @@
-"""Logits of converted files, exactly."""
+"""Compute the logits of converted files exactly, to compare them with references."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ TOKENS = [int(token) for token in np.random.default_rng(7).integers(0, 290, 100)
 
 
 def exact_logits(path: Path, tokens: list[int] = TOKENS, *, n_threads: int = 2) -> Logits:
-    """llama.cpp's own context with an F32 cache; squared ReLU where the file asks for it."""
+    """Return logits of plain llama.cpp with an F32 cache; gates are squared ReLU if the file says
+    so.
+    """
     model = Model(path, n_gpu_layers=0, verbose=False)
     parameters = llama_cpp.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = 256

@@ -1,4 +1,6 @@
-"""A Hugging Face Hub on the loopback interface: what huggingface_hub asks of it, and no more."""
+"""Serve a small Hugging Face Hub on the loopback interface, with the routes
+huggingface_hub uses.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ _PIECE = 1 << 14
 
 @dataclass
 class FakeRepository:
-    """Files by their paths, and how the hub answers about them."""
+    """Hold files by their paths, and how the hub answers requests for them."""
 
     files: dict[str, bytes]
     gated: bool = False
     private: bool = False
     status: int | None = None
-    """What every answer about it is instead; None: as it should be."""
+    """The status of every answer about this repository; None: normal answers."""
     answer: bytes | None = None
-    """What the hub says of it instead of its files."""
+    """The body that the hub sends instead of the list of files."""
     stall_after: int | None = None
-    """Bytes of a file after which the answer waits until the hub ends, once."""
+    """After how many bytes of a file the answer stalls until the hub ends, once."""
     cut_after: int | None = None
-    """Bytes of a file after which the connection breaks, once."""
+    """After how many bytes of a file the connection breaks, once."""
 
     @property
     def commit(self) -> str:
@@ -39,12 +41,12 @@ class FakeRepository:
 
 
 def is_large(name: str) -> bool:
-    """Tell whether a repository keeps a file outside of git, as it does large ones."""
+    """Tell whether the hub would store a file outside git, as it does with large ones."""
     return name.endswith((".gguf", ".safetensors"))
 
 
 def digest(name: str, data: bytes) -> str:
-    """The content's name in caches: SHA-256 for large files, git's own SHA-1 for others."""
+    """Return the name of the content in caches: SHA-256 for large files, git's SHA-1 for others."""
     if is_large(name):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
@@ -52,13 +54,13 @@ def digest(name: str, data: bytes) -> str:
 
 @dataclass
 class FakeHub:
-    """A hub that is served while it is used as a context manager."""
+    """Serve repositories while the object is used as a context manager."""
 
     repositories: dict[str, FakeRepository] = field(default_factory=dict)
     token: str | None = None
-    """What gated and private repositories need."""
+    """The token that gated and private repositories require."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    """Method, path and range of what was asked for."""
+    """Method, path and range of every request."""
 
     def __enter__(self) -> FakeHub:
         self._ended = threading.Event()
@@ -93,7 +95,9 @@ class FakeHub:
         return self.add(name, files, **how)
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """Variables for a process that takes models from here, and keeps them in a folder."""
+        """Return environment variables for a process that uses this hub, with `cache` as
+        its cache.
+        """
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(cache),
@@ -103,7 +107,7 @@ class FakeHub:
         }
 
     def contents(self) -> list[tuple[str, str | None]]:
-        """Names and ranges of the large files whose contents were sent."""
+        """Return names and ranges of the large files whose contents were sent."""
         return [
             (path.rpartition("/")[2], sent)
             for method, path, sent in self.requests
@@ -134,13 +138,13 @@ class _Handler(BaseHTTPRequestHandler):
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         content = re.fullmatch(r"/content/([^/]+/[^/]+)/(.+)", path)
         found = about or file or content
-        if found:  # huggingface_hub asks for more, of its own accord
+        if found:  # Other requests of huggingface_hub are not recorded.
             self.hub.requests.append((self.command, path, self.headers.get("Range")))
         repository = self.hub.repositories.get(found[1]) if found else None
         known = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         if content is not None and repository is not None:
             if "Authorization" in self.headers:
-                self._refuse(400, None)  # it would be told to a stranger
+                self._refuse(400, None)  # The token must not be sent to another host.
             else:
                 self._send_content(repository, content[2])
         elif repository is None or (repository.private and not known):
@@ -185,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(
         self, repository: FakeRepository, repo: str, name: str, *, with_body: bool
     ) -> None:
-        """Send a small file, or say on which other host a large one is."""
+        """Send a small file, or redirect to the other host that has the large ones."""
         data = repository.files[name]
         etag = f'"{digest(name, data)}"'
         self.send_response(302 if is_large(name) else 200)

@@ -1,6 +1,6 @@
-"""The table of llama.cpp's flags as Markdown: `python -m tests.support.flag_table` writes it.
+"""Write the table of llama.cpp's flags as Markdown: `python -m tests.support.flag_table`.
 
-docs/reference/llama-flags.md holds it between two comments; a test compares the two.
+docs/reference/llama-flags.md contains the table between two comments; a test compares both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BEGIN, _END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
 
 def flag_table() -> str:
-    """The counts, and a row for all flags that are treated the same."""
+    """Return the counts, and one row for all flags that are treated equally."""
     counts = ["| flags of | at | taken | taken with a note | refused |", "|---|---|---|---|---|"]
     for tools, told, command in (
         (CLI, "llama-cli", "run"),

@@ -1,4 +1,4 @@
-"""A headwise store with cold storage beside the numpy oracle, and operations on both."""
+"""Run a headwise store with cold storage and the numpy oracle side by side."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAX_ENTRIES = 300
 N_SINKS = 3
 RECENT = 6
 FLOOR = N_SINKS + RECENT
-SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # pages of 16 entries, and of more
+SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # Their pages hold 16 entries, and more.
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 KV_TYPES = ("f16", "q8_0")
-OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # as in test_attention.py
+OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # The same as in test_attention.py.
 
 
 def pages_of(budgets: list[int], kv_type: str, shapes: Any = SHAPES) -> int:
@@ -62,7 +62,7 @@ def store_of(
 
 @dataclass
 class Pair:
-    """A store that freezes and the oracle of each of its heads, doing the same; no recall."""
+    """Hold a store that freezes and the oracle of each head, which do the same; without recall."""
 
     rules: Rules
     budgets: list[int]
@@ -73,7 +73,7 @@ class Pair:
     heads: dict[tuple[int, int], FreezingHead] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Both empty, with the same budgets."""
+        """Start with both empty, and with equal budgets."""
         self.random = np.random.default_rng(self.seed)
         schedule = self.rules.schedule and _core.FreezeSchedule(*self.rules.schedule)
         self.store = store_of(
@@ -141,13 +141,14 @@ class Pair:
         self.check()
 
     def check(self) -> None:
-        """Everything that holds after every operation."""
+        """Check everything that must hold after every operation."""
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             frozen = self.store.frozen_positions(*key)
             np.testing.assert_array_equal(frozen, sorted(oracle.frozen))
             both = [*oracle.positions, *frozen]
-            assert sorted(both) == list(range(self.position))  # nothing lost, nothing twice
+            # No entry is lost, and none exists twice.
+            assert sorted(both) == list(range(self.position))
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
             _, importance, k, v = self.store.rows(*key)
             np.testing.assert_array_equal(k, oracle.k.astype(np.float32))
@@ -201,7 +202,7 @@ ONE = ((2, 1, 32, 32),)
 
 @dataclass
 class Reader:
-    """Reads random micro-batches whose queries look for earlier keys; checks what always holds."""
+    """Read random micro-batches whose queries attend to earlier keys, and check the invariants."""
 
     store: _core.HeadwiseStore
     rules: Rules
@@ -280,6 +281,6 @@ class Reader:
             assert np.isfinite(importance).all()
             assert (importance >= 0.0).all()
         assert self.limit or lost == 0
-        assert self.store.evicted >= lost  # what was dropped may be truncated later
+        assert self.store.evicted >= lost  # Dropped entries may be truncated later.
         assert not self.limit or self.store.cold_bytes <= self.limit
         assert self.store.cold_failure is None

@@ -1,4 +1,4 @@
-"""Sessions of a tiny model that freeze, and what they must hold."""
+"""Provide sessions of a tiny model that freeze, and the invariants of such sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from entropykv import BudgetError, Freezing, Session
-from tests.support.freezing import frozen_entries
+from tests.support.freeze_and_restore import frozen_entries
 from tests.support.saved_sessions import (
     all_entries,
 )
@@ -31,14 +31,16 @@ def cold_file(directory: Path) -> Path:
 
 
 def least_limit(path: Path, **options: Any) -> int:
-    """Bytes that the refusal of a limit names."""
+    """Return the smallest limit in bytes, as the error for a smaller one names it."""
     with pytest.raises(BudgetError, match=r"--freeze-limit \d+B or more") as refused:
         session_of(path, freeze=Freezing(limit=1), **options)
     return int(str(refused.value).split("--freeze-limit ")[1].split("B")[0])
 
 
 def check_all_is_there(session: Session) -> None:
-    """Active, frozen and evicted entries are all that was read, and no entry is in two places."""
+    """Assert that active, frozen and evicted entries together are all that was read, without
+    duplicates.
+    """
     stats = session.stats()
     assert stats.entries_kept + stats.frozen_entries + stats.evictions == stats.entries_full
     for active, frozen in zip(all_entries(session), frozen_entries(session), strict=True):

@@ -1,5 +1,6 @@
-"""Grammars over a small vocabulary, and what they allow; and what the same sets of words are in
-the theory of languages."""
+"""Walk through grammars over a small vocabulary, and compare with the theory of regular
+languages.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 def bomb(depth: int) -> str:
-    """Rules that stand for 2 ** depth stacks before anything is read."""
+    """Return rules with 2 ** depth possible stacks before anything is read."""
     rules = ["root ::= x0"]
     rules += [f'x{i} ::= x{i + 1} "a" | x{i + 1} "b"' for i in range(depth)]
     return "\n".join([*rules, f'x{depth} ::= "z"'])
 
 
 class Walk:
-    """Where a text is in a grammar, over a vocabulary of bytes, words, and an end."""
+    """Hold a text's state in a grammar, over a vocabulary of bytes, words, and an end token."""
 
     def __init__(
         self,
@@ -42,21 +43,23 @@ class Walk:
         self._data = np.zeros(len(self.texts), KIND)
 
     def allowed(self) -> set[int]:
-        """Tokens that may follow."""
+        """Return the tokens that may follow."""
         self._data["id"] = np.arange(len(self.texts))
         self._data["logit"] = 0.0
         self.matcher.apply(self._data.ctypes.data, len(self.texts))
         return set(np.flatnonzero(self._data["logit"] == 0.0).tolist())
 
     def take(self, text: str | bytes) -> Walk:
-        """Go on after a text, byte by byte; raises ValueError where it is not allowed."""
+        """Return the state after more text, read byte by byte; raises ValueError if it is not
+        allowed.
+        """
         for byte in text.encode() if isinstance(text, str) else text:
             self.matcher.accept(byte)
         return self
 
 
 def takes(grammar: str, text: str) -> bool:
-    """Tell whether a text is in a grammar, whole."""
+    """Tell whether a grammar accepts a whole text."""
     try:
         return Walk(grammar).take(text).matcher.may_end
     except ValueError as error:
@@ -70,14 +73,14 @@ def takes(grammar: str, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Words:
-    """A set of words: `kind` is none, empty, letters, then, either or repeat."""
+    """Define a set of words: `kind` is none, empty, letters, then, either or repeat."""
 
     kind: str
     parts: tuple[Any, ...] = ()
 
     @property
     def has_empty(self) -> bool:
-        """Tell whether the empty word is one of them."""
+        """Tell whether the set contains the empty word."""
         match self.kind:
             case "empty":
                 return True
@@ -90,7 +93,7 @@ class Words:
         return False
 
     def after(self, letter: str) -> Words:
-        """Return what follows a letter in the words that begin with it."""
+        """Return the rest of all words that begin with a letter (the derivative)."""
         match self.kind:
             case "letters":
                 return EMPTY if letter in self.parts[0] else NONE
@@ -109,7 +112,7 @@ class Words:
         return NONE
 
     def gbnf(self) -> str:
-        """Return it as a part of a grammar."""
+        """Return the set as a part of a grammar."""
         match self.kind:
             case "empty":
                 return '("b"{0})'

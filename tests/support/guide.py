@@ -1,4 +1,4 @@
-"""Read the blocks of code of a page of the guide, and run them as a reader would."""
+"""Read the code blocks of a page of the guide, and run them as a reader would."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.support.running_server import Server
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
 SHOWN_URL = "http://127.0.0.1:8000"
-"""The address of the server in the guide; a test takes a free port."""
+"""The address of the server in the guide; the test replaces it by a free port."""
 
 TEXT_BYTES = 1800
-"""The beginning of a document that the model of the package reads in its context."""
+"""How many bytes of a document fit into the context of the shipped model."""
 
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?"
@@ -31,7 +31,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One block of code of a page, and why it is not run, if it is not."""
+    """Hold one code block of a page, and the reason if it is not run."""
 
     language: str
     code: str
@@ -39,19 +39,19 @@ class Block:
 
     @property
     def served(self) -> list[str] | None:
-        """Return the arguments of `entropykv serve`, if the block starts a server."""
+        """Return the arguments of `entropykv serve` if the block starts a server, else None."""
         words = shlex.split(self.code) if self.language == "bash" else []
         return words[2:] if words[:2] == ["entropykv", "serve"] else None
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """Yield the blocks of code of a page, from its beginning to its end."""
+    """Yield the code blocks of a page in order."""
     for match in _BLOCK.finditer(page.read_text(encoding="utf-8")):
         yield Block(match["language"], match["code"], match["reason"])
 
 
 class Reader:
-    """Type what a page says into one folder that has a model and a text."""
+    """Run the blocks of a page in a folder that has a model and a text."""
 
     def __init__(self, folder: Path, model: Path = DEMOS["bitnet"].path) -> None:
         """Put the files that the guide names into the folder."""
@@ -66,7 +66,7 @@ class Reader:
         command.chmod(0o755)
 
     def type(self, block: Block) -> None:
-        """Run a block to its end, or start its server; an error shows what was printed."""
+        """Run a block to its end, or start its server; an error shows the output."""
         if block.served is not None:
             self.close()
             given = block.served

@@ -1,4 +1,4 @@
-"""Hugging Face directories of 1.58-bit models, written by hand: without torch and safetensors."""
+"""Write Hugging Face directories of 1.58-bit models without torch and safetensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.i2s_files import I2sModel, byte_level_vocabulary
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 N_TOKENS = 262
-"""Tokens of the tokenizer of every directory; a larger vocabulary is padded."""
+"""How many tokens every tokenizer has; a larger vocabulary is padded."""
 
 _DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8", "float64": "F64", "int64": "I64"}
 _NAMES = {ours: theirs for theirs, ours in PROJECTIONS.items()}
@@ -36,7 +36,9 @@ _CLASSES = {
 
 
 def write_safetensors(path: Path, tensors: Arrays, header: dict[str, Any] | None = None) -> None:
-    """Length of the header, header, data. `header` changes entries of the header."""
+    """Write the length of the header, the header, and the data; `header` replaces entries of the
+    header.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, values in tensors.items():
@@ -53,7 +55,7 @@ def write_safetensors(path: Path, tensors: Arrays, header: dict[str, Any] | None
 
 
 def pack_hf(ternary: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Four quarters of the rows in the four pairs of bits, the first quarter lowest."""
+    """Pack the four quarters of the rows into the four pairs of bits, the first quarter lowest."""
     quarter = ternary.shape[0] // 4
     packed = np.zeros((quarter, ternary.shape[1]), dtype=np.uint8)
     for row in range(ternary.shape[0]):
@@ -62,7 +64,9 @@ def pack_hf(ternary: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
 
 
 def hf_order(rows: npt.NDArray[Any], n_head: int) -> npt.NDArray[Any]:
-    """Rows of queries or keys of llama.cpp's llama graph as a Hugging Face model has them."""
+    """Return rows of queries or keys in Hugging Face's order, given those of llama.cpp's llama
+    graph.
+    """
     head_dim = len(rows) // n_head
     half = head_dim // 2
     order = [
@@ -75,7 +79,7 @@ def hf_order(rows: npt.NDArray[Any], n_head: int) -> npt.NDArray[Any]:
 
 
 def hf_tensors(model: I2sModel, *, packed: bool = True) -> Arrays:
-    """Tensors of a checkpoint: packed with their scale, else dense F32."""
+    """Return the tensors of a checkpoint: packed with their scale, or dense F32."""
     heads = {"attn_q": model.n_head, "attn_k": model.n_head_kv} if model.graph == "llama" else {}
     tensors: Arrays = {"model.embed_tokens.weight": model.embedding}
     tensors["model.norm.weight"] = model.norm(model.n_embd)
@@ -98,7 +102,7 @@ def hf_tensors(model: I2sModel, *, packed: bool = True) -> Arrays:
 
 
 def hf_config(model: I2sModel, **changes: Any) -> dict[str, Any]:
-    """config.json of a packed checkpoint; a change to None leaves the key out."""
+    """Return config.json of a packed checkpoint; a change to None removes the key."""
     config: dict[str, Any] = {
         "architectures": [_CLASSES[model.graph]],
         "model_type": model.graph,

@@ -1,4 +1,4 @@
-"""Names of a decoder's tensors in transformers, and those that llama.cpp has for them."""
+"""Map the names of a decoder's tensors in transformers to those in llama.cpp."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""I2_S files as Microsoft's fork writes them, made from the layout tables alone.
+"""Write I2_S files as Microsoft's fork does, from the layout tables alone.
 
-Nothing of the product is used here: codes are put into their bytes one element at a time.
+This module uses no code of the product: codes are put into their bytes one element at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from gguf.quants import quantize
 
 I2_S = 36
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-CODES = np.array([0, 1, 2], dtype=np.uint8)  # of -1, 0, +1
+CODES = np.array([0, 1, 2], dtype=np.uint8)  # The codes of -1, 0 and +1.
 
 Int8s = npt.NDArray[np.int8]
 
 
 def pack_i2s(ternary: Int8s, scale: float, layout: str) -> npt.NDArray[np.uint8]:
-    """Codes, F32 scale, 28 bytes of anything."""
+    """Return codes, the F32 scale, and 28 arbitrary bytes."""
     flat = np.arange(ternary.size)
     if layout == "rows4":
         rows, columns = np.divmod(flat, ternary.shape[1])
@@ -40,10 +40,10 @@ def pack_i2s(ternary: Int8s, scale: float, layout: str) -> npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class I2sModel:
-    """A random 1.58-bit model; the same arguments give the same weights.
+    """Hold a random 1.58-bit model; equal arguments give equal weights.
 
-    `arch`: bitnet and its other names, llama, qwen2 or qwen3. `extra`: tensors that only some
-    models have, such as a head of their own, biases or factors of RoPE.
+    `arch`: bitnet and its other names, llama, qwen2 or qwen3. `extra`: optional tensors, such as a
+    separate output head, biases or factors of RoPE.
     """
 
     n_layer: int = 2
@@ -59,7 +59,7 @@ class I2sModel:
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Draw weights; about half of them are zero, and the scales are no F16 values."""
+        """Draw random weights; about half of them are zero, and the scales are not exact in F16."""
         random = np.random.default_rng(self.seed)
         for layer in range(self.n_layer):
             for name in PROJECTIONS:
@@ -81,12 +81,12 @@ class I2sModel:
 
     @property
     def graph(self) -> str:
-        """Architecture of stock llama.cpp that computes the model."""
+        """Return the architecture of stock llama.cpp that computes the model."""
         return "bitnet" if self.arch.startswith("bitnet") else self.arch
 
     @property
     def norm_sizes(self) -> dict[str, int]:
-        """Norms of a layer."""
+        """Return the names and sizes of a layer's norms."""
         head_dim = self.n_embd // self.n_head
         sizes = {"attn_norm": self.n_embd, "ffn_norm": self.n_embd}
         if self.graph == "bitnet":
@@ -114,7 +114,9 @@ class I2sModel:
         activation: str | None = None,
         pre: str | None = None,
     ) -> Path:
-        """Write the file; `head` is an output.weight. Layout "tq2_0": one that stock loads."""
+        """Write the file; `head` is an output.weight. Layout "tq2_0" writes a file that stock
+        llama.cpp loads.
+        """
         stock = layout == "tq2_0"
         writer = GGUFWriter(path, self.graph if stock else self.arch)
         self._add_metadata(writer)
@@ -127,7 +129,7 @@ class I2sModel:
             data["output.weight"] = head
         for name, values in data.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-        packed: dict[int, npt.NDArray[np.uint8]] = {}  # a large model repeats its arrays
+        packed: dict[int, npt.NDArray[np.uint8]] = {}  # A large model repeats its arrays.
         for name, ternary in self.ternary.items():
             weight = f"{name}.weight"
             if stock:
@@ -188,7 +190,7 @@ class I2sModel:
 
 
 def byte_level_vocabulary(n_vocab: int) -> tuple[list[str], list[str]]:
-    """256 byte tokens, merges of neighbours, two control tokens last."""
+    """Return 256 byte tokens and two control tokens at the end, and merges of neighbours."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     tokens = [chr(byte) for byte in plain] + [chr(256 + index) for index in range(len(others))]

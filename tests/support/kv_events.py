@@ -1,4 +1,4 @@
-"""Read the stream of pictures of a running server."""
+"""Read the event stream of cache pictures from a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = {"prompt": PROMPT, "max_tokens": 9000, "min_tokens": 9000, "temperature":
 
 
 def events(server: Server, query: str = "", most: int = 1, seconds: float = 20) -> list[Any]:
-    """Return the first events of a stream, as names and data."""
+    """Return the first events of a stream as pairs of name and data."""
     found: list[Any] = []
     headers = {"authorization": f"Bearer {KEY}"}
     url = f"{server.url}/v1/kv/stream?{query}"

@@ -1,4 +1,4 @@
-"""Logits that climb the recovery ladder, and a session that gives them."""
+"""Provide logits that make the recovery ladder climb, and a fake session that returns them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ WARM_UP = 8
 GREEDY = Sampling()
 LADDER = [Rung.SOFT, Rung.WINDOW, Rung.FULL, Rung.REWALK]
 SILENT = 10**6
-"""A warm-up in which nothing counts."""
+"""A warm-up so long that no spike counts."""
 
 
 def peaked(token: int, logit: float = 12.0) -> np.ndarray:
-    """Logits of one token that is as good as certain, or (0.01) of one that is not."""
+    """Return logits with one almost certain token, or, for a `logit` of 0.01, without one."""
     logits = np.zeros(N_VOCAB, np.float32)
     logits[token] = logit
     return logits
 
 
 def logits_of(probabilities: Sequence[float]) -> np.ndarray:
-    """Of the first tokens; what is left belongs to the others alike."""
+    """Return the logits of the first tokens' probabilities; the rest is spread evenly over the
+    others.
+    """
     rest = (1.0 - sum(probabilities)) / (N_VOCAB - len(probabilities))
     full = np.full(N_VOCAB, max(rest, 1e-12))
     full[: len(probabilities)] = probabilities
@@ -44,7 +46,9 @@ CALM, SPIKE = peaked(0), peaked(0, 0.01)
 
 
 def climbs(ladder: Ladder, spikes: set[int], end: int, calm: Any = CALM) -> dict[int, Rung]:
-    """Of positions up to `end`, with spikes at some."""
+    """Return the rung that was climbed at each position up to `end`, with spikes at some
+    positions.
+    """
     seen = {}
     for position in range(1, end + 1):
         climb = ladder.observe(SPIKE if position in spikes else calm, position)
@@ -59,17 +63,17 @@ def climbs(ladder: Ladder, spikes: set[int], end: int, calm: Any = CALM) -> dict
 
 @dataclass
 class FakeSession:
-    """A session whose logits a function makes of what it has read, and of what was thawed."""
+    """Fake a session whose logits are a function of what it has read and what was thawed."""
 
     function: Callable[[FakeSession], np.ndarray]
     recovery: Recovery | None = None
     n_ctx: int = 1000
     end: int = -1
-    """The token that ends."""
+    """The token that ends the generation."""
     fails_at: int = -1
-    """The position at which no token can be read."""
+    """The position at which reading a token fails."""
     breaks: bool = False
-    """Then nothing works any more."""
+    """If true, every later call fails, too."""
     tokens: list[int] = field(default_factory=list)
     logits: np.ndarray | None = None
     broken: bool = False
@@ -132,12 +136,14 @@ class FakeSession:
 
 
 def token_at(position: int, n_full: int = 0) -> int:
-    """The most probable one, after so many full resets."""
+    """Return the most probable token at a position, after n_full full resets."""
     return (7 * position + n_full) % N_VOCAB
 
 
 def planned(spikes: set[int]) -> Callable[[FakeSession], np.ndarray]:
-    """One token for every position; spikes where so many tokens have been read, some twice."""
+    """Return a function with one token for every position; the given numbers of tokens cause
+    spikes.
+    """
 
     def function(session: FakeSession) -> np.ndarray:
         token = token_at(session.position, session.n_full)
@@ -147,12 +153,12 @@ def planned(spikes: set[int]) -> Callable[[FakeSession], np.ndarray]:
 
 
 def stopped_after(session: FakeSession, n: int | None, *arguments: Any) -> list[int]:
-    """Tokens of a generation that the consumer stops after `n` of them, or not at all."""
+    """Return the tokens of a generation that the consumer stops after `n` tokens, or never."""
     yielded: list[int] = []
     start = session.position + len(arguments[0])
     with closing(generate(session, *arguments)) as stream:
         for token in itertools.islice(stream, n):
             yielded.append(token)
-            # what has been yielded stays
+            # Tokens that were yielded are never changed.
             assert session.tokens[start : start + len(yielded) - 1] == yielded[:-1]
     return yielded

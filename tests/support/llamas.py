@@ -1,4 +1,4 @@
-"""Ask models with the interface of llama-cpp-python."""
+"""Call models through the interface of llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORES = ("headwise", "flat")
 
 
 def content(response: Any) -> Any:
-    """A response without what differs between two calls: id and time."""
+    """Return a response without its id and time, which differ between two calls."""
     return {name: value for name, value in response.items() if name not in ("id", "created")}
 
 
@@ -31,7 +31,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
 
 
 def both(model: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Open ours with all it can keep, and the stock one; close them in the end."""
+    """Open an EntropyLlama with a full budget and a stock Llama; closes both at the end."""
     ours = EntropyLlama(str(model), n_ctx=256, kv_type="f16", store=store, **QUIET)
     stock = Llama(str(model), n_ctx=256, **QUIET)
     yield ours, stock
@@ -40,7 +40,9 @@ def both(model: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
 
 
 def small(model: Path, store: str) -> Iterator[EntropyLlama]:
-    """Open one that keeps 64 of 512 tokens, in micro-batches of 32; close it in the end."""
+    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32; closes it at the
+    end.
+    """
     made = EntropyLlama(str(model), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET)
     yield made
     made.close()

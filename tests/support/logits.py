@@ -1,4 +1,4 @@
-"""Compare logits, and make the texts that they are of."""
+"""Compare logits, and make texts to compute them for."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ Logits = npt.NDArray[np.float32]
 
 
 def relative_error(ours: Logits, stock: Logits) -> float:
-    """Root mean square of the difference, relative to the spread of the logits."""
+    """Return the root mean square of the difference, divided by the standard deviation of the
+    logits.
+    """
     return float(np.sqrt(((ours - stock) ** 2).mean()) / stock.std())
 
 
 def kl_divergence(stock: Logits, ours: Logits) -> float:
-    """Mean over rows of KL(stock || ours), in nats."""
+    """Return the mean over rows of KL(stock || ours), in nats."""
 
     def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
         shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)

@@ -1,8 +1,7 @@
-"""The forward pass of a small llama or bitnet in numpy: nothing of llama.cpp, nothing of ours.
+"""Compute the forward pass of a small llama or bitnet in numpy, without llama.cpp or our code.
 
-Weights are dequantised.
-
-Written from the definition of the models (transformers' LlamaForCausalLM and BitNetForCausalLM).
+Weights are dequantised. The code follows the definition of the models (transformers'
+LlamaForCausalLM and BitNetForCausalLM).
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "relu2": relu2
 
 
 class ModelReference:
-    """A model read from a GGUF file, in float64."""
+    """Hold a model that was read from a GGUF file, in float64."""
 
     def __init__(self, path: Path, activation: str) -> None:
-        """`activation` is what the gates compute, whatever the file says."""
+        """Read the model; `activation` is the function of the gates, whatever the file says."""
         self.attended: list[tuple[Array, Array, Array, Array]] = []
-        self.hidden: dict[int, Array] = {}  # what is added to the scores of a layer
-        self.stored: Callable[[Array], Array] = np.asarray  # what K and V are after they were kept
+        self.hidden: dict[int, Array] = {}  # Values that are added to the scores of a layer.
+        # Applied to K and V, to simulate how they are stored.
+        self.stored: Callable[[Array], Array] = np.asarray
         reader = GGUFReader(path)
         self.activation = ACTIVATIONS[activation]
         self.weights = {
@@ -59,7 +59,7 @@ class ModelReference:
         self.rope_base = number("rope.freq_base")
 
     def logits(self, tokens: Sequence[int]) -> Array:
-        """(len(tokens), n_vocab) for a sequence that begins at position 0."""
+        """Return logits, (len(tokens), n_vocab), of a sequence that begins at position 0."""
         embedding = self.weights["token_embd"]
         x = embedding[np.asarray(tokens)]
         for layer in range(self.n_layer):
@@ -94,18 +94,20 @@ class ModelReference:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.epsilon) * self.weights[name]
 
     def sub_norm(self, x: Array, name: str) -> Array:
-        """The norm that only bitnet has."""
+        """Apply a sub-norm, which only bitnet has."""
         return self.norm(x, name) if name in self.weights else x
 
     def project(self, x: Array, layer: int, name: str) -> Array:
         return x @ self.weights[f"blk.{layer}.{name}"].T
 
     def heads(self, x: Array, layer: int, name: str, n_head: int) -> Array:
-        """A projection as (head, token, dim)."""
+        """Return a projection as (head, token, dim)."""
         return self.project(x, layer, name).reshape(len(x), n_head, -1).transpose(1, 0, 2)
 
     def rotated(self, x: Array) -> Array:
-        """RoPE: pairs of neighbours for llama, of first and second half for bitnet (NeoX)."""
+        """Apply RoPE: to neighbouring values for llama, to both halves of a head for
+        bitnet (NEOX).
+        """
         _, n_tokens, dim = x.shape
         frequencies = self.rope_base ** (-np.arange(0, dim, 2) / dim)
         turns = np.exp(1j * np.outer(np.arange(n_tokens), frequencies))
@@ -121,7 +123,7 @@ class ModelReference:
 def log_probabilities_after(
     path: Path, text: list[int], first: int, hidden: dict[int, Array] | None = None
 ) -> Array:
-    """Log probabilities from a position on, by a llama whose cache is f16."""
+    """Return log-probabilities from position `first` on, by a llama whose cache is f16."""
     model = ModelReference(path, "silu")
     model.stored = round_f16
     model.hidden = hidden or {}

@@ -1,4 +1,4 @@
-"""A store whose budgets follow the text, beside the numpy oracle."""
+"""Run a store whose budgets follow the text, and compare it with the numpy oracle."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ from tests.support.stores import (
 
 @dataclass
 class Layers:
-    """A store and the oracle of its heads; with `shared`, those of a layer choose together."""
+    """Hold a store and the oracle of its heads; with `shared`, the heads of a layer choose
+    together.
+    """
 
     rules: Rules
     budgets: list[int]
-    """Of every layer."""
+    """The budget of every layer."""
     shared: bool = False
     knots: tuple[int, ...] = ()
     quiet: int = -1
-    """The layer whose queries attend to everything alike, if any."""
+    """The layer whose queries attend to all entries equally, or -1."""
     seed: int = 0
     position: int = 0
     store: _core.HeadwiseStore = field(init=False)
     heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
     losses: list[Any] = field(default_factory=list)
-    """By the oracle, of the last micro-batch."""
+    """The losses of the last micro-batch, as the oracle computes them."""
     losses_of_held: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Both empty."""
+        """Start with both empty."""
         self.random = np.random.default_rng(self.seed)
         self.store = self.new_store()
         self.heads = {
@@ -125,7 +127,7 @@ class Layers:
             oracle.truncate(self.position)
 
     def reload(self) -> None:
-        """Go on in a new store with what this one saved."""
+        """Continue in a new store that loads what this one has saved."""
         states = [bytearray(self.store.save_head(*key)) for key in HEADS]
         counts = [self.store.count(*key) for key in HEADS]
         evicted = self.store.evicted

@@ -1,9 +1,9 @@
-"""A device of ggml that works in plain memory, as BLAS does: registered in a process of its own.
+"""Register a ggml device that works in plain memory, like BLAS, in a process of its own.
 
-It takes products of 32 tokens and more, and has llama.cpp's CPU backend compute them. Whatever
-else is in its hands it refuses, as ggml-blas does, which ends the process there. The structures are
-those of ggml's header ggml-backend-impl.h, which releases of llama.cpp may change: GGML_VERSION
-says of which one they are.
+It accepts products of 32 tokens and more, and lets llama.cpp's CPU backend compute them. Every
+other operation that it gets ends the process, as in ggml-blas. The structures are those of ggml's
+header ggml-backend-impl.h, which may change between releases of llama.cpp; GGML_VERSION names the
+version they belong to.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import llama_cpp
 
 GGML_VERSION = "0.25.3"
 LEAST_TOKENS = 32
-LEAST_VALUES = 32  # of a row
+LEAST_VALUES = 32  # The least values of a row.
 
-_ACCELERATOR = 3  # of ggml_backend_dev_type: 0 CPU, 1 GPU, 2 a GPU in the CPU
+_ACCELERATOR = 3  # A value of ggml_backend_dev_type: 0 CPU, 1 GPU, 2 a GPU inside the CPU.
 _CPU = 0
 _FAILED = -1
 _VIEWS = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
@@ -87,7 +87,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Tensor(ctypes.Structure):
-    """The first fields of a ggml_tensor."""
+    """Define the first fields of a ggml_tensor."""
 
     _fields_ = (
         ("type", c_int),
@@ -99,7 +99,7 @@ class _Tensor(ctypes.Structure):
 
 
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """ggml's functions of backends, and those of graphs."""
+    """Load ggml's functions of backends, and those of graphs."""
     folder = Path(llama_cpp.__file__).parent / "lib"
     registry = ctypes.CDLL(str(folder / "libggml.so.0"))
     base = ctypes.CDLL(str(folder / "libggml-base.so.0"))
@@ -121,16 +121,16 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 def is_known() -> bool:
-    """Whether the structures are those of the llama.cpp that is installed."""
+    """Tell whether the structures are those of the installed llama.cpp."""
     try:
         _, base = _libraries()
-    except OSError:  # libraries of other names
+    except OSError:  # The libraries have other names.
         return False
     return bool(base.ggml_version() == GGML_VERSION.encode())
 
 
 def has_blas() -> bool:
-    """Whether the llama.cpp that is installed was built with BLAS."""
+    """Tell whether the installed llama.cpp was built with BLAS."""
     if not is_known():
         return False
     registry, _ = _libraries()
@@ -138,14 +138,14 @@ def has_blas() -> bool:
 
 
 class PlainMemoryDevice:
-    """The device; it must live as long as the process."""
+    """Implement the device; it must live as long as the process."""
 
     def __init__(self) -> None:
-        """Register it: contexts that are made from now on give it products."""
+        """Register the device; contexts that are made from now on give it products."""
         self.products = 0
         """How many products it has computed."""
         self.refused: list[str] = []
-        """The operations in its hands that it does not know."""
+        """The names of operations that it got but does not support."""
         self._registry, self._base = _libraries()
         self._cpu = self._registry.ggml_backend_init_by_type(_CPU, None)
         self._device, self._backend, self._entry = _Device(), _Backend(), _Registry()

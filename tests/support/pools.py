@@ -1,4 +1,4 @@
-"""Pools of tiny models, what their steps read, and texts for them."""
+"""Open pools of tiny models, record their steps, and make texts for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def pool_of(model: Path, **options: Any) -> Pool:
 
 
 def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
-    """Logits of a prompt's last token, and of every token that is written greedily after it."""
+    """Return the logits of a prompt's last token, and of every token that is written greedily after
+    it.
+    """
     rows = [session.decode(prompt)[-1]]
     for _ in range(n):
         rows.append(session.decode([int(rows[-1].argmax())])[-1])
@@ -35,7 +37,7 @@ def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
 
 
 class Steps:
-    """The sizes of the parts of every step of a pool, and its bytes after each."""
+    """Record the sizes of the parts of every step of a pool, and its bytes after each step."""
 
     def __init__(self, pool: Pool) -> None:
         self.parts: list[list[int]] = []
@@ -54,7 +56,7 @@ class Steps:
 
 
 def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) -> list[Rows]:
-    """The same as written(), of several conversations at a time."""
+    """Return what written() returns, for several conversations that run at the same time."""
     return in_threads(
         [
             lambda s=session, p=prompt: written(s, p, n)

@@ -1,4 +1,4 @@
-"""A layer whose scores are predicted, or which collects what a predictor is fitted to."""
+"""Run a layer whose scores are predicted, or which collects sums to fit a predictor to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ N_SINKS = 3
 SCALE = 0.125
 GROUP = 2
 SHARE_RTOL = SHARE_ROUNDING + 1e-3
-"""Between a predicted share of the store, which is rounded, and that of the oracle."""
+"""The tolerance between a predicted share of the store, which is rounded, and that of the
+oracle.
+"""
 ROPES = {
     "none": Rope(0),
     "neighbours": Rope(64),
@@ -44,18 +46,20 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 class Batch(NamedTuple):
-    """Rows of a micro-batch, those of its echo at the end."""
+    """Hold the rows of a micro-batch; those of its echo are at the end."""
 
     position: int
     n_text: int
     q: list[Array]
-    """Of every reader, (n, 4, k_dim)."""
+    """The queries of every reader, (n, 4, k_dim)."""
     k: Array
     v: Array
 
 
 class PredictedLayer:
-    """A store of one layer by measure predicted, or another one, and the rows that it read."""
+    """Hold a store of one layer with measure predicted, or another one, and the rows that
+    it read.
+    """
 
     def __init__(
         self,
@@ -134,15 +138,16 @@ class PredictedLayer:
         return self.core.predicted_shares(0, head)
 
     def given(self, head: int) -> Floats:
-        """Return what queries gave: the scores without what is predicted of them."""
+        """Return the part of the scores that queries gave, without the predicted part."""
         power = 2 if self.measure == "mass" else 1
         shares = self.shares(head).astype(np.float64)
         return self.core.importance(0, head) - self.expected_lookups * shares**power
 
     def told_by_queries(self, head: int) -> tuple[Floats, Floats]:
-        """Return what numpy finds that queries gave to entries, all of which are kept.
+        """Return what queries gave to entries, as computed in numpy; all entries are kept.
 
-        What those of the text gave, decayed, and the largest share of attention of an echo's.
+        The first array is the sum over the text's queries, decayed; the second is the largest share
+        of attention from an echo's query.
         """
         given, looked_up = np.zeros(0), np.zeros(0)
         k, v = np.zeros((0, self.shape.k_dim)), np.zeros((0, self.shape.v_dim))
@@ -166,7 +171,7 @@ class PredictedLayer:
         return given, looked_up
 
     def _shares_of_queries(self, batch: Batch, head: int, k: Floats, v: Floats) -> Floats:
-        """Shares of attention, [reader * query head of the group][query][entry]."""
+        """Return shares of attention, [reader * query head of the group][query][entry]."""
         options = Options(SCALE, window=self.shape.window)
         rows = (k, v, np.arange(len(k)), batch.position, options, "attention")
         return np.stack(

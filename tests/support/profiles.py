@@ -1,4 +1,4 @@
-"""Profiles for tests."""
+"""Make entropy profiles for tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from entropykv.model.geometry import read_geometry
-from entropykv.profile.belongs import fingerprint_of
 from entropykv.profile.curves import LossCurves
+from entropykv.profile.find import fingerprint_of
 from entropykv.profile.parts import Fingerprint, Measurement
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
@@ -58,7 +58,7 @@ def example() -> EntropyProfile:
 
 
 def profile_of(model: Path) -> EntropyProfile:
-    """A profile of a model file, whose heads are all alike."""
+    """Return a profile for a model file, in which all heads are equal."""
     geometry = read_geometry(model)
     shape = (geometry.n_layer, geometry.n_head)
     return EntropyProfile(

@@ -1,4 +1,4 @@
-"""Count what a model reads."""
+"""Count the prompt tokens that calls of a model read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from entropykv import EntropyLlama
 
 
 class Reads:
-    """How many prompt tokens a call reads, and from where on."""
+    """Record how many prompt tokens a call reads, and from which position on."""
 
     def __init__(self, llm: EntropyLlama) -> None:
         self.llm = llm

@@ -1,4 +1,4 @@
-"""Tiny models with every kind of RoPE, and their trained context."""
+"""Write tiny models with every kind of RoPE and a short trained context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions that are refused."""
+"""Check conversions that must be refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refused(
     kind: type[EntropyKVError] = ModelFileError,
     **options: Any,
 ) -> None:
-    """Refused with this message, in one sentence, and the directory is as it was."""
+    """Assert a refusal with this message, in one sentence, that leaves the directory unchanged."""
     before = sorted(target.parent.iterdir()) if target.parent.is_dir() else []
     with pytest.raises(kind, match=message) as caught:
         convert(source, target, **options)

@@ -1,4 +1,4 @@
-"""What a release of llama.cpp cannot serve, which tests of it skip by name: older ones lack some.
+"""Skip tests of models that an older release of llama.cpp cannot load or run.
 
 Nothing is skipped in the release that the table of architectures was written for.
 """
@@ -14,14 +14,14 @@ from entropykv.model.architectures import checked_architectures
 from tests.architectures import Architecture, write_architecture
 
 IS_CHECKED = checked_architectures().llama_cpp_python == LLAMA_CPP_PYTHON_VERSION
-"""Whether the release that runs is that of the table."""
+"""Whether the running release is that of the table."""
 
 ENDS_THE_PROCESS = {"0.3.34": ("deepseek32",)}
-"""Models with which llama.cpp alone, as a release has it, ends in an assertion of its own."""
+"""Models with which llama.cpp alone, in this release, ends in an assertion of its own."""
 
 
 def write_known(path: Path, model: Architecture) -> None:
-    """Write a model; skip the test where this release does not know its architecture."""
+    """Write a model; skips the test if this release does not know its architecture."""
     if model.name in ENDS_THE_PROCESS.get(LLAMA_CPP_PYTHON_VERSION, ()):
         pytest.skip(f"llama-cpp-python {LLAMA_CPP_PYTHON_VERSION}: {model.name} ends the process")
     try:

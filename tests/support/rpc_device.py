@@ -1,7 +1,7 @@
-"""A second backend on any machine: llama.cpp's RPC device, whose other end is a process here.
+"""Provide a second backend on any machine: llama.cpp's RPC device, served by a local process.
 
 llama.cpp treats it as a GPU: its buffers cannot be read from the CPU, and the scheduler copies
-between the two. Needs a llama-cpp-python that is built with GGML_RPC (`make test-device`).
+between the two. Requires a llama-cpp-python built with GGML_RPC (`make test-device`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 import llama_cpp
 
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
-_DEVICE_CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
+_DEVICE_CPU = 0  # The value of GGML_BACKEND_DEVICE_TYPE_CPU.
 
 
 def built_with_rpc() -> bool:
-    """Whether this llama-cpp-python has the backend."""
+    """Tell whether this llama-cpp-python has the RPC backend."""
     return any(LIBRARIES.glob("libggml-rpc.*"))
 
 
 def _library(name: str) -> Any:
-    """Load a library of ggml; all its functions here return pointers, or nothing."""
+    """Load a library of ggml; the functions that are used return pointers, or nothing."""
     return ctypes.CDLL(str(next(LIBRARIES.glob(f"lib{name}.*"))))
 
 
 def serve(port: int) -> None:
-    """Compute for whoever connects, with the CPU, until the process ends."""
+    """Serve computations on the CPU for any client, until the process ends."""
     by_type = _library("ggml").ggml_backend_dev_by_type
     by_type.restype = ctypes.c_void_p
     device = (ctypes.c_void_p * 1)(by_type(_DEVICE_CPU))
@@ -50,7 +50,7 @@ def serve(port: int) -> None:
 
 @contextlib.contextmanager
 def rpc_device() -> Iterator[None]:
-    """Have a device in this process, which every model that is loaded afterwards may use."""
+    """Register a device in this process, which models that are loaded afterwards may use."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Count the words of prompts, and read numbered lists."""
+"""Count the words of RULER's prompts, and read their numbered lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running `entropykv serve`, for the tests that talk to it."""
+"""Start `entropykv serve` in a process of its own, and talk to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ("--kv-budget", 256, "--n_ctx", N_CTX, "-t", 1)
 
 
 class Server:
-    """A running `entropykv serve`."""
+    """Hold a running `entropykv serve`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Server:
             self.log.append(line)
             found = re.search(r"http://127\.0\.0\.1:\d+", line)
         self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
-        self._reader.start()  # else the server would wait once the pipe is full of its log
+        self._reader.start()  # Read the log, because the server would block on a full pipe.
         self.url = found[0]
 
     def client(self, key: str = KEY) -> openai.OpenAI:
@@ -67,7 +67,7 @@ class Server:
         return self.get("/v1/kv").json()
 
     def idle_figures(self, seconds: float) -> Any:
-        """The figures once nothing runs, which must be soon."""
+        """Return the metrics once nothing runs, which must be within `seconds`."""
         deadline = time.monotonic() + seconds
         while (figures := self.kv())["requests"]["waiting"]:
             assert time.monotonic() < deadline, "the generation went on"
@@ -79,7 +79,7 @@ class Server:
         return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) * 1024
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Its exit code, and what it wrote after its first line."""
+        """Send a signal; returns the exit code, and the output after the first line."""
         self.process.send_signal(number)
         code = self.process.wait(timeout=60)
         self._reader.join()

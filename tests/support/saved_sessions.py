@@ -1,4 +1,4 @@
-"""Sessions that are saved and loaded."""
+"""Save and load sessions, and compare everything that they do afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def all_entries(session: Session) -> list[list[int]]:
 
 
 def future(session: Session) -> tuple[Any, ...]:
-    """All that a session can be asked for, now and later."""
+    """Return everything that a session can be asked for, now and after further tokens."""
     state = (session.position, session.tokens, all_entries(session), session.budgets())
     written = list(session.generate([], 40)) if session.logits is not None else []
     rows = np.concatenate(
@@ -42,7 +42,7 @@ def future(session: Session) -> tuple[Any, ...]:
 
 
 def assert_load_refused(session: Session, data: bytes, words: str) -> None:
-    """Named, and the session is as it was."""
+    """Assert that loading fails with these words, and does not change the session."""
     before = session.save_state()
     with pytest.raises(SessionFileError, match=words):
         session.load_state(data)
@@ -50,7 +50,7 @@ def assert_load_refused(session: Session, data: bytes, words: str) -> None:
 
 
 def signed(data: bytes) -> bytes:
-    """The file with right digests, whatever was changed in it."""
+    """Return a changed file with correct digests."""
     size = struct.unpack_from("<I", data, 12)[0]
     head = data[: 16 + size]
     head += hashlib.blake2b(head, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Ask a running server as its clients do."""
+"""Send requests to a running server, as its clients do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = {"max_tokens": N_CTX - 100, "extra_body": {"min_tokens": N_CTX}}
 
 
 def served(*options: object, **environment: str) -> Iterator[Server]:
-    """Run a server for the tests of a module, and see that it ends well."""
+    """Run a server for the tests of a module, and check that it ends without an error."""
     running = Server(*options, **environment)
     yield running
     code, errors = running.end()

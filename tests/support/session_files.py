@@ -1,4 +1,4 @@
-"""A saved session without a model: settings, contents, and the bytes of its file."""
+"""Make a saved session without a model: settings, contents, and the bytes of its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A headwise store beside the numpy oracle, and operations on both."""
+"""Run a headwise store and the numpy oracle side by side, with random operations on both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOWED_LAYERS = [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, WINDOWS, str
 
 @dataclass
 class Pair:
-    """A store and the oracle of each of its heads, doing the same."""
+    """Hold a store and the oracle of each of its heads, which do the same."""
 
     rules: Rules
     budgets: list[int]
@@ -40,7 +40,7 @@ class Pair:
     heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Both empty, with the same budgets."""
+        """Start with both empty, and with equal budgets."""
         self.random = np.random.default_rng(self.seed)
         self.store = _core.HeadwiseStore(
             WINDOWED_LAYERS if self.windowed else LAYERS,
@@ -64,7 +64,9 @@ class Pair:
         self.set_budgets(self.budgets, 0)
 
     def set_predictor(self) -> None:
-        """Weights that make shares of 1e-6 to 1, and some beyond; the same for heads of a layer."""
+        """Set weights that give shares of 1e-6 to 1 and some larger ones; equal for the heads of a
+        layer.
+        """
         for layer, (_, n_head_kv, _, _) in enumerate(SHAPES):
             n = self.store.predictor_features(layer)
             weights = self.random.standard_normal(n, np.float32) * np.float32(0.4)
@@ -84,7 +86,9 @@ class Pair:
         self.check()
 
     def attend(self, n_tokens: int) -> None:
-        """A micro-batch through all layers; outputs show that K and V moved with their entries."""
+        """Read a micro-batch in all layers; the outputs show whether K and V moved with their
+        entries.
+        """
         n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
         if n_tokens == 0:
             return
@@ -107,12 +111,13 @@ class Pair:
             heads = slice(head * group, (head + 1) * group)
             oracle = self.heads[layer, head]
             expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
-            atol = 2e-5 if self.rules.kv_type == "f16" else 2e-3  # as in test_attention.py
+            # The same as in test_attention.py.
+            atol = 2e-5 if self.rules.kv_type == "f16" else 2e-3
             np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
             oracle.settle(n_tokens, self.store.positions(layer, head))
 
     def keys(self, *shape: int) -> Any:
-        """Some of them nearly the same, where that counts."""
+        """Return random keys, some of them nearly equal if the measure compares keys."""
         k = self.random.standard_normal(shape, np.float32)
         if self.rules.distinct:
             few = np.random.default_rng(shape[2]).standard_normal((5, shape[2]), np.float32)
@@ -127,14 +132,14 @@ class Pair:
         self.check()
 
     def check(self) -> None:
-        """Everything that holds after every operation."""
+        """Check everything that must hold after every operation."""
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
             if self.rules.observes or self.rules.predicts:
                 expected = self.rules.score_of(oracle.importance, oracle.shares)
                 rtol = self.rules.tolerance
-                # Shares are small numbers, and mass of 1e-4 is little.
+                # Shares are small: a mass of 1e-4 is already little.
                 atol = min(rtol, 1e-4) if self.rules.observes else 1e-7
                 atol = rtol if self.rules.score == "products" else atol
                 np.testing.assert_allclose(self.store.importance(*key), expected, rtol, atol)

@@ -1,4 +1,4 @@
-"""Headwise stores made by hand."""
+"""Make headwise stores by hand, without a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_TOKENS = 96
 MAX_ENTRIES = 400
 N_SINKS = 3
 RECENT = 6
-# Three layers of different entries: their pages hold 16 entries and more.
+# Three layers whose entries differ in size, so that their pages hold 16 entries and more.
 SHAPES = ((4, 2, 32, 32), (2, 1, 48, 64), (3, 3, 16, 20))
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
@@ -26,12 +26,11 @@ def pages_of(budgets: list[int], kv_type: str) -> int:
 def importance_of(rules: Rules) -> _core.ImportanceSettings:
     return _core.ImportanceSettings(
         getattr(_core.ScoreKind, rules.score),
-        rules.variation,
-        rules.decay,
-        rules.observation_window,
-        rules.by_exposure,
-        rules.by_values,
-        rules.distinct,
-        rules.future_positions,
-        rules.expected_lookups,
+        variation=rules.variation,
+        decay=rules.decay,
+        observation_window=rules.observation_window,
+        by_values=rules.by_values,
+        distinct=rules.distinct,
+        future_positions=rules.future_positions,
+        expected_lookups=rules.expected_lookups,
     )

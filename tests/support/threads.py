@@ -1,4 +1,4 @@
-"""Run functions side by side."""
+"""Run functions at the same time, each in a thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the calls return, each in a thread of its own."""
+    """Return the results of the calls, each of which runs in its own thread."""
     results: list[Any] = [None] * len(calls)
 
     def run(i: int) -> None:

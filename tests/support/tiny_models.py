@@ -1,7 +1,7 @@
-"""Tiny GGUF models with random weights and a real tokenizer, written for tests.
+"""Write tiny GGUF models with random weights and a real tokenizer.
 
-Same arguments, same bytes. The weights are scaled so that attention is neither uniform nor a
-single spike, and logits spread over a few units.
+Equal arguments give equal bytes. The weights are scaled so that attention is neither uniform nor a
+single spike, and that logits vary by a few units.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def write_llama(
     rope: TinyRope | None = None,
     uneven: bool = False,
 ) -> None:
-    """Write a llama model; AssertionError for a shape that llama.cpp cannot load.
+    """Write a llama model; raises AssertionError for a shape that llama.cpp cannot load.
 
-    `activation` is what entropykv.activation of the file says. `architecture`: llama, or
+    `activation` is the value of entropykv.activation in the file. `architecture`: llama, or
     hunyuan-dense, which norms its keys after RoPE, or smollm3, without RoPE in every fourth layer.
-    `uneven`: the first layer, and the first half of the heads of all, attend to everything alike.
+    `uneven`: the first layer, and the first half of the heads of all layers, attend to everything
+    equally.
     """
     shape = TinyShape(
         architecture,
@@ -68,7 +69,7 @@ def write_bitnet(
 ) -> None:
     """Write a BitNet model (sub-norms, tied head); the weights are dense, not ternary.
 
-    `activation` is what entropykv.activation of the file says: silu, relu2, or nothing.
+    `activation` is the value of entropykv.activation in the file: silu, relu2, or None.
     """
     shape = TinyShape(
         "bitnet",
@@ -86,7 +87,7 @@ def write_bitnet(
 
 
 def write_gemma(path: str | os.PathLike[str], *, activation: str | None = None) -> None:
-    """Write a gemma model: its feed-forward gates are GELU, not SiLU."""
+    """Write a gemma model, whose feed-forward gates are GELU instead of SiLU."""
     shape = TinyShape(
         "gemma",
         n_layer=2,
@@ -103,7 +104,7 @@ def write_gemma(path: str | os.PathLike[str], *, activation: str | None = None) 
 
 
 def write_gpt2(path: str | os.PathLike[str], *, n_ctx_train: int) -> None:
-    """Write a gpt2 model: it learned an embedding for each position."""
+    """Write a gpt2 model, which has a learned embedding for each position."""
     shape = TinyShape(
         "gpt2",
         n_layer=2,

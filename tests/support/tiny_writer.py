@@ -1,4 +1,4 @@
-"""Write the tensors and the tokenizer of a tiny GGUF model, the same bytes for the same shape."""
+"""Write the tensors and the tokenizer of a tiny GGUF model; equal shapes give equal bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
 
 WEIGHT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
-QUANTIZED_BLOCK = 32  # elements of one block of Q8_0 and Q4_0
+QUANTIZED_BLOCK = 32  # The elements of one block of Q8_0 and Q4_0.
 RMS_EPSILON = 1e-5
 
 
-# Standard deviation of each projection's output for an input of unit size. Queries times keys
-# give attention logits of about QUERY * KEY; 2 to 3 there is clearly not uniform.
+# Standard deviation of each projection's output for an input of unit size. Attention logits are
+# about QUERY * KEY; a product of 2 to 3 makes attention clearly uneven.
 QUERY_SCALE = 1.6
 KEY_SCALE = 1.6
 VALUE_SCALE = 1.0
@@ -25,7 +25,7 @@ OUTPUT_SCALE = 0.7
 FEED_FORWARD_SCALE = 1.0
 DOWN_SCALE = 0.7
 LOGIT_SCALE = 2.5
-_SPACE = "\u2581"  # how sentencepiece writes a space
+_SPACE = "\u2581"  # The character for a space in sentencepiece.
 _PIECES = (
     _SPACE,
     *"abcdefghijklmnopqrstuvwxyz.,",
@@ -40,21 +40,23 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TinyRope:
-    """What a model says about its rotary position embedding, besides the base."""
+    """Hold a model's settings of RoPE, except the base."""
 
     n_dims: int | None = None
-    """Values of a head that are rotated; None: all."""
+    """How many values of a head are rotated; None: all."""
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies, one for each pair (llama3)."""
     short_factors: bool = False
-    """Such divisors, and others for long contexts: from `n_ctx_orig` on (LongRoPE)."""
+    """Also write divisors for short contexts, and others for contexts above `n_ctx_orig`
+    (LongRoPE).
+    """
     yarn_factor: float | None = None
     n_ctx_orig: int = 0
 
 
 @dataclass(frozen=True)
 class TinyShape:
-    """Shape of a tiny model; sizes are elements, counts are per model."""
+    """Hold the shape of a tiny model; sizes are elements, counts are per model."""
 
     architecture: str
     n_layer: int
@@ -68,7 +70,7 @@ class TinyShape:
     rope_freq_base: float
 
     def __post_init__(self) -> None:
-        """Refuse shapes that llama.cpp cannot load."""
+        """Raise AssertionError for shapes that llama.cpp cannot load."""
         assert self.weight_type in WEIGHT_TYPES, self.weight_type
         assert self.n_head % self.n_head_kv == 0, "n_head must be a multiple of n_head_kv"
         assert self.head_dim % 2 == 0, "RoPE needs an even head size"
@@ -79,7 +81,7 @@ class TinyShape:
 
     @property
     def n_embd(self) -> int:
-        """Size of the residual stream."""
+        """Return the size of the residual stream."""
         return self.n_head * self.head_dim
 
 
@@ -167,14 +169,15 @@ class TinyWriter:
     def _add_tensors(self) -> None:
         shape = self.shape
         embedding_scale = 1.0
-        if shape.architecture == "bitnet":  # the embedding is the head too
+        if shape.architecture == "bitnet":  # The embedding is also the output head.
             embedding_scale = LOGIT_SCALE / np.sqrt(shape.n_embd)
         embedding = self._normal((shape.n_vocab, shape.n_embd), embedding_scale)
         self._add_matrix("token_embd", embedding)
         for layer in range(shape.n_layer):
             self._add_layer(f"blk.{layer}.")
         self._add_norm("output_norm", shape.n_embd)
-        if shape.architecture not in ("bitnet", "gemma"):  # their head is the embedding
+        # The output head of these is the embedding.
+        if shape.architecture not in ("bitnet", "gemma"):
             self._add_projection("output", shape.n_vocab, shape.n_embd, LOGIT_SCALE)
 
     def _add_layer(self, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Folders that are not writable, also for root, who may write everywhere."""
+"""Make folders that nobody can write to, not even root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of every type of weights."""
+"""Write model files of every weight type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILE_TYPES = {
 
 
 def quantised(original: Path, folder: Path, weight_type: str) -> Path:
-    """All matrices as llama.cpp itself writes them in a type."""
+    """Write a model with all matrices in one type, by llama.cpp's own quantiser."""
     target = folder / f"{weight_type}.gguf"
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[weight_type]

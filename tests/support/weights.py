@@ -16,7 +16,7 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
 
 
 def assert_weights_are(path: Path, model: I2sModel) -> None:
-    """Ternary values and scales bit for bit."""
+    """Assert that ternary values and scales are equal, bit for bit."""
     weights = read_weights(path)
     for name, ternary in model.ternary.items():
         assert np.array_equal(weights[f"{name}.weight"], ternary), name

@@ -22,14 +22,16 @@ from entropykv import (
     SettingsError,
     attach,
 )
-from entropykv.cli import main
+from entropykv.cli import _parser, main
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.resolved_config import resolve
+from entropykv.server.options import ModelOptions
+from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import (
     CacheArguments,
     PoolArguments,
     SessionArguments,
 )
+from entropykv.settings.declared import declared
 from entropykv.settings.options import Budget
 
 NAMES = {each.name for each in dataclasses.fields(CacheOptions) if each.init}
@@ -40,6 +42,42 @@ def test_the_names_of_arguments_are_those_of_the_fields() -> None:
     fields = get_type_hints(CacheOptions)
     arguments = get_type_hints(PoolArguments)
     assert arguments == {name: fields[name] for name in NAMES}
+
+
+def test_every_field_declares_its_help() -> None:
+    assert declared(CacheOptions).keys() == NAMES
+    for owner in (CacheOptions, Freezing, Recovery):
+        for name, option in declared(owner).items():
+            assert option.help, name
+            assert option.default == getattr(owner(), name)
+
+
+def test_the_command_line_has_every_flag_and_its_default() -> None:
+    (commands,) = (a for a in _parser(serving=False)._actions if a.dest == "command" or a.choices)
+    run = {flag: a for a in commands.choices["run"]._actions for flag in a.option_strings}
+    plan = {flag: a for a in commands.choices["plan"]._actions for flag in a.option_strings}
+    for name, option in declared(CacheOptions).items():
+        for flag in option.flags:
+            action = (run | {"-np": plan["-np"], "--parallel": plan["--parallel"]})[flag]
+            said = {"kv_budget": "1.0", "n_ubatch": 512, "learn": None}
+            assert action.default == said.get(name, option.default), flag
+    for owner in (Freezing, Recovery):
+        for option in declared(owner).values():
+            for flag in option.flags:
+                assert run[flag].default is None
+                assert run[flag].help == f"{option.help} (default: {option.shown_default})"
+
+
+def test_the_server_has_every_option_and_its_default() -> None:
+    fields = ModelOptions.model_fields
+    of_llama = ("n_ctx", "n_ubatch", "n_gpu_layers")  # llama_cpp.server's own, with its defaults
+    for name, option in declared(CacheOptions).items():
+        assert option.server_name in fields
+        if name not in of_llama:
+            assert fields[option.server_name].default == option.server_default, name
+    for option in (*declared(Freezing).values(), *declared(Recovery).values()):
+        if option.flags and option.name != "rewalk":
+            assert fields[option.name].default is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +167,7 @@ def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
         CacheOptions(n_ctx=96, kv_budget="1MiB", store="flat"),
         CacheOptions(policy="rolling-freeze", n_ubatch=9),
     ):
-        config = resolve(options, read_geometry(tiny_llama))
+        config = config_for(options, read_geometry(tiny_llama))
         with Session(tiny_llama, options) as session:
             assert session.config == config
             assert (session.store, session.policy) == (config.store, config.policy)
@@ -153,7 +191,7 @@ def test_a_recipe_refuses_what_does_not_go_together(tiny_llama: Path) -> None:
         (CacheOptions(n_ctx=10_000, n_sinks=5_000), ContextError, "too many"),
     ):
         with pytest.raises(error, match=what):
-            resolve(options, geometry)
+            config_for(options, geometry)
 
 
 def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from entropykv.errors import (
     SettingsError,
 )
-from entropykv.evaluation.part import Item
+from entropykv.evaluation.reading import Item
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import summarize
 

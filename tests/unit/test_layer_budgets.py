@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entropykv.policy.layer_entropies import LAYER_RANGE, LayerEntropies, layer_weights
+from entropykv.policy.documents.kim_jung import LAYER_RANGE, LayerEntropies, layer_weights
 from entropykv.policy.names import POLICIES
 from entropykv.policy.online import changes_budgets
 from tests.support import reference
@@ -46,7 +46,6 @@ steps = st.lists(
     budgets=budgets_of_layers,
     todo=steps,
     decay=st.sampled_from([0.0, 0.99, 1.0]),
-    by_exposure=st.booleans(),
     shared=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -56,13 +55,12 @@ def test_heads_of_a_layer_choose_together(
     budgets: list[int],
     todo: list[tuple[str, Any]],
     decay: float,
-    by_exposure: bool,
     shared: bool,
     seed: int,
 ) -> None:
     """By the sum of what they observed, half of the budget for sinks and the recent window."""
     rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
-    rules.by_exposure, rules.observation_window = by_exposure, 128
+    rules.observation_window = 128
     layers = Layers(rules, budgets, shared=shared, seed=seed)
     for action, value in [("attend", 60), *todo]:
         match action:
@@ -106,6 +104,7 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     plan = plan_for(policy, 100)
     layers = Layers(Rules("attention", decay=1.0, own_windows=True), [400] * 3, shared=True)
     layers.quiet = 1
+    layers.store.track_entropy(True)
     online = LayerEntropies(layers.store, LAYERS, MAX_ENTRIES, POLICIES[policy].rule)
     assert online.budgets(plan) is None
     observed: list[Any] = [[] for _ in LAYERS]

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from entropykv.cli.notes import say
-from entropykv.evaluation.part import Values
+from entropykv.evaluation.metrics import disagreement, disagreement_note
+from entropykv.evaluation.reading import Values
 from entropykv.evaluation.results import Record
-from entropykv.evaluation.rounds import disagreement, disagreement_note
 from entropykv.evaluation.rows import summarize
 
 NOTE = "the answer was cut after 1024 tokens; raise -n for longer ones, or ask again in other words"

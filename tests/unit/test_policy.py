@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from entropykv import _core
 from entropykv.errors import SettingsError
-from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
+from entropykv.policy.importance import MEASURES, MODIFIERS
 from entropykv.policy.names import (
     POLICIES,
-    Policy,
     learns_predictor,
     policy_help,
     policy_named,
     schedules,
     takes_profile,
 )
+from entropykv.policy.policy import Policy
 from entropykv.profile.curves import IMPORTANCES, LossCurves
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
-from tests.support import reference
 
 
 def named(text: str) -> Policy:
@@ -43,8 +40,7 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
     """Modifiers in any order are the same policy, which its own name gives again."""
     names = set(order[:n])
     of_heads = {"values", "distinct", "predicted"}
-    assume("echo" not in names or not {"window", "exposure"} & names)
-    assume("predicted" not in names or not {"window", "exposure", "echo"} & names)
+    assume(not {"echo", "predicted"} <= names)
     assume("predicted" not in names or measure != "products")
     assume(not POLICIES[name].rule.by_layer or not of_heads & names)
     assume(not POLICIES[name].schedule or not {*of_heads, "echo"} & names)
@@ -59,11 +55,10 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
 
 @pytest.mark.parametrize("name", ["layer", "layer-range"])
 def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
-    """Nothing of the attention of its prompt decays; with `window`, only the last part counts."""
+    """Nothing of the attention of its prompt decays."""
     assert named(f"{name}:attention") == POLICIES[name]
-    for measure in ("attention", "mass", "products", "mass+exposure"):
+    for measure in ("attention", "mass", "products"):
         assert named(f"{name}:{measure}").importance.settings(0.0).decay == 1.0
-    assert named(f"{name}:mass+window").importance.settings(0.0).decay == 0.0
     assert named("uniform:attention").importance.settings(0.0).decay == pytest.approx(0.998)
 
 
@@ -74,19 +69,17 @@ def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
         ("uniform:", "no measure ''.*use one of mass, attention, products"),
         ("uniform:masses", "no measure 'masses'.*use one of mass, attention, products"),
         ("uniform:values", "no measure 'values'"),
-        ("uniform:mass+norms", "no modifier 'norms'.*any of window, exposure, values, distinct"),
-        ("uniform:expected+values+window", "expected adds up no queries and takes no modifier win"),
-        ("adaptive:reconstruct+window", "reconstruct adds up no queries and takes no modifier wi"),
-        ("adaptive:mass+echo+exposure", "which no window and no exposure knows of"),
+        ("uniform:mass+norms", "no modifier 'norms'.*any of values, distinct, echo, predicted"),
+        ("uniform:mass+window", "no modifier 'window'.*any of values, distinct, echo"),
+        ("uniform:expected+echo", "expected adds up no queries and takes no modifier echo"),
         ("adaptive:reconstruct+echo", "takes no modifier echo"),
-        ("uniform:expected+exposure", "expected adds up no queries and takes no modifier expos"),
         ("uniform:mass+", "no modifier ''"),
         ("uniform:mass:values", "no measure 'mass:values'"),
         ("entropy:mass+values+values", "names a modifier twice"),
         ("streaming:mass", "streaming goes by positions and takes no measure; use --policy stre"),
         ("recency:", "recency goes by positions"),
         ("layer:mass+values", "same tokens for all heads.*use --policy layer, or measure mass"),
-        ("layer-range:attention+window+distinct", "ranks them by what each head has stored"),
+        ("layer-range:attention+distinct", "ranks them by what each head has stored"),
         ("layer:expected", "same tokens for all heads.*but expected ranks"),
     ],
 )
@@ -102,7 +95,7 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     assert named("rolling-freeze:products").importance.measure == "products"  # as in the document
     assert named("rolling-freeze:products").schedule
     assert schedules("rolling-freeze")
-    assert schedules("rolling-freeze:mass+window")
+    assert schedules("rolling-freeze:mass")
     assert [name for name in ("auto", "uniform:products", "x") if schedules(name)] == []
     for measure in ("expected", "attention+values", "mass+distinct", "mass+echo", "reconstruct"):
         with pytest.raises(SettingsError, match=r"step's queries find.*--policy rolling-freeze, "):
@@ -179,26 +172,3 @@ def test_profiles_are_looked_for_where_a_policy_takes_one(name: str, *, takes: b
 def test_help_names_everything() -> None:
     for name in itertools.chain(POLICIES, MEASURES, MODIFIERS):
         assert f"{name} (" in policy_help() or f"{name}: " in policy_help()
-
-
-@settings(deadline=None)
-@given(
-    st.integers(0, 5000),
-    st.sampled_from([0.0, 0.9, 0.998, 0.99999, 1.0]),
-    st.integers(1, 512),
-)
-def test_exposure_is_that_of_the_oracle(age: int, decay: float, window: int) -> None:
-    importance = _core.ImportanceSettings(
-        _core.ScoreKind.mass, decay=decay, observation_window=window, by_exposure=True
-    )
-    expected = reference.exposure(age, float(np.float32(decay)), window)
-    assert _core.exposure(age, importance) == pytest.approx(expected, rel=1e-4)
-
-
-def test_exposure_by_hand() -> None:
-    decayed = Importance("attention", ("exposure",)).settings(0.0)
-    assert [_core.exposure(age, decayed) for age in (0, 32, 33)] == [1, 1, pytest.approx(1.998)]
-    assert _core.exposure(10**6, decayed) == pytest.approx(500.0, rel=1e-3)
-    last = Importance("attention", ("window", "exposure")).settings(0.0)
-    assert [_core.exposure(age, last) for age in (32, 131, 10**6)] == [1.0, 100.0, 512.0]
-    assert math.isfinite(_core.exposure(2**31 - 1, decayed))

@@ -13,8 +13,8 @@ import pytest
 
 from entropykv.errors import ProfileError
 from entropykv.model.geometry import read_geometry
-from entropykv.profile.belongs import check_model
 from entropykv.profile.curves import LossCurves
+from entropykv.profile.find import check_model
 from entropykv.profile.parts import Fingerprint
 from entropykv.profile.profile import EntropyProfile
 from tests.support.profiles import example

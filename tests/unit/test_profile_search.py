@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from entropykv import Session
+from entropykv import CacheOptions, Session
 from entropykv.errors import ProfileError
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
 from entropykv.policy.plan import kv_type_for
-from entropykv.policy.resolved_config import profile_for
-from entropykv.profile.belongs import fingerprint_of, other_file
-from entropykv.profile.find import find_profile, profile_beside, profile_path
+from entropykv.policy.resolved_config import resolve
+from entropykv.profile.find import (
+    find_profile,
+    fingerprint_of,
+    other_file,
+    profile_beside,
+    profile_path,
+)
+from entropykv.session.asked import config_for
 from entropykv.settings.options import Budget
 from tests.support.profiles import profile_of
 from tests.support.tiny_models import write_llama
@@ -33,7 +40,6 @@ def test_a_profile_beside_the_model_is_found(model: Path) -> None:
     found = find_profile(read_geometry(model))
     assert found is not None
     assert found.fingerprint == profile.fingerprint
-    assert profile_for("uniform", read_geometry(model), None) is None
     with Session(model, n_ctx=64) as session:
         assert session.policy.name == "adaptive:mass+values+predicted"  # it has no loss curves
         assert session.profile is not None
@@ -41,6 +47,17 @@ def test_a_profile_beside_the_model_is_found(model: Path) -> None:
         assert session.profile is not None
     with Session(model, n_ctx=64, policy="uniform") as session:
         assert session.profile is None
+
+
+def test_what_is_resolved_reads_no_file(model: Path) -> None:
+    """The profile is read before, so that the same values always mean the same."""
+    profile = profile_of(model)
+    nowhere = dataclasses.replace(read_geometry(model), path=Path("nowhere.gguf"))
+    for policy in ("auto", "entropy", "uniform"):
+        config = resolve(CacheOptions(policy=policy, n_ctx=64), nowhere, profile)
+        assert config == resolve(CacheOptions(policy=policy, n_ctx=64), nowhere, profile)
+        assert config.profile is profile
+    assert config_for(CacheOptions(policy="uniform"), read_geometry(model)).profile is None
 
 
 def test_without_a_profile_budgets_follow_the_text(model: Path) -> None:

@@ -89,7 +89,6 @@ def test_random_operations_keep_what_the_oracle_keeps(
     todo=operations,
     decay=st.sampled_from([0.0, 0.9, 0.99, 1.0]),
     observation_window=st.sampled_from([16, 128]),
-    by_exposure=st.booleans(),
     by_values=st.booleans(),
     distinct=st.booleans(),
     rope=st.sampled_from(ROPES),
@@ -101,7 +100,6 @@ def test_random_operations_keep_what_the_oracle_keeps(
     todo=[("attend", 96), ("decode", 20)],
     decay=0.9,
     observation_window=16,
-    by_exposure=False,
     by_values=True,
     distinct=True,
     rope=ROPES[1],
@@ -115,7 +113,6 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
     todo: list[tuple[Any, ...]],
     decay: float,
     observation_window: int,
-    by_exposure: bool,
     by_values: bool,
     distinct: bool,
     rope: Rope,
@@ -123,10 +120,9 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
     seed: int,
 ) -> None:
     if measure == "expected":
-        assume(decay > 0.0 and not by_exposure)
+        assume(decay > 0.0)
     if measure not in ("mass", "attention"):
         expected_lookups = 0.0
-    assume(not by_exposure or (measure != "predicted" and expected_lookups == 0.0))
     rules = Rules(
         measure,
         kv_type,
@@ -134,7 +130,6 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
         RECENT,
         decay=decay,
         observation_window=observation_window,
-        by_exposure=by_exposure,
         by_values=by_values,
         distinct=distinct,
         rope=rope,

@@ -91,25 +91,6 @@ def test_rope_that_does_not_fit_is_refused(ropes: list[_core.RopeParams]) -> Non
         store_by(_core.ImportanceSettings(_core.ScoreKind.expected), FLOOR, ropes=ropes)
 
 
-@pytest.mark.parametrize("split", [[96], [40, 56], [2, 30, 7, 57]])
-def test_exposure_makes_ages_and_micro_batches_count_the_same(split: list[int]) -> None:
-    """Every query gives the same to every entry: per query, so did every entry get."""
-    settings = _core.ImportanceSettings(
-        _core.ScoreKind.products, decay=0.97, observation_window=96, by_exposure=True
-    )
-    store = store_by(settings, 128)
-    position = 0
-    for n_tokens in split:
-        rows = np.ones((n_tokens, 1, 32), np.float32)
-        store.attend(0, rows, rows, rows, 0.5, position=position)
-        position += n_tokens
-    seen = position - 32  # the others are within the neighbourhood of every query
-    exposures = [_core.exposure(position - 1 - p, settings) for p in range(seen)]
-    importance = store.importance(0, 0)
-    np.testing.assert_allclose(importance[:seen] / exposures, np.full(seen, 16.0), rtol=1e-5)
-    assert not importance[seen:].any()
-
-
 def test_decoding_evicts_for_several_tokens_at_once() -> None:
     store = store_of_one_head(_core.ScoreKind.streaming, max_entries=200)
     budget = FLOOR + 40  # a quarter of 40 is the room that one eviction makes

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
-from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
+from entropykv.session.asked import config_for
 from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
@@ -88,7 +88,7 @@ class _EchoReader:
         )
         self._model = Model(path, n_gpu_layers=0, verbose=False)
         try:
-            config = resolve(options, self._model.geometry)
+            config = config_for(options, self._model.geometry)
             self._echo = Echo(self._tokenize_plainly, config.n_ubatch)
             self._context = HeadwiseContext(self._model, config, self._echo.n_ubatch)
         except BaseException:

@@ -31,8 +31,8 @@ from entropykv.calibration.texts import (
 from entropykv.calibration.trial import best_importance, trial_tokens
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.model.geometry import read_geometry
-from entropykv.profile.belongs import fingerprint_of
 from entropykv.profile.curves import CurveRules, LossCurves, average_curves
+from entropykv.profile.find import fingerprint_of
 from entropykv.profile.json_fields import FloatArray
 from entropykv.profile.parts import ROWS, Measurement
 from entropykv.profile.profile import EntropyProfile

@@ -14,8 +14,8 @@ from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
+from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import decode_inside
@@ -69,7 +69,7 @@ class Observer:
 
     def _full_store(self, options: CacheOptions) -> HeadwiseStore:
         """Make a store that evicts nothing, and scores entries as policies by mass do."""
-        store = HeadwiseStore(self._model, resolve(options, self.geometry))
+        store = HeadwiseStore(self._model, config_for(options, self.geometry))
         store.sharing.keep_everything()
         return store
 

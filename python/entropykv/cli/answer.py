@@ -6,14 +6,15 @@ import codecs
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from tqdm import tqdm
 
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
-from entropykv.cli.stop_texts import until_stop
+from entropykv.cli.shown_thought import ShownThought
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
@@ -41,13 +42,16 @@ def write_answer(
     stops: Sequence[str] = (),
     to_question: bool = False,
     when_read: Callable[[], object] | None = None,
+    thought: ShownThought | None = None,
+    keep_before: int = 0,
 ) -> None:
     """Read a prompt and write the answer to stdout as it is generated; Ctrl-C or one of `stops`
     ends it.
 
     With `to_question`, the answer does not continue a text. Therefore white space before its first
     word, which some tokenizers write, is left out. `when_read` is called once the prompt has been
-    read.
+    read. `thought` shows what the model thinks. A checkpoint is kept before the last `keep_before`
+    tokens of the prompt, if the session can keep any.
     """
     start = session.position
     end_of_prompt = start + len(tokens)
@@ -62,12 +66,22 @@ def write_answer(
                     when_read()
             interrupts.check()
 
-        stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
+            n_first = _read_before(session, tokens, keep_before, on_prompt)
+            stream = generate(
+                session,
+                tokens[n_first:],
+                max_tokens,
+                sampling if thought is None else thought.before_answer(sampling),
+                lambda done: on_prompt(n_first + done),
+                thought=None if thought is None else thought.counter,
+            )
             # Close the generator at once; otherwise it would read tokens that were never shown.
             with contextlib.closing(stream):
                 begun = not to_question
-                for piece in until_stop(_text_pieces(session, stream, answer.tokens), stops):
+                bytes_of = session.token_bytes if thought is None else thought.piece
+                pieces = until_stop(_text_pieces(bytes_of, stream, answer.tokens), stops)
+                for piece in pieces if thought is None else _answer_of(thought, pieces):
                     shown = piece if begun else piece.lstrip(" ")
                     begun = begun or shown != ""
                     sys.stdout.write(shown)
@@ -84,6 +98,28 @@ def write_answer(
             answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
             sys.stdout.write("\n")
             sys.stdout.flush()
+
+
+def _read_before(
+    session: Session, tokens: list[int], last: int, on_prompt: Callable[[int], None]
+) -> int:
+    """Read a prompt but for its last tokens, keep a checkpoint, and return how many were read."""
+    n_first = len(tokens) - last
+    if last == 0 or n_first <= 0:
+        return 0
+    start, before = time.perf_counter(), session.position
+    for _ in session.decode_micro_batches(tokens[:n_first], all_logits=False):
+        on_prompt(session.position - before)
+    session.count_prompt(n_first, time.perf_counter() - start)
+    session.keep_checkpoint()
+    return n_first
+
+
+def _answer_of(thought: ShownThought, pieces: Iterator[str]) -> Iterator[str]:
+    """Yield what of the pieces of a text is no thought."""
+    for piece in pieces:
+        yield thought.take(piece)
+    yield thought.finish()
 
 
 def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
@@ -108,7 +144,9 @@ def read_rest(session: Session, tokens: list[int]) -> bool:
     return True
 
 
-def _text_pieces(session: Session, stream: Iterator[int], tokens: list[int]) -> Iterator[str]:
+def _text_pieces(
+    bytes_of: Callable[[int], bytes], stream: Iterator[int], tokens: list[int]
+) -> Iterator[str]:
     """Yield the text of every token, which may be empty, and append the token to `tokens`.
 
     A character that is spread over several tokens is yielded with the last of them.
@@ -116,5 +154,33 @@ def _text_pieces(session: Session, stream: Iterator[int], tokens: list[int]) -> 
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in stream:
         tokens.append(token)
-        yield decoder.decode(session.token_bytes(token))
+        yield decoder.decode(bytes_of(token))
     yield decoder.decode(b"", final=True)
+
+
+def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Yield the pieces of an answer up to the first stop text, which is left out.
+
+    Every input piece yields one output piece, which may be empty: text that may be the beginning of
+    a stop text is held back until the next pieces decide.
+    """
+    held = ""
+    for piece in pieces:
+        held += piece
+        ends = [at for at in (held.find(stop) for stop in stops) if at >= 0]
+        if ends:
+            yield held[: min(ends)]
+            return
+        sure = len(held) - _unfinished(held, stops)
+        yield held[:sure]
+        held = held[sure:]
+    yield held
+
+
+def _unfinished(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of one of `stops`."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from entropykv.cli.notes import ProgressBar
 from entropykv.cli.options import (
     add_model_options,
     add_threads_option,
@@ -21,9 +22,8 @@ from entropykv.cli.options import (
     list_of,
 )
 from entropykv.cli.plots import check_plot, draw_bench
-from entropykv.cli.progress import ProgressBar
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
-from entropykv.evaluation.rounds import disagreement_note
+from entropykv.evaluation.metrics import disagreement_note
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_named
 from entropykv.settings.cache_options import CacheOptions

@@ -13,7 +13,7 @@ from pathlib import Path
 from entropykv.cli.answer import Answer
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
-from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.image_options import (
     add_image_options,
     image_file,
@@ -21,12 +21,12 @@ from entropykv.cli.image_options import (
     open_projector,
 )
 from entropykv.cli.interrupts import noted_interrupts
-from entropykv.cli.learning import say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
 from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_load_option
+from entropykv.cli.shown_thought import add_thinking_options, thinking_options_of, use_in_template
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.cli.turn_input import BLOCK, TurnInput
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
@@ -71,12 +71,16 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_no_chat(group)
     add_load_option(group, "continue a conversation that /save or `run --save-session` saved")
     add_sampling_options(parser, n_predict=ANSWER_TOKENS)
+    add_thinking_options(parser).add_argument(
+        "--show-thoughts", action="store_true", help="show what is thought, not only how long it is"
+    )
     add_engine_options(parser)
     parser.set_defaults(command=_chat)
 
 
 def _chat(options: argparse.Namespace) -> int:
     sampling = sampling_of(options)
+    thinking = thinking_options_of(options)
     first = read_prompt(options)
     if options.web:
         return chat_in_browser(options, sampling)
@@ -85,7 +89,8 @@ def _chat(options: argparse.Namespace) -> int:
         options.system = read_text(str(demo.document), ContextError)
         say(f"the first turn comes with {demo.document}; ask: {demo.question}")
     files = image_files(options.image)
-    with open_engine(options) as session:
+    use_in_template(options)
+    with open_engine(options, goes_back=True) as session:
         open_projector(session, options, files)
         conversation = Conversation(
             session,
@@ -94,6 +99,8 @@ def _chat(options: argparse.Namespace) -> int:
             stops=options.reverse_prompt,
             system=options.system,
             use_template=not options.no_chat,
+            thinking=thinking,
+            folds=not options.show_thoughts,
         )
         if options.load_session is not None:
             conversation.load(options.load_session)

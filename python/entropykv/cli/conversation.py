@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,14 @@ from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.image_options import tokens_of, with_places
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
+from entropykv.cli.shown_thought import ShownThought
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
+from entropykv.thinking.options import ThinkingOptions
+from entropykv.thinking.tags import AnswerFrame
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Turn:
 
     text: str
     answer: str
+    """Its text, without what was thought before it."""
     start: int
     """The position of the session before this turn."""
     files: tuple[bytes, ...] = ()
@@ -34,7 +39,8 @@ class Conversation:
 
     `system` is read before the first turn. Between two turns, everything that was shown has been
     read. Therefore a conversation that was saved and loaded continues exactly like one that was
-    not.
+    not. What a model thinks before an answer is no part of the conversation: the session goes back
+    to before it, and reads the answer as the chat template shows it in later turns.
     """
 
     def __init__(
@@ -46,6 +52,8 @@ class Conversation:
         stops: Sequence[str] = (),
         system: str | None = None,
         use_template: bool = True,
+        thinking: ThinkingOptions | None = None,
+        folds: bool = True,
     ) -> None:
         """Use a session; raises ModelFileError if the model's template cannot be used."""
         self.session = session
@@ -59,6 +67,8 @@ class Conversation:
         self._stops = stops
         self._system = system
         self._answers = use_template
+        self._thinking = thinking or ThinkingOptions()
+        self._folds = folds
         self._is_chat = use_template and session.chat_prompt("-", system) is not None
 
     def ask(self, text: str) -> Answer:
@@ -69,57 +79,115 @@ class Conversation:
         start = self.session.position
         answer = Answer()
         try:
+            shown = with_places(text, len(self.files)) if self.files else text
+            prompt = self._prompt_of(shown)
+            tokens = self._tokens_of(prompt, shown)
+        except EntropyKVError:
+            self.files = []  # or every further turn would have them, and fail as well
+            raise
+        thought = None
+        if prompt is not None:
+            thought = ShownThought.of(self.session, self._thinking, prompt, folded=self._folds)
+        leave = 0 if thought is None else self._tokens_left_out(tokens)
+        place = start + len(tokens) - leave
+        try:
             write_answer(
                 self.session,
-                self._tokens_of(text, self.files),
+                tokens,
                 self._max_tokens,
                 self._sampling,
                 answer,
                 stops=self._stops,
                 to_question=self._answers,
+                thought=thought,
+                keep_before=leave,
             )
         except EntropyKVError:
             # A second error would not help the user; the first one is raised.
             with contextlib.suppress(EntropyKVError):
-                self._end_turn(start, text, answer)
+                self._end_turn(start, text, answer, place, thought)
             raise
-        self._end_turn(start, text, answer)
+        self._end_turn(start, text, answer, place, thought)
         return answer
 
-    def _tokens_of(self, text: str, files: list[bytes]) -> list[int]:
-        text = with_places(text, len(files)) if files else text
+    def _prompt_of(self, text: str) -> str | None:
+        """Return what the chat template makes of a turn; None for plain text."""
+        if not self._is_chat:
+            return None
+        session = self.session
+        if session.position == 0:
+            return session.chat_prompt(text, self._system)
+        return session.chat_turn(text)
+
+    def _tokens_of(self, prompt: str | None, text: str) -> list[int]:
         session, first = self.session, self.session.position == 0
-        if self._is_chat:
-            turn = session.chat_prompt(text, self._system) if first else session.chat_turn(text)
-            return tokens_of(session, turn or "", files, add_bos=False)
+        if prompt is not None:
+            return tokens_of(session, prompt, self.files, add_bos=False)
         before = ([] if self._system is None else [self._system]) if first else [""]
         add_bos = None if first else False
-        return tokens_of(session, "\n".join([*before, text]), files, add_bos=add_bos)
+        return tokens_of(session, "\n".join([*before, text]), self.files, add_bos=add_bos)
 
-    def _end_turn(self, start: int, text: str, answer: Answer) -> None:
+    def _tokens_left_out(self, tokens: list[int]) -> int:
+        """Return how many tokens at the end of a prompt later turns of the conversation lack."""
+        opening, text, count = self.session.answer_frame.opening, "", 0
+        while len(text) < len(opening) and count < len(tokens):
+            count += 1
+            text = self.session.detokenize(tokens[-count:], special=True)
+        return count if text.endswith(opening) else 0
+
+    def _end_turn(
+        self, start: int, text: str, answer: Answer, place: int, thought: ShownThought | None
+    ) -> None:
+        """Keep the turn; `place` is where the text of an answer begins that has no thought."""
         with noted_interrupts():
             if answer.unread is None:
                 if self.session.position > start:
                     go_back(self.session, start)
                 return
-            said = self.session.detokenize(answer.tokens)
-            self.turns.append(Turn(text, said, start, tuple(self.files)))
-            self.files = []
-            read_rest(self.session, answer.unread)
+            files, self.files = tuple(self.files), []
+            if thought is None:
+                said = self.session.detokenize(answer.tokens)
+                self.turns.append(Turn(text, said, start, files))
+                read_rest(self.session, answer.unread)
+                return
+            self.turns.append(Turn(text, thought.answer, start, files))
+            self._forget_thought(place, answer, thought)
+
+    def _forget_thought(self, place: int, answer: Answer, thought: ShownThought) -> None:
+        """Read the answer as later turns have it, from before what was thought."""
+        session, frame = self.session, self.session.answer_frame
+        if frame == AnswerFrame() and thought.counter.n_tokens == 0:
+            read_rest(session, answer.unread or [])
+            return
+        self._return_to(place)
+        said = session.tokenize(frame.lead, add_bos=False) if frame.lead else []
+        said += session.tokenize(thought.answer, add_bos=False, special=False)
+        start = time.perf_counter()
+        if read_rest(session, said):
+            session.count_prompt(len(said), time.perf_counter() - start)
+
+    def _return_to(self, position: int) -> None:
+        """Go back to a position; where something was evicted since, from a checkpoint before it."""
+        session = self.session
+        if session.can_return_to(position):
+            session.truncate(position)
+            return
+        tokens = session.tokens[:position]
+        if not session.return_to_checkpoint(tokens):
+            session.truncate(0)
+        read_rest(session, tokens[session.position :])
 
     def undo(self) -> Turn:
         """Remove the last turn, and return it; raises SettingsError if there is none.
 
-        If entries were evicted during the turn, the text before it is read again.
+        If entries were evicted during the turn, the text before it is read again, from the last
+        checkpoint on if there is one.
         """
         if not self.turns:
             raise SettingsError("there is no turn to remove; say something first")
         turn = self.turns[-1]
         with noted_interrupts():
-            if self.session.can_return_to(turn.start):
-                self.session.truncate(turn.start)
-            else:
-                self._read_again(self.session.tokens[: turn.start])
+            self._return_to(turn.start)
         self.turns.pop()
         return turn
 
@@ -128,10 +196,6 @@ class Conversation:
         turn = self.undo()
         self.files = list(turn.files)
         return self.ask(turn.text)
-
-    def _read_again(self, tokens: list[int]) -> None:
-        self.session.truncate(0)
-        read_rest(self.session, tokens)
 
     def begin_with(self, system: str) -> None:
         """Remove all turns, and set the system message for the next one; raises ModelFileError."""

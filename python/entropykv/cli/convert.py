@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 
-from entropykv.cli.progress import ProgressBar
+from entropykv.cli.notes import ProgressBar
 from entropykv.convert import ConversionSummary, convert
 from entropykv.convert.estimate import Estimate
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES

@@ -5,18 +5,29 @@ from them.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 
 import llama_cpp
 
-from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
-from entropykv.cli.learning import add_learn_option, say_obstacle
 from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_store_options, fetch_named, integer, threads
-from entropykv.errors import SettingsError
+from entropykv.cli.options import (
+    add_freeze_options,
+    add_learn_option,
+    add_option,
+    add_recovery_options,
+    add_store_options,
+    add_threads_option,
+    fetch_named,
+    integer,
+)
+from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.model import Model
 from entropykv.session.asked import cache_options_of
+from entropykv.session.pool import Pool
 from entropykv.session.session import Session
+from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.cores import too_many_threads
 from entropykv.settings.options import KV_TYPES
 
@@ -36,14 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         metavar="N",
         help="a micro-batch is never larger (default: %(default)s)",
     )
-    group.add_argument(
-        "-tb",
-        "--threads-batch",
-        type=threads,
-        default=0,
-        metavar="N",
-        help="threads that read the prompt (default: as -t)",
-    )
+    add_threads_option(group, "n_threads_batch")
     for flag, name in (("-ctk", "K"), ("-ctv", "V")):
         group.add_argument(
             flag,
@@ -60,15 +64,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def _add_device_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "-ngl",
-        "--gpu-layers",
-        "--n-gpu-layers",
-        dest="n_gpu_layers",
+    add_option(
+        group,
+        CacheOptions,
+        "n_gpu_layers",
         type=_gpu_layers,
-        default=0,
-        metavar="N",
-        help="layers on the GPU, or all; K and V stay in main memory (default: %(default)s)",
+        help="layers on the GPU, or all; K and V stay in main memory",
     )
     add_split_options(group)
     group.add_argument(
@@ -122,8 +123,21 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
         say(f"this llama-cpp-python is built without a GPU: {what}")
 
 
-def open_engine(options: argparse.Namespace) -> Session:
-    """Load the model and open a session, and print notes for the user."""
+def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
+    """Return the one session of a pool; one without checkpoints if the options have no pool."""
+    if cache.freeze is None and cache.recovery is None and cache.store != "flat":
+        pooled = dataclasses.replace(cache, n_sequences=1, checkpoints=CHECKPOINTS)
+        with contextlib.suppress(UnsupportedModelError):
+            return Pool(model, pooled).session()
+    return Session(model, cache)
+
+
+def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Session:
+    """Load the model and open a session, and print notes for the user.
+
+    `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
+    back when a thought is over.
+    """
     _check_flash(options)
     kv_type = kv_type_of(options)
     _say_what_changes_nothing(options)
@@ -146,7 +160,8 @@ def open_engine(options: argparse.Namespace) -> Session:
         verbose=options.verbose,
         options=tuning,
     )
-    session = Session(model, cache)
+    thinks = goes_back and model.thought_tags is not None
+    session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
     trained = model.geometry.n_ctx_train
     budgets = [entries for layer in session.budgets() for entries in layer]
     mean = sum(budgets) // max(len(budgets), 1)
@@ -157,8 +172,20 @@ def open_engine(options: argparse.Namespace) -> Session:
             f"--kv-budget {3 * trained // 4} or less"
         )
     if session.fallback:
-        say(f"using the flat store instead:  {session.fallback}")
+        say(f"using the flat store instead: {session.fallback}")
     if note := session.other_file():
         say(note)
-    say_obstacle(session.learner)
+    if session.learner is not None and session.learner.obstacle is not None:
+        say(f"--learn: {session.learner.obstacle}")
     return session
+
+
+def say_learnt(session: Session) -> None:
+    """Print what was learnt at the end, but not an obstacle, which open_engine() has printed."""
+    learner, fit = session.learner, session.predictor_fit
+    if learner is not None and learner.obstacle is None:
+        report = learner.report()
+    else:
+        report = fit.report() if fit is not None else None
+    if report:
+        say(report)

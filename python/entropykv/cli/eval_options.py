@@ -7,10 +7,11 @@ import dataclasses
 from pathlib import Path
 
 from entropykv._version import VERSION
-from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
 from entropykv.cli.options import (
-    add_entropy_config,
+    add_freeze_options,
+    add_option,
     add_protection_options,
+    add_recovery_options,
     add_store_options,
     fraction,
     integer,
@@ -26,11 +27,11 @@ from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import read_text
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import AUTO
-from entropykv.policy.resolved_config import given_profile
-from entropykv.profile.find import profile_path
-from entropykv.session.asked import WITHOUT_REWALK, freezing_of, recovery_of
+from entropykv.profile.find import given_profile, profile_path
+from entropykv.session.asked import freezing_of, recovery_of
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES
+from entropykv.settings.recovery import WITHOUT_REWALK
 
 _DEFAULTS = EvalRequest
 
@@ -74,7 +75,7 @@ def _add_combination_options(parser: argparse.ArgumentParser) -> None:
         metavar="T,...",
         help=f"of {', '.join(KV_TYPES)} (default: all)",
     )
-    add_entropy_config(group)
+    add_option(group, CacheOptions, "entropy_config")
     add_protection_options(group)
     add_store_options(parser.add_argument_group("engine"))
     add_freeze_options(parser)

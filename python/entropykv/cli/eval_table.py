@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from entropykv.evaluation.part import EvalPart
+from entropykv.evaluation.reading import EvalPart
 from entropykv.evaluation.rows import EvalRow
 from entropykv.evaluation.ruler.scores import RulerPart
 

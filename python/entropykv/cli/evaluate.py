@@ -11,17 +11,16 @@ from contextlib import ExitStack, closing
 from entropykv.cli.eval_options import add_eval_options, engine_of, log_settings, request_of
 from entropykv.cli.eval_table import EvalTable
 from entropykv.cli.interrupts import InterruptionError, Interrupts, noted_interrupts
-from entropykv.cli.notes import say
+from entropykv.cli.notes import ProgressBar, say
 from entropykv.cli.options import add_model_options, check_output, demo_of, fetch_named
 from entropykv.cli.plots import check_plot, draw_eval, draw_suite
-from entropykv.cli.progress import ProgressBar
 from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.errors import SettingsError
 from entropykv.evaluation.combination import combinations
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
+from entropykv.evaluation.metrics import disagreement_note
 from entropykv.evaluation.reading import Tick
 from entropykv.evaluation.results import ResultLog
-from entropykv.evaluation.rounds import disagreement_note
 from entropykv.evaluation.runs import Evaluation
 from entropykv.files import new_file
 from entropykv.llamacpp.model import Model

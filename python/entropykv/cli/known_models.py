@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from entropykv.cli.table import format_columns
 from entropykv.convert.known import KnownModel
+from entropykv.policy.names import policy_named
+from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import Budget
 
 _TITLES = ("model", "converted from", "file", "KV/1,000", "KV full", "KV budget", "entries")
 
@@ -20,9 +27,42 @@ def format_known(models: list[KnownModel], kv_budget: str) -> str:
     return "\n\n".join([about, table, *(_paragraph(model) for model in models)])
 
 
+def plan_of(model: KnownModel, kv_budget: Budget | str | float) -> tuple[HeadwisePlan, str]:
+    """Return the plan that `entropykv plan` prints for a budget at the model's full context, and
+    the KV type.
+
+    The type is the one that `--kv-type auto` chooses for this budget.
+    """
+    budget, geometry = Budget.parse(kv_budget), model.geometry
+    layers, n_sinks = attention_layers(geometry), CacheOptions.n_sinks
+    kv_type = kv_type_for("auto", budget, geometry, model.n_ctx)
+    policy = policy_named("auto", None, "headwise")
+    plan = plan_headwise(budget, layers, model.n_ctx, kv_type, policy, None, n_sinks, None)
+    return plan, kv_type
+
+
+def figures_of(model: KnownModel, kv_budget: str) -> dict[str, Any]:
+    """Return one object of `entropykv models --json`: the row of the table, and the figures that
+    follow from it.
+    """
+    plan, kv_type = plan_of(model, kv_budget)
+    return asdict(model) | {
+        "conversion_paths": model.paths,
+        "head_dim": model.shape.head_dim,
+        "converted_bytes": model.geometry.weights_bytes,
+        "weight_types": model.weight_types,
+        "kv_bytes_per_1000_tokens_f16": 2000 * model.geometry.cached_values,
+        "kv_budget": kv_budget,
+        "kv_bytes_f16": 2 * model.n_ctx * model.geometry.cached_values,
+        "kv_bytes_budget": plan.pool_bytes,
+        "kv_type_budget": kv_type,
+        "entries_per_head_budget": plan.mean_entries,
+    }
+
+
 def _row(model: KnownModel, kv_budget: str) -> tuple[str, ...]:
     geometry = model.geometry
-    plan, kv_type = model.plan(kv_budget)
+    plan, kv_type = plan_of(model, kv_budget)
     sizes = (
         geometry.weights_bytes,
         2000 * geometry.cached_values,

@@ -732,39 +732,19 @@ FLAGS: tuple[LlamaFlag, ...] = (
     *_flags(
         """
         csp 1 --reasoning-format
-        """,
-        refused("leave it out: reasoning is a part of the answer", unless="none"),
-    ),
-    *_flags(
-        """
         csp 1 -rea --reasoning
-        """,
-        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="auto on"),
-    ),
-    *_flags(
-        """
         csp 1 --reasoning-budget
-        """,
-        refused("leave it out: reasoning is a part of the answer", unless="-1"),
-    ),
-    *_flags(
-        """
         csp 1 --reasoning-effort
-        """,
-        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="default"),
-    ),
-    *_flags(
-        """
         csp 1 --reasoning-budget-message
-        csp 0 --reasoning-preserve
         """,
-        refused("leave it out: reasoning is a part of the answer"),
+        TAKEN,
     ),
     *_flags(
         """
+        csp 0 --reasoning-preserve
         csp 0 --no-reasoning-preserve
         """,
-        noted("reasoning is a part of the answer"),
+        noted("the chat template says which earlier thoughts are read again"),
     ),
     *_flags(
         """

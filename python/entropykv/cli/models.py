@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from entropykv.cli.architectures import format_architectures
-from entropykv.cli.known_models import format_known
+from entropykv.cli.known_models import figures_of, format_known
 from entropykv.convert.known import known_models
 from entropykv.model.architectures import checked_architectures
 from entropykv.model.geometry import read_geometry
@@ -68,7 +68,7 @@ def _architectures(options: argparse.Namespace) -> int:
 def _known(options: argparse.Namespace) -> int:
     models = known_models()
     if options.json:
-        print(json.dumps([model.to_dict(options.kv_budget) for model in models], indent=2))
+        print(json.dumps([figures_of(model, options.kv_budget) for model in models], indent=2))
     else:
         print(format_known(models, options.kv_budget))
     return 0

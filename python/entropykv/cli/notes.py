@@ -1,10 +1,12 @@
-"""Print notes to the user on stderr, separately from a command's output."""
+"""Print notes and progress bars on stderr, separately from a command's output."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
+
+from tqdm import tqdm
 
 
 def say(text: str) -> None:
@@ -14,3 +16,12 @@ def say(text: str) -> None:
         columns = shutil.get_terminal_size().columns
         note = textwrap.fill(note, columns, break_long_words=False, break_on_hyphens=False)
     print(note, file=sys.stderr)
+
+
+class ProgressBar(tqdm):  # type: ignore[type-arg]
+    """Offer tqdm's progress bar to callers that report (done, total)."""
+
+    def advance_to(self, done: int, total: int) -> None:
+        """Set the bar to `done` of `total`."""
+        self.total = total
+        self.update(done - self.n)

@@ -1,4 +1,4 @@
-"""Declare the options that several commands share."""
+"""Add the options that several commands share: most of them are declared in settings/."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
-from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_help
+from entropykv.policy.names import POLICY_SYNTAX, policy_help
+from entropykv.session.learning import LEAST_TOKENS
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.options import (
-    KV_CHOICES,
-    MOST_MICRO_BATCH,
-    MOST_THREADS,
-    MOST_TOKENS,
-    STORES,
-)
+from entropykv.settings.declared import declared as declared_options
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
+from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
 
 _DEFAULTS = CacheOptions()
 
@@ -130,92 +128,116 @@ def add_model_option(
     )
 
 
+def add_option(
+    group: argparse._ActionsContainer,
+    owner: type[CacheOptions | Freezing | Recovery],
+    name: str,
+    **other: Any,
+) -> None:
+    """Add the option that the field `name` of a dataclass declares: settings/declared.py.
+
+    `other` replaces what argparse is told. Options of CacheOptions have the default of their field,
+    those of the others None, for what is not said.
+    """
+    declared = declared_options(owner)[name]
+    said: dict[str, Any] = {"help": declared.help, "metavar": declared.metavar}
+    said["default"] = declared.default if owner is CacheOptions else None
+    if declared.choices:
+        said["choices"] = declared.choices
+    elif declared.kind is int:
+        said["type"] = integer(declared.least or 0, declared.most)
+    elif declared.kind is not str:
+        said["type"] = declared.kind
+    said |= other
+    default = other.get("default")
+    said["help"] += f" (default: {declared.shown_default if default is None else default})"
+    group.add_argument(*declared.flags, dest=declared.name, **said)
+
+
 def add_budget_options(
-    parser: argparse.ArgumentParser, *, n_ctx: int = _DEFAULTS.n_ctx, kv_budget: str = "1.0"
+    parser: argparse.ArgumentParser,
+    *,
+    n_ctx: int = _DEFAULTS.n_ctx,
+    kv_budget: str = str(_DEFAULTS.kv_budget),
 ) -> None:
     """Add the model, the context and the budget."""
     add_model_options(parser)
-    parser.add_argument(
-        "-c",
-        "--ctx-size",
-        type=integer(0),
-        default=n_ctx,
-        metavar="N",
-        help="longest sequence in tokens; it may be longer than what the model was trained for "
-        "(0: just that; default: %(default)s)",
-    )
+    add_option(parser, CacheOptions, "n_ctx", default=n_ctx)
     group = parser.add_argument_group("KV budget")
-    group.add_argument(
-        "--kv-budget",
-        default=kv_budget,
-        metavar="B",
-        help="fraction of the context in (0, 1], tokens per KV head, or bytes such as 64MiB; for "
-        "several conversations: a fraction of what all their contexts take, or the tokens or bytes "
-        "of all (default: %(default)s)",
-    )
-    group.add_argument(
-        "--policy",
-        default=AUTO,
-        metavar=POLICY_SYNTAX,
-        help=policy_help() + " (default: %(default)s)",
-    )
-    add_entropy_config(group)
-    group.add_argument(
-        "--kv-type",
-        choices=KV_CHOICES,
-        default=_DEFAULTS.kv_type,
-        help="how K and V are stored; auto: f16 where a budget in bytes holds the whole context, "
-        "else q8_0 (default: %(default)s)",
-    )
+    add_option(group, CacheOptions, "kv_budget", default=kv_budget)
+    add_option(group, CacheOptions, "policy", metavar=POLICY_SYNTAX, help=policy_help())
+    add_option(group, CacheOptions, "entropy_config")
+    add_option(group, CacheOptions, "kv_type")
     add_protection_options(group)
 
 
-def add_entropy_config(group: argparse._ArgumentGroup) -> None:
-    """Add --entropy-config."""
-    group.add_argument(
-        "--entropy-config",
-        metavar="FILE",
-        help="entropy profile of the model's heads, JSON (default: what `entropykv calibrate` left "
-        "beside the model)",
-    )
-
-
-def add_protection_options(group: argparse._ArgumentGroup) -> None:
+def add_protection_options(group: argparse._ArgumentGroup, **other: Any) -> None:
     """Add --sinks and --recent-window: entries that no eviction takes."""
-    group.add_argument(
-        "--sinks",
-        type=integer(0),
-        default=_DEFAULTS.n_sinks,
-        metavar="N",
-        help="first tokens that are never evicted (default: %(default)s)",
-    )
+    add_option(group, CacheOptions, "n_sinks", **other)
     add_keep(group)
-    group.add_argument(
-        "--recent-window",
-        type=integer(1),
-        metavar="N",
-        help="newest tokens that every KV head keeps (default: half of the mean budget; policies "
-        "layer and layer-range: half of each layer's own budget, sinks included)",
-    )
+    add_option(group, CacheOptions, "recent_window")
 
 
 def add_store_options(group: argparse._ArgumentGroup) -> None:
     """Add options of which store, how many threads, and how much of a prompt is read at a time."""
-    group.add_argument(
-        "--store",
-        choices=STORES,
-        default=_DEFAULTS.store,
-        help="headwise: per KV head, on the CPU; flat: llama.cpp's own cache, any model and "
-        "backend; auto: headwise where it can serve the model (default: %(default)s)",
-    )
+    add_option(group, CacheOptions, "store")
     add_threads_option(group)
+    add_option(group, CacheOptions, "n_ubatch", default=_DEFAULTS.micro_batch)
+
+
+def add_threads_option(group: argparse._ActionsContainer, name: str = "n_threads") -> None:
+    """Add -t, or -tb for `n_threads_batch`."""
+    add_option(group, CacheOptions, name, type=threads)
+
+
+def threads(text: str) -> int:
+    """Read a number of threads, as an argparse type; -1 is llama.cpp's word for 0."""
+    return max(0, integer(-1, MOST_THREADS)(text))
+
+
+def add_learn_option(group: argparse._ActionsContainer, when: str) -> None:
+    """Add --learn; `when` says from when on the profile is used."""
+    declared = declared_options(CacheOptions)["learn"]
     group.add_argument(
-        "-ub",
-        "--ubatch-size",
-        type=integer(1, MOST_MICRO_BATCH),
-        default=_DEFAULTS.micro_batch,
-        help=f"tokens of the prompt read at a time (default: {_DEFAULTS.micro_batch})",
+        *declared.flags,
+        action="store_const",
+        const=True,
+        help=f"{declared.help}: {LEAST_TOKENS} tokens of them; it has nothing of what they say, "
+        f"and {when}",
     )
+
+
+def add_freeze_options(parser: argparse.ArgumentParser) -> None:
+    """Add options of where evicted entries are kept, and of policy rolling-freeze's schedule."""
+    group = parser.add_argument_group("freezing (headwise store)")
+    add_option(group, CacheOptions, "freeze")
+    schedule = parser.add_argument_group("schedule of policy rolling-freeze")
+    for name, declared in declared_options(Freezing).items():
+        add_option(schedule if declared.of_schedule else group, Freezing, name)
+
+
+_REWALK = ", rewalk (and write the last tokens again; as many are held back)"
+
+
+def add_recovery_options(parser: argparse.ArgumentParser, *, rewalks: bool = True) -> None:
+    """Add options of what is done when the output becomes uncertain.
+
+    Without `rewalks`, written tokens are never replaced, so the options of rewalks are left out.
+    """
+    group = parser.add_argument_group("recovery (where entries are frozen)")
+    add_option(
+        group,
+        CacheOptions,
+        "recovery",
+        choices=tuple(RUNGS) if rewalks else WITHOUT_REWALK,
+        help=declared_options(CacheOptions)["recovery"].help
+        + ": soft (what would stay frozen for more than a step), window (what the last steps "
+        f"froze), full (all){_REWALK * rewalks}",
+    )
+    add_option(group, Recovery, "deviations")
+    add_option(group, Recovery, "window")
+    if rewalks:
+        add_option(group, Recovery, "rewalk", type=integer(1))
 
 
 def add_no_chat(group: argparse._ActionsContainer) -> None:
@@ -227,23 +249,6 @@ def add_no_chat(group: argparse._ActionsContainer) -> None:
         dest="no_chat",
         action="store_true",
         help="plain text, without the model's chat template",
-    )
-
-
-def threads(text: str) -> int:
-    """Read a number of threads, as an argparse type; -1 is llama.cpp's word for 0."""
-    return max(0, integer(-1, MOST_THREADS)(text))
-
-
-def add_threads_option(group: argparse._ActionsContainer) -> None:
-    """Add -t."""
-    group.add_argument(
-        "-t",
-        "--threads",
-        type=threads,
-        default=0,
-        help="0, the default: one for every core that this process may use (physical cores, "
-        "affinity, CPU quota of the cgroup)",
     )
 
 

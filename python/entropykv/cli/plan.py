@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 
-from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
 from entropykv.cli.options import (
     add_budget_options,
+    add_freeze_options,
+    add_option,
+    add_recovery_options,
     add_store_options,
     demo_of,
     fetch_named,
-    integer,
 )
 from entropykv.session.asked import cache_options_of
 from entropykv.session.memory_plan import format_plan, make_plan
-from entropykv.settings.cache_options import MOST_SEQUENCES
+from entropykv.settings.cache_options import CacheOptions
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,11 +31,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_recovery_options(parser)
     engine = parser.add_argument_group("engine")
     add_store_options(engine)
-    engine.add_argument(
-        "-np",
-        "--parallel",
-        type=integer(1, MOST_SEQUENCES),
-        metavar="N",
+    add_option(
+        engine,
+        CacheOptions,
+        "n_sequences",
         help="plan for `entropykv serve -np N`: what all conversations share, and each gets",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

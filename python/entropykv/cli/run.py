@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from entropykv.cli.answer import Answer, write_answer
-from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.image_options import (
     add_image_options,
     image_files,
@@ -17,7 +17,6 @@ from entropykv.cli.image_options import (
     tokens_of,
     with_places,
 )
-from entropykv.cli.learning import say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.plots import check_plot, draw_trajectory
@@ -30,6 +29,12 @@ from entropykv.cli.saved import (
     load_session,
     save_session,
 )
+from entropykv.cli.shown_thought import (
+    ShownThought,
+    add_thinking_options,
+    thinking_options_of,
+    use_in_template,
+)
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
 from entropykv.session.asked import freezing_of
@@ -37,6 +42,8 @@ from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 
 EXIT_INTERRUPTED = 130
+_LAST_TOKENS = 32
+"""Tokens at the end of a prompt, more than any tag of thoughts has."""
 
 
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,6 +58,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_budget_options(parser)
     _add_prompt_options(parser)
     add_sampling_options(parser, n_predict=-1)
+    add_thinking_options(parser)
     engine = add_engine_options(parser)
     engine.add_argument("--stats-json", metavar="FILE", help="write the final figures as JSON")
     engine.add_argument(
@@ -73,6 +81,8 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     sampling = sampling_of(options)
+    thinking = thinking_options_of(options)
+    use_in_template(options)
     asked = _use_demo(options)
     text = _prompt_text(options)
     check_writable(options.stats_json)
@@ -90,6 +100,9 @@ def run(options: argparse.Namespace) -> int:
         tokens, chat = _prompt_tokens(session, text, files, options, loaded)
         if cache is not None:
             tokens = cache.go_on_from(session, tokens)
+        thought = None
+        if chat and tokens:
+            thought = ShownThought.of(session, thinking, _end_of(session, tokens))
         answer = Answer()
         write_answer(
             session,
@@ -100,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
             stops=options.reverse_prompt,
             to_question=bool(chat) or options.demo is not None,
             when_read=None if cache is None else lambda: cache.keep_prompt(session, chat=chat),
+            thought=thought,
         )
         _report(session, options.stats_json)
         if options.plot is not None and session.trajectory:
@@ -112,6 +126,11 @@ def run(options: argparse.Namespace) -> int:
             say("the saved answer was complete; give a new prompt with -p")
         say_learnt(session)
     return EXIT_INTERRUPTED if answer.interrupted else 0
+
+
+def _end_of(session: Session, tokens: list[int]) -> str:
+    """Return the end of a prompt's text, where a template may begin the thought."""
+    return session.detokenize(tokens[-_LAST_TOKENS:], special=True)
 
 
 def _save(session: Session, path: str, answer: Answer, *, chat: bool | None) -> None:

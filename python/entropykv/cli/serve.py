@@ -6,17 +6,22 @@ import argparse
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from entropykv.cli.freeze_options import add_freeze_options
-from entropykv.cli.learning import add_learn_option
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_keep, integer
+from entropykv.cli.options import (
+    add_freeze_options,
+    add_learn_option,
+    add_option,
+    add_protection_options,
+    add_recovery_options,
+    integer,
+)
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
 from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
 from entropykv.policy.names import POLICY_SYNTAX
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import too_many_threads
-from entropykv.settings.options import KV_CHOICES, STORES
 
 if TYPE_CHECKING:
     from entropykv.server import ModelCatalog, ModelOptions
@@ -47,19 +52,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
 
     budget = parser.add_argument_group("KV budget")
-    budget.add_argument("--kv-budget", metavar="B", help="as in `entropykv run` (default: 1.0)")
-    budget.add_argument("--policy", metavar=POLICY_SYNTAX, help="as in `entropykv run`")
-    budget.add_argument("--kv-type", choices=KV_CHOICES, help="as in `entropykv run`")
-    budget.add_argument("--store", choices=STORES, help="as in `entropykv run`")
-    budget.add_argument("--entropy-config", metavar="FILE", help="as in `entropykv run`")
+    # An option that is not given is None, since an environment variable may say it.
+    for name in ("kv_budget", "policy", "kv_type", "store", "entropy_config"):
+        metavar = {"metavar": POLICY_SYNTAX} if name == "policy" else {}
+        add_option(budget, CacheOptions, name, default=None, **metavar)
     add_learn_option(budget, "the server uses it from its next start")
-    budget.add_argument("--sinks", type=integer(0), metavar="N", help="as in `entropykv run`")
-    add_keep(budget)
-    budget.add_argument(
-        "--recent-window", type=integer(1), metavar="N", help="as in `entropykv run`"
-    )
+    add_protection_options(budget, default=None)
     add_freeze_options(parser)
-    _add_recovery_options(parser.add_argument_group("recovery (where entries are frozen)"))
+    add_recovery_options(parser, rewalks=False)
     ours = {action.dest for action in parser._actions}  # noqa: SLF001
     group = parser.add_argument_group("server")
     _add_fields(group, ServerOptions, {"max_body", "show_text"})
@@ -84,20 +84,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--max-replicas", type=integer(1), metavar="M", help="at most, as requests queue up"
     )
     group.add_argument("--sessions", metavar="DIR", help="saved conversations, shared by all")
-
-
-def _add_recovery_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--recovery",
-        choices=("soft", "window", "full"),
-        help="as in `entropykv run`, without its last rung: what was sent is not taken back",
-    )
-    group.add_argument(
-        "--recovery-deviations", type=float, metavar="D", help="as in `entropykv run`"
-    )
-    group.add_argument(
-        "--recovery-window", type=integer(1), metavar="N", help="as in `entropykv run`"
-    )
 
 
 def _add_fields(group: argparse._ArgumentGroup, options: Any, without: set[str]) -> None:

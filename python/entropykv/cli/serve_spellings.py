@@ -51,6 +51,7 @@ _LLAMA_SERVER = {
     "mirostat_eta": ("--mirostat-lr",),
     "mirostat_tau": ("--mirostat-ent",),
     "stop": ("-r", "--reverse-prompt"),
+    "reasoning": ("-rea",),
 }
 """llama-server's name for a field of llama_cpp.server's settings, or of ours."""
 

@@ -1,14 +1,11 @@
-"""List the public 1.58-bit language models: their shapes, converted sizes, and KV bytes by
-budget.
-"""
+"""List the public 1.58-bit language models: their shapes, and their sizes once converted."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gguf import GGML_QUANT_SIZES
 
@@ -16,15 +13,11 @@ from entropykv.convert.decoder import HEAD, DecoderShape
 from entropykv.convert.outputs import embedding_kind, ternary_kind
 from entropykv.convert.source import EMBEDDING
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.names import policy_named
-from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
-from entropykv.settings.options import Budget
 
 PATH = Path(__file__).parent / "known_models.json"
 """JSON file with the shapes of the public models; `unchecked` lists values that no published text
 has confirmed.
 """
-_N_SINKS = 4
 _PATHS = {"packed": "packed directory", "masters": "master directory"}
 """Names of the forms that `convert` reads, by how the checkpoint stores its ternary weights."""
 
@@ -113,46 +106,12 @@ class KnownModel:
             latent=False,
         )
 
-    def plan(self, kv_budget: Budget | str | float) -> tuple[HeadwisePlan, str]:
-        """Return the plan that `entropykv plan` prints for a budget at the model's full context,
-        and the KV type.
-
-        The type is the one that `--kv-type auto` chooses for this budget.
-        """
-        budget, geometry = Budget.parse(kv_budget), self.geometry
-        layers = attention_layers(geometry)
-        kv_type = kv_type_for("auto", budget, geometry, self.n_ctx)
-        policy = policy_named("auto", None, "headwise")
-        return (
-            plan_headwise(budget, layers, self.n_ctx, kv_type, policy, None, _N_SINKS, None),
-            kv_type,
-        )
-
     @property
     def paths(self) -> tuple[str, ...]:
         """Return the forms that `convert` can read: the directory as it is stored, and an I2_S
         file.
         """
         return (_PATHS[self.storage], *(["I2_S"] if self.i2s else []))
-
-    def to_dict(self, kv_budget: str) -> dict[str, Any]:
-        """Return one object of `entropykv models --json`: the row of the table, and the figures
-        that follow from it.
-        """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        plan, kv_type = self.plan(kv_budget)
-        return values | {
-            "conversion_paths": self.paths,
-            "head_dim": self.shape.head_dim,
-            "converted_bytes": self.geometry.weights_bytes,
-            "weight_types": self.weight_types,
-            "kv_bytes_per_1000_tokens_f16": 2000 * self.geometry.cached_values,
-            "kv_budget": kv_budget,
-            "kv_bytes_f16": 2 * self.n_ctx * self.geometry.cached_values,
-            "kv_bytes_budget": plan.pool_bytes,
-            "kv_type_budget": kv_type,
-            "entries_per_head_budget": plan.mean_entries,
-        }
 
 
 def known_models() -> list[KnownModel]:

@@ -1,1 +1,1 @@
-"""Give llama-cpp-python's interface a budget: EntropyLlama, attach and detach."""
+"""Offer llama-cpp-python's interface inside a budget: EntropyLlama, attach and detach."""

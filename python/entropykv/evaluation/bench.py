@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from entropykv import _core
 from entropykv.calibration.texts import read_texts
 from entropykv.errors import ContextError
-from entropykv.evaluation.rounds import disagreement
+from entropykv.evaluation.metrics import disagreement
 from entropykv.evaluation.work import (
     AttentionLoad,
     Times,

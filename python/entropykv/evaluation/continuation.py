@@ -23,8 +23,7 @@ import numpy as np
 from entropykv.errors import ContextError, EntropyKVError
 from entropykv.evaluation.combination import grow
 from entropykv.evaluation.metrics import Comparison, equal_share
-from entropykv.evaluation.part import Item, Values, kept_values
-from entropykv.evaluation.reading import Tick, read, rows_of, write
+from entropykv.evaluation.reading import Item, Tick, Values, kept_values, read, rows_of, write
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model

@@ -10,8 +10,7 @@ from typing import Any
 
 from entropykv.errors import ContextError, MissingExtraError, SettingsError
 from entropykv.evaluation.combination import grow
-from entropykv.evaluation.part import Item, Values, kept_values
-from entropykv.evaluation.reading import Reader, Tick, read, write
+from entropykv.evaluation.reading import Item, Reader, Tick, Values, kept_values, read, write
 from entropykv.evaluation.texts import digest_of
 from entropykv.files import read_text
 from entropykv.llamacpp.distributions import Logits

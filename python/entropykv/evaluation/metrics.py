@@ -1,13 +1,18 @@
-"""Compare the logits and texts of a budgeted cache with those of the full cache."""
+"""Compare the logits and texts of a budgeted cache with those of the full cache, and repeated
+measurements with each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from entropykv.llamacpp.distributions import Logits, blocks, divergences, log_softmax
+
+MOST_DISAGREEMENT = 0.2
+"""The largest acceptable disagreement; if rounds differ more, the machine was probably busy."""
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,19 @@ def equal_share(reference: Sequence[int], other: Sequence[int]) -> float:
     """Return the share of the reference's tokens that `other` has at the same place."""
     longest = max(len(reference), len(other))
     return sum(a == b for a, b in zip(reference, other, strict=False)) / longest if longest else 1.0
+
+
+def disagreement(measured: Sequence[float]) -> float:
+    """Return by what share the largest of `measured` exceeds the smallest; 0 if there are none."""
+    return max(measured) / min(measured) - 1.0 if measured else 0.0
+
+
+def disagreement_note(disagreements: Iterable[float]) -> str | None:
+    """Return a warning for the user if some rounds disagree too much, else None."""
+    worst = max(disagreements, default=0.0)
+    if worst <= MOST_DISAGREEMENT:
+        return None
+    return (
+        f"rounds disagree by up to {worst:.0%}: something else kept the machine busy; measure "
+        "again while it is idle before you compare speeds"
+    )

@@ -1,4 +1,6 @@
-"""Read and write greedily with a budgeted session or stock llama.cpp, in the same way."""
+"""Read and write greedily with a budgeted session or stock llama.cpp, in the same way, and define
+the items that an evaluation measures so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from entropykv.llamacpp.distributions import Logits
+from entropykv.llamacpp.stock import StockSession
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
@@ -103,3 +106,57 @@ def _watch_of(reader: Reader, n_vocab: int) -> Watch | None:
     if isinstance(reader, Session) and reader.recovery is not None:
         return Watch(reader, reader.recovery, n_vocab)
     return None
+
+
+Values = dict[str, Any]
+"""The figures of one item, as JSON values."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Hold one text to be read; a subclass says what is measured after it."""
+
+    name: str
+    digest: str
+    """A hash of everything that the item's figures depend on, except the settings of the
+    evaluation.
+    """
+    tokens: tuple[int, ...]
+    """The tokens that are read inside the budget."""
+    n_steps: int
+    """How many tokens are read and written in total, for the progress bar."""
+
+
+class EvalPart(Protocol):
+    """Measure items of one kind; every figure belongs to one item, so that single items can be
+    skipped.
+    """
+
+    name: str
+    n_ctx: int
+    """The context length of the sessions, in tokens."""
+    needs_reference: bool
+    """True if stock llama.cpp must have measured an item in the same run before a session can."""
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """Return the items in order."""
+
+    def reference(self, stock: StockSession, item: Any, tick: Tick) -> Values:
+        """Measure an item with stock llama.cpp."""
+
+    def measure(self, session: Session, item: Any, tick: Tick) -> Values:
+        """Measure an item with a session whose budget is set and that has read nothing yet."""
+
+
+def kept_values(session: Session) -> Values:
+    """Return the number of entries and bytes that a session keeps of what it has read."""
+    stats = session.stats()
+    return {
+        "policy": stats.policy,
+        "store": stats.store,
+        "kv_bytes_budget": stats.kv_bytes_budget,
+        "kv_bytes_full": stats.kv_bytes_full,
+        "entries_kept": stats.entries_kept,
+        "entries_full": stats.entries_full,
+    }

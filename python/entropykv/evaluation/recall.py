@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from entropykv.errors import ContextError
-from entropykv.evaluation.part import Item, Values, kept_values
 from entropykv.evaluation.passkeys import Case, make_cases
-from entropykv.evaluation.reading import Reader, Tick, read, write
+from entropykv.evaluation.reading import Item, Reader, Tick, Values, kept_values, read, write
 from entropykv.evaluation.texts import EvaluationText, digest_of
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession

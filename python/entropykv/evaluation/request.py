@@ -24,7 +24,7 @@ from entropykv.evaluation.dataset import (
     dataset_items,
     rouge_scorer,
 )
-from entropykv.evaluation.part import EvalPart, Values
+from entropykv.evaluation.reading import EvalPart, Values
 from entropykv.evaluation.recall import RecallPart, recall_items
 from entropykv.evaluation.ruler.scores import ruler_parts
 from entropykv.evaluation.ruler.suite import Suite, own_texts

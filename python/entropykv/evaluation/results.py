@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from entropykv.errors import SettingsError
-from entropykv.evaluation.part import Item, Values
+from entropykv.evaluation.reading import Item, Values
 
 FORMAT = "entropykv eval 1"
 _OTHER = "use another file, or the model and settings that it was begun with"

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from entropykv.evaluation.part import Values
+from entropykv.evaluation.metrics import disagreement
+from entropykv.evaluation.reading import Values
 from entropykv.evaluation.results import Record
-from entropykv.evaluation.rounds import disagreement
 
 _READ = ("prompt_tokens", "prompt_seconds")
 _WRITTEN = ("decode_tokens", "decode_seconds")

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from entropykv.evaluation.combination import STOCK, Combination, EngineSettings
-from entropykv.evaluation.part import EvalPart, Item
-from entropykv.evaluation.reading import Tick
+from entropykv.evaluation.reading import EvalPart, Item, Tick
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import EvalRow, summarize
 from entropykv.policy.names import AUTO

@@ -26,6 +26,7 @@ from entropykv.llamacpp.products import reads_blocks
 from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.identity import identity_of
+from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
 
 
 class Model:
@@ -210,19 +211,34 @@ class Model:
             )
         return turn
 
+    @functools.cached_property
+    def thought_tags(self) -> ThoughtTags | None:
+        """Return the tags of the model's thoughts; None where its chat template has none."""
+        template = self._template()
+        return tags_of(template) if template is not None and "{" in template else None
+
+    @functools.cached_property
+    def answer_frame(self) -> AnswerFrame:
+        """Return what the chat template writes before an answer, at first and in later turns."""
+        return frame_of(lambda messages: self._chat([dict(each) for each in messages]) or "")
+
+    def _template(self) -> str | None:
+        if self._options.chat_template is not None:
+            return self._options.chat_template
+        with self._weights:
+            own = llama_cpp.llama_model_chat_template(self.handle, None)
+        return None if own is None else own.decode("utf-8", errors="replace")
+
     def _chat(self, messages: list[dict[str, str]]) -> str | None:
         with self._weights:
             return self._rendered(messages)
 
     def _rendered(self, messages: list[dict[str, str]]) -> str | None:
-        template = self._options.chat_template
-        if template is None:
-            own = llama_cpp.llama_model_chat_template(self.handle, None)
-            template = None if own is None else own.decode("utf-8")
-        elif "{" not in template:
-            return apply_named_template(template, messages)
+        template = self._template()
         if template is None:
             return None
+        if template == self._options.chat_template and "{" not in template:
+            return apply_named_template(template, messages)
         try:
             formatter = Jinja2ChatFormatter(
                 template,

@@ -105,6 +105,14 @@ def read_loadable(path: str | os.PathLike[str]) -> ModelGeometry:
         return geometry
 
 
+def read_chat_template(path: str | os.PathLike[str]) -> str | None:
+    """Return the chat template of a file; None where it has none. Raises as read_geometry()."""
+    path = Path(path)
+    check_prefix(path)
+    with damage_named(path):
+        return text_value(HeaderReader(path), "tokenizer.chat_template")
+
+
 def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeometry:
     """Return the geometry that a header declares; raises ModelFileError or ValueError if it is
     damaged.

@@ -1,1 +1,3 @@
-"""Decide who keeps what, without side effects: names, importance, shares, online budgets."""
+"""Decide which entries are kept, without side effects: names, importance, shares, online
+budgets.
+"""

@@ -1,6 +1,6 @@
-"""Divide the pages of a pool among its sequences: who needs less leaves the rest to others.
+"""Divide the pages of a pool among its sequences: pages that one does not need go to the others.
 
-Pure: SharedPool asks between two steps, and follows.
+The functions are pure; SharedPool calls them between two steps and applies the result.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WholeTexts:
-    """Say which texts some pages keep whole: while the bytes hold all of a text, nothing goes.
+    """Tell which texts a number of pages keeps whole, so that nothing of them is evicted.
 
-    Only for longer texts, the policy plans what is kept.
+    Only for longer texts, the policy plans which entries are kept.
     """
 
     pages: int
     most: int
-    """Tokens of the longest text at all."""
+    """The length of the longest possible text in tokens."""
     pages_of: Callable[[int], int]
-    """The pages for all entries of so many tokens."""
+    """Returns the pages for all entries of a text of so many tokens."""
 
     @functools.cached_property
     def longest(self) -> int:
-        """Return how many tokens the longest of them has."""
+        """Return the length of the longest text that is kept whole, in tokens."""
         return bisect.bisect_right(range(self.most + 1), self.pages, key=self.pages_of) - 1
 
     def hold(self, n_tokens: int) -> bool:
-        """Tell whether a text is one of them; where none is expected, the policy plans for it."""
+        """Tell whether a text of so many tokens is kept whole; for 0, the policy plans for it."""
         return 0 < n_tokens <= self.longest
 
     def length_for(self, n_tokens: int, wanted: int) -> int | None:
-        """Return how long a text of `n_tokens` may get and stay one of them, up to `wanted`.
+        """Return how long, up to `wanted`, a text of `n_tokens` may become and still be kept whole.
 
-        None where it is none of them.
+        Returns None if it is not kept whole even now.
         """
         if self.pages_of(wanted) <= self.pages:
             return wanted
@@ -50,14 +50,14 @@ class WholeTexts:
 
 @dataclass(frozen=True, eq=False)
 class LossCurve:
-    """What a sequence loses with fewer pages: pieces of them, the most valuable first."""
+    """Hold what a sequence loses with fewer pages, as pieces; the most valuable piece is first."""
 
     begin: float
-    """Pages below the first piece: sinks and recent windows, of which no loss is known."""
+    """Pages before the first piece: sinks and recent windows, whose loss is not measured."""
     pages: Floats
-    """Length of every piece."""
+    """The number of pages of every piece."""
     losses: Floats
-    """Loss that a page of each piece prevents, descending."""
+    """The loss that a page of each piece prevents, descending."""
 
     @classmethod
     def of_heads(
@@ -67,9 +67,9 @@ class LossCurve:
         knots: Floats,
         losses: Floats,
     ) -> LossCurve:
-        """Join the curves of KV heads, each of which gets the page that prevents most.
+        """Join the curves of KV heads; the next page goes to the head where it prevents most loss.
 
-        `losses`: [KV head][knot], at so many entries beyond `floors`; convex, as sums of all but
+        `losses`: [KV head][knot], for `knots` entries beyond `floors`; convex, as sums of all but
         the largest scores are. `per_page`: entries of every KV head in a page.
         """
         pages = np.diff(knots)[None, :] / per_page[:, None]
@@ -78,9 +78,9 @@ class LossCurve:
         return cls(float((floors / per_page).sum()), pages.ravel()[order], prevented.ravel()[order])
 
     def between(self, low: float, high: float) -> tuple[Floats, Floats]:
-        """Return the pieces from `low` to `high` pages, and what a page of each prevents.
+        """Return the pieces between `low` and `high` pages, and what a page of each prevents.
 
-        Below `begin`, a page prevents as much as one of the first piece, at least; beyond the last
+        Before `begin`, a page prevents at least as much as one of the first piece; after the last
         piece, nothing.
         """
         if high <= low:
@@ -95,31 +95,31 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a sequence asks of a pool, in pages."""
+    """Hold what a sequence asks of a pool, in pages."""
 
     needed: int
-    """With so many, nothing of its text is evicted."""
+    """With so many pages, nothing of its text is evicted."""
     floor: int
-    """What it has in any case, as far as it needs it: sinks and recent windows of an equal part."""
+    """What it gets in any case, up to its need: sinks and recent windows of an equal part."""
     weight: float = 1.0
-    """Its part, relative to those of the others."""
+    """Its weight, relative to the others."""
     curve: LossCurve | None = None
-    """What it loses with fewer pages than it needs; None: not known, or it does not count."""
+    """What it loses with fewer pages than it needs; None if unknown or not used."""
 
 
 def equal_parts(pages: int, weights: Sequence[float]) -> list[int]:
-    """Return parts of the pages that are equal but for weights."""
+    """Return parts of the pages in proportion to the weights."""
     total = sum(weights)
     return [int(pages * weight / total) for weight in weights]
 
 
 def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
-    """Return the pages of every sequence, together no more than `pages`.
+    """Return the pages of every sequence, together at most `pages`.
 
-    Parts are equal, but for weights, where that is enough for all. Otherwise each has its equal
-    part as far as it needs it, and what others leave goes to those who need more, in equal parts
-    again. Of those with a loss curve that need more than their part, only the floor is sure: what
-    they have beyond it goes where a page prevents most loss, times the weight.
+    Shares are in proportion to the weights if that is enough for all. Otherwise each sequence gets
+    its part up to its need, and what is left goes to those that need more, in the same proportion
+    again. A sequence with a loss curve that needs more than its part is only sure of its floor: the
+    pages beyond go to the sequences where a page prevents most loss, multiplied by the weight.
     """
     parts = equal_parts(pages, [claim.weight for claim in claims])
     if all(claim.needed <= part for claim, part in zip(claims, parts, strict=True)):
@@ -136,14 +136,14 @@ def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
 
 
 def _sure(claim: Claim, part: int) -> int:
-    """Return the pages that nobody takes from a sequence whose equal part is `part`."""
+    """Return the pages that a sequence certainly gets if its equal part is `part`."""
     if claim.curve is None or claim.needed <= part:
         return min(claim.needed, part)
     return min(claim.floor, part)
 
 
 def _give_by_losses(rest: float, claims: Sequence[Claim], shares: list[float]) -> None:
-    """Give pages to those with curves, the ones that prevent most loss first."""
+    """Give pages to the sequences with curves, in the order of the loss that a page prevents."""
     owners, pieces, losses = [], [], []
     for owner, claim in enumerate(claims):
         if claim.curve is not None:
@@ -165,7 +165,7 @@ def _give_by_losses(rest: float, claims: Sequence[Claim], shares: list[float]) -
 def _give_equally(
     rest: float, claims: Sequence[Claim], shares: list[float], most: Sequence[float]
 ) -> None:
-    """Raise the shares, those that are smallest for their weight first, up to the most of each."""
+    """Raise the shares that are smallest for their weight, each up to its maximum."""
     for level in _levels(rest, claims, shares, most):
         for i, claim in enumerate(claims):
             shares[i] = max(shares[i], min(most[i], level * claim.weight))
@@ -174,7 +174,7 @@ def _give_equally(
 def _levels(
     rest: float, claims: Sequence[Claim], shares: Sequence[float], most: Sequence[float]
 ) -> Iterator[float]:
-    """Yield the share per weight that takes all of the rest, if anybody takes anything."""
+    """Yield the shares per weight at which the rest is used up, if any sequence can take it."""
     if rest <= 0.0:
         return
 

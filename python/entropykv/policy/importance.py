@@ -14,16 +14,12 @@ MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measu
 """What queries give to entries, summed over the query heads of a KV head."""
 
 MODIFIERS = {
-    "window": "only the queries of the last micro-batch count",
-    "exposure": "per query that could have seen the entry",
     "values": "times the norm of the entry's value",
     "distinct": "less where a newer entry's key is similar",
     "echo": "a text is read twice, and queries that repeat it count, too",
     "predicted": "what a repetition would give counts, too, predicted from key and value",
 }
 
-_OF_OBSERVED = ("window", "exposure", "echo")
-"""The modifiers that apply only to sums of what queries gave, which `predicted` adds to."""
 _OF_SHARES = ("mass", "attention")
 """The measures that are sums of shares of attention."""
 
@@ -70,20 +66,15 @@ class Importance:
                     f"measure {measure} adds up no shares of attention and takes no modifier "
                     f"predicted; use it with {' or '.join(_OF_SHARES)}, or measure predicted alone"
                 )
-            if not _ALL[measure].adds_up and modifier in _OF_OBSERVED:
+            if modifier == "echo" and not _ALL[measure].adds_up:
                 raise SettingsError(
                     f"measure {measure} adds up no queries and takes no modifier {modifier}; use "
                     f"{measure} with values or distinct, or another measure"
                 )
-        if "echo" in modifiers and {"window", "exposure"} & set(modifiers):
+        if {"echo", "predicted"} <= set(modifiers):
             raise SettingsError(
-                f"{text!r} counts queries that repeat the text, which no window and no exposure "
-                "knows of; use echo with values or distinct alone"
-            )
-        if "predicted" in modifiers and set(_OF_OBSERVED) & set(modifiers):
-            raise SettingsError(
-                f"{text!r} adds what is predicted to what all queries of the text gave; use "
-                "predicted with values or distinct alone"
+                f"{text!r} predicts what a repetition would give, and repeats the text, too; use "
+                "echo or predicted alone"
             )
         if len(set(modifiers)) < len(modifiers):
             raise SettingsError(f"{text!r} names a modifier twice; name it once")
@@ -101,7 +92,7 @@ class Importance:
     @property
     def of_observed(self) -> bool:
         """Tell whether it ranks by what queries gave, and by nothing else of a KV head."""
-        return self._row.adds_up and set(self.modifiers) <= set(_OF_OBSERVED)
+        return self._row.adds_up and set(self.modifiers) <= {"echo"}
 
     @property
     def repeats(self) -> bool:
@@ -138,7 +129,7 @@ class Importance:
             return 1.0  # every entry had its turn: when its own chunk was repeated
         if self.repeats:
             return max(self.decay, _ECHO_DECAY)
-        return 0.0 if "window" in self.modifiers else self.decay
+        return self.decay
 
     def settings(self, variation: float) -> ImportanceSettings:
         """Return what the headwise store takes; `variation` is that of the profile's entropies.
@@ -150,7 +141,6 @@ class Importance:
             variation=variation,
             decay=self._decay,
             observation_window=self.observation_window,
-            by_exposure="exposure" in self.modifiers,
             by_values="values" in self.modifiers,
             distinct="distinct" in self.modifiers,
             expected_lookups=_EXPECTED_LOOKUPS if "predicted" in self.modifiers else 0.0,

@@ -1,9 +1,9 @@
-"""Add up what texts that are read twice show of a model's KV heads: a profile in the making.
+"""Sum up the losses of a model's KV heads in texts that are read twice, to make a profile.
 
-Inside a budget nobody looks any more at what a head has dropped. But the chunk that is being read
-is whole, and its repetition looks for what a model would need to say it again: what a head would
-have lost of that with fewer entries is measured for policy `adaptive` anyway. Means of it over some
-texts are loss curves, which later sessions begin with.
+Inside a budget, queries can no longer attend to entries that a head has dropped. But the chunk that
+is being read is complete, and its repetition attends to what a model needs to reproduce it. Policy
+`adaptive` measures anyway what a head would lose of that attention with fewer entries. The means
+over several texts are loss curves, which later sessions start with.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy.typing as npt
 from entropykv.profile.curves import CurveRules, LossCurves
 
 LENGTH = 2048
-"""Tokens of the text that the curves are scaled to; what is measured goes by shares of a text."""
+"""The length of text in tokens that the curves are scaled to; measurements are relative to a text's
+length.
+"""
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,7 +27,7 @@ class Lessons:
     """Hold sums over the tokens of all texts that were read twice."""
 
     def __init__(self, n_layer: int, n_head: int, n_head_kv: int) -> None:
-        """Take the numbers of layers, and of query and KV heads of each."""
+        """Take the numbers of layers, and of query and KV heads per layer."""
         self._rules = CurveRules.for_length(LENGTH)
         self._shape = (n_layer, n_head_kv)
         self._losses = np.zeros((n_layer * n_head_kv, len(self._rules.keep)))
@@ -36,13 +38,14 @@ class Lessons:
     def add(
         self, n_tokens: int, end: int, knots: Floats, losses: Floats, entropies: Floats
     ) -> None:
-        """Add what `n_tokens` of a text have shown, the last of which is at `end` - 1.
+        """Add the measurements of `n_tokens` tokens of a text; the last one is at position `end` -
+        1.
 
-        `losses`: of every KV head with `knots` entries beyond the protected ones, (KV heads,
-        knots); `entropies`: means of the rows of every query head in bits, (n_layer, n_head).
+        `losses`: (KV heads, knots), for `knots` entries beyond the protected ones; `entropies`: the
+        mean over rows for every query head in bits, (n_layer, n_head).
         """
         inside = knots < end
-        beyond = [*knots[inside].tolist(), float(end)]  # who keeps all loses nothing
+        beyond = [*knots[inside].tolist(), float(end)]  # Keeping everything loses nothing.
         shares = np.array(self._rules.keep) / LENGTH * end
         for head, of_head in enumerate(losses[:, inside]):
             self._losses[head] += n_tokens * np.interp(shares, beyond, [*of_head.tolist(), 0.0])
@@ -55,7 +58,9 @@ class Lessons:
         return means
 
     def curves(self) -> LossCurves:
-        """Return the loss curves; errors are relative to the largest, and no mass is known."""
+        """Return the loss curves; errors are relative to the largest one, and mass is not
+        measured.
+        """
         rules, shape = self._rules, (*self._shape, len(self._rules.keep))
         errors = np.sqrt(self._losses / (self._losses.max() or 1.0)).reshape(shape)
         return LossCurves(
@@ -71,7 +76,7 @@ class Lessons:
 
 
 def uniform_heads(shapes: Sequence[tuple[int, int]]) -> tuple[int, int, int] | None:
-    """Return layers, and query and KV heads of each; None where layers differ.
+    """Return the numbers of layers, and of query and KV heads per layer; None if layers differ.
 
     `shapes`: query and KV heads of every attention layer.
     """

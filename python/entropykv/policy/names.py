@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import replace
 
 from entropykv.errors import SettingsError
+from entropykv.policy.documents.kim_jung import LAYER, LAYER_IN_RANGE
+from entropykv.policy.documents.metinov import ROLLING_FREEZE
+from entropykv.policy.documents.readme_entropy_kv import ENTROPY, RECENCY
 from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
+from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
@@ -20,95 +23,24 @@ nothing can be predicted, and all texts are read twice. `uniform` where entries 
 head needs comes back, and every head needs room for it; `recency` on the flat store."""
 FAST = "fast"
 """The default without predictions and echoes: what queries of the text give ranks entries."""
-EARLIER_NAMES = {"freeze": "rolling-freeze"}
+EARLIER_NAMES = {"freeze": "rolling-freeze", "adaptive-heads": "adaptive"}
 """Names that policies had before version 0.2.0; they are taken for one more release."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
 """What takes the place of a measure of IMPORTANCES where nothing can be predicted."""
-ENTROPY_CLAMP = (0.3, 2.5)
-"""The limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
-
-class BudgetRule(Enum):
-    """Name the ways to share a budget among the KV heads."""
-
-    EQUAL = auto()
-    PROFILE_ENTROPY = auto()
-    """Share by the entropies of a profile."""
-    PROFILE_CURVES = auto()
-    """Share by the loss curves of a profile."""
-    LAYER_ENTROPY = auto()
-    """Share per layer, in proportion to its mean entropy in this text."""
-    LAYER_RANGE = auto()
-    """Share per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
-    LOSSES = auto()
-    """Share by what heads lose in this text."""
-    LOSSES_WITHIN_LAYER = auto()
-    """Share by what heads lose in this text, with equal budgets for all layers."""
-    OWN = auto()
-    """Share as an object of the user's says: see settings/own_policy.py."""
-    OWN_BY_LAYER = auto()
-    """Share as an object of the user's says, with one choice for all heads of a layer."""
-
-    @property
-    def by_profile(self) -> bool:
-        """Tell whether it needs an entropy profile."""
-        return self in (BudgetRule.PROFILE_ENTROPY, BudgetRule.PROFILE_CURVES)
-
-    @property
-    def by_layer(self) -> bool:
-        """Tell whether all heads of a layer keep the same positions."""
-        ours = (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE, BudgetRule.OWN_BY_LAYER)
-        return self in ours
-
-    @property
-    def by_text(self) -> bool:
-        """Tell whether budgets change as a text is read."""
-        return self.by_layer or self.by_losses
-
-    @property
-    def by_losses(self) -> bool:
-        """Tell whether budgets follow what heads lose in this text."""
-        return self in (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Say how budgets are shared and which entries are kept."""
-
-    name: str
-    summary: str
-    importance: Importance = field(default_factory=Importance)
-    flat: bool = False
-    """True where the flat store can follow it: it needs no choice of its own per head."""
-    rule: BudgetRule = BudgetRule.EQUAL
-    schedule: bool = False
-    """True where entries below a threshold are frozen for a while, whatever the budget."""
-    own: OwnPolicy | None = None
-    """The user's object that shares the budget; None for a policy of entropykv's."""
-
-
-_BY_AGE = Importance("streaming", ())
-_BY_ATTENTION = Importance("attention", (), decay=1.0)
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("streaming", "sinks and the most recent tokens", _BY_AGE, flat=True),
         Policy(
-            "recency",
-            "README_ENTROPY_KV's position score: exponential decay, a bonus for the newest tenth",
-            Importance("recency", ()),
-            flat=True,
+            "streaming", "sinks and the most recent tokens", Importance("streaming", ()), flat=True
         ),
+        RECENCY,
         Policy(
             "uniform",
             "the same budget for every KV head, each keeping what gets most attention",
         ),
-        Policy(
-            "entropy",
-            "budgets per KV head from an entropy profile, each keeping what gets most attention",
-            rule=BudgetRule.PROFILE_ENTROPY,
-        ),
+        ENTROPY,
         Policy(
             "profile",
             "budgets per KV head that lose least by the profile's loss curves, each keeping what "
@@ -121,32 +53,9 @@ POLICIES = {
             "attention",
             rule=BudgetRule.LOSSES,
         ),
-        Policy(
-            "adaptive-heads",
-            "the same, with equal budgets for all layers",
-            rule=BudgetRule.LOSSES_WITHIN_LAYER,
-        ),
-        Policy(
-            "layer",
-            "Kim and Jung (2025): budgets per layer by entropy in this text, half of them for what "
-            "gets most attention in the layer",
-            _BY_ATTENTION,
-            rule=BudgetRule.LAYER_ENTROPY,
-        ),
-        Policy(
-            "layer-range",
-            "the same with budgets from 8 to 128 by entropy, scaled to the budget",
-            _BY_ATTENTION,
-            rule=BudgetRule.LAYER_RANGE,
-        ),
-        Policy(
-            "rolling-freeze",
-            "ASR-KF-EGR's schedule: what gets less attention than a share of the mean is "
-            "frozen, each time for longer, and comes back by itself "
-            "(rolling-freeze:products: less |q.k| than a threshold, as in its paper)",
-            Importance("attention", ()),
-            schedule=True,
-        ),
+        LAYER,
+        LAYER_IN_RANGE,
+        ROLLING_FREEZE,
     )
 }
 
@@ -261,7 +170,7 @@ def _check_choice_of_layers(name: str, importance: Importance) -> None:
         raise SettingsError(
             f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
             f"them by what each head has stored; use --policy {name}, or measure mass, attention "
-            "or products with modifier window or exposure"
+            "or products"
         )
 
 

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.policy.division import LossCurve
-from entropykv.policy.layer_entropies import LayerEntropies
-from entropykv.policy.names import BudgetRule, Policy
+from entropykv.policy.documents.kim_jung import LayerEntropies
 from entropykv.policy.own_budgets import OwnBudgets
 from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.policy import Policy
+from entropykv.policy.readings import StoreReadings
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy
 
@@ -47,17 +48,21 @@ def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
 class OnlineBudgets(Protocol):
     """Keep what was seen of a text, and say which budgets follow from it."""
 
+    tracks_entropies: bool
+    """Whether the store must measure the entropies of attention rows."""
+
     def expect(self, plan: HeadwisePlan) -> None:
-        """Measure what budgets of this plan will need."""
+        """Take the plan whose budgets will be shared."""
 
-    def prepare(self, *, budgets_change: bool, growth: float) -> None:
-        """Say, before every micro-batch, whether budgets will change after it.
+    def knots(self, growth: float) -> list[int]:
+        """Return at how many entries beyond the floor the store must measure losses; maybe none.
 
-        `growth`: how many times as long the text will be once all of it is read: 1 or more.
+        It is asked before every micro-batch after which budgets change. `growth`: how many times as
+        long the text will be once all of it is read: 1 or more.
         """
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
-        """Take in what an observed micro-batch has shown: is_observed(); as prepare() was told."""
+        """Take in what an observed micro-batch has shown: see is_observed()."""
 
     def observe_again(self) -> None:
         """Take in what an echo has shown of text that was observed before."""
@@ -86,7 +91,7 @@ class OnlineBudgets(Protocol):
 
 def online_budgets(
     policy: Policy,
-    store: _core.HeadwiseStore,
+    store: StoreReadings,
     layers: Sequence[_core.LayerShape],
     n_ctx: int,
     profile: EntropyProfile | None = None,
@@ -98,7 +103,7 @@ def online_budgets(
     if policy.rule.by_layer:
         return LayerEntropies(store, layers, n_ctx, policy.rule)
     if policy.rule.by_losses:
-        return MeasuredLosses(store, layers, n_ctx, policy.rule)
+        return MeasuredLosses(store, layers, n_ctx)
     return None
 
 
@@ -110,19 +115,15 @@ class MeasuredLosses:
     be linear. The idea is that of Ada-KV (Feng et al. 2024, arXiv:2407.11550), across layers too.
     """
 
+    tracks_entropies = False
+
     def __init__(
-        self,
-        store: _core.HeadwiseStore,
-        layers: Sequence[_core.LayerShape],
-        n_ctx: int,
-        rule: BudgetRule,
+        self, store: StoreReadings, layers: Sequence[_core.LayerShape], n_ctx: int
     ) -> None:
-        """Measure losses in a store; see online_budgets()."""
+        """Read losses from a store; see online_budgets()."""
         self._store = store
         self._n_ctx = n_ctx
-        heads = [shape.n_head_kv for shape in layers]
-        self._n_heads = sum(heads)
-        self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
+        self._n_heads = sum(shape.n_head_kv for shape in layers)
         self._next_knots: list[int] = []
         self._asked: list[int] = []
         """Where the store measures: at the knots, and at those that stand for them later."""
@@ -137,7 +138,7 @@ class MeasuredLosses:
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Measure at multiples of what the plan's mean budget leaves beyond the floor.
+        """Ask for losses at multiples of what the plan's mean budget leaves beyond the floor.
 
         Nothing where every KV head may keep the whole context: nobody will lose anything.
         """
@@ -146,8 +147,8 @@ class MeasuredLosses:
         self._next_knots = sorted({int(factor * beyond) for factor in factors})
         self._next_floor = plan.floor_entries
 
-    def prepare(self, *, budgets_change: bool, growth: float) -> None:
-        """Measure where budgets will change: it takes time.
+    def knots(self, growth: float) -> list[int]:
+        """Return the knots of expect(), and those that stand for them in a longer text.
 
         Of a text that will be longer, a KV head can keep a smaller part than of what there is. What
         it will lose then is foreseen: what it would lose if it kept as small a part now. So heads
@@ -155,7 +156,7 @@ class MeasuredLosses:
         """
         later = {int(knot / growth) for knot in self._next_knots}
         self._asked, self._growth = sorted({*self._next_knots, *later}), growth
-        self._store.measure_losses(self._asked if budgets_change else [])
+        return self._asked
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
@@ -191,19 +192,15 @@ class MeasuredLosses:
         nothing = np.zeros((self._n_heads, 1))
         losses = np.concatenate([self._losses[:, inside], nothing], axis=1)
         losses /= losses.max() or 1.0  # only ratios count, and sums of |q.k| have no limit
-        shares: list[int] = []
-        for n_heads, mean in self._groups(plan):
-            heads = slice(len(shares), len(shares) + n_heads)
-            shares += _core.share_by_curves(
-                mean,
-                self._n_ctx,
-                min(plan.floor_entries, mean),
-                plan.entries_per_page[heads],
-                knots,
-                losses[heads].ravel().tolist(),
-                plan.limits[heads],
-            )
-        return shares
+        return _core.share_by_curves(
+            plan.mean_entries,
+            self._n_ctx,
+            min(plan.floor_entries, plan.mean_entries),
+            plan.entries_per_page,
+            knots,
+            losses.ravel().tolist(),
+            plan.limits,
+        )
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
         """Join the losses of all KV heads, as they were measured, of what is held alone.
@@ -216,13 +213,6 @@ class MeasuredLosses:
             per_page = np.array(plan.entries_per_page)
             self._curve = LossCurve.of_heads(floors, per_page, self._knots, self._losses_of_held)
         return self._curve
-
-    def _groups(self, plan: HeadwisePlan) -> list[tuple[int, int]]:
-        """Return numbers of KV heads that share a budget, each with the mean of it."""
-        if self._layers is None:
-            return [(self._n_heads, plan.mean_entries)]
-        means = [sum(layer) // len(layer) for layer in plan.budgets]  # equal, but for windows
-        return list(zip(self._layers, means, strict=True))
 
     def forget(self) -> None:
         """Forget what was measured, since another text begins."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from entropykv import _core
 from entropykv.policy.division import LossCurve
 from entropykv.policy.plan import HeadwisePlan, own_shares
+from entropykv.policy.readings import StoreReadings
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import BudgetToShare, Floats, MicroBatchSeen, OwnPolicy
 
@@ -15,10 +16,12 @@ from entropykv.settings.own_policy import BudgetToShare, Floats, MicroBatchSeen,
 class OwnBudgets:
     """Ask an OwnPolicy that observes for shares; every text has a copy of it."""
 
+    tracks_entropies = True
+
     def __init__(
         self,
         own: OwnPolicy,
-        store: _core.HeadwiseStore,
+        store: StoreReadings,
         layers: Sequence[_core.LayerShape],
         n_ctx: int,
         profile: EntropyProfile | None,
@@ -29,14 +32,14 @@ class OwnBudgets:
         self._heads_per_layer = tuple(shape.n_head_kv for shape in layers)
         self._n_ctx = n_ctx
         self._profile = profile
-        store.track_entropy(True)
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
         """Prepare nothing: entropies are tracked, whatever the budgets are."""
 
-    def prepare(self, *, budgets_change: bool, growth: float) -> None:
-        """Prepare nothing: what observe() is shown is kept anyway."""
+    def knots(self, growth: float) -> list[int]:  # noqa: ARG002
+        """Return nothing: no losses are asked for."""
+        return []
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
         """Show the policy what the store knows of a micro-batch."""

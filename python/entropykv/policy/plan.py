@@ -11,7 +11,8 @@ from entropykv import _core
 from entropykv.errors import BudgetError, ProfileError
 from entropykv.llamacpp.context import CELL_PADDING
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.names import ENTROPY_CLAMP, BudgetRule, Policy
+from entropykv.policy.documents.readme_entropy_kv import weights_of
+from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
 from entropykv.settings.own_policy import BudgetToShare, OwnPolicy, checked_weights
@@ -278,7 +279,9 @@ def _share(
 ) -> list[int]:
     """Return the entries of every KV head, all layers in order."""
     if policy.rule is not BudgetRule.PROFILE_CURVES:
-        return _core.share_budget(mean, n_ctx, floor, per_page, _weights(policy, profile), limits)
+        by_entropy = policy.rule is BudgetRule.PROFILE_ENTROPY
+        weights = weights_of(profile) if by_entropy and profile else []
+        return _core.share_budget(mean, n_ctx, floor, per_page, weights, limits)
     if profile is None or profile.curves is None:
         missing = "a profile" if profile is None else "loss curves, which the profile does not have"
         raise ProfileError(
@@ -289,10 +292,3 @@ def _share(
         return limits
     knots, losses = profile.curves.knots(n_ctx, n_ctx - floor)
     return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses, limits)
-
-
-def _weights(policy: Policy, profile: EntropyProfile | None) -> list[float]:
-    if policy.rule is not BudgetRule.PROFILE_ENTROPY or profile is None:
-        return []
-    entropies = profile.kv_head_entropies().ravel().tolist()
-    return _core.entropy_weights(entropies, profile.mean, *ENTROPY_CLAMP)

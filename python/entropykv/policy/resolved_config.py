@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,11 +15,9 @@ from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.names import (
     AUTO,
-    Policy,
     learns_predictor,
     policy_named,
     schedules,
-    takes_profile,
 )
 from entropykv.policy.plan import (
     FlatPlan,
@@ -31,12 +28,11 @@ from entropykv.policy.plan import (
     plan_flat,
     plan_headwise,
 )
-from entropykv.profile.find import find_profile
+from entropykv.policy.policy import Policy
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
 from entropykv.settings.options import Budget
-from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import Recovery
 
 Q8_0_BLOCK = 32
@@ -177,7 +173,7 @@ class ResolvedConfig:
                 f"{why}; the flat store cannot freeze: use it without --freeze (freeze=) and "
                 "without policy rolling-freeze"
             )
-        return resolve(self.options, self.geometry, flat_because=why)
+        return resolve(self.options, self.geometry, self.profile, flat_because=why)
 
     def without_prediction(self) -> ResolvedConfig:
         """Return the config for a model whose keys before RoPE are not known.
@@ -186,7 +182,7 @@ class ResolvedConfig:
         """
         if self.options.policy != AUTO or not self.policy.importance.predicts:
             return self
-        return resolve(self.options, self.geometry, predictable=False)
+        return resolve(self.options, self.geometry, self.profile, predictable=False)
 
     def check_recovery(self, recovery: Recovery | None) -> None:
         """Raise SettingsError for a ladder that has nothing to restore, or goes back too far."""
@@ -221,16 +217,18 @@ class ResolvedConfig:
 def resolve(
     options: CacheOptions,
     geometry: ModelGeometry,
+    profile: EntropyProfile | None,
     *,
     flat_because: str | None = None,
     predictable: bool = True,
 ) -> ResolvedConfig:
     """Say what options mean for a model, before anything of it is loaded but the file's header.
 
-    `flat_because`: why the flat store must serve the model, although headwise or auto was asked
-    for. `predictable`: the model's keys before RoPE are known, which only its graph can tell.
-    Raises SettingsError for options that do not go together or that the model or its store cannot
-    follow, ContextError for too many sinks, and ProfileError for a profile that cannot be read.
+    It reads nothing: session/asked.py finds the profile, which is None if the policy takes none or
+    there is none. `flat_because`: why the flat store must serve the model, although headwise or
+    auto was asked for. `predictable`: the model's keys before RoPE are known, which only its graph
+    can tell. Raises SettingsError for options that do not go together or that the model or its
+    store cannot follow, and ContextError for too many sinks.
     """
     flat = options.store == "flat" or flat_because is not None
     if flat and options.in_pool:
@@ -238,7 +236,6 @@ def resolve(
             f"{geometry.name}: the flat store holds one conversation, and no pool; use "
             "--store headwise (store='headwise'), or a Session"
         )
-    profile = profile_for(options.policy, geometry, given_profile(options.entropy_config))
     freezing = options.freezing or (Freezing() if schedules(options.policy) else None)
     policy = policy_named(
         options.policy,
@@ -272,24 +269,6 @@ def resolve(
     )
     config.check_recovery(options.recovery)
     return config
-
-
-def given_profile(
-    given: EntropyProfile | str | os.PathLike[str] | None,
-) -> EntropyProfile | None:
-    """Return the profile that was given, or read it; raises ProfileError where it cannot be."""
-    if given is None or isinstance(given, EntropyProfile):
-        return given
-    return EntropyProfile.load(given)
-
-
-def profile_for(
-    policy: str | OwnPolicy, geometry: ModelGeometry, given: EntropyProfile | None
-) -> EntropyProfile | None:
-    """Return what was given, else the model's own for a policy that takes one, else None."""
-    if given is not None or not takes_profile(policy):
-        return given
-    return find_profile(geometry)
 
 
 def _largest_micro_batch(

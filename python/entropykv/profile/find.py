@@ -1,4 +1,4 @@
-"""Find the entropy profile of a model if the user names none."""
+"""Find the entropy profile of a model, and check that a profile belongs to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from entropykv.errors import ProfileError
 from entropykv.model.geometry import ModelGeometry
-from entropykv.profile.belongs import fingerprint_of
+from entropykv.model.header import read_header
+from entropykv.model.identity import norms_of, shape_of
 from entropykv.profile.parts import Fingerprint
 from entropykv.profile.profile import EntropyProfile
 
@@ -26,6 +27,15 @@ def profile_beside(model: str | os.PathLike[str]) -> Path:
     sessions find it.
     """
     return Path(model).with_suffix(SUFFIX)
+
+
+def given_profile(
+    given: EntropyProfile | str | os.PathLike[str] | None,
+) -> EntropyProfile | None:
+    """Return the profile that was given, or read it; raises ProfileError where it cannot be."""
+    if given is None or isinstance(given, EntropyProfile):
+        return given
+    return EntropyProfile.load(given)
 
 
 def find_profile(geometry: ModelGeometry) -> EntropyProfile | None:
@@ -74,3 +84,47 @@ def _of_weights(path: Path, own: Fingerprint) -> EntropyProfile | None:
         return None
     mark = profile.fingerprint
     return profile if mark is not None and mark.is_of_weights(own) else None
+
+
+def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
+    """Read the header and the norms of the model's file again, and return their hashes."""
+    shape = shape_of(geometry, read_header(geometry.path))
+    return Fingerprint(**shape, norms_sha256=norms_of(geometry.path))
+
+
+def check_model(
+    profile: EntropyProfile, geometry: ModelGeometry, heads: tuple[int, int, int] | None = None
+) -> None:
+    """Raise ProfileError, naming the field, if the profile was made with another model.
+
+    Another quantisation of the same model is accepted: see other_file(). `heads`: the numbers of
+    attention layers, and of query and KV heads per layer, as llama.cpp's graph has them; not every
+    header tells which layers of a hybrid model attend.
+    """
+    n_attending = sum(n > 0 for n in geometry.kv_heads_per_layer)
+    of_header = (n_attending, geometry.n_head, max(geometry.kv_heads_per_layer))
+    profile.check_geometry(*(heads or of_header), geometry.name)
+    if profile.fingerprint is None:
+        return
+    for field in ("architecture", "n_vocab", "head_dim_k", "head_dim_v"):
+        theirs, ours = getattr(profile.fingerprint, field), getattr(geometry, field)
+        if theirs != ours:
+            raise ProfileError(
+                f"the profile of {profile.model or 'another model'} has fingerprint.{field} "
+                f"{theirs}, but {geometry.name} has {ours}; calibrate again or use the profile of "
+                "this model"
+            )
+
+
+def other_file(profile: EntropyProfile, geometry: ModelGeometry) -> str | None:
+    """Return a note for the user if a profile fits by shape but may be of other weights; else None.
+
+    Another quantisation of the same weights is recognised by the norms.
+    """
+    if profile.fingerprint is None or profile.fingerprint.is_of_weights(fingerprint_of(geometry)):
+        return None
+    return (
+        f"the entropy profile was made with another file ({profile.model}) of the shape of "
+        f"{geometry.path.name}; if that is not the same model in another quantisation, make a "
+        "profile with `entropykv calibrate`"
+    )

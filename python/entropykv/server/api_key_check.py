@@ -9,14 +9,14 @@ from entropykv.server.users import Keys, note_user
 from entropykv.server.web_files import page_files
 
 _PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_files()})
-"""Paths that need no key: health, documentation, and the page, which asks for the key."""
+"""Paths that need no key: health, documentation, and the page, which asks the user for the key."""
 
 
 class ApiKeyCheck:
-    """Answer 401 without a right key (ASGI)."""
+    """Answer requests without a valid API key with 401 (ASGI middleware)."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        """Wrap an app; without a key, let everyone in."""
+        """Wrap an app; if there are no keys, everybody is let in."""
         self._app = app
         self._keys = keys
 
@@ -27,7 +27,8 @@ class ApiKeyCheck:
             return
         headers = dict(scope["headers"])
         try:
-            # A body would be held for a stranger, among those that --max-bodies allows.
+            # Refuse before the body is read: otherwise it would be held for somebody without a key,
+            # and count as one of --max-bodies.
             if scope["path"] not in _PUBLIC or scope["method"] not in ("GET", "HEAD", "OPTIONS"):
                 note_user(scope, self._user_of(headers.get(b"authorization", b"")))
         except RequestError as error:

@@ -1,7 +1,7 @@
-"""Receive the body of a request whole, then read it: once, and within limits.
+"""Receive the whole body of a request, then parse it once, within limits.
 
-Nothing else of the server waits for a client's bytes. So a slow upload holds neither a slot nor the
-turn of a conversation.
+No other part of the server waits for a client's bytes. Therefore a slow upload blocks neither a
+slot nor the turn of a conversation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ from entropykv.server.errors import RequestError, invalid
 from entropykv.server.fields import MOST_DEPTH, MOST_NAME, check_values
 
 _SMALL = 16 << 10
-"""Bytes of a body that is read in a fraction of a millisecond, whatever it holds."""
+"""The largest body in bytes that can be parsed in a fraction of a millisecond, whatever it
+contains.
+"""
 _READER = ThreadPoolExecutor(1, thread_name_prefix="entropykv-body")
-"""Reads larger bodies, one at a time, so that the event loop shares the interpreter with one."""
+"""Parses larger bodies, one at a time, so that at most one of them competes with the event loop for
+the interpreter.
+"""
 _SESSION_HEADER = b"x-session-id"
 
 
 class Bodies:
-    """Pass a request on once its body is there (ASGI); refuse one that is too long or too slow."""
+    """Pass a request on once its body has arrived (ASGI middleware); refuse a body that is too long
+    or too slow.
+    """
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         """Wrap an app."""
@@ -37,7 +43,7 @@ class Bodies:
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request; those that have no body by their method are passed on as they are."""
+        """Handle one request; requests whose method has no body are passed on unchanged."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
@@ -47,12 +53,13 @@ class Bodies:
                 if not await self._received(scope, receive, body):
                     return
             except RequestError as error:
-                await error.response()(scope, receive, send)  # uvicorn drops what still comes
+                # uvicorn discards the rest of the body.
+                await error.response()(scope, receive, send)
                 return
             await self._app(scope, _replayed(body.whole(), receive), send)
 
     async def _received(self, scope: Scope, receive: Receive, body: Body) -> bool:
-        """Receive the body; return False where the client has gone. Raises RequestError."""
+        """Receive the body; returns False if the client has disconnected. Raises RequestError."""
         headers = dict(scope["headers"])
         if len(headers.get(_SESSION_HEADER, b"")) > MOST_NAME:
             raise RequestError(
@@ -82,7 +89,9 @@ async def _receive_all(receive: Receive, body: Body) -> bool:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return what gives the body as one message, and then what comes from the client."""
+    """Return a `receive` that first gives the body as one message, and then the client's
+    messages.
+    """
     rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
@@ -92,13 +101,13 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 class BodyRoute(APIRoute):
-    """Read the body of a route by read_body(); FastAPI still describes it in /openapi.json.
+    """Parse the body of a route with read_body(); FastAPI still describes it in /openapi.json.
 
-    FastAPI itself would parse and check it in the event loop, and report every error in it.
+    FastAPI itself would parse and validate it in the event loop, and report every error in it.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler; what it gets as its body is checked already."""
+        """Return the handler, which gets a validated body."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -123,7 +132,7 @@ async def _read(model: type[BaseModel], body: bytes) -> BaseModel:
 
 
 def read_body(model: type[BaseModel], body: bytes) -> BaseModel:
-    """Return a body of JSON as a model; raises RequestError (400), which names the field."""
+    """Parse a JSON body as a model; raises RequestError (400), which names the field."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:

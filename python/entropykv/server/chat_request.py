@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+from llama_cpp import LogitsProcessorList
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field
 
+from entropykv.server.chat_thought import ChatThought
 from entropykv.server.choices import seeds, with_usage
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
@@ -23,6 +25,9 @@ from entropykv.server.fields import (
     Name,
     Seed,
     Stop,
+    TemplateArguments,
+    ThoughtBudget,
+    ThoughtEnding,
     TokenCount,
 )
 from entropykv.server.image_parts import ImageParts
@@ -47,6 +52,7 @@ from entropykv.server.tool_calls import (
     ToolUse,
     as_deltas,
 )
+from entropykv.thinking.options import ThinkingOptions, ThoughtFormat, template_switch
 
 
 class JsonSchema(BaseModel):
@@ -98,6 +104,25 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     logit_bias: Biases | None = None
     seed: Seed | None = None
+    reasoning_format: ThoughtFormat | None = Field(
+        default=None, description="Where thoughts are shown, as llama-server's --reasoning-format."
+    )
+    reasoning_effort: Name | None = Field(
+        default=None,
+        description="How much a model thinks that knows several degrees; none: not at all.",
+    )
+    reasoning_budget_tokens: ThoughtBudget | None = Field(
+        default=None, description="Tokens of a thought at most; -1: as the server was started."
+    )
+    thinking_budget_tokens: ThoughtBudget | None = Field(
+        default=None, description="The same by its other name."
+    )
+    reasoning_budget_message: ThoughtEnding | None = Field(
+        default=None, description="Text that ends a thought whose tokens are used up."
+    )
+    chat_template_kwargs: TemplateArguments | None = Field(
+        default=None, description="What the chat template is told besides the messages."
+    )
     user: Name | None = None
     top_k: int = Field(default=40, ge=0, le=MOST_TOKENS)
     grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
@@ -128,23 +153,60 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         arguments["max_tokens"] = asked or arguments["max_tokens"]
         images = ImageParts(llama.images)
         arguments["messages"] = self.shown_messages(llama, use, images)
+        llama.template_arguments = self.template_arguments(llama)
         reader = use
         if llama.traits.own_tools:
             reader = None
             arguments.update(self._own_tools(use))
         elif use is not None and llama.traits.shows_tools:
             arguments["tools"] = use.definitions()
+        thought = ChatThought.begin(
+            llama, arguments["messages"], arguments.get("tools"), self.thinking_options(llama)
+        )
+        llama.thought = thought
         if grammar := self._grammar(reader):
-            arguments["grammar"] = grammar
+            arguments["grammar"] = grammar if thought is None else thought.before_answer(grammar)
+        if thought is not None and thought.options.budget >= 0:
+            processors = arguments.get("logits_processor", ())
+            arguments["logits_processor"] = LogitsProcessorList([*processors, thought.force])
 
         with images.shown(llama):
             answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
         if not self.stream:
             legacy = self.functions is not None
+            answer = answer if thought is None else thought.in_whole(answer)
             return answer if reader is None else _with_calls(answer, reader, legacy=legacy)
+        if thought is not None:
+            answer = thought.in_chunks(answer)
         if reader is not None:
             answer = _chunks_with_calls(answer, reader, legacy=self.functions is not None)
         return with_usage(answer, llama)
+
+    def template_arguments(self, llama: ServedLlama) -> dict[str, Any]:
+        """Return what the chat template is told besides the messages; raises RequestError."""
+        given = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort == "none":
+            given.update(template_switch(thinks=False))
+        elif self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+        if not isinstance(given.get("enable_thinking", True), bool):
+            raise RequestError(
+                400,
+                "chat_template_kwargs.enable_thinking: it is true or false",
+                param="chat_template_kwargs",
+            )
+        return {**llama.template_defaults, **given}
+
+    def thinking_options(self, llama: ServedLlama) -> ThinkingOptions:
+        """Return what the request says of thoughts, and the server's options where it does not."""
+        given = llama.thinking_options
+        budgets = (self.reasoning_budget_tokens, self.thinking_budget_tokens, given.budget)
+        message = self.reasoning_budget_message
+        return ThinkingOptions(
+            self.reasoning_format or given.format,
+            next((budget for budget in budgets if budget is not None and budget >= 0), -1),
+            given.message if message is None else message,
+        )
 
     def parts(self) -> list[ChatRequest]:
         """Return a request for every choice."""
@@ -225,7 +287,7 @@ def _chunks_with_calls(
         delta, reason = choice["delta"], choice["finish_reason"]
         text = reader.take(delta.get("content") or "")
         if reason is None:
-            if text or "role" in delta:
+            if text or delta.keys() - {"content"}:
                 shown = {**delta, **({"content": text} if text else {})}
                 yield {**chunk, "choices": [{**choice, "delta": shown}]}
             continue

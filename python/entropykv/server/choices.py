@@ -28,7 +28,8 @@ def with_usage(chunks: Iterator[dict[str, Any]], llama: ServedLlama) -> Iterator
     for chunk in chunks:
         head = head or _head(chunk)
         yield chunk
-    yield {**head, "choices": [], "usage": _usage(llama.prompt_size, llama.generated)}
+    thought = None if llama.thought is None else llama.thought.counter.n_tokens
+    yield {**head, "choices": [], "usage": _usage(llama.prompt_size, llama.generated, thought)}
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Choices:
     usage: bool = False
     _shown: dict[str, Any] = field(default_factory=dict)
     """Id and time of the first chunk, which all have."""
-    _costs: dict[int, dict[str, int]] = field(default_factory=dict)
+    _costs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Of every choice that has ended."""
 
     def whole(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -66,11 +67,14 @@ class Choices:
         """Return what comes after the chunks of all choices, if anything does."""
         return {**self._shown, "choices": [], "usage": self._cost()} if self.usage else None
 
-    def _cost(self) -> dict[str, int]:
+    def _cost(self) -> dict[str, Any]:
         prompts = [cost for index, cost in self._costs.items() if index % self.n == 0]
+        details = [cost.get("completion_tokens_details") for cost in self._costs.values()]
+        thoughts = [each["reasoning_tokens"] for each in details if each is not None]
         return _usage(
             sum(cost["prompt_tokens"] for cost in prompts),
             sum(cost["completion_tokens"] for cost in self._costs.values()),
+            sum(thoughts) if thoughts else None,
         )
 
 
@@ -78,9 +82,13 @@ def _head(chunk: dict[str, Any]) -> dict[str, Any]:
     return {key: chunk[key] for key in ("id", "object", "created", "model")}
 
 
-def _usage(n_prompt: int, n_generated: int) -> dict[str, int]:
-    return {
+def _usage(n_prompt: int, n_generated: int, n_thought: int | None) -> dict[str, Any]:
+    """Return OpenAI's figures; `n_thought`: tokens of thoughts, None where the model has none."""
+    usage: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_generated,
         "total_tokens": n_prompt + n_generated,
     }
+    if n_thought is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": n_thought}
+    return usage

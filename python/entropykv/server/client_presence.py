@@ -1,4 +1,4 @@
-"""Notice that a client leaves while its request waits."""
+"""Detect that a client disconnects while its request waits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 from starlette.types import Receive
 
 CLIENT_GONE = 499
-"""The status of a request whose client left before the answer, which nobody receives."""
+"""The status of a request whose client disconnected before the answer; nobody receives it."""
 
 
 async def unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
-    """Return whether the client stayed until the coroutine was done, and what that returned."""
+    """Await the coroutine; returns whether the client stayed connected, and the
+    coroutine's result.
+    """
     work = asyncio.ensure_future(coroutine)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,7 +1,7 @@
-"""Limit connections: how many there are, and how long their clients keep the server waiting.
+"""Limit the number of connections, and how long their clients can keep the server waiting.
 
-uvicorn has no limit of the time that headers take, or that a client takes to read. It answers those
-above its own limit of connections only once they have sent a request.
+uvicorn does not limit the time that a client takes to send headers or to read. It refuses
+connections above its own limit only once they have sent a request.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from entropykv.server.errors import RequestError
 
 
 class LimitedProtocol(H11Protocol):
-    """Speak HTTP as uvicorn does, within limits; h11's own one is 64 KiB for all headers.
+    """Speak HTTP as uvicorn does, within limits; h11 itself limits all headers together to 64 KiB.
 
-    A connection beyond the limit is answered with 503, one whose headers take too long with 408,
-    and closed; so is one whose client does not take what was sent to it.
+    A connection above the limit is answered with 503, and one whose headers take too long with 408;
+    both are closed. A connection whose client does not read what was sent is closed, too.
     """
 
     most = 0
-    """How many connections there may be."""
+    """The most connections at a time."""
     seconds = 0.0
-    """Seconds that the headers of a request may take, from the connection or their first byte, and
-    seconds that a full buffer of what was sent may take to empty."""
+    """The most seconds for the headers of a request, from the connection or their first byte on,
+    and the most seconds until a full send buffer is empty.
+    """
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, or refuse it."""
+        """Accept a connection, or refuse it."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
             self._refuse(503, "Service Unavailable", "the server has too many connections")
@@ -39,7 +40,7 @@ class LimitedProtocol(H11Protocol):
             self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; what is read between two requests begins the headers of the next one."""
+        """Receive data; data between two requests begins the headers of the next one."""
         if self._refused:
             return
         before = self.cycle
@@ -50,18 +51,18 @@ class LimitedProtocol(H11Protocol):
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Stop counting the connection."""
         self._stop_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Stop writing, and give the client time to take what is there."""
+        """Stop writing, and start the timeout for the client to read."""
         super().pause_writing()
         self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on writing."""
+        """Continue writing."""
         self._stop_write_timer()
         super().resume_writing()
 
@@ -94,5 +95,5 @@ class LimitedProtocol(H11Protocol):
 
 
 def protocol_of(most: int, seconds: float) -> type[asyncio.Protocol]:
-    """Return the protocol with these limits, as uvicorn makes one for every connection."""
+    """Return the protocol class with these limits; uvicorn creates one object per connection."""
     return type("ServerProtocol", (LimitedProtocol,), {"most": most, "seconds": seconds})

@@ -1,8 +1,8 @@
-"""Refuse texts that are full of control tokens: llama.cpp's reading of them cannot be stopped.
+"""Refuse texts full of control tokens, because tokenising them in llama.cpp cannot be stopped.
 
-It takes the control tokens by their length, and cuts the text at each. For every piece that is
-there by then, it looks for all shorter ones in all of the text that follows. A megabyte of
-<|im_start|> takes a minute with 17 such tokens (SmolLM2).
+llama.cpp searches for control tokens in the order of their lengths, and splits the text at each
+occurrence. For every piece, it searches for all shorter ones in all of the following text. With 17
+such tokens (SmolLM2), a megabyte of <|im_start|> takes a minute.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import llama_cpp
 
 from entropykv.server.errors import RequestError
 
-MOST_LOOKED_AT = 300_000_000_000
-"""Bytes that reading a text may look at, times two: about ten seconds."""
+MOST_SEARCHED = 300_000_000_000
+"""The most bytes that may be searched to tokenise a text, times two: about ten seconds."""
 _SPECIAL = (
     llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
     | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -27,11 +27,11 @@ class ControlTokens:
     """Hold the control tokens of a vocabulary."""
 
     texts: list[tuple[bytes, int]]
-    """The text of each, and how many tokens are looked for after it."""
+    """The text of each control token, and for how many others llama.cpp searches after it."""
 
     @classmethod
     def of(cls, llama: llama_cpp.Llama) -> ControlTokens:
-        """Find them in a model's vocabulary."""
+        """Find the control tokens in a model's vocabulary."""
         vocabulary = llama_cpp.llama_model_get_vocab(llama.model)
         kinds = [llama_cpp.llama_vocab_get_attr(vocabulary, i) for i in range(llama.n_vocab())]
         special = [
@@ -50,13 +50,13 @@ class ControlTokens:
         )
 
     def check(self, text: bytes) -> None:
-        """Raise RequestError (400) for a text that would take too long."""
+        """Raise RequestError (400) for a text that would take too long to tokenise."""
         shortest = min((len(control) for control, _ in self.texts), default=1)
         most_after = max((after for _, after in self.texts), default=0)
-        if len(text) * (len(text) // shortest) * most_after <= MOST_LOOKED_AT:
+        if len(text) * (len(text) // shortest) * most_after <= MOST_SEARCHED:
             return
         counts = [(text.count(control), after) for control, after in self.texts]
-        if sum(count * after for count, after in counts) * len(text) > MOST_LOOKED_AT:
+        if sum(count * after for count, after in counts) * len(text) > MOST_SEARCHED:
             raise RequestError(
                 400,
                 f"the text has {sum(count for count, _ in counts):,} control tokens such as "

@@ -1,7 +1,7 @@
-"""Keep conversations on disk, so that any replica can go on with any of them, one at a time.
+"""Keep conversations on disk, so that any replica can continue any of them, one at a time.
 
-After every turn, and before the client has the end of the answer, its session is saved: there is
-nothing left to save when a replica stops, however it stops.
+The session is saved after every turn, before the client receives the end of the answer. Therefore
+nothing is left to save when a replica stops or crashes.
 """
 
 from __future__ import annotations
@@ -21,60 +21,61 @@ _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
 
 
-class HoldsOne(Protocol):
-    """Hold what one conversation has read, as an EntropyLlama does."""
+class ConversationHolder(Protocol):
+    """Define what holds the text of one conversation, such as an EntropyLlama."""
 
     @property
     def n_tokens(self) -> int:
-        """Return how many tokens it holds."""
+        """Return how many tokens have been read."""
 
     def load_session(self, path: Path) -> Any:
-        """Hold what a file has; raises SessionFileError or PoolError."""
+        """Load a saved session; raises SessionFileError or PoolError."""
 
     def save_session(self, path: Path) -> Any:
-        """Write what is held; raises EntropyKVError."""
+        """Save what has been read; raises EntropyKVError."""
 
 
 @dataclass(frozen=True)
-class OnShelf:
-    """Hold a caller's conversation on the prefix_cache of a pool."""
+class CachedConversation:
+    """Hold a caller's conversation in the prefix cache of a pool."""
 
     prefix_cache: PrefixCache
     caller: Caller
 
     @property
     def n_tokens(self) -> int:
-        """Return how many tokens it has; 0 where the prefix_cache does not have it."""
+        """Return how many tokens the prefix cache has of the conversation; 0 if it has none."""
         return self.prefix_cache.length_of(self.caller)
 
     def load_session(self, path: Path) -> None:
-        """Put what a file has in the place of what the prefix_cache has."""
+        """Replace the conversation in the prefix cache by the content of a file."""
         self.prefix_cache.load(self.caller, path)
 
     def save_session(self, path: Path) -> None:
-        """Write it to a file; nobody takes it meanwhile."""
+        """Save the conversation to a file; no request can use it meanwhile."""
         self.prefix_cache.save(self.caller, path)
 
 
 class Conversations:
-    """Keep sessions in a directory that replicas may share; the least recently used go first.
+    """Keep sessions in a directory that replicas may share; the least recently used are removed
+    first.
 
-    `max_bytes` bounds all files together. Raises SettingsError where the directory cannot be used.
+    `max_bytes` limits all files together. Raises SettingsError if the directory cannot be used.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], max_bytes: int, *, several: bool = False
     ) -> None:
-        """Make the directory where it is not there; only its owner can read what was said.
+        """Make the directory if it does not exist; only its owner can read the conversations.
 
-        `several`: each conversation has a holder of its own; otherwise all share one, which holds
-        the last of them.
+        `several`: each conversation has its own holder; otherwise all share one, which holds the
+        latest of them.
         """
         self._directory = Path(directory)
         self._max_bytes = max_bytes
         self._several = several
         self._held: dict[Caller, _Stamp] = {}
-        """The version of each conversation's file that its holder goes on from."""
+        """For each conversation, the version of the file that its holder has continued from."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -84,17 +85,16 @@ class Conversations:
             ) from error
 
     def path(self, caller: Caller) -> Path:
-        """Return where a caller's conversation is, which has a name.
+        """Return the file path of a caller's named conversation.
 
-        Names may hold anything, so the file has their digest, and that of the same name is another
-        one for every user.
+        Names may contain any characters, so the file name is a digest. It differs for every user.
         """
         name, user = (caller.name or "").encode(), caller.user.encode()
         digest = hashlib.blake2b(name, key=user, digest_size=16).hexdigest()
         return self._directory / f"{digest}.session"
 
-    def enter(self, holder: HoldsOne, caller: Caller) -> None:
-        """Make the holder hold what a caller's conversation has read, if it does not."""
+    def enter(self, holder: ConversationHolder, caller: Caller) -> None:
+        """Load a caller's conversation into the holder, unless the holder has it already."""
         path = self.path(caller)
         stamp = _stamp(path)
         if stamp is None or (self._held.get(caller) == stamp and holder.n_tokens > 0):
@@ -102,15 +102,16 @@ class Conversations:
         self._drop(caller)
         try:
             holder.load_session(path)
-        except EntropyKVError as error:  # it goes on without, since the request has the whole text
+        # Continue without it, because the request contains the whole text.
+        except EntropyKVError as error:
             _logger.warning("%s", error)
         else:
             self._held[caller] = stamp
 
-    def leave(self, holder: HoldsOne, caller: Caller) -> None:
-        """Save a conversation that was just read on; an error costs reading it again, no more."""
+    def leave(self, holder: ConversationHolder, caller: Caller) -> None:
+        """Save a conversation after its turn; an error only means that it must be read again."""
         self._drop(caller)
-        if holder.n_tokens == 0:  # the generation failed, and what the turn before saved is better
+        if holder.n_tokens == 0:  # The generation failed; the file of the previous turn is better.
             return
         path = self.path(caller)
         try:
@@ -124,7 +125,7 @@ class Conversations:
         self._remove_oldest()
 
     def forget(self) -> None:
-        """Note that the one holder has read something that is no conversation."""
+        """Note that the shared holder has read something that is not a conversation."""
         self._held.clear()
 
     def _drop(self, caller: Caller) -> None:
@@ -137,7 +138,7 @@ class Conversations:
         files = []
         for path in self._directory.glob("*.session"):
             stamp = _stamp(path)
-            if stamp is not None:  # look again, since another replica may remove files, too
+            if stamp is not None:  # Check again, because another replica may remove files, too.
                 files.append((stamp, path))
         total = sum(size for (_, size, _), _ in files)
         for (_, size, _), path in sorted(files):
@@ -148,7 +149,7 @@ class Conversations:
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Return what differs between two versions of a file, the time of writing first."""
+    """Return what distinguishes two versions of a file, beginning with the modification time."""
     try:
         status = path.stat()
     except FileNotFoundError:

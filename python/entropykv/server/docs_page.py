@@ -1,4 +1,4 @@
-"""Show the server's OpenAPI description at /docs, readable without scripts or the internet."""
+"""Show the server's OpenAPI description at /docs, without scripts or the internet."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pre { background: #f4f4f4; color: #222; overflow-x: auto; padding: .6rem }
 
 
 def docs_page(description: dict[str, Any]) -> str:
-    """Return the page, as HTML, of an OpenAPI description."""
+    """Return the HTML page of an OpenAPI description."""
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
     groups: dict[str, list[dict[str, Any]]] = {}
     for path, operations in description["paths"].items():

@@ -1,4 +1,4 @@
-"""Run the threads that do all with the model: one, or one for each conversation at a time."""
+"""Run the worker threads that use the model, one per concurrent request."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.stats import SessionStats
 
 _STATS_INTERVAL = 0.25
-"""Seconds between two looks at the figures during a generation."""
-_LOOK_AGAIN = 0.05
-"""Seconds after which one who stops a job looks whether it has ended."""
+"""Seconds between two updates of the figures during a generation."""
+_CHECK_INTERVAL = 0.05
+"""Seconds between two checks whether a stopped job has ended."""
 Result = TypeVar("Result")
 Outcome = Literal["finished", "refused", "failed", "stopped"]
 
 
 class _StoppedError(Exception):
-    """Raised where the generation was told to stop; nothing is half-done."""
+    """Raised when a generation was told to stop, between two steps."""
 
 
 @dataclass(eq=False)
@@ -45,16 +45,16 @@ class Job:
     caller: Caller = SOMEBODY
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
-    """The time at which its first chunk was there."""
+    """The time at which its first chunk was ready."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
-        """Raise an error where the request was told to stop."""
+        """Raise _StoppedError if the request was told to stop."""
         if self.stop.is_set():
             raise _StoppedError
 
     def run(self, llama: ServedLlama) -> Any:
-        """Make the call; the chunks of a stream are emitted as they come."""
+        """Execute the request; the chunks of a stream are emitted one by one."""
         result = self.call(llama)
         if self.emit is None:
             return result
@@ -67,7 +67,7 @@ class Job:
 
 
 class Engine:
-    """Own a model, and the threads in which alone it runs; requests wait for their turn.
+    """Own a model and its worker threads, which alone use it; requests wait until a worker is free.
 
     A model with a pool answers as many requests at a time as the pool holds sequences.
     """
@@ -80,30 +80,32 @@ class Engine:
         limits: Limits | None = None,
         shared_prefixes: bool = True,
     ) -> None:
-        """Take a loaded model; with `interrupt`, a new request ends streams of the same user.
+        """Use a loaded model; with `interrupt`, a new request ends the streams of the same user.
 
-        `shared_prefixes`: whether texts of one key may begin with each other's.
+        `shared_prefixes`: whether conversations with the same key may reuse each other's prefixes.
         """
         self.llama = llama
-        """The model, for those who look at the vocabulary only."""
+        """The model, for callers that only use its vocabulary."""
         self.limits = limits or Limits()
         self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self.first_chunks = 0
-        """How many streams had their first chunk sent."""
+        """How many streams have sent their first chunk."""
         self.first_chunk_seconds = 0.0
-        """Seconds from the arrival of those streams to their first chunk, all together."""
+        """The sum of the seconds from the arrival of those streams to their first chunk."""
         self.prefix_cache: PrefixCache | None = None
-        """Where conversations are between two requests, if several are held."""
+        """Keeps conversations between two requests, if the model has a pool."""
         llama.shared_prefixes = shared_prefixes
         self.workers = [llama] if llama.pool is None else self._workers_of(llama)
         self.running: dict[ServedLlama, Job] = {}
-        """Which request each model answers."""
+        """The request that each model object is answering."""
         self._running_lock = threading.Lock()
-        """Held while that changes, and while one is stopped: the next one must not be, instead."""
+        """Held while `running` changes and while a job is stopped, so that the next job is not
+        stopped instead.
+        """
         self.admission = Admission(self.limits, len(self.workers))
-        """Counts what requests cost."""
+        """Limits what requests may cost."""
         self._moment: tuple[float, Moment] | None = None
-        """The latest figures that somebody asked for, and when they were taken."""
+        """The latest figures that were requested, and when they were taken."""
         self._moment_lock = threading.Lock()
         self._free: queue.SimpleQueue[ServedLlama] = queue.SimpleQueue()
         for worker in self.workers:
@@ -115,9 +117,9 @@ class Engine:
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
         self.inspections = Inspections(llama, self._thread.submit)
-        """Answers those who watch, between two steps."""
+        """Answers inspections between two steps."""
         self.stats: SessionStats = self._figures()
-        """Figures of the moment, no older than a quarter of a second during a generation."""
+        """Current figures; during a generation they are at most a quarter of a second old."""
 
     def _workers_of(self, llama: ServedLlama) -> list[ServedLlama]:
         pool = llama.pool
@@ -130,7 +132,8 @@ class Engine:
         seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
         for worker in workers:
             worker.serve_from(self.prefix_cache)
-            worker.set_seed(seeds.randrange(2**32))  # or all would choose by the same numbers
+            # Otherwise all would sample with the same random numbers.
+            worker.set_seed(seeds.randrange(2**32))
         return workers
 
     @property
@@ -150,20 +153,20 @@ class Engine:
         note: Callable[[int, int], None] | None = None,
         caller: Caller = SOMEBODY,
     ) -> Any:
-        """Run a request's call when it is its turn; cancelling stops it within a micro-batch.
+        """Run a request's call when a worker is free; cancelling stops it within a micro-batch.
 
-        With `emit` the call returns an iterator, whose items go to `emit`, in a model's thread.
-        `note` is told in the end how many tokens were read and written for it. `caller`: whose
-        request it is. Raises RequestError for whatever goes wrong; the next request then starts
-        afresh.
+        With `emit`, the call returns an iterator, whose items are passed to `emit` in a worker
+        thread. `note` is called at the end with the numbers of tokens read and written. `caller` is
+        who sent the request. Raises RequestError for any error; the next request starts from a
+        clean state.
         """
         (result,) = await self.generate_all([Job(call, emit, note, caller)])
         return result
 
     async def generate_all(self, jobs: Sequence[Job]) -> list[Any]:
-        """Run the jobs of one request, at the same time as far as there is room; see generate().
+        """Run the jobs of one request, at the same time as far as workers are free; see generate().
 
-        Where one of them fails, the others are stopped.
+        If one of them fails, the others are stopped.
         """
         if self._closing:
             raise shutting_down()
@@ -182,19 +185,19 @@ class Engine:
                 self._stop_for_sure(jobs)
 
     def answers(self, caller: Caller) -> bool:
-        """Tell whether a request of a caller's conversation is being answered."""
+        """Tell whether a request for a caller's conversation is being answered."""
         return any(job.caller == caller for job in list(self.running.values()))
 
     async def call(self, function: Callable[[ServedLlama], Result]) -> Result:
-        """Do something else with the model, between two requests."""
+        """Call a function with the model, between two requests."""
         return await asyncio.wrap_future(self._thread.submit(function, self.llama))
 
     def before_close(self, function: Callable[[ServedLlama], object]) -> None:
-        """Have `function` called with the model, in its thread, before it is freed."""
+        """Register a function that is called with the model, in its thread, before it is freed."""
         self._before_close.append(function)
 
     def stop(self) -> None:
-        """Refuse requests that wait and that come, and let running ones end within their time."""
+        """Refuse waiting and new requests, and give running ones their time to end."""
         if not self._closing:
             self._stopped_at = time.monotonic()
         self._closing = True
@@ -203,7 +206,9 @@ class Engine:
             self._stop(self.running.values())
 
     def _stop(self, jobs: Iterable[Job]) -> None:
-        """Have jobs end within a micro-batch, also where they wait for that of somebody else."""
+        """Tell jobs to end within a micro-batch, also those that wait for another
+        session's step.
+        """
         for job in list(jobs):
             job.stop.set()
             with self._running_lock:
@@ -212,21 +217,21 @@ class Engine:
                         worker.interrupt()
 
     def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
-        """Stop jobs, again and again until they have ended.
+        """Stop jobs repeatedly until they have ended.
 
-        One that was about to wait for room in the pool has missed the call that ends its waiting.
+        A job that was just about to wait for room in the pool would miss a single call.
         """
         self._stop(jobs)
         if any(job in jobs for job in list(self.running.values())):
             loop = asyncio.get_running_loop()
-            loop.call_later(_LOOK_AGAIN, self._stop_for_sure, jobs)
+            loop.call_later(_CHECK_INTERVAL, self._stop_for_sure, jobs)
 
     def close(self) -> None:
-        """Stop, then free the model. May be called twice."""
+        """Stop all requests, then free the model. It may be called twice."""
         self.stop()
         while running := list(self.running.values()):
             self._stop(running)
-            time.sleep(_LOOK_AGAIN)
+            time.sleep(_CHECK_INTERVAL)
         before, self._before_close = self._before_close, []
         try:
             for function in before:
@@ -257,9 +262,10 @@ class Engine:
             outcome = "stopped"
             if self._closing:
                 raise shutting_down() from None
-        # The next request must not suffer from an error, whatever it is.
+        # An error of any kind must not affect the next request.
         except Exception as error:
-            if job.stop.is_set() and worker.prefix_cache is not None:  # its decode was called off
+            # The job's decode was interrupted.
+            if job.stop.is_set() and worker.prefix_cache is not None:
                 outcome = "stopped"
                 return None
             if not isinstance(error, RequestError | ContextError):
@@ -277,7 +283,7 @@ class Engine:
                 raise refusal
             return None
         finally:
-            del refusal  # this frame is in its traceback
+            del refusal  # Break the reference cycle between this frame and the traceback.
 
     def _note(
         self, job: Job, outcome: Outcome, before: tuple[int, int], now: tuple[int, int]
@@ -298,9 +304,9 @@ class Engine:
         return figures_of_pool(self.llama.pool, one, [worker.totals for worker in self.workers])
 
     def moment(self) -> Moment:
-        """Return figures of the pool that are a quarter of a second old, or less.
+        """Return figures of the pool that are at most a quarter of a second old.
 
-        Taking them makes all who read and write wait. However many clients ask, it is done once.
+        Taking them delays all sessions, so it is done once for any number of clients.
         """
         with self._moment_lock:
             last, now = self._moment, time.monotonic()
@@ -323,5 +329,5 @@ class Engine:
 
 
 def shutting_down() -> RequestError:
-    """Return the error for a request that comes, or waits, when the server stops."""
+    """Return the error for requests that arrive or wait while the server stops."""
     return RequestError(503, "the server is shutting down; try again later")

@@ -1,4 +1,4 @@
-"""Give errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Return errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from entropykv.errors import ContextError
 logger = logging.getLogger("entropykv.server")
 
 _TOO_LONG = "This model's maximum context length is"
-"""How OpenAI's servers begin: clients such as litellm tell by it that a prompt is too long."""
+"""The beginning of OpenAI's message, by which clients such as litellm recognise a prompt that is
+too long.
+"""
 _MOST_ERRORS = 3
-"""How many errors of one body a client is told of."""
+"""How many errors of one body are reported."""
 _MOST_PART = 64
-"""Characters of a part of a field's place: a client may have chosen it."""
+"""The most characters of a part of a field's path, which a client may have chosen."""
 
 
 class RequestError(HTTPException):
-    """Raised for a request whose answer is an error: a status of 400 to 599, one sentence."""
+    """Raised for a request that is answered with an error: a status of 400 to 599, and one
+    sentence.
+    """
 
     def __init__(
         self,
@@ -37,9 +41,9 @@ class RequestError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        """Take a status and a sentence; `param` is the wrong field, `code` one of OpenAI's.
+        """Take a status and a sentence; `param` is the invalid field, `code` one of OpenAI's codes.
 
-        `retry_after` says after how many seconds it is worth another try.
+        `retry_after` is the number of seconds after which the client should try again.
         """
         super().__init__(status, message)
         self.retry_after = retry_after
@@ -47,7 +51,7 @@ class RequestError(HTTPException):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """Return the answer that the client gets."""
+        """Return the response that the client receives."""
         answer = JSONResponse(self.body, self.status_code)
         if self.retry_after is not None:
             answer.headers["retry-after"] = str(self.retry_after)
@@ -55,9 +59,9 @@ class RequestError(HTTPException):
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """Say what a client is told of an error during a generation; those that are ours are logged.
+    """Convert an error during a generation for the client; internal errors are logged.
 
-    llama-cpp-python and this package raise ValueError for what is wrong with the request.
+    llama-cpp-python and this package raise ValueError for invalid requests.
     """
     if isinstance(error, RequestError):
         return error
@@ -68,7 +72,8 @@ def as_request_error(error: BaseException) -> RequestError:
         return RequestError(400, f"the chat template refuses this: {error}", param="messages")
     if isinstance(error, ValueError):
         return RequestError(400, str(error))
-    if isinstance(error, RecursionError):  # a template's macros, say, which follow a tool's schema
+    # For example macros of a template that recursively process a tool's schema.
+    if isinstance(error, RecursionError):
         return RequestError(
             400,
             "what the request holds is nested too deeply for the model's chat template; use fewer "
@@ -79,19 +84,19 @@ def as_request_error(error: BaseException) -> RequestError:
 
 
 def without_frames(error: RequestError) -> RequestError:
-    """Return an error without what led to it.
+    """Return an error without its traceback and context.
 
-    The frames of tracebacks hold a request's text and tokens. They are in reference cycles, so that
-    the memory of large requests would be held until the garbage collector comes by.
+    Frames of tracebacks hold a request's text and tokens in reference cycles. The memory of large
+    requests would be kept until the next garbage collection.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def invalid(errors: Sequence[Any]) -> RequestError:
-    """Return what a client is told of pydantic's errors: the field and the fault of the first few.
+    """Return the error for pydantic's findings: field and reason of the first few.
 
-    `errors` are dicts with `loc`, the place in the body, and `msg`.
+    `errors` are dicts with `loc`, the path in the body, and `msg`.
     """
     places = [
         ".".join(str(part)[:_MOST_PART] for part in each["loc"] if part != "body")
@@ -107,7 +112,7 @@ def invalid(errors: Sequence[Any]) -> RequestError:
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -122,7 +127,7 @@ class ErrorAnswer(BaseModel):
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Let every error of the app have OpenAI's form."""
+    """Make all errors of the app have OpenAI's form."""
 
     @app.exception_handler(RequestError)
     def refused(_: Request, error: RequestError) -> JSONResponse:

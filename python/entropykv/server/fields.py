@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from entropykv.server.errors import RequestError
+from entropykv.thinking.options import MOST_MESSAGE
 
 MOST_NAME = 256
 """Characters of a name or an id: model, user, a conversation, a function, a call."""
@@ -35,6 +36,8 @@ MOST_GRAMMAR = 1 << 20
 """Characters of `grammar`; what it may mean is limited where it is parsed."""
 MOST_SUFFIX = 65_536
 """Characters of `suffix`, which is a part of every choice."""
+MOST_TEMPLATE_ARGUMENTS = 64
+"""Members of `chat_template_kwargs`."""
 MOST_TOKENS = (1 << 31) - 1
 MOST_PIECES = 65_536
 """Tokens that /tokenize gives with their pieces: each is an object of its own."""
@@ -81,6 +84,32 @@ Metadata = Annotated[
 ]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
+_OF_TEMPLATES = frozenset(
+    {"messages", "tools", "functions", "function_call", "tool_choice", "bos_token", "eos_token"}
+    | {"add_generation_prompt", "raise_exception", "strftime_now", "llama", "self"}
+)
+"""What a chat template is told by the server itself."""
+
+
+def _free_names(value: Any) -> Any:
+    """Refuse arguments of a chat template that have a name which the server uses."""
+    taken = sorted(_OF_TEMPLATES & value.keys()) if isinstance(value, dict) else []
+    if taken:
+        raise PydanticCustomError(
+            "taken",
+            "{name} is what the server tells the template; leave it out",
+            {"name": taken[0]},
+        )
+    return value
+
+
+TemplateArguments = Annotated[
+    dict[Name, Any], _few(MOST_TEMPLATE_ARGUMENTS), BeforeValidator(_free_names)
+]
+ThoughtBudget = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
+ThoughtEnding = Annotated[str, Field(max_length=MOST_MESSAGE)]
 
 
 def check_values(body: Any) -> None:

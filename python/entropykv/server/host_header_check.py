@@ -1,7 +1,7 @@
-"""Refuse requests for other names than the server's: a page in a browser can bring such ones.
+"""Refuse requests for other host names, which web pages could send through a browser.
 
-A page of evil.example may let its name point to 127.0.0.1 (DNS rebinding). To the browser the
-server is then a part of that page, which may read all of its answers. The header Host still says
+A page of evil.example may let its name resolve to 127.0.0.1 (DNS rebinding). Then the browser
+considers the server a part of that page, which may read all answers. But the Host header still says
 evil.example.
 """
 
@@ -16,12 +16,12 @@ from entropykv.server.errors import RequestError
 
 
 class HostHeaderCheck:
-    """Answer 403 where the header Host has none of the names that are allowed (ASGI)."""
+    """Answer requests with a Host header that is not allowed with 403 (ASGI middleware)."""
 
     def __init__(self, app: ASGIApp, host: str, allowed: str | None) -> None:
         """Wrap an app that listens on `host`; `allowed`: further names, separated by commas.
 
-        A name that begins with *. stands for all below it, and * for any.
+        A name that begins with *. allows all its subdomains, and * allows every name.
         """
         self._app = app
         given = [name.strip().lower() for name in (allowed or "").split(",") if name.strip()]
@@ -46,7 +46,9 @@ class HostHeaderCheck:
         await self._app(scope, receive, send)
 
     def _allows(self, given: str) -> bool:
-        """Tell whether a Host is allowed; an address always is, as no page's name is one."""
+        """Tell whether a Host is allowed; addresses always are, because they need no name
+        resolution.
+        """
         name = _without_port(given).lower().rstrip(".")
         return (
             "*" in self._names
@@ -57,7 +59,7 @@ class HostHeaderCheck:
 
 
 def _without_port(given: str) -> str:
-    """Return the name or address of a Host; brackets of an IPv6 address are taken off."""
+    """Return the name or address in a Host header, without port and without IPv6 brackets."""
     if given.startswith("["):
         return given[1:].partition("]")[0]
     return given.rpartition(":")[0] if given.count(":") == 1 else given

@@ -1,4 +1,4 @@
-"""Answer those who watch the model, between two steps of whatever runs."""
+"""Answer requests to inspect the model, between two steps of a running generation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Result = TypeVar("Result")
 
 
 class Inspections:
-    """Make calls that change nothing, and need not wait for the end of a generation.
+    """Call functions that only read the model's state, without waiting for a generation to end.
 
-    A thread of the model answers them: between two micro-batches, or at once where nothing runs.
-    Without any, a step costs one look at an empty queue.
+    A worker thread calls them between two micro-batches, or at once if none is running. Without
+    any, a step only checks an empty queue.
     """
 
     def __init__(self, llama: ServedLlama, submit: Callable[[Callable[[], None]], object]) -> None:
-        """Take the model; `submit` lets its thread call something once nothing runs."""
+        """Use the model; `submit` lets its thread call a function when nothing is running."""
         self._llama = llama
         self._submit = submit
         self._waiting: deque[tuple[Callable[[ServedLlama], Any], Future[Any]]] = deque()
@@ -30,11 +30,13 @@ class Inspections:
         self._is_closed = False
 
     def close(self) -> None:
-        """Let nobody look any more: who watches would keep the server from stopping."""
+        """Reject inspections during shutdown, because viewers would keep the server from
+        stopping.
+        """
         self._is_closed = True
 
     async def inspect(self, function: Callable[[ServedLlama], Result]) -> Result:
-        """Return what the function returns; raises RequestError once the server shuts down."""
+        """Return the result of the function; raises RequestError once the server shuts down."""
         if self._is_closed:
             raise RequestError(503, "the server is shutting down; try again later")
         future: Future[Result] = Future()
@@ -49,18 +51,18 @@ class Inspections:
         self.answer()
 
     def answer(self) -> None:
-        """Make the calls that wait, in a thread of the model, between two of its micro-batches.
+        """Make the waiting calls, in a worker thread between two of its micro-batches.
 
-        Where several answer requests, steps of the others may run: a look waits for their end.
+        If several workers run, a call waits for the end of the others' steps.
         """
         while self._waiting:
             try:
                 function, future = self._waiting.popleft()
-            except IndexError:  # another thread of the model was faster
+            except IndexError:  # Another worker thread has taken the call.
                 return
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(function(self._llama))
-            except Exception as error:  # the error is for whoever looks
+            except Exception as error:  # The error is passed to the caller.
                 future.set_exception(error)

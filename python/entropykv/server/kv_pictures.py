@@ -1,4 +1,4 @@
-"""Picture the KV cache: what every KV head holds over the positions of a text."""
+"""Make pictures of the KV cache: which positions of a text every KV head holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from entropykv.store.protocol import Shares
 
 
 def about(llama: ServedLlama) -> dict[str, Any]:
-    """Return what does not change: the model, and how many KV heads each layer has."""
+    """Return what does not change: the model, and the number of KV heads of each layer."""
     session = llama._session
     stats = session.stats()
     return {
@@ -39,15 +39,17 @@ def about(llama: ServedLlama) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Say which positions a viewer wants to see, and in how many columns at most."""
+    """Hold which positions a viewer wants to see, and the most columns of the picture."""
 
     first: int = 0
     last: int | None = None
-    """The end of the positions, not included; None: as far as the text goes."""
+    """The end of the positions, exclusive; None: the end of the text."""
     columns: int = 512
 
     def fit(self, position: int) -> tuple[int, int, int]:
-        """Return first position, positions per column (a power of two) and number of columns."""
+        """Return the first position, the positions per column (a power of two) and the number of
+        columns.
+        """
         last = position if self.last is None else min(self.last, position)
         first = min(self.first, last)
         per_column = 1
@@ -58,16 +60,18 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """Hold what the KV heads of one conversation hold, as a thread of the model sees it."""
+    """Hold which positions the KV heads of one conversation hold."""
 
     id: str
     first: int
     per_column: int
     planes: Sequence[Shares]
-    """What is held, is frozen, and came back since the picture before: (rows, columns)."""
+    """The shares that are held, are frozen, and returned since the last picture: (rows,
+    columns).
+    """
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON, in which the planes are deflated bytes in base64, one after the other."""
+        """Return JSON, in which the planes are concatenated, deflated and base64-encoded."""
         packed = zlib.compress(b"".join(plane.tobytes() for plane in self.planes), 1)
         rows, columns = self.planes[0].shape
         return {
@@ -82,15 +86,14 @@ class Map:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Hold all that is shown at one moment."""
+    """Hold everything that is shown at one moment."""
 
     pool: dict[str, Any]
     conversations: Sequence[Holder]
     map: Map | None
-    """The map of the conversation that is looked at; None where it is swapped out, or there is
-    none."""
+    """The map of the selected conversation; None if it is swapped out, or if there is none."""
     seconds: float
-    """CPU seconds that the thread of the model spent on it."""
+    """CPU seconds that the worker thread spent on it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON for the page."""
@@ -103,12 +106,12 @@ class Picture:
 
 
 class CacheView:
-    """Take pictures for one viewer, who is shown nothing twice, and nothing of other users."""
+    """Take pictures for one viewer; nothing is sent twice, and nothing of other users."""
 
     def __init__(self, user: str, window: Window, conversation: str | None = None) -> None:
-        """Look at the `window` of a user's conversation; None: of the latest, while it is there.
+        """Show the `window` of a user's conversation, or of the latest one for None.
 
-        The figures of the user's others are in the picture, too.
+        A picture also has the figures of the user's other conversations.
         """
         self._user = user
         self._window = window
@@ -117,7 +120,7 @@ class CacheView:
         self._seen: object = None
 
     def take(self, llama: ServedLlama) -> Picture | None:
-        """Return a picture, or None where nothing has changed since the one before."""
+        """Return a picture, or None if nothing has changed since the last one."""
         start = time.thread_time()
         with between_steps(llama):
             sessions = conversations(llama, self._user)
@@ -141,7 +144,9 @@ class CacheView:
         return Map(shown.id, first, per_column, self._look[1](first, per_column, n_columns))
 
     def _chosen(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Holder | None:
-        """Return whom the viewer wants to see; else the one of before, or who reads or writes."""
+        """Return the requested conversation, or else the last one shown, or else one that is
+        running.
+        """
         if self._wanted is not None:
             return next((each for each in found if each.id == self._wanted), None)
         if self._look is not None:

@@ -1,4 +1,6 @@
-"""Route those who watch the KV cache: pictures of it as events, and the text that it holds."""
+"""Define the routes of cache viewers: pictures of the cache as events, and the text that
+it holds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from entropykv.server.users import user_of
 INTERVAL = 0.25
 """The least seconds between two pictures."""
 MOST_SHARE = 0.02
-"""The part of the model's time that a viewer may cost: where pictures take long, they are fewer."""
+"""The largest share of the worker's time that a viewer may cost; slow pictures are sent
+less often.
+"""
 MOST_VIEWERS = 16
 MOST_COLUMNS = 2048
 MOST_TOKENS = 4096
@@ -34,9 +38,9 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
-    """Return the routes. Without viewers, nothing of them costs the model any time.
+    """Return the routes. Without viewers, they cost the worker threads no time.
 
-    A user sees the conversations of the own key alone, and what they say only with `show_text`.
+    A user sees only conversations of the own key, and their texts only with `show_text`.
     """
     router = APIRouter(tags=["KV cache"])
     viewers = _Viewers()
@@ -50,13 +54,13 @@ def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
         conversation: Name | None = None,
         model: Name | None = None,
     ) -> StreamingResponse:
-        """Send server-sent events: `model` once, then `kv` where something has changed.
+        """Send server-sent events: `model` once, then `kv` when something has changed.
 
-        Every `kv` has the figures of all conversations of the same key, and the `map` of one: of
-        that which is asked for, or the latest. Its `planes` are a byte for every KV head and column
-        of positions, deflated and in base64, of what is held, what is frozen, and what came back
-        since the event before. A conversation that is swapped out has no map. The stream ends where
-        the model is unloaded.
+        Every `kv` has the figures of all conversations of the same key, and the `map` of one
+        conversation: the requested one, or the latest. Its `planes` have a byte for every KV head
+        and column of positions, deflated and in base64: what is held, what is frozen, and what came
+        back since the last event. A conversation that is swapped out has no map. The stream ends
+        when the model is unloaded.
         """
         engine = models.engine_of(model)
         view = CacheView(user_of(request.scope), Window(first, last, columns), conversation)
@@ -76,9 +80,9 @@ def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
         model: Name | None = None,
     ) -> dict[str, Any]:
-        """Return tokens of a conversation, and how many KV heads hold or have frozen each.
+        """Return tokens of a conversation, and how many KV heads hold or have frozen each of them.
 
-        Only where the server shows texts, which `text` of the stream's first event tells.
+        Only available if the server shows texts; `text` in the stream's first event says so.
         """
         if not show_text:
             raise RequestError(
@@ -97,7 +101,9 @@ class _Viewers:
         self._count = 0
 
     def enter(self) -> None:
-        """Count a viewer before anything is awaited for it; raises RequestError (503)."""
+        """Count a viewer before the first await, so that the limit holds; raises RequestError
+        (503).
+        """
         if self._count >= MOST_VIEWERS:
             raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
         self._count += 1
@@ -108,7 +114,7 @@ class _Viewers:
     async def events(
         self, request: Request, engine: Engine, model: dict[str, Any], view: CacheView
     ) -> AsyncIterator[str]:
-        """Yield events until the viewer has gone, or the server shuts down."""
+        """Yield events until the viewer disconnects, or the server shuts down."""
         try:
             inspections = engine.inspections
             yield _event("model", model)
@@ -124,12 +130,14 @@ class _Viewers:
                     told = now
                 spent = 0.0 if picture is None else picture.seconds
                 await asyncio.sleep(max(INTERVAL, spent / MOST_SHARE))
-        except RequestError:  # the server shuts down, or the model is unloaded
+        except RequestError:  # The server shuts down, or the model is unloaded.
             return
 
 
 class _Watching(StreamingResponse):
-    """Send events to a viewer, who has left once they end: also where none was ever sent."""
+    """Send events to a viewer, and stop counting the viewer at the end, even if nothing
+    was sent.
+    """
 
     def __init__(self, viewers: _Viewers, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)

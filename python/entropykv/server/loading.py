@@ -6,7 +6,9 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,22 +20,27 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.drop_in.entropy_llama import EntropyLlama
-from entropykv.errors import PoolError, SettingsError
+from entropykv.errors import PoolError, SettingsError, UnsupportedModelError
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model_options import read_overrides
+from entropykv.model.geometry import read_chat_template
 from entropykv.model.shipped import path_of_model
+from entropykv.server.chat_thought import ChatThought, ThinkingTemplate
 from entropykv.server.control_tokens import ControlTokens
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
 from entropykv.server.pool_totals import Totals
 from entropykv.server.prefix_cache import PrefixCache
-from entropykv.server.template_traits import TemplateTraits, traits_of
+from entropykv.server.template_traits import TemplateTraits, template_of, traits_of
 from entropykv.server.users import SOMEBODY, Caller
-from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
+from entropykv.session.asked import cache_options_of
 from entropykv.session.image_spans import end_of_piece
 from entropykv.session.images import ImageLimits
 from entropykv.session.session import Session
-from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
+from entropykv.settings.recovery import WITHOUT_REWALK
+from entropykv.thinking.options import ThinkingOptions
+from entropykv.thinking.tags import tags_of
 
 _OF_DEVICES = ("split_mode", "main_gpu", "tensor_split")
 """Arguments that say how several devices share a model."""
@@ -62,6 +69,14 @@ class ServedLlama(EntropyLlama):
     """What clients call the model; never a path."""
     request_defaults: Mapping[str, Any] = MappingProxyType({})
     """What fields of requests are that a request leaves out, where the server's options say it."""
+    thinking_options: ThinkingOptions = ThinkingOptions()
+    """What the server's options say of thoughts."""
+    template_defaults: Mapping[str, Any] = MappingProxyType({})
+    """What the server's options tell the chat template besides the messages."""
+    template_arguments: Mapping[str, Any] = MappingProxyType({})
+    """What the chat template is told for the next chat besides its messages."""
+    thought: ChatThought | None = None
+    """How the chat that is being answered thinks; None: it does not, or this is no chat."""
     prompt_size: int = 0
     """How many tokens the prompt of the latest generation has."""
     files: Sequence[bytes] = ()
@@ -73,6 +88,11 @@ class ServedLlama(EntropyLlama):
     def traits(self) -> TemplateTraits:
         """Return what the model's chat template shows of tools."""
         return traits_of(self)
+
+    @cached_property
+    def thinking(self) -> ThinkingTemplate | None:
+        """Return what is known of the chat template of a model that thinks."""
+        return ThinkingTemplate.of(self)
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
@@ -97,15 +117,45 @@ class ServedLlama(EntropyLlama):
             return prompt.tokens
         return super().tokenize(text, add_bos, special)
 
+    def detokenize(
+        self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
+    ) -> bytes:
+        """Return the text of tokens, with control tokens that are tags of thoughts."""
+        control = {} if special or self.thinking is None else self.thinking.control
+        if not any(token in control for token in tokens):
+            return super().detokenize(tokens, prev_tokens, special)
+        text, before = b"", list(prev_tokens or ())
+        for is_tag, run in groupby(tokens, control.__contains__):
+            part = list(run)
+            text += (
+                "".join(control[token] for token in part).encode()
+                if is_tag
+                else super().detokenize(part, before, special)
+            )
+            before += part
+        return text
+
     def eval(self, tokens: Sequence[int]) -> None:
-        """Read tokens; see EntropyLlama.eval."""
+        """Read tokens; see EntropyLlama.eval.
+
+        A prompt is cut before what its later turns will not have: they go on from there.
+        """
+        thought = self.thought if self.generated == 0 else None
+        end = 0 if thought is None else thought.tokens_before_answer(tokens, self)
+        if 0 < end < len(tokens):
+            self._read_in_pieces(tokens[:-end])
+            self._session.keep_checkpoint()
+            tokens = tokens[-end:]
+        self._read_in_pieces(tokens)
+
+    def _read_in_pieces(self, tokens: Sequence[int]) -> None:
         n_ubatch, first = self._session.n_ubatch, 0
         while True:
             n = end_of_piece(tokens[first : first + n_ubatch])
             self._read_piece(tokens[first : first + n])
             first += n
             if first >= len(tokens):
-                break
+                return
 
     def _read_piece(self, tokens: Sequence[int]) -> None:
         """Read a micro-batch; conversations are forgotten where they cannot be swapped out."""
@@ -201,7 +251,10 @@ class ServedLlama(EntropyLlama):
                 self.prefix_cache.has_read(self._session)
             if self.generated == 0:
                 self.tell_what_is_learnt()
-            self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
+            is_end = llama_cpp.llama_vocab_is_eog(vocabulary, token)
+            self.generated += not is_end
+            if self.thought is not None and not is_end:
+                self.thought.counter.accept(token)
             yield token
 
     def tell_what_is_learnt(self) -> None:
@@ -249,8 +302,8 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
     """
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
+    path, cache = path_of(options), cache_options(options)
     arguments.update(
-        options=cache_options(options),
         kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
         chat_handler=_chat_handler(options),
     )
@@ -264,7 +317,10 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
         arguments["tokenizer"] = llama_tokenizer.LlamaHFTokenizer.from_pretrained(
             options.hf_pretrained_model_name_or_path
         )
-    llama = ServedLlama(path_of(options), **arguments)
+    try:
+        llama = ServedLlama(path, for_thoughts(cache, options, path), **arguments)
+    except UnsupportedModelError:  # without checkpoints, turns are read again
+        llama = ServedLlama(path, cache, **arguments)
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
@@ -272,7 +328,7 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
         _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
-    _set_template_arguments(llama, options.chat_template_kwargs)
+    _set_template_arguments(llama, options)
     if projector := options.projector:
         try:
             llama.open_projector(projector, images)
@@ -320,6 +376,20 @@ def cache_options(options: ModelOptions) -> CacheOptions:
     )
 
 
+def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> CacheOptions:
+    """Return the options, with checkpoints if the model thinks and nothing is against them.
+
+    The next turn continues from before the last thought; without a checkpoint there, it would read
+    its whole text again.
+    """
+    other = options.cache or options.logits_all or options.draft_model is not None
+    if cache.in_pool or cache.checkpoints is not None or cache.freeze is not None or other:
+        return cache
+    if cache.store == "flat" or tags_of(options.chat_template or read_chat_template(path)) is None:
+        return cache
+    return replace(cache, checkpoints=CHECKPOINTS)
+
+
 def _chat_handler(options: ModelOptions) -> Any:
     if options.chat_format == "hf-tokenizer-config":
         if options.hf_tokenizer_config_path is None:
@@ -363,11 +433,19 @@ def _use_template(llama: ServedLlama, template: str) -> None:
     llama.chat_format = "chat_template.default"
 
 
-def _set_template_arguments(llama: ServedLlama, template: dict[str, Any] | None) -> None:
+def _set_template_arguments(llama: ServedLlama, options: ModelOptions) -> None:
+    """Let each chat tell the template what its request and the server's options say."""
+    llama.template_defaults = llama.template_arguments = options.template_arguments
+    llama.thinking_options = options.thinking_options
     name = str(llama.chat_format)
     handler = llama.chat_handler or llama._chat_handlers.get(name) or _named_handler(name)
-    if template:
-        llama.chat_handler = lambda *given, **named: handler(*given, **{**template, **named})
+    if template_of(llama) is None and not llama.template_defaults:
+        return
+
+    def answer(**named: Any) -> Any:
+        return handler(**{**named["llama"].template_arguments, **named})
+
+    llama.chat_handler = answer
 
 
 def _named_handler(name: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.plan import attention_layers
-from entropykv.server.loading import cache_options
+from entropykv.server.loading import cache_options, for_thoughts
 from entropykv.server.model_catalog import parts_of
 from entropykv.server.options import ModelOptions
 from entropykv.session.memory_plan import make_plan
@@ -47,7 +47,7 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
     Raises ModelFileError, UnsupportedModelError, ProfileError, BudgetError, SettingsError.
     """
     geometry = read_loadable(path)
-    asked = cache_options(options)
+    asked = for_thoughts(cache_options(options), options, path)
     n_ctx = options.n_ctx or geometry.n_ctx_train
     micro_batch = options.n_ubatch if "n_ubatch" in options.model_fields_set else asked.micro_batch
     n_ubatch = min(micro_batch, options.n_batch, n_ctx)

@@ -1,4 +1,4 @@
-"""Give the figures of models, as JSON and as Prometheus reads them."""
+"""Return the figures of models, as JSON and in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _METRICS = (
 
 
 def as_json(engine: Engine, user: str) -> dict[str, Any]:
-    """Return all figures: those of SessionStats, and requests by their outcome.
+    """Return all figures: those of SessionStats, and the numbers of requests by outcome.
 
-    They are sums of all users; of conversations, only those of `user` are listed.
+    They are sums over all users; only conversations of `user` are listed.
     """
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
     figures: dict[str, Any] = {
@@ -67,8 +67,8 @@ class _Metric:
 def as_prometheus(models: ModelRegistry) -> str:
     """Return the figures of all models in the text format of Prometheus.
 
-    Where there are several, every value has the label `model`; only those that are loaded have
-    figures of their own.
+    If there are several models, every value has the label `model`; the detailed figures exist only
+    for loaded models.
     """
     metrics: dict[str, _Metric] = {}
     for held, engine in models.loaded():
@@ -101,7 +101,9 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 def _of_model(held: HeldModel) -> Iterator[tuple[str, str, str, float]]:
-    """Yield name, kind, meaning and value of what the server knows of a model, loaded or not."""
+    """Yield name, kind, meaning and value of a model's figures that exist even if it is
+    not loaded.
+    """
     yield "model_loaded", "gauge", "Whether the model is loaded.", int(held.engine is not None)
     yield "model_loads_total", "counter", "How often the model was loaded.", held.loads
     size = 0 if held.engine is None or held.estimate is None else held.estimate.total
@@ -109,7 +111,7 @@ def _of_model(held: HeldModel) -> Iterator[tuple[str, str, str, float]]:
 
 
 def _figures(engine: Engine) -> Iterator[tuple[str, str, str, dict[str, str], float]]:
-    """Yield name, kind, meaning, labels and value of the figures of one model."""
+    """Yield name, kind, meaning, labels and value of the figures of one loaded model."""
     for name, kind, field, text in _METRICS:
         yield name, kind, text, {}, getattr(engine.stats, field)
     text = "Requests that generate, by outcome."
@@ -121,7 +123,7 @@ def _figures(engine: Engine) -> Iterator[tuple[str, str, str, dict[str, str], fl
 
 
 def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
-    """Yield name, kind, value and meaning of figures that are the server's own."""
+    """Yield name, kind, value and meaning of the figures that the server itself counts."""
     running = len(engine.running)
     yield "requests_running", "gauge", running, "Requests that run."
     waiting = max(0, engine.waiting - running)

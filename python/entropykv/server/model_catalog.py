@@ -1,4 +1,4 @@
-"""Name the models that a server has: each with its options, and whether it is loaded at once."""
+"""List the models of a server, each with its options, and whether it is loaded at the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from entropykv.server.options import MOST_MODELS, ModelOptions
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-\d{5}", re.IGNORECASE)
 _PROJECTOR = "mmproj"
-"""What the names of GGUF files have that belong to a model of images, and are none."""
+"""Part of the names of GGUF files with image projectors, which belong to a model but are not
+models.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class ServedModel:
     name: str
     options: ModelOptions
     aliases: tuple[str, ...] = ()
-    """Other names that requests may call it by."""
+    """Other names that requests may use for it."""
     load_on_startup: bool = False
-    """Whether it is loaded when the server starts, and not when a request first asks for it."""
+    """True to load it when the server starts; false to load it when a request first needs it."""
 
     @classmethod
     def of(
@@ -36,7 +38,7 @@ class ServedModel:
         *,
         load_on_startup: bool = False,
     ) -> ServedModel:
-        """Return a model whose options call it by the same name; raises SettingsError."""
+        """Return a model whose options have the same name; raises SettingsError."""
         for each in (name, *aliases):
             if not 0 < len(each) <= MOST_NAME or not each.isprintable():
                 raise SettingsError(
@@ -49,16 +51,16 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ModelCatalog:
-    """List the models of a server, in the order in which it names them."""
+    """List the models of a server in order."""
 
     models: tuple[ServedModel, ...]
     default: str | None = None
-    """The model of requests that name none; None: they must name one."""
+    """The model for requests that name none; None: requests must name one."""
     any_name: bool = False
-    """Whether a request gets the one model whatever it calls it, as a server of one model does."""
+    """True if every name in a request means the only model, as in a server of one model."""
 
     def __post_init__(self) -> None:
-        """Raise SettingsError for no model, for too many, and for a name of two models."""
+        """Raise SettingsError for no model, too many models, or a name that two models have."""
         if not 0 < len(self.models) <= MOST_MODELS:
             raise SettingsError(
                 f"there are {len(self.models)} models; a server has 1 to {MOST_MODELS}"
@@ -80,17 +82,17 @@ class ModelCatalog:
 
     @classmethod
     def of_several(cls, models: Sequence[ServedModel], default: str | None = None) -> ModelCatalog:
-        """Return the catalog of a server whose requests say by its name which model they want."""
+        """Return the catalog of a server whose requests select a model by name."""
         only = models[0].name if len(models) == 1 else None
         return cls(tuple(models), default or only)
 
 
 def models_in(directory: str) -> dict[str, Path]:
-    """Return the model files in a directory by their names; raises SettingsError.
+    """Return the paths of the model files in a directory by name; raises SettingsError.
 
-    A file's name is that without `.gguf`. The parts of a split model are one, which has the path of
-    its first part. The file in a folder of its own is named by the folder, or where that has
-    several, as FOLDER/FILE. Files of image projectors (mmproj) are not models.
+    The name is the file name without `.gguf`. A split model has one name, and the path of its first
+    part. A file in a folder of its own has the folder's name, or FOLDER/FILE if the folder has
+    several. Files of image projectors (mmproj) are not models.
     """
     folder = Path(directory)
     try:
@@ -123,7 +125,7 @@ def _models_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
             continue
         try:
             within = list(_files_of(sorted(folder.iterdir())))
-        except OSError:  # a folder of somebody else's, such as lost+found
+        except OSError:  # A folder without access, such as lost+found.
             continue
         for name, path in within:
             yield folder.name if len(within) == 1 else f"{folder.name}/{name}", path
@@ -142,14 +144,16 @@ def _files_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def name_of(path: str) -> str:
-    """Return the name of a model's file, without folder and suffix, and that of all its parts."""
+    """Return the name of a model's file, without folder and suffix; it is the same for all
+    parts.
+    """
     stem = Path(path).name.removesuffix(".gguf")
     split = _SPLIT.fullmatch(stem)
     return stem if split is None else split[1]
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the files of a model: those of all parts of a split one, else the file alone."""
+    """Return the files of a model: all parts of a split one, or the file alone."""
     split = _SPLIT.fullmatch(path.stem)
     if split is None:
         return [path]

@@ -19,7 +19,7 @@ class ModelName(BaseModel):
 
 
 def model_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes; those that load and unload, only for a server of several models."""
+    """Return the routes; loading and unloading exist only in a server of several models."""
     router = APIRouter(tags=["Models"], route_class=BodyRoute)
 
     @router.get("/v1/models")
@@ -36,13 +36,13 @@ def model_routes(models: ModelRegistry) -> APIRouter:
 
     @router.post("/models/load")
     async def load(body: ModelName) -> dict[str, bool]:
-        """Begin to load a model; `/v1/models` tells when it is there."""
+        """Start loading a model; `/v1/models` shows when it is loaded."""
         models.load(body.model)
         return {"success": True}
 
     @router.post("/models/unload")
     async def unload(body: ModelName) -> dict[str, bool]:
-        """Unload a model once its requests have their answers."""
+        """Unload a model after its requests have been answered."""
         models.unload(body.model)
         return {"success": True}
 
@@ -66,7 +66,9 @@ def _entry(models: ModelRegistry, held: HeldModel) -> dict[str, Any]:
 
 
 def _status(held: HeldModel) -> dict[str, Any]:
-    """Return the state by llama-server's words; `args` would hold paths of this machine."""
+    """Return the state in llama-server's words; `args` is left out, because it would show local
+    paths.
+    """
     status: dict[str, Any] = {"value": held.state.value, "args": []}
     if held.failure is not None:
         status |= {"failed": True, "exit_code": 1, "error": held.failure.detail}

@@ -1,4 +1,4 @@
-"""Offer OpenAI's routes: completions, chats and responses."""
+"""Define OpenAI's routes: completions, chats and responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entropykv.server.streaming import Call, stream, whole
 from entropykv.server.users import Caller, user_of
 
 SESSION_HEADER = "x-session-id"
-"""The header that names a conversation; without it, the field `user` does."""
+"""The header that names a conversation; without it, the field `user` is used."""
 _Body = CompletionRequest | ChatRequest | ResponsesRequest
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -29,7 +29,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
-    """Return the routes; `ping` keeps silent streams alive by comments."""
+    """Return the routes; with `ping`, silent streams get comments, so that they are not closed."""
     router = APIRouter(prefix="/v1", tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:

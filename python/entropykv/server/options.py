@@ -11,11 +11,20 @@ from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
 from entropykv.errors import SettingsError
-from entropykv.policy.names import AUTO
 from entropykv.server.admission import Limits
-from entropykv.server.fields import MOST_STOP, MOST_STOPS
+from entropykv.server.fields import MOST_NAME, MOST_STOP, MOST_STOPS
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.options import MOST_BYTES, MOST_THREADS, MOST_TOKENS, parse_bytes
+from entropykv.settings.declared import Option, declared
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, parse_bytes
+from entropykv.settings.recovery import Recovery
+from entropykv.thinking.options import (
+    MOST_MESSAGE,
+    ThinkingOptions,
+    ThoughtFormat,
+    template_switch,
+)
 
 MOST_MODELS = 1000
 """The most models of one server: each is listed, and has figures."""
@@ -31,6 +40,27 @@ _REQUEST_FIELDS = (
     *("mirostat_mode", "mirostat_tau", "mirostat_eta", "max_tokens", "stop"),
 )
 _PREFIX = SettingsConfigDict(env_prefix="ENTROPYKV_", protected_namespaces=())
+
+
+_DECLARED: dict[str, tuple[Option, Any]] = {
+    **{each.server_name: (each, each.server_default) for each in declared(CacheOptions).values()},
+    **{
+        each.name: (each, None) for kind in (Freezing, Recovery) for each in declared(kind).values()
+    },
+}
+"""The options of the cache by the names of their settings, each with its default here."""
+
+
+def _declared(name: str) -> Any:
+    """Return a field of the settings for an option of the cache: see settings/declared.py."""
+    option, default = _DECLARED[name]
+    limits: dict[str, Any] = {}
+    if option.least is not None:
+        limits = {"ge": option.least, "le": option.most}
+    text = option.help[0].upper() + option.help[1:]
+    if default is None and option.kind is not bool:
+        text += f" (default: {option.shown_default})"
+    return Field(default=default, description=f"{text}.", **limits)
 
 
 class ModelOptions(ModelSettings):
@@ -59,53 +89,35 @@ class ModelOptions(ModelSettings):
         description="The same as --hf-repo, with --model in the place of --hf-file, as "
         "llama_cpp.server has them.",
     )
-    n_threads: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_THREADS,
-        description="Threads that generate; 0: one for every core that this process may use.",
-    )
-    n_threads_batch: int = Field(
-        default=0, ge=0, le=MOST_THREADS, description="Threads that read prompts; 0: as many."
-    )
+    n_threads: int = _declared("n_threads")
+    n_threads_batch: int = _declared("n_threads_batch")
     logits_all: bool = Field(
         default=False, description="Keep the logits of every token; logprobs need it."
     )
     verbose: bool = Field(default=False, description="Whether to print llama.cpp's own log.")
-    kv_budget: str = "1.0"
-    policy: str = AUTO
-    kv_type: str = "auto"
-    store: str = "auto"
-    entropy_config: str | None = None
-    sinks: int = 4
-    recent_window: int | None = None
-    freeze: str | None = None
-    freeze_limit: str | None = None
-    freeze_type: str | None = None
-    recall_interval: int | None = None
-    freeze_window: int | None = None
-    freeze_threshold: float | None = None
-    freeze_rate: float | None = None
-    freeze_history: int | None = None
-    learn: bool | None = None
-    parallel: int = Field(
-        default=1, ge=1, le=256, description="Conversations that are read and written at a time."
-    )
-    swap: str = Field(
-        default="ram", description="Where idle conversations are kept: ram, or disk:DIRECTORY."
-    )
-    swap_limit: str = Field(
-        default="1GiB",
-        description="Bytes of those; beyond it, the least recently used are dropped.",
-    )
+    kv_budget: str = _declared("kv_budget")
+    policy: str = _declared("policy")
+    kv_type: str = _declared("kv_type")
+    store: str = _declared("store")
+    entropy_config: str | None = _declared("entropy_config")
+    sinks: int = _declared("sinks")
+    recent_window: int | None = _declared("recent_window")
+    freeze: str | None = _declared("freeze")
+    freeze_limit: str | None = _declared("freeze_limit")
+    freeze_type: str | None = _declared("freeze_type")
+    recall_interval: int | None = _declared("recall_interval")
+    freeze_window: int | None = _declared("freeze_window")
+    freeze_threshold: float | None = _declared("freeze_threshold")
+    freeze_rate: float | None = _declared("freeze_rate")
+    freeze_history: int | None = _declared("freeze_history")
+    learn: bool | None = _declared("learn")
+    parallel: int = _declared("parallel")
+    swap: str = _declared("swap")
+    swap_limit: str = _declared("swap_limit")
     conversations: int = Field(
         default=64, ge=1, description="Conversations that are kept for their next turn."
     )
-    checkpoints: Optional[str] = Field(  # noqa: UP045
-        default=None,
-        description="Bytes besides the budget for places in texts that turns can go back to, such "
-        "as 64MiB, which --parallel has unless it is given; 0: none.",
-    )
+    checkpoints: Optional[str] = _declared("checkpoints")  # noqa: UP045
     sleep_idle_seconds: int = Field(
         default=-1,
         ge=-1,
@@ -113,10 +125,10 @@ class ModelOptions(ModelSettings):
         description="Seconds without a request after which the model is unloaded until the next "
         "one; -1: never.",
     )
-    recovery: Literal["soft", "window", "full"] | None = None
+    recovery: Literal["soft", "window", "full"] | None = _declared("recovery")
     """The highest rung; no rewalk, since an answer that was sent cannot be taken back."""
-    recovery_deviations: float | None = None
-    recovery_window: int | None = None
+    recovery_deviations: float | None = _declared("recovery_deviations")
+    recovery_window: int | None = _declared("recovery_window")
 
     mmproj: Optional[str] = Field(  # noqa: UP045
         default=None,
@@ -127,6 +139,33 @@ class ModelOptions(ModelSettings):
         default=None,
         max_length=MOST_TEMPLATE,
         description="Chat template in Jinja that takes the place of the model's own.",
+    )
+    reasoning: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether the chat template is told to let the model think, or not to; auto: as "
+        "the template is.",
+    )
+    reasoning_format: ThoughtFormat = Field(
+        default="auto",
+        description="Where thoughts are shown: none leaves them in the answer, deepseek and auto "
+        "put them in reasoning_content, deepseek-legacy does both in answers that are no streams.",
+    )
+    reasoning_budget: int = Field(
+        default=-1,
+        ge=-1,
+        le=MOST_TOKENS,
+        description="Tokens of a thought at most; 0 ends it at once, -1 never.",
+    )
+    reasoning_budget_message: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_MESSAGE,
+        description="Text that ends a thought whose tokens are used up.",
+    )
+    reasoning_effort: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_NAME,
+        description="What the chat template is told as reasoning_effort, such as low; default: "
+        "nothing.",
     )
     temperature: Optional[float] = Field(  # noqa: UP045
         default=None, ge=0, le=_MOST, description=_OF_REQUESTS
@@ -217,6 +256,23 @@ class ModelOptions(ModelSettings):
     def projector(self) -> str | None:
         """Return the projector's file, also by llama_cpp.server's name; None: no images."""
         return self.mmproj or self.clip_model_path
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Return what the chat template is told besides the messages."""
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning != "auto":
+            arguments.update(template_switch(thinks=self.reasoning == "on"))
+        if self.reasoning_effort not in (None, "default"):
+            arguments["reasoning_effort"] = self.reasoning_effort
+        return arguments
+
+    @property
+    def thinking_options(self) -> ThinkingOptions:
+        """Return where thoughts are shown, and how long they may be."""
+        return ThinkingOptions(
+            self.reasoning_format, self.reasoning_budget, self.reasoning_budget_message or ""
+        )
 
     @property
     def served_name(self) -> str:

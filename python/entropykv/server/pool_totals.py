@@ -1,4 +1,4 @@
-"""Add up what those who answer requests side by side have read and written."""
+"""Add up the figures of the workers that answer requests at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entropykv.session.stats import SessionStats
 
 @dataclass
 class Totals:
-    """Count tokens and seconds of one that answers one request after the other."""
+    """Count tokens and seconds of one worker."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -21,7 +21,7 @@ class Totals:
     decode_seconds: float = 0.0
 
     def add(self, before: SessionStats, now: SessionStats) -> None:
-        """Count what was done with a session meanwhile."""
+        """Add the difference between the figures before and after a request."""
         for name in vars(self):
             done = getattr(now, name) - getattr(before, name)
             setattr(self, name, getattr(self, name) + done)
@@ -29,16 +29,20 @@ class Totals:
 
 @dataclass(frozen=True)
 class Moment:
-    """Hold the figures of a pool, and of those who are kept in it, between two steps."""
+    """Hold the figures of a pool and of its conversations, taken between two steps."""
 
     pool: PoolStats | None
-    """None where there is no pool."""
+    """The figures of the pool; None without a pool."""
     conversations: list[tuple[Caller, SessionStats, bool]]
-    """Of each that is kept: whose it is, its figures, and whether it holds entries of the pool."""
+    """For each kept conversation: its caller, its figures, and whether it holds entries of the
+    pool.
+    """
 
 
 def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:
-    """Return the figures of all conversations as if they were one; `one` are those of any."""
+    """Return the sum over all conversations as SessionStats; `one` are the figures of any
+    session.
+    """
     now = pool.stats()
     return dataclasses.replace(
         one,

@@ -1,8 +1,9 @@
-"""Run replicas of the server under Ray Serve, every conversation pinned to the one that holds it.
+"""Run replicas of the server under Ray Serve; each conversation stays with the replica that holds
+it.
 
-A conversation is what the header X-Session-Id names. Ray Serve's own ConsistentHashRouter sends it
-to the same replica as long as that one lives. Where the replicas change (scaling, a rolling
-restart, a crash), another one goes on from the session that was saved after the last turn.
+A conversation is identified by the header X-Session-Id. Ray Serve's ConsistentHashRouter sends it
+to the same replica as long as that replica lives. If the replicas change (scaling, a rolling
+restart, a crash), another replica continues from the session saved after the last turn.
 """
 
 from __future__ import annotations
@@ -42,18 +43,22 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Say how many replicas there are, and what they share; raises SettingsError."""
+    """Hold the number of replicas, and what they share; raises SettingsError."""
 
     replicas: int = 2
-    """How many replicas there are at first, and at least."""
+    """How many replicas are started, and kept at least."""
     max_replicas: int | None = None
-    """How many there are at most, as requests queue up; None: always `replicas`."""
+    """The most replicas when many requests wait; None: always `replicas`."""
     target_ongoing_requests: float = 2.0
-    """How many requests a replica has, waiting ones too, before another replica is started."""
+    """How many requests a replica has, including waiting ones, before another replica is
+    started.
+    """
     sessions: str | None = None
-    """The directory of saved conversations, which every node must see; None: a temporary one."""
+    """The directory of saved conversations, which every node must be able to access; None: a
+    temporary one.
+    """
     sessions_bytes: int = 8 << 30
-    """Bytes of all saved conversations: beyond it, the least recently used are removed."""
+    """The most bytes of all saved conversations; the least recently used are removed first."""
     num_cpus: float = 1.0
     """How many CPUs Ray reserves for a replica."""
 
@@ -74,7 +79,7 @@ class ReplicaOptions:
 def application(
     model: ModelOptions, server: ServerOptions, options: ReplicaOptions
 ) -> serve.Application:
-    """Return the Ray Serve application, for serve.run(); `options.sessions` must be given."""
+    """Return the Ray Serve application, for serve.run(); `options.sessions` must be set."""
     sessions = options.sessions
     if sessions is None:
         raise SettingsError("replicas share a directory of sessions; give its path (sessions)")
@@ -95,8 +100,8 @@ def application(
         replica,
         name=NAME,
         ray_actor_options={"num_cpus": options.num_cpus},
-        # Requests wait in their replica, not in front of it: autoscaling counts both alike, and one
-        # that is turned away would go to a replica that does not hold its conversation.
+        # Requests wait in their replica and not in the router: autoscaling counts both equally, and
+        # a rejected request would be sent to a replica that does not hold its conversation.
         max_ongoing_requests=1000,
         request_router_config=RequestRouterConfig(**router),
         **number,
@@ -109,7 +114,7 @@ def _builder(
     model: ModelOptions, server: ServerOptions, sessions: str, sessions_bytes: int
 ) -> Callable[[], FastAPI]:
     def build() -> FastAPI:
-        """Load the model, in the replica's process."""
+        """Load the model in the replica's process, and return the app."""
         app = create_app(model, server)
         engine = app.state.engine
         several = engine.prefix_cache is not None
@@ -119,7 +124,7 @@ def _builder(
             conversations=Conversations(sessions, sessions_bytes, several=several),
             replica=serve.get_replica_context().replica_id.unique_id,
         )
-        # Innermost, so that what is refused costs no other one's turn.
+        # It is the innermost middleware, so that refused requests do not delay other conversations.
         app.user_middleware.append(turns)
         return app
 
@@ -127,23 +132,23 @@ def _builder(
 
 
 def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOptions) -> None:
-    """Serve until SIGINT or SIGTERM; SIGHUP restarts the replicas, some at a time.
+    """Serve until SIGINT or SIGTERM; SIGHUP restarts the replicas, a few at a time.
 
-    Uses the Ray cluster that is running, else starts one on this machine, which ends with it.
-    Raises EntropyKVError where the replicas cannot be started.
+    Uses a running Ray cluster, or else starts one on this machine, and ends it again. Raises
+    EntropyKVError if the replicas cannot be started.
     """
     if server.port == 0:
         raise SettingsError("replicas need a port of their own; give --port")
     if server.api_key_file is not None:
-        Keys.of(server)  # otherwise only Ray's log would say what is wrong with it
+        Keys.of(server)  # Otherwise, an error in the keys would only appear in Ray's log.
         server = server.model_copy(update={"api_key_file": os.path.abspath(server.api_key_file)})
     http = {name: getattr(server, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
     with _sessions(options) as shared:
-        # Ray sends reports home unless told not to.
+        # Ray reports usage statistics by default.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(include_dashboard=False, log_to_driver=False)
         try:
-            with _signals() as next_signal:  # after ray.init(), which sets its own
+            with _signals() as next_signal:  # After ray.init(), which sets its own handlers.
                 serve.start(http_options=http)
                 number = signal.SIGHUP.value
                 while number == signal.SIGHUP:
@@ -155,7 +160,7 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
 
 
 def _deploy(app: serve.Application) -> None:
-    """Start the replicas, or replace those that run."""
+    """Start the replicas, or replace the running ones."""
     try:
         serve.run(app, name=NAME)
     except RuntimeError as error:
@@ -177,7 +182,7 @@ def _sessions(options: ReplicaOptions) -> Iterator[ReplicaOptions]:
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
-    """Give a function that waits for the next signal, and returns its number."""
+    """Yield a function that waits for the next signal, and returns its number."""
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda got, _: received.put(got)) for number in numbers]

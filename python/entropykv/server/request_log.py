@@ -1,4 +1,4 @@
-"""Log one line about every request, with nothing of what it says; ASGI middleware."""
+"""Log one line per request without any of its content (ASGI middleware)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _logger = logging.getLogger("entropykv.server.requests")
 
 
 class RequestLog:
-    """Log client, method, path, status, seconds and tokens after the answer; no query, no body.
+    """Log client, method, path, status, seconds and tokens after the answer; neither query nor
+    body.
 
-    A request that has no answer, since its client was gone, has status 499.
+    A request whose client disconnected before the answer has status 499.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -52,9 +53,9 @@ class RequestLog:
 
 
 def note_tokens(scope: Scope) -> Callable[[int, int], None]:
-    """Return a function that notes how many tokens were read and written for a request.
+    """Return a function that records how many tokens were read and written for a request.
 
-    It is called for each of its choices.
+    It is called once for each choice.
     """
 
     def note(read: int, written: int) -> None:
@@ -65,7 +66,7 @@ def note_tokens(scope: Scope) -> Callable[[int, int], None]:
 
 
 def tokens_of(scope: Scope) -> tuple[int, int]:
-    """Return how many tokens were read and written for a request, as far as was noted."""
+    """Return the numbers of tokens read and written for a request, as far as they were recorded."""
     read, written = scope.get(_TOKENS, (0, 0))
     return read, written
 
@@ -78,13 +79,15 @@ def _tokens(scope: Scope) -> str:
 
 
 def _path(scope: Scope) -> str:
-    """Return the path as it was sent: percent-encoded, so that it cannot end the line."""
+    """Return the path as it was sent: percent-encoding prevents line breaks in the log."""
     path = scope.get("raw_path") or scope["path"].encode("utf-8")
     return str(path[:_LONGEST_PATH].decode("ascii", errors="backslashreplace")).split("?")[0]
 
 
 def write_requests_to_stderr() -> None:
-    """Let the lines go to stderr, with the time; without this, logging decides."""
+    """Write the log lines to stderr with the time; without this call, the logging settings
+    decide.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     _logger.addHandler(handler)

@@ -88,6 +88,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
     def call(self, llama: ServedLlama) -> Any:
         """Generate one choice of one prompt, and return a response or its chunks; RequestError."""
         (only,) = self._prompts()
+        llama.thought = None
         prompt = _checked(only, llama)
         check_logprobs(llama, self.logprobs is not None)
         arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -22,6 +24,19 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+def thought_item(item_id: str, text: str | None) -> dict[str, Any]:
+    """Return what was thought; without text, an item that has only begun."""
+    part = {"type": "reasoning_text", "text": text}
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "status": "in_progress" if text is None else "completed",
+        "summary": [],
+        "content": [] if text is None else [part],
+        "encrypted_content": None,
+    }
+
+
 def call_item(call: dict[str, Any]) -> dict[str, Any]:
     """Return a function call, from one of a chat completion."""
     return {
@@ -35,9 +50,10 @@ def call_item(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_end(
-    head: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, int]
+    head: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a response with its output, and why it ended."""
+    details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     whole = reason != "length"
     return {
         **head,
@@ -48,7 +64,7 @@ def with_end(
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": details,
             "total_tokens": usage["total_tokens"],
         },
     }
@@ -61,56 +77,122 @@ def events(head: dict[str, Any], chunks: Iterator[dict[str, Any]]) -> Iterator[d
 
 
 class _Events:
-    """Make the events of one response: those of its text as it is written, then its calls."""
+    """Make the events of one response: those of its texts as they are written, then its calls."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self._head = head
-        self._id = f"msg_{uuid.uuid4().hex}"
-        self._text = ""
+        self._output: list[dict[str, Any]] = []
+        """The items that are complete."""
+        self._open: _TextItem | None = None
         self._calls: list[dict[str, Any]] = []
         self._reason = "stop"
 
     def of(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"type": "response.created", "response": self._head}
         yield {"type": "response.in_progress", "response": self._head}
-        usage: dict[str, int] = {}
+        usage: dict[str, Any] = {}
         for chunk in chunks:
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 self._reason = choice["finish_reason"] or self._reason
-                self._calls += choice["delta"].get("tool_calls") or []
-                yield from self._more_text(choice["delta"].get("content") or "")
-        output = []
-        if self._text:
-            output.append(message_item(self._id, self._text))
-            yield from self._end_of_text(output[0])
+                delta = choice["delta"]
+                self._calls += delta.get("tool_calls") or []
+                yield from self._more(_Thought, delta.get("reasoning_content") or "")
+                yield from self._more(_Said, delta.get("content") or "")
+        yield from self._end_of_text()
         for call in self._calls:
-            output.append(call_item(call))
-            yield from _call_events(output[-1], len(output) - 1)
-        ended = with_end(self._head, output, self._reason, usage)
+            self._output.append(call_item(call))
+            yield from _call_events(self._output[-1], len(self._output) - 1)
+        ended = with_end(self._head, self._output, self._reason, usage)
         yield {"type": f"response.{ended['status']}", "response": ended}
 
-    def _more_text(self, text: str) -> Iterator[dict[str, Any]]:
+    def _more(self, kind: type[_TextItem], text: str) -> Iterator[dict[str, Any]]:
         if not text:
             return
-        if not self._text:
-            item = message_item(self._id, None)
-            yield {"type": "response.output_item.added", "output_index": 0, "item": item}
-            part = _text_part("")
-            yield {"type": "response.content_part.added", **self._place(), "part": part}
-        self._text += text
-        delta = {"delta": text, "logprobs": []}
-        yield {"type": "response.output_text.delta", **self._place(), **delta}
+        if not isinstance(self._open, kind):
+            yield from self._end_of_text()
+            self._open = kind(len(self._output))
+            yield from self._open.begin()
+        yield self._open.more(text)
 
-    def _end_of_text(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        done = {"text": self._text, "logprobs": []}
-        yield {"type": "response.output_text.done", **self._place(), **done}
-        part = item["content"][0]
+    def _end_of_text(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            yield from self._open.end()
+            self._output.append(self._open.item)
+        self._open = None
+
+
+class _TextItem(ABC):
+    """Make the events of one item that is written as text."""
+
+    kind: str
+    """The name of its events, as OpenAI has it."""
+
+    def __init__(self, index: int) -> None:
+        """Begin the item of this index in the output."""
+        self._index = index
+        self._id = f"{self.prefix}_{uuid.uuid4().hex}"
+        self._text = ""
+
+    prefix: str
+    """What its id begins with."""
+
+    @abstractmethod
+    def make(self, text: str | None) -> dict[str, Any]:
+        """Return the item; without text, one that has only begun."""
+
+    @abstractmethod
+    def part(self, text: str) -> dict[str, Any]:
+        """Return the one part of the item."""
+
+    @property
+    def item(self) -> dict[str, Any]:
+        """Return the item as it is now."""
+        return self.make(self._text)
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        item = self.make(None)
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
+        yield {"type": "response.content_part.added", **self._place(), "part": self.part("")}
+
+    def more(self, text: str) -> dict[str, Any]:
+        self._text += text
+        return {"type": f"{self.kind}.delta", **self._place(), "delta": text, **self.extra}
+
+    extra: Mapping[str, Any] = MappingProxyType({})
+    """Further fields of its events."""
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        yield {"type": f"{self.kind}.done", **self._place(), "text": self._text, **self.extra}
+        part = self.part(self._text)
         yield {"type": "response.content_part.done", **self._place(), "part": part}
-        yield {"type": "response.output_item.done", "output_index": 0, "item": item}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": self.item}
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._id, "output_index": 0, "content_index": 0}
+        return {"item_id": self._id, "output_index": self._index, "content_index": 0}
+
+
+class _Said(_TextItem):
+    kind = "response.output_text"
+    prefix = "msg"
+    extra = MappingProxyType({"logprobs": []})
+
+    def make(self, text: str | None) -> dict[str, Any]:
+        return message_item(self._id, text)
+
+    def part(self, text: str) -> dict[str, Any]:
+        return _text_part(text)
+
+
+class _Thought(_TextItem):
+    kind = "response.reasoning_text"
+    prefix = "rs"
+
+    def make(self, text: str | None) -> dict[str, Any]:
+        return thought_item(self._id, text)
+
+    def part(self, text: str) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text}
 
 
 def _call_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,13 @@ from entropykv.server.fields import (
 )
 from entropykv.server.loading import ServedLlama
 from entropykv.server.requests import Request
-from entropykv.server.response_events import call_item, events, message_item, with_end
+from entropykv.server.response_events import (
+    call_item,
+    events,
+    message_item,
+    thought_item,
+    with_end,
+)
 from entropykv.server.tool_calls import Function, NamedFunction, NamedTool, Tool
 
 _NOT_HERE = ("previous_response_id", "conversation", "prompt", "background")
@@ -60,6 +66,12 @@ class NamedChoice(BaseModel):
     name: Name
 
 
+class Reasoning(BaseModel):
+    """How much the model thinks before it answers; none: not at all."""
+
+    effort: Name | None = None
+
+
 class ResponsesRequest(Request):
     """A request for a response."""
 
@@ -73,6 +85,7 @@ class ResponsesRequest(Request):
     top_p: float | None = Field(default=None, ge=0.0, le=1.0)
     seed: Seed | None = None
     stream: bool = False
+    reasoning: Reasoning = Reasoning()
     text: TextSettings = TextSettings()
     tools: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = Field(
         default=None, max_length=MOST_TOOLS
@@ -115,6 +128,7 @@ class ResponsesRequest(Request):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": self.seed,
+            "reasoning_effort": self.reasoning.effort,
             "stream": self.stream,
             "stream_options": {"include_usage": True},
         }
@@ -153,6 +167,7 @@ class ResponsesRequest(Request):
             "output": [],
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "store": False,
             "temperature": self.temperature,
             "text": self.text.model_dump(by_alias=True, exclude_none=True)
@@ -210,6 +225,8 @@ def _finished(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     choice = answer["choices"][0]
     message = choice["message"]
     output = []
+    if thought := message.get("reasoning_content"):
+        output.append(thought_item(f"rs_{uuid.uuid4().hex}", thought))
     if message["content"]:
         output.append(message_item(f"msg_{uuid.uuid4().hex}", message["content"]))
     output += [call_item(call) for call in message.get("tool_calls", [])]

@@ -22,14 +22,14 @@ from entropykv.server.starting import Starting
 from entropykv.server.web_page import WebDefaults
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-"""Names of glibc's settings, from its malloc.h."""
+"""Numbers of glibc's malloc settings, from its malloc.h."""
 _LARGE_BLOCK = 256 << 10
-"""Bytes from which on a block of memory has a mapping of its own."""
+"""The size in bytes from which on a block of memory gets its own mapping."""
 _ARENAS = 2
 _MOST_NAMED = 20
-"""How many models are named when the server starts."""
+"""The most models that are listed when the server starts."""
 _SECONDS_TO_FINISH = 10
-"""Seconds that a client may take to read the end of its answer."""
+"""Seconds that a client may take to read the end of its answer during shutdown."""
 
 
 def serve(
@@ -38,7 +38,8 @@ def serve(
     page: WebDefaults | None = None,
     when_listening: Callable[[str], object] | None = None,
 ) -> None:
-    """Serve until a signal; raises SettingsError for an address that is taken, and as create_app().
+    """Serve until a signal; raises SettingsError for an address that is in use, and the errors of
+    create_app().
 
     `when_listening` is called with the address once requests are answered, which is before the
     model is loaded.
@@ -62,7 +63,7 @@ def serve(
         _Server(config, app, _url(listener, server), when_listening).run(sockets=[listener])
     if app.error is not None:
         raise app.error
-    # a thread may be inside llama.cpp, which an orderly exit would pull away
+    # A thread may be inside llama.cpp, which an orderly exit would unload.
     if app.loaded is None or app.loaded.state.models.is_loading:
         sys.stderr.flush()
         os._exit(0)
@@ -75,9 +76,9 @@ def _is_verbose(model: ModelOptions | ModelCatalog) -> bool:
 
 
 def _give_memory_back() -> None:
-    """Let the system have the memory of large texts back as soon as they are gone.
+    """Make the C library return the memory of large texts to the system at once.
 
-    Otherwise glibc keeps what large requests have taken, once for every thread that read one.
+    Otherwise glibc keeps the memory of large requests, once for every thread that handled one.
     Other C libraries have no such settings.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -99,7 +100,7 @@ class _Server(uvicorn.Server):
         self._app = app
         self._app.when_done = self._loaded
         self._url = url
-        # uvicorn raises the signal again after its shutdown, for the handlers that were there.
+        # uvicorn raises the signal again after its shutdown, for the previous handlers.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._leave)
 
@@ -112,7 +113,7 @@ class _Server(uvicorn.Server):
             self._when_listening(self._url)
 
     def _loaded(self) -> None:
-        """Say that clients are served, or end where the model could not be loaded."""
+        """Print that clients are served, or stop if the model could not be loaded."""
         if self._app.error is not None:
             self.should_exit = True
             return
@@ -125,13 +126,13 @@ class _Server(uvicorn.Server):
         sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._app.loaded is not None:  # otherwise uvicorn would wait for the longest answer
+        if self._app.loaded is not None:  # Otherwise uvicorn would wait for the longest answer.
             self._app.loaded.state.models.stop()
         await super().shutdown(sockets)
 
 
 def _listening_socket(server: ServerOptions) -> socket.socket:
-    """Bind a socket before the model is loaded, so that a taken port is known at once."""
+    """Bind a socket before the model is loaded, so that an address in use is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""Make grammars of JSON schemas: of response_format, and of the tools that may be called."""
+"""Make grammars from the JSON schemas of response_format, and of the tools that may be called."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NOT_ENFORCED = frozenset(
     | {"patternProperties", "propertyNames", "minProperties", "maxProperties", "contains", "not"}
     | {"if", "then", "else", "dependentRequired", "dependentSchemas", "unevaluatedProperties"}
 )
-"""Keywords of a schema that grammars leave out."""
+"""Keywords of a schema that grammars cannot enforce."""
 
 
 def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar:
     """Return the grammar of the JSON texts that a schema allows.
 
-    With `strict`, refuse what the grammar would not enforce. Raises RequestError, with `param` as
-    its field, for that and for a schema that no grammar can be made of.
+    With `strict`, refuse keywords that the grammar would not enforce. Raises RequestError, with
+    `param` as its field, for those and for a schema that cannot be converted.
     """
     check(schema, param)
     try:
@@ -57,10 +57,10 @@ def any_object() -> LlamaGrammar:
 
 
 def definition_names(schema: Any, prefix: str, definitions: dict[str, Any]) -> Any:
-    """Return a schema that can be a part of another one, whose `$defs` are to be `definitions`.
+    """Return a schema that can be embedded in another one, whose `$defs` will be `definitions`.
 
-    Its own definitions go there under names with `prefix`, and its references follow; `#`, the
-    schema itself, is there as `prefix` alone.
+    Its own definitions are added there with `prefix` before their names, and its references are
+    renamed; `#`, the schema itself, is added under the name `prefix`.
     """
     if not isinstance(schema, dict):
         return schema
@@ -91,7 +91,7 @@ def _renamed(schema: Any, prefix: str) -> Any:
 
 
 def _keywords(schema: Any) -> Iterator[str]:
-    """Yield the keywords of a schema and of all that are in it; names of properties are none."""
+    """Yield the keywords of a schema and of all nested schemas, but not names of properties."""
     if isinstance(schema, list):
         for part in schema:
             yield from _keywords(part)

@@ -1,7 +1,7 @@
-"""Save and restore what a slot holds by llama-server's route: POST /slots/{id}?action=save.
+"""Save and restore a slot's conversation by llama-server's route: POST /slots/{id}?action=save.
 
-A slot is one of those that answer requests, and holds the conversation that it answered last. The
-files are sessions in the directory of --slot-save-path, those of each API key in one of their own.
+A slot is a worker of the model, and has the conversation that it answered last. The files are
+sessions in the directory of --slot-save-path, in a separate folder for each API key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.users import Caller, user_of
 
 MOST_FILES = 256
-"""Files that one user may save: each is as large as what a conversation keeps."""
+"""The most files of one user; each is as large as the entries that its conversation keeps."""
 MOST_FILE_NAME = 128
 _FILE_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MOST_FILE_NAME - 1}}}", re.ASCII)
 
@@ -43,15 +43,17 @@ class SlotFile(BaseModel):
 
 
 class SlotFiles:
-    """Do what requests ask of slots, and of the files in a directory."""
+    """Execute requests for slots and their files."""
 
     def __init__(self, engine: Engine, directory: str | os.PathLike[str]) -> None:
-        """Take a directory that make_directory() has made."""
+        """Use a directory that make_directory() has made."""
         self._engine = engine
         self._directory = Path(directory)
 
     async def do(self, number: int, action: Action, name: str | None, user: str) -> dict[str, Any]:
-        """Do it when it is the request's turn, and return what llama-server does; RequestError."""
+        """Execute an action when a worker is free; returns llama-server's answer, or raises
+        RequestError.
+        """
         if not 0 <= number < self._engine.n_slots:
             raise RequestError(
                 404, f"there is no slot {number}; they are 0 to {self._engine.n_slots - 1}"
@@ -64,7 +66,7 @@ class SlotFiles:
             start = time.perf_counter()
             try:
                 done = _ACTIONS[action](slot, caller, path)
-            except EntropyKVError as error:  # clients need not know where the files are
+            except EntropyKVError as error:  # Clients must not learn the paths of files.
                 raise RequestError(400, str(error).replace(str(path), str(name))) from None
             if path is None:
                 return {"id_slot": number, **done}
@@ -76,7 +78,7 @@ class SlotFiles:
         return result
 
     def _path(self, action: Action, name: str, user: str) -> Path:
-        """Return the file of a name; raises RequestError for one outside of the user's folder."""
+        """Return the path of a file; raises RequestError for a name outside the user's folder."""
         if not _FILE_NAME.fullmatch(name):
             raise RequestError(
                 400,
@@ -99,7 +101,7 @@ class SlotFiles:
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
-    """Make a directory that only its owner can read; raises SettingsError where it cannot be."""
+    """Make a directory that only its owner can read; raises SettingsError if that fails."""
     try:
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -114,7 +116,7 @@ def _n_files(folder: Path) -> int:
 
 
 def _save(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any]:
-    """Write what a slot holds of a caller's; raises RequestError where that is nothing."""
+    """Save the caller's conversation in a slot; raises RequestError if there is none."""
     if path is None:
         raise _without_a_name()
     if slot.prefix_cache is not None:
@@ -129,7 +131,7 @@ def _save(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any
 
 
 def _restore(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any]:
-    """Put what a file has into a slot, where requests that begin with its text go on from it."""
+    """Load a file into a slot, so that later requests can reuse its text."""
     if path is None:
         raise _without_a_name()
     if slot.prefix_cache is not None:
@@ -142,7 +144,7 @@ def _restore(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, 
 
 
 def _erase(slot: ServedLlama, caller: Caller, _: Path | None) -> dict[str, Any]:
-    """Forget what a slot holds of a caller's; raises RequestError where that is nothing."""
+    """Remove the caller's conversation from a slot; raises RequestError if there is none."""
     if slot.prefix_cache is not None:
         erased = 0 if slot.latest is None else slot.prefix_cache.erase_one(slot.latest, caller)
     else:
@@ -162,7 +164,7 @@ _ACTIONS: dict[Action, Callable[[ServedLlama, Caller, Path | None], dict[str, An
 
 
 def _holds(slot: ServedLlama, caller: Caller) -> bool:
-    """Tell whether one without a prefix_cache has read a text of the caller's."""
+    """Tell whether a model without a prefix cache has read a text of the caller."""
     own = slot.tenant == caller.tenant(shared_prefixes=slot.shared_prefixes)
     return own and slot.n_tokens > 0
 
@@ -178,7 +180,7 @@ def _without_a_name() -> RequestError:
 
 
 def slot_file_routes(models: ModelRegistry, directory: str | None) -> APIRouter:
-    """Return the route, which answers 501 where there is no directory, as llama-server does."""
+    """Return the route; without a directory it answers 501, as llama-server does."""
     router = APIRouter(tags=["llama-server"])
 
     @router.post("/slots/{number}")
@@ -201,7 +203,7 @@ def slot_file_routes(models: ModelRegistry, directory: str | None) -> APIRouter:
 
 
 def _folder_of(models: ModelRegistry, engine: Engine, directory: str) -> Path:
-    """Return where the files of a model are: in a folder of its own where there are several."""
+    """Return the folder for the files of a model; with several models, each has its own."""
     if not models.has_several:
         return Path(directory)
     name = quote(engine.llama.served_name, safe="")

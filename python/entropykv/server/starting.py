@@ -1,4 +1,4 @@
-"""Listen before the model is loaded, and say that it is loading."""
+"""Listen before the model is loaded, and answer that it is loading."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from entropykv.server.web_files import page_file, page_files
 
 
 class Starting:
-    """Make an ASGI app in a thread, and pass everything on to it once it is there.
+    """Create an ASGI app in a thread, and pass everything on to it once it exists.
 
     Until then every request is answered with 503, as llama-server does, except for the page, which
     waits for the model.
     """
 
     def __init__(self, make: Callable[[], FastAPI], *, page: bool = True) -> None:
-        """Make nothing yet: `make` is called when the server's lifespan begins."""
+        """Take `make`, which is called when the server's lifespan begins; nothing is
+        created yet.
+        """
         self._make = make
         self.page = page
-        """True where there is a page at /."""
+        """True if there is a page at /."""
         self.when_done: Callable[[], None] = lambda: None
-        """Called in the event loop once the app is there, or has failed."""
+        """Called in the event loop once the app exists, or could not be created."""
         self.loaded: FastAPI | None = None
-        """The app, once it is there."""
+        """The app, once it exists."""
         self.error: Exception | None = None
-        """Why there is no app."""
+        """Why the app could not be created."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request, or the life of the server."""
+        """Handle one request, or the lifespan of the server."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif self.loaded is not None:
@@ -50,10 +52,11 @@ class Starting:
             await answer(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Start loading with the server, and free the model with it."""
+        """Start loading when the server starts, and free the model when it stops."""
         await receive()
         loop = asyncio.get_running_loop()
-        # a daemon, since a server that is told to stop does not wait for the end of a long loading
+        # A daemon thread, because a server that is told to stop must not wait for the end of
+        # loading.
         threading.Thread(target=self._load, args=(loop,), daemon=True).start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
@@ -64,9 +67,10 @@ class Starting:
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self.loaded = self._make()
-        except Exception as error:  # whoever serves raises it again, whatever it is
+        except Exception as error:  # The main thread raises the error again.
             self.error = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed where the server was stopped
+        # The loop is closed if the server was stopped meanwhile.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:

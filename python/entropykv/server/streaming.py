@@ -1,4 +1,4 @@
-"""Answer with a generation, whole or as server-sent events, as long as the client is there."""
+"""Answer with a generation, whole or as server-sent events, while the client is connected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from entropykv.server.request_log import note_tokens
 from entropykv.server.users import SOMEBODY, Caller
 
 _PATIENCE = 5.0
-"""Seconds that a stream may take to say 200 or an error: long enough to see a bad request."""
+"""Seconds that a stream waits for its first chunk before it answers 200, to detect invalid
+requests.
+"""
 _PING_INTERVAL = 15.0
 _END = object()
 Call = Callable[[ServedLlama], Any]
@@ -35,9 +37,9 @@ async def whole(
     choices: Choices | None,
     caller: Caller = SOMEBODY,
 ) -> Response:
-    """Return the response of calls, which stop where the client goes.
+    """Return the response of calls, which are stopped if the client disconnects.
 
-    `choices` joins what they return.
+    `choices` joins their results.
     """
     note = note_tokens(request.scope)
     arrival = arrival_of(request.scope)
@@ -57,9 +59,10 @@ async def stream(
     *,
     ping: bool,
 ) -> Response:
-    """Return the chunks of calls as events; raises RequestError if one fails before the first.
+    """Return the chunks of calls as events; raises RequestError if one fails before the first
+    chunk.
 
-    `choices` joins them; None: they are events as they are.
+    `choices` joins the chunks; None: they are sent unchanged.
     """
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[Any] = asyncio.Queue()
@@ -76,7 +79,7 @@ async def stream(
     work = asyncio.ensure_future(engine.generate_all(jobs))
 
     def ended(task: asyncio.Task[Any]) -> None:
-        # Otherwise asyncio logs the error where the client is gone.
+        # Retrieve the error; otherwise asyncio logs it if the client has disconnected.
         failed = task.cancelled() or task.exception()
         last = None if failed or choices is None else choices.end()
         if last is not None:
@@ -99,7 +102,7 @@ async def stream(
 def _emits(
     loop: asyncio.AbstractEventLoop, take: Callable[[int, Any], None], n: int
 ) -> list[Callable[[Any], None]]:
-    """Return what the models' threads hand the chunks of each of n choices to."""
+    """Return, for each of n choices, the function that worker threads call with its chunks."""
 
     def emits_as(index: int) -> Callable[[Any], None]:
         def emit(chunk: Any) -> None:
@@ -122,7 +125,7 @@ class _Events(Response):
         self._first: Any = None
 
     async def wait_for_first(self) -> None:
-        """Wait until there is a chunk, or it takes long; raises what the work raises before."""
+        """Wait for the first chunk, or until a time limit; raises an error that occurs before."""
         self._first = await self._next(_PATIENCE)
         if self._first is _END:
             self._work.result()
@@ -152,10 +155,11 @@ class _Events(Response):
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _next(self, seconds: float | None) -> Any:
-        """Return the next chunk or the end; None where there is none for so many seconds."""
+        """Return the next chunk or the end; None if there is none within this time."""
         with contextlib.suppress(asyncio.QueueEmpty):
             return self._chunks.get_nowait()
-        # Not wait_for(): before Python 3.12 a chunk that comes with a cancellation is lost.
+        # Do not use wait_for(): before Python 3.12 it loses a chunk that arrives with a
+        # cancellation.
         chunk = asyncio.ensure_future(self._chunks.get())
         try:
             done, _ = await asyncio.wait({chunk}, timeout=seconds)
@@ -165,6 +169,6 @@ class _Events(Response):
 
 
 def _event(item: Any) -> str:
-    """Return an item as a server-sent event; those of the Responses API have a name."""
+    """Return an item as a server-sent event; events of the Responses API have a name."""
     name = f"event: {item['type']}\n" if "type" in item else ""
     return f"{name}data: {json.dumps(item)}\n\n"

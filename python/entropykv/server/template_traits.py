@@ -1,7 +1,7 @@
-"""Find out what a model's chat template shows of tools, by rendering it.
+"""Find out what a model's chat template shows of tools, by rendering test conversations.
 
-Templates differ: some show no tools at all, some need the arguments of a call as an object, some
-cannot take a message without text. llama.cpp finds out in the same way (common/chat).
+Templates differ: some show no tools, some need the arguments of a call as an object, some cannot
+render a message without text. llama.cpp examines them in the same way (common/chat).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llama_cpp import llama_chat_format
 from entropykv.drop_in.entropy_llama import EntropyLlama
 
 _NAME, _VALUE, _RESULT = "probed_function", "probed_value", "probed_result"
-_ID = "call00001"  # nine characters, as Mistral's templates want
+_ID = "call00001"  # Nine characters, as Mistral's templates require.
 _TOOL = {
     "type": "function",
     "function": {
@@ -30,20 +30,22 @@ _OWN_TOOLS = ("functionary", "functionary-v1", "functionary-v2", "chatml-functio
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """Say what a template, or a format of llama-cpp-python, shows; by default text alone."""
+    """Hold what a template, or a format of llama-cpp-python, shows; by default only text."""
 
     shows_tools: bool = False
-    """True where it shows the definitions of the tools."""
+    """True if it shows the definitions of the tools."""
     shows_calls: bool = False
-    """True where it shows an assistant's calls, and messages of role tool."""
+    """True if it shows an assistant's calls, and messages of role tool."""
     object_arguments: bool = False
-    """True where arguments of a call must be objects: JSON text would be quoted a second time."""
+    """True if arguments of a call must be objects, because JSON text would be quoted a
+    second time.
+    """
     null_content: bool = False
-    """True where a message with tool calls may have null as its content."""
+    """True if a message with tool calls may have null as its content."""
     shows_every_message: bool = False
-    """False where all system messages but the first would be left out."""
+    """False if all system messages but the first are left out."""
     own_tools: bool = False
-    """True for a format of llama-cpp-python that writes and reads tool calls by itself."""
+    """True for a format of llama-cpp-python that writes and reads tool calls itself."""
 
 
 def template_of(llama: EntropyLlama) -> str | None:
@@ -89,7 +91,7 @@ class _Probe:
         )
 
     def _shows(self, arguments: Any) -> bool:
-        """Tell whether a call's arguments appear, quoted once, and the result of the call."""
+        """Tell whether the arguments of a call appear, quoted only once, and also its result."""
         shown = self._with_call(arguments, "")
         return bool(re.search(rf"""(?<!\\)["']{_VALUE}(?!\\)["']""", shown)) and _RESULT in shown
 
@@ -104,9 +106,9 @@ class _Probe:
         return self._render(messages, [_TOOL])
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
-        """Return the prompt; empty where the template refuses the messages, however it does."""
+        """Return the prompt; empty if the template refuses the messages in any way."""
         format_messages: Any = self._formatter
         try:
             return str(format_messages(messages=messages, tools=tools).prompt)
-        except Exception:  # a template is a program of the model's maker, and may raise anything
+        except Exception:  # A template is a program of the model's author, and may raise anything.
             return ""

@@ -1,4 +1,4 @@
-"""Handle tools: what the model is told of them, what it may write, and the calls that it wrote."""
+"""Handle tools: the model's instructions, the grammar of its answer, and reading its calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class ToolUse:
     """Hold the tools of one request, all of which the model is told of.
 
-    `required`: the answer is a call, and no text. `only`: the name of the tool that it must call.
+    `required`: the answer must be a call. `only`: the name of the tool that it must call.
     """
 
     tools: list[Tool]
@@ -79,7 +79,7 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: list[Tool] | None, choice: ToolChoice | None) -> ToolUse | None:
-        """Return what a request asks for; None where no tool may be called.
+        """Return what a request asks for; None if no tool may be called.
 
         Raises RequestError for a choice that is not among the tools.
         """
@@ -106,11 +106,13 @@ class ToolUse:
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def instructions(self) -> str:
-        """Return what a model is told whose chat template shows no tools."""
+        """Return instructions for a model whose chat template shows no tools."""
         return _INSTRUCTIONS.format(tools="\n".join(map(json.dumps, self.definitions())))
 
     def grammar(self) -> LlamaGrammar | None:
-        """Return what the answer must be; None where it may be text. Raises as grammar_of()."""
+        """Return the grammar of the answer; None if it may be text. Raises the errors of
+        grammar_of().
+        """
         if not self.required:
             return None
         definitions: dict[str, Any] = {}
@@ -127,7 +129,7 @@ class ToolUse:
         return grammar_of({"oneOf": calls, "$defs": definitions}, "tools", strict=strict)
 
     def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return what of an answer is text, and the calls in it, in OpenAI's form."""
+        """Return the text part of an answer, and its calls in OpenAI's form."""
         before, found, after = text.partition(_BEGIN)
         if found:
             calls = [
@@ -140,10 +142,10 @@ class ToolUse:
         return ("", calls) if calls else (text, [])
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls that a JSON text is: one, or a list of them; else none."""
+        """Return the calls in a JSON text, which may be one or a list; empty if it is neither."""
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):  # a model may also write brackets without an end
+        except (ValueError, RecursionError):  # A model may also write endless brackets.
             return []
         calls = [self._call(item) for item in (value if isinstance(value, list) else [value])]
         return [call for call in calls if call is not None] if all(calls) else []
@@ -152,7 +154,8 @@ class ToolUse:
         names = {tool.name for tool in self.callable_tools}
         if not isinstance(item, dict) or item.get("name") not in names:
             return None
-        arguments = item.get("arguments", item.get("parameters", {}))  # Llama 3 writes `parameters`
+        # Llama 3 writes `parameters`.
+        arguments = item.get("arguments", item.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         function = {"name": item["name"], "arguments": text}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
@@ -160,14 +163,14 @@ class ToolUse:
 
 @dataclass
 class CallReader:
-    """Read an answer as it is written; text goes on as soon as it cannot be a call any more."""
+    """Read an answer while it is written; text is passed on once it can no longer be a call."""
 
     use: ToolUse
     _held: str = ""
     _said: bool = field(default=False)
 
     def take(self, text: str) -> str:
-        """Take the next piece of the answer in; return the text that can be shown now."""
+        """Add the next piece of the answer; returns the text that can be shown now."""
         self._held += text
         if self.use.required or (not self._said and self._held.lstrip()[:1] in ("", "{", "[")):
             return ""
@@ -190,7 +193,7 @@ def _begun(text: str) -> int:
 
 
 def as_deltas(calls: list[dict[str, Any]], *, legacy: bool) -> Iterator[dict[str, Any]]:
-    """Yield the deltas of a stream that make calls; with `legacy`, the first by both names."""
+    """Yield the deltas of a stream for calls; with `legacy`, the first call under both names."""
     for index, call in enumerate(calls):
         older = {"function_call": call["function"]} if legacy and index == 0 else {}
         yield {"tool_calls": [{"index": index, **call}], **older}

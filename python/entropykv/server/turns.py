@@ -1,4 +1,4 @@
-"""Let conversations take turns, and keep each of them on disk after its turn; ASGI middleware."""
+"""Serialise the requests of each conversation, and save it after every turn (ASGI middleware)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.client_presence import CLIENT_GONE
-from entropykv.server.conversations import Conversations, OnShelf
+from entropykv.server.conversations import CachedConversation, Conversations
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.loading import ServedLlama
@@ -23,17 +23,17 @@ from entropykv.server.users import Caller, user_of
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
-_LOOK_AGAIN = 0.01
-"""Seconds after which one who waits for a conversation checks whether it still has to."""
+_CHECK_INTERVAL = 0.01
+"""Seconds between two checks of a waiting request whether the conversation is free."""
 
 
 class TurnMiddleware:
     """Load a request's conversation before it is answered, and save it before the answer ends.
 
-    A conversation is what the header X-Session-Id of a user names. A model that holds one of them
-    answers one request at a time; with a pool, only the requests of the same conversation take
-    turns. Every response to a POST says which replica gave it, and, if it is not streamed, how many
-    tokens of the prompt were read for it.
+    A conversation is identified by a user's header X-Session-Id. A model that holds a single
+    conversation answers one request at a time; with a pool, only requests of the same conversation
+    wait for each other. Every response to a POST names its replica and, if it is not streamed, how
+    many tokens of the prompt were read for it.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class TurnMiddleware:
         self._conversations = conversations
         self._replica = replica.encode()
         self._locks: defaultdict[Caller | None, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Of every conversation that has a request; that of None is everybody's."""
+        """A lock for every conversation with a request; the key None is the lock for all."""
         self._waiting: defaultdict[Caller | None, int] = defaultdict(int)
-        """How many requests have or want each lock."""
+        """How many requests hold or wait for each lock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -70,7 +70,7 @@ class TurnMiddleware:
             await turn.begin()
             try:
                 await self._app(scope, receive, turn.send)
-            finally:  # also after a cancelled one: what it read is of this conversation
+            finally:  # A cancelled request has also read tokens into this conversation.
                 await turn.end()
             await turn.finish()
 
@@ -78,9 +78,10 @@ class TurnMiddleware:
     async def _alone(
         self, caller: Caller | None, arrival: float, client: _Client
     ) -> AsyncIterator[None]:
-        """Wait for the requests of the same conversation that came before; None: for all.
+        """Wait for earlier requests of the same conversation; None: of all conversations.
 
-        Raises RequestError where too many wait (429), it takes too long (504), or the client goes.
+        Raises RequestError if too many wait (429), if it takes too long (504), or if the client
+        disconnects.
         """
         if self._waiting[caller]:
             n_waiting = sum(self._waiting.values()) - len(self._locks)
@@ -100,18 +101,18 @@ class TurnMiddleware:
 
 
 class _Client:
-    """Hear of a client that goes while its request waits, and lose nothing that it has sent."""
+    """Detect a client that disconnects while its request waits, without losing its messages."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._heard: deque[Message] = deque()
 
     async def receive(self) -> Message:
-        """Receive what was sent, in its order."""
+        """Return the client's messages in order."""
         return self._heard.popleft() if self._heard else await self._receive()
 
     async def wait_for(self, lock: asyncio.Lock, seconds: float | None) -> None:
-        """Acquire a lock; raises RequestError where it takes longer, or the client goes."""
+        """Acquire a lock; raises RequestError on a timeout, or if the client disconnects."""
         acquired = asyncio.ensure_future(lock.acquire())
         gone = asyncio.ensure_future(self._gone())
         has_it = False
@@ -135,7 +136,7 @@ class _Client:
 
 
 class _Turn:
-    """Hold one request to a model that holds one conversation."""
+    """Handle one request to a model that holds a single conversation."""
 
     def __init__(
         self,
@@ -155,15 +156,15 @@ class _Turn:
         self._before = (0, 0)
 
     async def begin(self) -> None:
-        """Hold the conversation."""
+        """Load the conversation."""
         await self._engine.call(self._enter)
 
     async def end(self) -> None:
-        """Save the conversation, where something was read."""
+        """Save the conversation if something was read."""
         await self._engine.call(self._leave)
 
     async def tokens_read(self) -> int:
-        """Return how many tokens of the prompt were read for it."""
+        """Return how many tokens of the prompt were read for this request."""
         now, _ = await self._engine.call(_counts)
         return now - self._before[0]
 
@@ -174,7 +175,7 @@ class _Turn:
         self._before = _counts(llama)
 
     def _leave(self, llama: ServedLlama) -> None:
-        if _counts(llama) == self._before:  # a refused request has left the model as it was
+        if _counts(llama) == self._before:  # A refused request has not changed the model.
             return
         if self._caller.name is None:
             self._conversations.forget()
@@ -182,7 +183,9 @@ class _Turn:
             self._conversations.leave(llama, self._caller)
 
     async def send(self, message: Message) -> None:
-        """Send a message on, but hold the last: a client that has it may ask another replica."""
+        """Pass a message on, but delay the last one until the conversation is saved: the client may
+        send its next request to another replica.
+        """
         if message["type"] == "http.response.start":
             headers = [*message.get("headers", ())]
             message = {**message, "headers": [*headers, *await self._headers(dict(headers))]}
@@ -198,12 +201,12 @@ class _Turn:
     async def _headers(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         own = [(REPLICA_HEADER, self._replica)]
         if headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-            return own  # the model may be at work, and asking it would wait
+            return own  # The model may be busy, and asking it would have to wait.
         return [*own, (TOKENS_READ_HEADER, str(await self.tokens_read()).encode())]
 
 
 class _PoolTurn(_Turn):
-    """Hold one request to a model with a pool, whose prefix_cache has the conversations."""
+    """Handle one request to a model with a pool, whose prefix cache has the conversations."""
 
     async def begin(self) -> None:
         if self._caller.name is not None:
@@ -212,14 +215,15 @@ class _PoolTurn(_Turn):
     async def end(self) -> None:
         if self._caller.name is None:
             return
-        while self._engine.answers(self._caller):  # the client has gone, and the answer is not over
-            await asyncio.sleep(_LOOK_AGAIN)
+        # The client has disconnected, but its answer has not ended.
+        while self._engine.answers(self._caller):
+            await asyncio.sleep(_CHECK_INTERVAL)
         if tokens_of(self._scope) != (0, 0):
             await self._with_kept(self._conversations.leave)
 
-    async def _with_kept(self, function: Callable[[OnShelf, Caller], None]) -> None:
-        """Run a function on the conversation in a thread; no worker is needed for it."""
-        kept = OnShelf(cast(PrefixCache, self._engine.prefix_cache), self._caller)
+    async def _with_kept(self, function: Callable[[CachedConversation, Caller], None]) -> None:
+        """Run a function on the conversation in a thread; it needs no worker of the engine."""
+        kept = CachedConversation(cast(PrefixCache, self._engine.prefix_cache), self._caller)
         await asyncio.to_thread(function, kept, self._caller)
 
     async def tokens_read(self) -> int:

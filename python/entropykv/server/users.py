@@ -1,7 +1,7 @@
-"""Tell users apart by their API keys, and say what one of them may see of the others: nothing.
+"""Distinguish users by their API keys; no user sees anything of another one.
 
-Every key is a user. Whoever has the same key sees the same conversations, by whatever names they
-are called; without any key, all are one user.
+Every key is a user. Requests with the same key see the same conversations, whatever these are
+named; without any key, all requests belong to one user.
 """
 
 from __future__ import annotations
@@ -21,55 +21,59 @@ from entropykv.server.options import ServerOptions
 _SCHEME = b"Bearer "
 _DIGEST_BYTES = 16
 _MOST_KEYS = 1000
-"""The most keys of a file: every request is compared with all of them."""
+"""The most keys in a file, because every request is compared with all of them."""
 ALL = ""
-"""The id of the one user of a server without keys."""
+"""The id of the only user of a server without keys."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Hold who asks, and what they call the conversation that they go on with."""
+    """Hold the user of a request, and the name of the conversation that it continues."""
 
     user: str = ALL
-    """The id of the API key that the request bears."""
+    """The id of the API key in the request."""
     name: str | None = None
-    """What X-Session-Id, or the field `user`, says; None: the text tells which one it is."""
+    """The value of X-Session-Id, or of the field `user`; None: the text itself identifies the
+    conversation.
+    """
 
     def tenant(self, *, shared_prefixes: bool) -> Caller:
-        """Return whose texts this one's may begin with, without being read again.
+        """Return the tenant, whose texts this request may reuse as prefixes.
 
-        That is the key, or without shared prefixes the key and the name.
+        The tenant is the key, or, without shared prefixes, the key and the name.
         """
         return replace(self, name=None) if shared_prefixes else self
 
 
 SOMEBODY = Caller()
-"""Who asks at a server without keys, and calls no conversation by a name."""
+"""The caller at a server without keys, for a conversation without a name."""
 
 
 class Keys:
-    """Know the API keys of a server, and which user each of them is."""
+    """Hold the API keys of a server, and the user of each."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        """Take the keys; the same one twice is one user."""
+        """Take the keys; duplicates are one user."""
         self._digests = list(dict.fromkeys(_digest(key.encode("utf-8")) for key in keys))
 
     @classmethod
     def of(cls, server: ServerOptions) -> Keys:
-        """Return the keys that options name; raises SettingsError for a file without any."""
+        """Return the keys that the options name; raises SettingsError for a file without any."""
         keys = [] if server.api_key is None else [server.api_key]
         if server.api_key_file is not None:
             keys += _keys_in(server.api_key_file)
         return cls(keys)
 
     def __len__(self) -> int:
-        """Return how many users there are; 0: whoever asks is the same one."""
+        """Return how many users there are; 0: the server has no keys, and everybody is the same
+        user.
+        """
         return len(self._digests)
 
     def user_of(self, authorization: bytes) -> str | None:
-        """Return the user whose key the header Authorization has; None: it has no right one.
+        """Return the user whose key is in the header Authorization; None without a valid key.
 
-        All keys are compared, each of them in constant time: seconds tell nothing of a key.
+        All keys are compared in constant time, so that the time reveals nothing about a key.
         """
         if not self._digests:
             return ALL
@@ -86,9 +90,12 @@ def _digest(key: bytes) -> bytes:
 
 
 def _keys_in(path: str) -> list[str]:
-    """Return the keys of a file, one a line; blank lines and those that begin with # are none."""
+    """Return the keys of a file, one per line; blank lines and lines that begin with # are
+    skipped.
+    """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # Windows begins it so
+        # Windows editors write a byte order mark.
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise SettingsError(
@@ -97,7 +104,7 @@ def _keys_in(path: str) -> list[str]:
         ) from None
     keys = [line.strip() for line in lines]
     keys = [key for key in keys if key and not key.startswith("#")]
-    if not keys:  # without this, an empty file would let everyone in
+    if not keys:  # Without this check, an empty file would let everyone in.
         raise SettingsError(f"{path}: there is no key in it; write one a line (--api-key-file)")
     if len(keys) > _MOST_KEYS:
         raise SettingsError(
@@ -108,9 +115,9 @@ def _keys_in(path: str) -> list[str]:
 
 
 def shows_text(server: ServerOptions, keys: Keys) -> bool:
-    """Tell whether routes and the page show what texts in the cache say.
+    """Tell whether routes and the page may show the texts in the cache.
 
-    Unless the operator has said so, only where nobody but this machine's users can ask at all.
+    Unless the operator has decided, only if requests can come from this machine alone.
     """
     if server.show_text is not None:
         return server.show_text
@@ -125,11 +132,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def note_user(scope: Scope, user: str) -> None:
-    """Note whose request it is, for the routes."""
+    """Record the user of a request, for the routes."""
     scope.setdefault("state", {})["user"] = user
 
 
 def user_of(scope: Scope) -> str:
-    """Return the id of the user whose request it is."""
+    """Return the id of the user of a request."""
     user: str = scope.get("state", {}).get("user", ALL)
     return user

@@ -1,4 +1,4 @@
-"""Read the files of the page at /, and limit what a browser lets them do."""
+"""Read the files of the page at /, and restrict what a browser lets them do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLICY = "; ".join(
         "trusted-types dompurify",
     )
 )
-"""What a browser lets the page do: run its own scripts, and talk to its own server."""
+"""The content security policy: the page may run its own scripts, and access only its own server."""
 _HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
@@ -45,7 +45,9 @@ def page_files() -> dict[str, tuple[bytes, str]]:
 
 
 def page_file(path: str, known: str | None) -> Response:
-    """Return a file of the page; 304 without it where the browser's copy is as `known` says."""
+    """Return a file of the page, or 304 without content if the browser's copy (`known`) is
+    current.
+    """
     content, kind = page_files()[path]
     tag = f'"{hashlib.blake2b(content, digest_size=8).hexdigest()}"'
     headers = {**_HEADERS, "etag": tag}

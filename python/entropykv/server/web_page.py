@@ -1,4 +1,4 @@
-"""Route the page at /, and say what a conversation of it begins with."""
+"""Define the routes of the page at /, and the initial settings of its conversations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from entropykv.server.web_files import page_file, page_files
 
 
 class WebDefaults(BaseModel):
-    """Say what the page begins a conversation with; None: as the server's routes have it."""
+    """Hold the initial settings of a conversation in the page; None: the defaults of the server's
+    routes.
+    """
 
     system: str | None = None
     question: str | None = None
@@ -24,7 +26,9 @@ class WebDefaults(BaseModel):
 
 
 def web_routes(models: ModelRegistry, defaults: WebDefaults) -> APIRouter:
-    """Return the routes of the page, which need no key, and of what it begins with, which does."""
+    """Return the routes of the page, which need no key, and of its initial settings, which need
+    one.
+    """
     router = APIRouter(include_in_schema=False)
     for path in page_files():
         router.add_api_route(path, _route(path), response_model=None)

@@ -1,1 +1,1 @@
-"""Run one text in one budget: decoding, generation, recovery, files of sessions."""
+"""Run texts inside a budget: decoding, generation, pools, recovery, and saved sessions."""

@@ -1,4 +1,4 @@
-"""Read what the options of the command line and of the server say of the cache."""
+"""Build cache settings from options of the command line and of the server, and resolve them."""
 
 from __future__ import annotations
 
@@ -6,89 +6,88 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from entropykv.errors import SettingsError
-from entropykv.policy.names import schedules
+from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.names import schedules, takes_profile
+from entropykv.policy.resolved_config import ResolvedConfig, resolve
+from entropykv.profile.find import find_profile, given_profile
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.declared import declared
 from entropykv.settings.freezing import RAM, Freezing
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.recovery import RUNGS, Recovery
 
-RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
-"""The rungs of the recovery ladder, by what options call them."""
-WITHOUT_REWALK = tuple(name for name, rung in RUNGS.items() if rung is not Rung.REWALK)
-"""The rungs where tokens that were written cannot be taken back."""
-
-_SAME = ("kv_budget", "policy", "kv_type", "store", "entropy_config", "recent_window")
-"""Fields of CacheOptions that options have under the same name."""
-_OPTIONS = {
-    "freeze_limit": "limit",
-    "freeze_type": "kv_type",
-    "recall_interval": "recall_interval",
-}
-_SCHEDULE_OPTIONS = {
-    "freeze_window": "window",
-    "freeze_threshold": "threshold",
-    "freeze_rate": "rate",
-    "freeze_history": "history",
-}
-_RECOVERY_OPTIONS = {
-    "recovery_deviations": "deviations",
-    "recovery_window": "window",
-    "rewalk": "rewalk",
-}
+_IN_BOTH = (
+    "kv_budget",
+    "policy",
+    "kv_type",
+    "store",
+    "entropy_config",
+    "n_sinks",
+    "recent_window",
+)
+"""Fields of CacheOptions that the command line and the server have by the same name."""
 
 
 def cache_options_of(
     options: Any, *, rungs: Sequence[str] = tuple(RUNGS), **others: Any
 ) -> CacheOptions:
-    """Return what options say of the cache: those of the command line, or of the server.
+    """Return the cache options that options of the command line or of the server ask for.
 
-    `others` are fields of CacheOptions for which the two have names of their own. `rungs` are those
-    of the recovery ladder that may be asked for.
+    `others` are fields of CacheOptions that command line and server name differently. `rungs` are
+    the rungs of the recovery ladder that may be asked for.
     """
-    same = {name: getattr(options, name) for name in _SAME}
+    names = declared(CacheOptions)
+    same = {field: getattr(options, names[field].name) for field in _IN_BOTH}
     return CacheOptions(
         **{**same, **others},
         learn=bool(getattr(options, "learn", False)),
-        n_sinks=options.sinks,
         freeze=freezing_of(options),
         recovery=recovery_of(options, rungs),
     )
 
 
-def freezing_of(options: Any) -> Freezing | None:
-    """Return what options say of freezing: those of the command line, or of the server.
+def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig:
+    """Read the profile that the policy takes, and resolve the options with it.
 
-    `options.policy` may be a list. Raises SettingsError for those that would change nothing.
+    It is the one that was given, or that of the model. Raises as resolve() does, and ProfileError
+    for a profile that cannot be read.
+    """
+    profile = given_profile(options.entropy_config)
+    if profile is None and takes_profile(options.policy):
+        profile = find_profile(geometry)
+    return resolve(options, geometry, profile)
+
+
+def freezing_of(options: Any) -> Freezing | None:
+    """Return the settings of freezing that options of the command line or of the server ask for.
+
+    `options.policy` may be a list. Raises SettingsError for options that would have no effect.
     """
     policies = [options.policy] if isinstance(options.policy, str) else options.policy
-    names = {**_OPTIONS, **_SCHEDULE_OPTIONS}
-    given = {name: getattr(options, name) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(Freezing, options)
     always = all(map(schedules, policies))
     if options.freeze is None and given and not always:
         raise SettingsError(
-            f"{_option(given)} is of no use where nothing is frozen; give --freeze ram or --freeze "
+            f"{_flag(given)} is of no use where nothing is frozen; give --freeze ram or --freeze "
             "disk:DIR, too"
         )
-    useless = given.keys() & _SCHEDULE_OPTIONS.keys()
+    useless = [name for name in given if declared(Freezing)[name].of_schedule]
     if useless and not any(map(schedules, policies)):
         raise SettingsError(
-            f"{_option(useless)} belongs to --policy rolling-freeze; use that policy, or leave it "
-            "out"
+            f"{_flag(useless)} belongs to --policy rolling-freeze; use that policy, or leave it out"
         )
     if options.freeze is None and not always:
         return None
     where = RAM if options.freeze is None else options.freeze
-    return Freezing(where, **{names[name]: given[name] for name in given})
+    return Freezing(where, **given)
 
 
 def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
-    """Return the ladder, if one was asked for; raises SettingsError for its options without it.
+    """Return the recovery ladder if the options ask for one; raises SettingsError for its options
+    without it.
 
-    `rungs` are those that may be asked for; without the last there are no options of a rewalk.
+    `rungs` are those that may be asked for; without the last one, options of a rewalk do not exist.
     """
-    given: dict[str, Any]
-    given = {name: getattr(options, option, None) for option, name in _RECOVERY_OPTIONS.items()}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(Recovery, options)
     if options.recovery is None:
         if given:
             choices = f"{', '.join(rungs[:-1])} or {rungs[-1]}"
@@ -97,5 +96,16 @@ def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery |
     return Recovery(highest=RUNGS[options.recovery], **given)
 
 
-def _option(names: Iterable[str]) -> str:
-    return "--" + min(names).replace("_", "-")
+def _given(kind: type[Freezing | Recovery], options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that options say anything of."""
+    values = {
+        field: getattr(options, each.name, None)
+        for field, each in declared(kind).items()
+        if each.flags
+    }
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _flag(fields: Iterable[str]) -> str:
+    """Return the option that the first of these fields of Freezing has, in alphabetical order."""
+    return min(declared(Freezing)[field].flags[0] for field in fields)

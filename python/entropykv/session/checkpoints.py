@@ -1,8 +1,8 @@
-"""Keep where the texts of a pool's sessions stood, to come back to and for others to go on from.
+"""Keep checkpoints of a pool's sessions, to roll back to and for other sessions to continue from.
 
-A session keeps a checkpoint where its text turns from what is read to what is written, and back: at
-the end of every prompt, and of every answer. A turn that is edited or asked for again goes on from
-there, whatever was evicted since; and whoever begins with the same text need not read it.
+A session keeps a checkpoint whenever it changes between reading and writing: at the end of every
+prompt and of every answer. A turn that is edited or asked again continues from there, whatever was
+evicted since; and another session that begins with the same text need not read it.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import parse_bytes
 
 INTERVAL = 1024
-"""Tokens of a prompt after which a checkpoint is kept within it, where no later one could be cut
-there: something was evicted, or layers are recurrent.
+"""After so many tokens of a prompt, a checkpoint is kept within it if later ones could not be cut:
+something was evicted, or layers are recurrent.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Hold what a session was at a position."""
+    """Hold the state of a session at a position."""
 
     sequence: TokenSequence
     swapped: SwappedSequence
     goes_back: bool
-    """True where layers can go back to an earlier position, if nothing was evicted since."""
+    """True if it can be cut to an earlier position, as long as nothing was evicted."""
     tenant: Hashable = None
-    """Whose text it is: sessions of another tenant never go on from it."""
+    """The tenant of its text: sessions of other tenants never continue from it."""
 
     @property
     def position(self) -> int:
-        """Return how many tokens were read."""
+        """Return how many tokens had been read."""
         return self.sequence.position
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes that it takes besides the pool: of entries, and of text and logits."""
+        """Return the bytes outside the pool: of entries, text and logits."""
         return self.swapped.n_bytes + self.sequence.n_bytes
 
     def reuse(self, tokens: array[int], *, repeatable: bool) -> Reuse:
-        """Decide how many tokens of a text it can spare reading; all of them only with logits.
+        """Decide how many tokens of a text need not be read; all of them only if it has logits.
 
-        With `repeatable`, where the texts part before it, only what a reading from 0 would cut
-        there.
+        With `repeatable`, and if the texts differ before its end, it is cut only where a reading
+        from position 0 would also start a micro-batch.
         """
         held = HeldText.of(self.sequence, self._can_return_to)
         return reuse_of(held, tokens, Demand(is_cut=repeatable))
@@ -59,15 +59,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Keep those of one pool: in its pages while there is room, then in `limit` bytes besides.
+    """Keep the checkpoints of one pool: in free pages while there are some, then in `limit` bytes
+    outside.
 
-    The limit counts all that they take besides the pool. The one that was not used for longest goes
-    first. Raises SettingsError for an impossible limit. To be used between two steps.
+    The limit counts everything outside the pool. The least recently used checkpoint is dropped
+    first. Raises SettingsError for an impossible limit. It must be used between two steps.
     """
 
     def __init__(self, swap_space: SwapSpace, limit: str | int) -> None:
-        """Take the pool's swap_space; `limit` is bytes, such as `64MiB`, and 0 keeps none."""
-        limit = 0 if limit == "0" else limit  # as the command line gives it
+        """Use the pool's swap space; `limit` is in bytes or text such as `64MiB`; 0 keeps none."""
+        limit = 0 if limit == "0" else limit  # The command line passes text.
         n_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
         if isinstance(n_bytes, bool) or not isinstance(n_bytes, int) or n_bytes < 0:
             raise SettingsError(
@@ -79,16 +80,18 @@ class Checkpoints:
         swap_space.give_first = self.make_room
 
     def __len__(self) -> int:
-        """Return how many are kept."""
+        """Return how many checkpoints are kept."""
         return len(self._kept)
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that they take besides the pool."""
+        """Return the bytes that they take outside the pool."""
         return sum(each.n_bytes for each in self._kept)
 
     def keep(self, checkpoint: Checkpoint) -> None:
-        """Keep one, in the place of its tenant's of the same text; drop those beyond the limit."""
+        """Keep a checkpoint instead of the tenant's earlier one of the same text; drops those
+        beyond the limit.
+        """
         for each in self._kept:
             if (
                 each.tenant == checkpoint.tenant
@@ -103,9 +106,10 @@ class Checkpoints:
     def nearest(
         self, tokens: Sequence[int], tenant: Hashable = None, *, repeatable: bool = False
     ) -> tuple[Checkpoint | None, int]:
-        """Return the tenant's one that spares most of a text, and how many tokens; None, 0: none.
+        """Return the tenant's checkpoint that saves most reading, and how many tokens; (None, 0) if
+        none.
 
-        Those of others are not looked at, so that no time tells whether they have read the text.
+        Checkpoints of others are not examined, so that the time does not reveal whether they exist.
         """
         text = array("i", tokens)
         best, most = None, 0
@@ -113,7 +117,7 @@ class Checkpoints:
             if each.tenant != tenant:
                 continue
             n = each.reuse(text, repeatable=repeatable).position
-            # No token of this one is beyond the text, so that nothing is cut off.
+            # This one ends within the text, so it need not be cut.
             if n > most or (n == most > 0 and each.position == n):
                 best, most = each, n
         if best is not None:
@@ -122,7 +126,7 @@ class Checkpoints:
         return best, most
 
     def make_room(self) -> bool:
-        """Move one out of the pool, to the bytes besides it or for good; False: none is in it."""
+        """Move a checkpoint out of the pool, or drop it; returns False if none is in the pool."""
         for each in self._kept:
             if each.swapped.pages is None or self._swap_space.stays(each.swapped):
                 continue
@@ -132,7 +136,7 @@ class Checkpoints:
                 return True
             try:
                 self._swap_space.leave_pool(each.swapped)
-            except PoolError:  # without a place for it, it is dropped: it can be read again
+            except PoolError:  # Without room outside the pool, drop it; the text can be read again.
                 self._drop(each)
             return True
         return False

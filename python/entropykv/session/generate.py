@@ -20,6 +20,7 @@ from entropykv.session.image_spans import is_placeholder
 from entropykv.session.recovery import Recoverable, Watch
 from entropykv.session.sampling import SamplerChain, Sampling
 from entropykv.settings.options import at_least
+from entropykv.thinking.counter import ThoughtCounter
 
 
 class Decoder(Protocol):
@@ -75,10 +76,13 @@ def generate(
     max_tokens: int,
     sampling: Sampling,
     on_prompt: Callable[[int], None] | None = None,
+    *,
+    thought: ThoughtCounter | None = None,
 ) -> Generator[int, None, None]:
     """Read a prompt, then yield generated tokens; see Session.generate.
 
-    `on_prompt` is called with the number of tokens read after every micro-batch.
+    `on_prompt` is called with the number of tokens read after every micro-batch. `thought` is told
+    every token, and says which one must come where a thought has to end.
 
     With recovery, tokens are read ahead of those yielded. Whoever stops early has to close() the
     generator before looking at the session: then it is as if nothing had been read ahead, except
@@ -96,7 +100,7 @@ def generate(
                 on_prompt(session.position - before)
         session.count_prompt(len(tokens), time.perf_counter() - start)
 
-    chooser = _Chooser(sampling, session)
+    chooser = _Chooser(sampling, session, thought)
     try:
         chooser.remember(session)
         yield from _Generation(session, chooser, max_tokens).run()
@@ -142,6 +146,7 @@ class _Generation:
             session.count_generated(0, time.perf_counter() - start)
             if token is None or session.is_end(token):
                 break
+            self._chooser.count(token)
             self._held.append(token)
             yield from self._release(self._hold)
             if self._n_yielded + len(self._held) == self._max_tokens:
@@ -219,11 +224,19 @@ class _Chooser:
 
     _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
-    def __init__(self, sampling: Sampling, session: Decoder) -> None:
+    def __init__(
+        self, sampling: Sampling, session: Decoder, thought: ThoughtCounter | None
+    ) -> None:
+        self._thought = thought
         recovers = isinstance(session, Recoverable) and session.recovery is not None
         if sampling.grammar is not None and recovers:
             raise SettingsError(
                 "a grammar cannot take back tokens that recovery writes again; use one of the two"
+            )
+        if thought is not None and thought.is_bounded and recovers:
+            raise SettingsError(
+                "a budget of thoughts cannot take back tokens that recovery writes again; use one "
+                "of the two"
             )
         n_vocab = session.n_vocab
         vocabulary = session.vocabulary if sampling.needs_vocabulary else None
@@ -237,6 +250,11 @@ class _Chooser:
         """Free the chain."""
         self._chain.close()
 
+    def count(self, token: int) -> None:
+        """Let the counter of thoughts follow the text, if there is one."""
+        if self._thought is not None:
+            self._thought.accept(token)
+
     def remember(self, session: Decoder) -> None:
         """Penalize the last tokens that the session has read, and no others."""
         if self._chain.remembers:  # otherwise a long session would be copied for nothing
@@ -248,6 +266,11 @@ class _Chooser:
 
         Raises SettingsError where a grammar turns out to be too ambiguous.
         """
+        forced = None if self._thought is None else self._thought.forced
+        if forced is not None:
+            llama_cpp.llama_sampler_accept(self._chain.handle, forced)
+            self._chain.check()
+            return forced
         self._data["id"] = self._ids  # the array must be set anew, since samplers sort it
         self._data["logit"] = logits
         self._data["p"] = 0.0

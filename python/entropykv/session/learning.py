@@ -1,4 +1,4 @@
-"""Leave a profile beside a model that has none, from the texts that its sessions read twice."""
+"""Write a profile beside a model that has none, learnt from texts that its sessions read twice."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from pathlib import Path
 from entropykv.errors import ProfileError
 from entropykv.llamacpp.model import Model
 from entropykv.policy.lessons import Lessons, uniform_heads
-from entropykv.policy.names import BudgetRule
+from entropykv.policy.policy import BudgetRule
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import fingerprint_of
-from entropykv.profile.find import find_profile, profile_beside
+from entropykv.profile.find import find_profile, fingerprint_of, profile_beside
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import LEARNT, EntropyProfile
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import Store
 
 LEAST_TOKENS = 1024
-"""Tokens that must be read twice; docs/background/profiles.md shows what more of them gain."""
+"""How many tokens must be read twice; docs/background/profiles.md shows the effect of more."""
 
 
 class Learner:
-    """Watch the stores of a runner, and leave the profile when they have shown enough."""
+    """Collect lessons from the stores of a model runner, and write the profile when there are
+    enough.
+    """
 
     obstacle: str | None = None
-    """Why nothing is learnt, in a sentence; None where nothing is in the way."""
+    """Why nothing is learnt, in a sentence; None if something is learnt."""
     path: Path | None = None
-    """Where the profile was left."""
+    """The path of the written profile."""
 
     def __init__(self, model: Model, config: ResolvedConfig, store: Store) -> None:
-        """Take what serves the model; nothing is learnt where it has a profile already."""
+        """Prepare to learn, unless the model has a profile already."""
         self._model = model
         self._target = profile_beside(model.geometry.path)
         self._lessons: Lessons | None = None
@@ -43,7 +44,9 @@ class Learner:
             self.obstacle = str(error)
 
     def _begin(self, config: ResolvedConfig, store: Store) -> Lessons:
-        """Return where lessons are added up; raises ProfileError, saying what is in the way."""
+        """Return an empty sum of lessons; raises ProfileError with the reason if nothing can be
+        learnt.
+        """
         policy = config.policy
         if not isinstance(store, HeadwiseStore):
             raise ProfileError("the flat store follows no entropy profile, and none is learnt")
@@ -72,18 +75,18 @@ class Learner:
 
     @property
     def n_tokens(self) -> int:
-        """Return how many tokens have shown something."""
+        """Return how many tokens have been learnt from."""
         return 0 if self._lessons is None else self._lessons.n_tokens
 
     def watch(self, store: Store) -> None:
-        """Add up what a store shows from now on."""
+        """Collect lessons from a store from now on."""
         if self._lessons is not None and isinstance(store, HeadwiseStore):
             store.sharing.teach(self._lessons)
 
     def leave_if_complete(self, predictor: ScorePredictor | None) -> None:
-        """Write the profile once enough was seen; one that is there by now stays.
+        """Write the profile once there are enough lessons; a file that exists by now is kept.
 
-        `predictor`: what was fitted to the same texts; None before that, and where nothing is.
+        `predictor`: the predictor that was fitted to the same texts; None if there is none.
         """
         if self._lessons is None or self._lessons.n_tokens < LEAST_TOKENS:
             return
@@ -117,7 +120,7 @@ class Learner:
         )
 
     def news(self) -> str | None:
-        """Return what report() has to say of a profile or an obstacle, once."""
+        """Return the sentence of report() about a new profile or an obstacle, only once."""
         known = self.path is not None or self.obstacle is not None
         if not known or self._told:
             return None
@@ -125,7 +128,7 @@ class Learner:
         return self.report()
 
     def report(self) -> str | None:
-        """Return what a user should know in the end, in a sentence; None where it has a profile."""
+        """Return a final sentence for the user; None if the model already had a profile."""
         if self.path is not None:
             return f"{self.path}: learnt; sessions with this model use it from now on"
         if self.obstacle is not None or self._lessons is None:

@@ -1,4 +1,4 @@
-"""Plan what a budget means for a model, from the header of its file alone: `entropykv plan`."""
+"""Plan the memory of a model under a budget, only from the header of its file: `entropykv plan`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 from entropykv.errors import ModelFileError
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
-from entropykv.policy.resolved_config import ResolvedConfig, resolve
-from entropykv.profile.belongs import check_model
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.profile.find import check_model
+from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 
-_Q8_0_BITS = 8.5  # 32 values of 8 bits, and their f16 scale
+_Q8_0_BITS = 8.5  # 32 values of 8 bits, and their f16 scale.
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Hold bytes of weights and KV cache, in full and inside a budget."""
+    """Hold bytes of weights and KV cache, for the full cache and for the budget."""
 
     config: ResolvedConfig
-    """The config that a session follows, too."""
+    """The resolved config, which is the same as a session's."""
     plan: HeadwisePlan | FlatPlan
-    """What each conversation gets, where several share a pool: an equal part of it."""
+    """The plan of each conversation; in a shared pool, of an equal part."""
 
     @property
     def n_sequences(self) -> int:
@@ -77,11 +78,13 @@ class MemoryPlan:
 
     @property
     def saved_bytes(self) -> int:
-        """Return the bytes that the budget saves against the full f16 cache."""
+        """Return the bytes that the budget saves, compared with the full f16 cache."""
         return self.kv_bytes_f16 - self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what --json prints: bytes, and budgets in entries as [layer][KV head]."""
+        """Return the object that --json prints: bytes, and budgets in entries as
+        [layer][KV head].
+        """
         geometry, protection = self.config.geometry, self.plan.protection
         return {
             "model": geometry.name or geometry.path.name,
@@ -103,13 +106,13 @@ class MemoryPlan:
 
 
 def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan:
-    """Plan a budget as a session would; nothing but the file's header, and a profile, is read.
+    """Plan a budget as a session would; only the file's header and a profile are read.
 
-    Where `store` is auto, the plan is that of the headwise store: whether it can serve the model,
-    only the model's graph tells. Raises ModelFileError, ProfileError, BudgetError, SettingsError.
+    If `store` is auto, the plan is for the headwise store; only the model's graph tells whether it
+    can serve the model. Raises ModelFileError, ProfileError, BudgetError, SettingsError.
     """
     geometry = read_geometry(path)
-    config = resolve(options, geometry)
+    config = config_for(options, geometry)
     if config.profile is not None:
         check_model(config.profile, geometry)
     if not attention_layers(geometry):
@@ -164,7 +167,9 @@ def _entries(plan: MemoryPlan) -> str:
 
 
 def _line_of_each(plan: MemoryPlan) -> list[str]:
-    """Return the line of what each conversation gets, where several share a pool."""
+    """Return the line about each conversation's part of a shared pool; empty if there is
+    only one.
+    """
     if not plan.config.options.in_pool:
         return []
     return [f"  for each          {_mib(plan.share_bytes):>12}   {_entries(plan)}"]

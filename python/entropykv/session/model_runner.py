@@ -25,6 +25,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import resolve
+from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images
@@ -67,7 +68,7 @@ class ModelRunner:
         swap_space = SwapSpace(options.swap, options.swap_limit)
         self.checkpoints = Checkpoints(swap_space, options.checkpoint_limit)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
-        self.config = resolve(options, geometry)
+        self.config = config_for(options, geometry)
         """What was asked for means this, with the store that serves the model."""
         self.budget = options.budget
         self.model = (
@@ -118,7 +119,7 @@ class ModelRunner:
         """Make the store that was asked for; with `auto`, flat where headwise cannot serve it."""
         if is_recurrent(self.model) and not self.config.geometry.recurrent:  # llama.cpp knows more
             geometry = replace(self.config.geometry, recurrent=True)
-            self.config = resolve(self.config.options, geometry)
+            self.config = resolve(self.config.options, geometry, self.config.profile)
         options = self.config.options
         try:
             return self._make_store()

@@ -1,4 +1,4 @@
-"""Fit the predictor of a model that has none to the first texts that its sessions read."""
+"""Fit a predictor for a model that has none, from the first texts that its sessions read."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.store.headwise import HeadwiseStore
 
 LEAST_TOKENS = 1024
-"""The fewest tokens that are read twice before the predictor is fitted to what they have shown."""
+"""The least tokens that are read twice before the predictor is fitted to them."""
 TOKENS_PER_FEATURE = 6
-"""How many of them there are at least for every feature of an entry: keys and values of 64 numbers
-have 163. On SmolLM2, 4 to 12 for each keep the same facts."""
+"""The least tokens per feature of an entry; keys and values of 64 numbers have 163 features. On
+SmolLM2, factors from 4 to 12 keep the same facts.
+"""
 
 
 class PredictorFit:
-    """Collect what the second reading of the first texts shows, and fit the predictor to it once.
+    """Collect what the second reading of the first texts shows, and fit the predictor once.
 
-    All stores of a pool share what is collected, and the predictor. It is fitted between two steps,
-    by the number of tokens alone, so that the same texts are always treated in the same way.
+    All stores of a pool share the collected sums and the predictor. The number of tokens alone
+    decides when it is fitted, between two steps, so that the same texts are always treated equally.
     """
 
     n_needed = LEAST_TOKENS
     """How many tokens are read twice."""
     predictor: ScorePredictor | None = None
-    """What was fitted; None as long as texts are read twice."""
+    """The fitted predictor; None while texts are still read twice."""
     n_tokens = 0
     """How many tokens were read twice so far."""
     _told = False
 
     def watch(self, store: HeadwiseStore) -> None:
-        """Collect what texts of a store show, until the predictor is known."""
+        """Collect sums from the texts of a store, until the predictor is fitted."""
         if self.predictor is None:
             store.prediction.collect_lessons(True)
             most = max(store.prediction.n_features)
             self.n_needed = max(LEAST_TOKENS, TOKENS_PER_FEATURE * most)
 
     def note(self, n_tokens: int, slots: Sequence[SequenceSlot]) -> bool:
-        """Count tokens that were read twice; returns whether the predictor was fitted by that.
+        """Count tokens that were read twice; returns whether this fitted the predictor.
 
-        `slots`: all of the runner, at least one; what those hold that are live is predicted then.
+        `slots`: all slots of the runner, at least one; then the scores of live entries are
+        predicted.
         """
         if self.predictor is not None:
             return False
@@ -59,16 +61,16 @@ class PredictorFit:
         return True
 
     def news(self) -> str | None:
-        """Return what report() has to say of the predictor, once."""
+        """Return the sentence of report() about the predictor, only once."""
         if self.predictor is None or self._told:
             return None
         self._told = True
         return self.report()
 
     def report(self) -> str | None:
-        """Return what a user should know in the end, in a sentence; None: nothing was read twice.
+        """Return a final sentence for the user; None if nothing was read twice.
 
-        It is for those who do not let the profile of the model be learnt.
+        It is for users who have not enabled learning.
         """
         if self.n_tokens == 0:
             return None

@@ -1,4 +1,4 @@
-"""Read the tokens of one sequence, chunk by chunk, with the echoes that a policy asks for."""
+"""Read the tokens of one sequence in chunks, with the echoes that a policy requires."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Rows = npt.NDArray[np.float32]
 
 
 class SequenceReader:
-    """Cut what a sequence reads into chunks, and have the runner read them in its steps."""
+    """Cut the tokens of a sequence into chunks, and let the runner read them in its steps."""
 
     def __init__(self, runner: ModelRunner, slot: SequenceSlot, rollback: Rollback) -> None:
-        """Read for one slot of a runner; `rollback` keeps checkpoints on the way."""
+        """Read for one slot of a runner; `rollback` keeps checkpoints meanwhile."""
         self._runner = runner
         self._slot = slot
         self._store = slot.store
@@ -31,18 +31,18 @@ class SequenceReader:
 
     @property
     def chunk(self) -> int:
-        """Return how many tokens of text are read at once, however many follow."""
+        """Return how many tokens of text are read at once at most."""
         return self._echo.chunk if self._echo else self._runner.config.n_ubatch
 
     @property
     def _echo(self) -> Echo | None:
-        """Return what makes the echoes of texts; None where they are read once, or from now on."""
+        """Return the object that makes echoes; None if texts are not, or no longer, read twice."""
         return self._runner.echo
 
     def read(
         self, tokens: Sequence[int], all_logits: bool, *, writes: bool | None = None
     ) -> Iterator[Rows | None]:
-        """Yield each micro-batch's logits as it is read: see Session.decode_micro_batches()."""
+        """Yield the logits of each micro-batch: see Session.decode_micro_batches()."""
         self._runner.check_usable(self._slot)
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
@@ -58,7 +58,7 @@ class SequenceReader:
         if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
         while ids:
-            # Echoes may end within the text: once they have taught the predictor enough.
+            # Echoes may end within the text, once the predictor is fitted.
             repeats = self._echo if echoes else None
             image = self._image_part(ids) if is_placeholder(ids[0]) else None
             if image is None:
@@ -74,7 +74,7 @@ class SequenceReader:
                 self._rollback.note_interval(len(part))
 
     def _largest_chunk(self, n_tokens: int) -> int:
-        """Return how many of so many tokens to read at once."""
+        """Return how many of n_tokens tokens to read at once."""
         position = self._slot.text.position
         return min(self._runner.config.n_ubatch, self._store.whole_before(position, n_tokens))
 
@@ -136,7 +136,7 @@ class SequenceReader:
         arrival: int,
         image: ImagePart | None = None,
     ) -> Rows | None:
-        """Decode a micro-batch at the end of the text; where that fails, the sequence is broken."""
+        """Decode a micro-batch at the end of the text; if that fails, the sequence is broken."""
         slot = self._slot
         slot.broken = True
         embedded = None if image is None else image.embedded
@@ -146,13 +146,13 @@ class SequenceReader:
             self._runner.read(slot, part, arrival)
             return part.result()
         except EntropyKVError:
-            slot.broken = not part.untouched  # or nothing was read
+            slot.broken = not part.untouched  # It is not broken if nothing was read.
             raise
 
     # --- echoes -----------------------------------------------------------------------------------
 
     def _evicts(self, n_tokens: int) -> bool:
-        """Tell whether the budget cannot hold all of the text when it is so many tokens longer."""
+        """Tell whether the budget cannot hold the whole text if it grows by n_tokens."""
         self._runner.foresee(self._slot)
         return self._slot.text.position + n_tokens > self._store.whole_entries
 
@@ -165,9 +165,9 @@ class SequenceReader:
         return room <= self._echo.tokens_ahead(text.position - text.echoed)
 
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
-        """Read echoes that are missing, if enough, before `n_tokens` more evict the text.
+        """Read missing echoes, if there are enough, before `n_tokens` more evict the text.
 
-        Before a written token, no more than one chunk is repeated: the others wait for the next
+        Before a written token, only one chunk is repeated; the other chunks follow before later
         tokens.
         """
         slot, text = self._slot, self._slot.text
@@ -189,9 +189,9 @@ class SequenceReader:
         slot.note_evictions()
 
     def _echo_of(self, chunk: Sequence[int], first: int | None = None) -> list[int]:
-        """Return the echo of a chunk that is read now, or was from position `first` on.
+        """Return the echo of a chunk that is read now, or was read from position `first` on.
 
-        It is empty where it would be at positions that the model does not have.
+        It is empty if it would exceed the model's positions.
         """
         if self._echo is None:
             return []

@@ -1,8 +1,8 @@
-"""Climb the recovery ladder: restore entries, or write again, where a model grows uncertain.
+"""Climb the recovery ladder when a model becomes uncertain: restore entries, or write tokens again.
 
 Metinov et al., "Adaptive Soft Rolling KV Freeze with Entropy-Guided Recovery", section 3.6: soft
-reset, window reset, full reset, rewalk. The paper leaves open what a spike is; here it is a value
-far above its own running mean, and the ladder is a pure state machine of the logits it was shown.
+reset, window reset, full reset, rewalk. The paper does not define a spike. Here it is a value far
+above its own running mean, and the ladder is a pure state machine over the logits.
 """
 
 from __future__ import annotations
@@ -17,71 +17,74 @@ import numpy.typing as npt
 from entropykv.settings.recovery import Recovery, Rung
 
 LEAST_DEVIATION = 0.25
-"""The least deviation in bits. Where a text is nearly certain, all values are within a hundredth of
-a bit of each other, and a small step among them is no reason to act.
+"""The least deviation in bits. If a text is nearly certain, all values are within a hundredth of a
+bit of each other, and small changes must not count as spikes.
 """
 
 _LEAST_LOGIT = -80.0
-"""The least logit, relative to the largest one: exp() of less is no normal float32, and times minus
-infinity not finite.
+"""The least logit, relative to the largest one: exp() of less is not a normal float32, and its
+product with minus infinity is not finite.
 """
 
 
 @dataclass(frozen=True)
 class Climb:
-    """Hold one climb: `position` is the tokens read when it was decided, entropies are in bits."""
+    """Hold one climb: `position` is the number of tokens when it was decided; entropies are in
+    bits.
+    """
 
     position: int
     rung: Rung
     entropy: float
     mean_entropy: float
-    """The mean entropy of the tokens before this one."""
+    """The mean entropy of the earlier tokens."""
     top_probability: float
     restored: int = 0
-    """How many entries were restored, of all KV heads."""
+    """How many entries of all KV heads were restored."""
 
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """Restore entries that were taken out of attention, as a session with cold storage can."""
+    """Define a session that can restore frozen entries."""
 
     @property
     def recovery(self) -> Recovery | None:
-        """Return the settings of the ladder; None where it is off."""
+        """Return the settings of the ladder; None if it is off."""
 
     def thaw(self, rung: Rung, window: int) -> int:
         """Restore frozen entries: SOFT, WINDOW (frozen in the last `window` steps), or FULL.
 
-        Returns how many, of all KV heads.
+        Returns how many entries of all KV heads were restored.
         """
 
     def note_climb(self, climb: Climb) -> None:
-        """Take down what was done."""
+        """Record a climb."""
 
 
 class Ladder:
-    """Choose which rung to climb to, from the logits after every generated token."""
+    """Decide after every generated token, by its logits, which rung to climb to."""
 
     def __init__(self, recovery: Recovery, n_vocab: int) -> None:
-        """Begin at the bottom, with nothing seen."""
+        """Start at the bottom."""
         self._recovery = recovery
         self._distribution = _Distribution(n_vocab)
         self._entropy = _Running(recovery)
         self._surprise = _Running(recovery)
         self._since_climb = recovery.refractory
         self._calm = 0
-        self._rewalked = -recovery.rewalk  # no position was rewalked yet
+        self._rewalked = -recovery.rewalk  # No position was rewalked yet.
         self.rung = Rung.NONE
-        """The rung where it stands; it goes up from here."""
+        """The current rung, from which the ladder is climbed."""
 
     def observe(self, logits: npt.NDArray[np.float32], position: int) -> Climb | None:
-        """Look at the logits, (n_vocab,), after `position` tokens; returns what to do about them.
+        """Examine the logits, (n_vocab,), after `position` tokens; returns a climb, or None.
 
-        The caller restores entries, and reports how many.
+        The caller restores the entries, and reports how many.
         """
         entropy, top_probability = self._distribution.measure(logits)
         if not math.isfinite(entropy):
-            return None  # no distribution: no mean would recover from such a value
+            # This is not a distribution, and the means would never recover from such a value.
+            return None
         mean = self._entropy.mean
         spikes = self._entropy.take(entropy), self._surprise.take(-math.log2(top_probability))
         rung = self._next_rung(any(spikes), position)
@@ -100,7 +103,7 @@ class Ladder:
         self._since_climb = 0
         rung = Rung(min(self.rung + 1, self._recovery.top))
         if rung is Rung.REWALK and position - self._recovery.rewalk < self._rewalked:
-            rung = Rung.FULL  # a second rewalk of some of these tokens would find the same
+            rung = Rung.FULL  # Rewalking some of these tokens again would give the same tokens.
         if rung is Rung.REWALK:
             self._rewalked = position
         self.rung = Rung.NONE if rung is Rung.REWALK else rung
@@ -108,16 +111,18 @@ class Ladder:
 
 
 class Watch:
-    """Hold the ladder beside a generation, and let its session act."""
+    """Apply the ladder during a generation: its climbs restore entries of the session."""
 
     def __init__(self, session: Recoverable, recovery: Recovery, n_vocab: int) -> None:
-        """Begin at the bottom of the ladder."""
+        """Start at the bottom of the ladder."""
         self._session = session
         self._window = recovery.window
         self._ladder = Ladder(recovery, n_vocab)
 
     def wants_rewalk(self, logits: npt.NDArray[np.float32], position: int) -> bool:
-        """Look at the logits after `position` tokens, and restore what the ladder says."""
+        """Examine the logits after `position` tokens, and restore entries; returns whether to
+        rewalk.
+        """
         climb = self._ladder.observe(logits, position)
         if climb is None:
             return False
@@ -127,26 +132,28 @@ class Watch:
 
 
 class _Distribution:
-    """Measure the softmax of logits, in buffers of its own."""
+    """Measure the softmax of logits, in reused buffers."""
 
     def __init__(self, n_vocab: int) -> None:
         self._logits = np.empty(n_vocab, np.float32)
         self._exponentials = np.empty(n_vocab, np.float32)
 
     def measure(self, logits: npt.NDArray[np.float32]) -> tuple[float, float]:
-        """Return entropy in bits, and the top probability; nan for logits without a largest one."""
+        """Return the entropy in bits, and the top probability; NaN for logits without a largest
+        one.
+        """
         z, exponentials = self._logits, self._exponentials
         with np.errstate(invalid="ignore"):
             np.subtract(logits, logits.max(), out=z)
         np.maximum(z, _LEAST_LOGIT, out=z)
         np.exp(z, out=exponentials)
         total = float(exponentials.sum())
-        z *= exponentials  # not np.dot, whose BLAS threads would wake beside those of llama.cpp
+        z *= exponentials  # np.dot would wake BLAS threads, which compete with those of llama.cpp.
         return (math.log(total) - float(z.sum()) / total) / math.log(2.0), 1.0 / total
 
 
 class _Running:
-    """Keep mean and deviation of what came before, with exponential decay; see Recovery."""
+    """Keep an exponentially decaying mean and deviation of earlier values; see Recovery."""
 
     def __init__(self, recovery: Recovery) -> None:
         self._recovery = recovery
@@ -156,7 +163,7 @@ class _Running:
         self.mean = 0.0
 
     def take(self, value: float) -> bool:
-        """Take a value in; returns whether there is a spike."""
+        """Add a value; returns whether it is a spike."""
         self._smoothed += (value - self._smoothed) / min(self._n + 1, self._recovery.smooth)
         value = self._smoothed
         spike = False

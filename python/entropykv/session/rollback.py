@@ -1,4 +1,4 @@
-"""Roll a sequence back: to an earlier position of its text, or to a checkpoint of its pool."""
+"""Roll a sequence back to an earlier position of its text, or to a checkpoint of its pool."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from entropykv.session.swap_space import SwappedSequence
 
 
 class Rollback:
-    """Truncate one sequence, keep checkpoints of it, and go back to them.
+    """Truncate a sequence, keep checkpoints of it, and return to them.
 
-    What can be gone on from is decided in reuse.py.
+    reuse.py decides from where reading can continue.
     """
 
     def __init__(self, runner: ModelRunner, slot: SequenceSlot, tenant: Hashable = None) -> None:
-        """Serve one slot of a runner; `tenant`: whose checkpoints it may go back to."""
+        """Serve one slot of a model runner; `tenant`: whose checkpoints it may return to."""
         self._runner = runner
         self._slot = slot
         self._tenant = tenant
 
     def held(self) -> HeldText:
-        """Return what the sequence holds of its text, to decide what of it can be reused."""
+        """Return the state of the sequence's text, to decide how much of it can be reused."""
         slot = self._slot
         slot.note_evictions()
         return HeldText.of(
@@ -39,7 +39,7 @@ class Rollback:
         )
 
     def truncate(self, position: int) -> None:
-        """Go back to `position` tokens: see Session.truncate()."""
+        """Roll back to `position` tokens: see Session.truncate()."""
         slot, text = self._slot, self._slot.text
         if position == 0:
             slot.broken = False
@@ -64,7 +64,7 @@ class Rollback:
         slot.position = slot.expected = slot.shared_for = position
 
     def return_to_prompt(self, position: int, end: int) -> bool:
-        """Go back to the end of the last prompt: see Session.return_to_prompt()."""
+        """Roll back to the end of the last prompt: see Session.return_to_prompt()."""
         logits = self._slot.text.parts.logits_at(position)
         if logits is None or not self.held().leads_back_to_prompt(position, end):
             return False
@@ -75,21 +75,23 @@ class Rollback:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def note_turn(self, *, writes: bool) -> None:
-        """Keep a checkpoint where the text turns from what is read to what is written, or back."""
+        """Keep a checkpoint if the text changes from reading to writing, or back."""
         slot = self._slot
         if slot.text.position and writes != slot.writes:
             self.keep_checkpoint()
         slot.writes = writes
 
     def note_interval(self, n_tokens: int) -> None:
-        """Keep a checkpoint within a prompt, where no later one could be cut there."""
+        """Keep a checkpoint within a prompt if later ones could not be cut."""
         position = self._slot.text.position
         crossed = position // INTERVAL > (position - n_tokens) // INTERVAL
         if crossed and (self._slot.store.evicted > 0 or self._runner.recurrent):
             self.keep_checkpoint()
 
     def keep_checkpoint(self) -> None:
-        """Keep where the text stands, to come back to, and for others that begin as it does."""
+        """Keep a checkpoint of the current state, for this sequence and for others with the same
+        beginning.
+        """
         slot, checkpoints = self._slot, self._runner.checkpoints
         if checkpoints.limit_bytes == 0 or slot.text.position == 0 or slot.broken:
             return
@@ -100,9 +102,9 @@ class Rollback:
                 checkpoints.keep(self._checkpoint(slot.text.to_come_back_to(), swapped))
 
     def fork(self) -> Checkpoint | None:
-        """Return what another sequence can go on from; None where nothing was read.
+        """Return a checkpoint that another sequence can continue from; None if nothing was read.
 
-        Raises PoolError where no more can be swapped out, and for a session alone.
+        Raises PoolError if nothing more can be swapped out, and for a session without a pool.
         """
         slot = self._slot
         if not slot.text.position:
@@ -117,7 +119,7 @@ class Rollback:
         return Checkpoint(text, swapped, goes_back=goes_back, tenant=self._tenant)
 
     def go_on_from(self, origin: Checkpoint) -> None:
-        """Be a sequence that has read what a swapped out one has, which becomes its own."""
+        """Continue from a swapped out sequence, whose state becomes that of this one."""
         slot = self._slot
         with self._runner.exclusively(slot):
             self._runner.shared.give(slot, origin.swapped)
@@ -126,7 +128,7 @@ class Rollback:
         slot.broken = False
 
     def return_to_checkpoint(self, tokens: Sequence[int], beyond: int, *, repeatable: bool) -> bool:
-        """Go back to a checkpoint of a text: see Session.return_to_checkpoint()."""
+        """Roll back to a checkpoint of a text: see Session.return_to_checkpoint()."""
         runner, slot = self._runner, self._slot
         if runner.checkpoints.limit_bytes == 0:
             return False
@@ -138,13 +140,13 @@ class Rollback:
                 return False
             try:
                 swapped = runner.shared.swap_space.copy(found.swapped)
-            except PoolError:  # there is no room to swap out what it holds
+            except PoolError:  # There is no room to swap out the current state.
                 return False
             self.go_on_from(replace(found, swapped=swapped))
         if position < slot.text.position:
             try:
                 self.truncate(position)
-            except PoolError:  # there is no room to be live, and waiting for it may take long
+            except PoolError:  # There is no room to be live, and waiting for it may take long.
                 self.truncate(0)
                 return False
         return True

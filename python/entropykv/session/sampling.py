@@ -52,8 +52,9 @@ class Sampling:
     top_p 1, min_p 0, typical_p 1, top_n_sigma -1, xtc_probability 0, dynatemp_range 0, mirostat 0,
     repeat_penalty 1, the other penalties 0, dry_multiplier 0. `repeat_last_n`: how many tokens
     penalties look back at (0: none, -1: the whole context). `samplers`: which ones, in which order.
-    `grammar`: GBNF with a rule `root`. `logit_bias`: pairs of a token and what is added to its
-    logit. seed None: another one every time. Raises SettingsError for impossible values.
+    `grammar`: GBNF, whose rule `grammar_root` is the answer. `logit_bias`: pairs of a token and
+    what is added to its logit. seed None: another one every time. Raises SettingsError for
+    impossible values.
     """
 
     temperature: float = 0.0
@@ -81,6 +82,7 @@ class Sampling:
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str | None = None
+    grammar_root: str = "root"
     samplers: tuple[str, ...] = field(default=SAMPLERS)
 
     def __post_init__(self) -> None:
@@ -185,7 +187,9 @@ class SamplerChain:
         if sampling.logit_bias:
             self._add(self._logit_bias())
         if sampling.grammar is not None and self._trie is not None:
-            self._grammar = GrammarSampler(sampling.grammar, self._vocabulary, self._trie)
+            self._grammar = GrammarSampler(
+                sampling.grammar, self._vocabulary, self._trie, root=sampling.grammar_root
+            )
             self._add(self._grammar.handle())
         greedy = sampling.temperature <= 0.0
         makers = self._makers()

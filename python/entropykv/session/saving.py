@@ -1,4 +1,4 @@
-"""Gather a session for its file, and check what a file holds before a session takes it over."""
+"""Write a session to a file, and check a file before a session loads it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, 
 def saved_settings(
     model: Model, config: ResolvedConfig, store: Store, budget: Budget
 ) -> SavedSettings:
-    """Gather what a session was made with; `budget` is the one that it has now."""
+    """Return the settings of a session for its file; `budget` is its current budget."""
     freezing = config.freezing
     return SavedSettings(
         entropykv=VERSION,
@@ -70,7 +70,8 @@ def write_state(
 ) -> SavedContents:
     """Write a session to a binary file."""
     state = store.state()
-    # Copy the array: an error that somebody keeps would keep it from growing.
+    # Copy the array: an exported buffer that an exception keeps alive would prevent it from
+    # growing.
     tokens = np.array(sequence.tokens, "<i4")
     logits = np.empty(0) if sequence.logits is None else sequence.logits
     contents = SavedContents(
@@ -94,9 +95,9 @@ def write_state(
 def load_state(
     reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int, n_ubatch: int
 ) -> TokenSequence:
-    """Replace what a store holds by a saved session, and return its text.
+    """Replace the content of a store by a saved session, and return its text.
 
-    Raises SessionFileError where it does not fit or is damaged, and leaves the store as it was.
+    Raises SessionFileError if it is damaged or does not fit, and leaves the store unchanged.
     """
     check_settings(reader.settings, settings, reader.where)
     contents = reader.contents
@@ -177,15 +178,15 @@ def _are_possible(ids: npt.NDArray[np.int32], images: Sequence[ImageSpan], n_voc
 
 
 class Saver:
-    """Write one sequence to a file or into memory, and go on from what was written."""
+    """Save one sequence to a file or to bytes, and load it again."""
 
     def __init__(self, runner: ModelRunner, slot: SequenceSlot) -> None:
-        """Save and load the sequence of one slot of a runner."""
+        """Save and load the sequence of one slot of a model runner."""
         self._runner = runner
         self._slot = slot
 
     def save(self, path: str | os.PathLike[str], *, chat: bool | None) -> SavedContents:
-        """Write a file that appears complete or not at all: see Session.save()."""
+        """Write a file, which appears complete or not at all: see Session.save()."""
         with new_session_file(path) as file:
             return self._write(file, chat)
 
@@ -196,12 +197,12 @@ class Saver:
         return file.getvalue()
 
     def load(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Go on with a file: see Session.load()."""
+        """Load a file: see Session.load()."""
         with open_session(path) as reader:
             return self._load(reader)
 
     def load_state(self, data: bytes) -> SavedContents:
-        """Go on with what state() returned."""
+        """Load what state() has returned."""
         return self._load(reader_of(data))
 
     def _settings(self) -> SavedSettings:
@@ -217,7 +218,7 @@ class Saver:
         runner, slot = self._runner, self._slot
         runner.check_usable(slot)
         slot.broken = True
-        # Its share of a pool is to hold all of it before it is there.
+        # Announce the length first, so that the share of the pool can hold all of it.
         slot.expected = max(slot.expected, reader.contents.position)
         try:
             with runner.live_store(slot) as store:

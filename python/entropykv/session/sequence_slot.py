@@ -1,4 +1,4 @@
-"""Hold a sequence's part of a runner: its text, its store, its weight, and whether it is live."""
+"""Define a sequence's slot in a model runner: its text, store, weight, and whether it is live."""
 
 from __future__ import annotations
 
@@ -12,63 +12,67 @@ from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import Store
 
 IDLE_SECONDS = 1.0
-"""Seconds without reading after which a sequence may be swapped out though nobody said it rests."""
+"""After so many seconds without reading, a sequence counts as idle, and may be swapped out."""
 
 
 class SequenceSlot:
-    """Hold all that there is of one sequence; a session is a handle on it."""
+    """Hold everything that belongs to one sequence; a session is a handle on it."""
 
     def __init__(
         self, store: Store, weight: float, number: int, text: TokenSequence, *, live: bool
     ) -> None:
-        """Begin with nothing read."""
+        """Start with nothing read."""
         self.store = store
         self.number = number
-        """How many sequences had a slot at this runner before."""
+        """A unique number: how many slots the runner has made before."""
         self.weight = weight
-        """Its part of the pool, relative to those of the others."""
+        """Its weight, relative to other sequences of the pool."""
         self.live = live
         self.gone = False
-        """True once its session is closed: nothing can be read or held any more."""
+        """True once its session is closed; then nothing can be read any more."""
         self.swapped: SwappedSequence | None = None
         self.text = text
-        """What was read, as its session knows it; loading and forking put another in its place."""
+        """The text that was read; loading and forking replace it."""
         self.trajectory: Trajectory | None = None
-        """What was held over the text, where entries are frozen."""
+        """The entries held over the text, if entries are frozen."""
         self.broken = False
-        """True where a decode has failed half-way."""
+        """True if a decode has failed half-way."""
         self.writes = False
-        """True where the latest tokens were written one by one, and are not a prompt."""
+        """True if the latest tokens were written one by one, and are not a prompt."""
         self.position = 0
-        """How many tokens were read, when it was last between two steps."""
+        """How many tokens had been read at the end of the last step."""
         self.expected = 0
-        """Tokens that its text is known to get, at least: the others have what it does not need."""
+        """The least tokens that its text will have, as far as known; others get the pages that it
+        does not need.
+        """
         self.shared_for = 0
-        """Tokens that shares have room for, or have gone by."""
+        """The length of text that the current shares have room for, or were planned with."""
         self.loss_curve: LossCurve | None = None
-        """What its text loses with fewer pages, when shares last went by it."""
+        """The losses with fewer pages that the current shares are based on."""
         self.rests = False
-        """True where its session has said that no token follows soon."""
+        """True if its session has said that no token follows soon."""
         self.last_step = 0.0
         self.inherited = 0
-        """How many entries had been evicted of the sequence that it is a copy of."""
+        """How many entries had been evicted from the sequence that it was copied from."""
         self.given_up = 0
-        """How many entries left because its share became smaller, for the sake of others."""
+        """How many entries were evicted because its share shrank for others."""
 
     @property
     def evicted(self) -> int:
-        """Return how many entries were evicted since it is there."""
+        """Return how many entries were evicted, without those of the sequence it was
+        copied from.
+        """
         return self.store.evicted - self.inherited
 
     def note_evictions(self) -> None:
-        """Let the text know where it ended when entries were last evicted."""
+        """Record in the text where it ended at the last eviction."""
         self.text.note_evictions(self.store.evicted)
 
     def is_idle(self, now: float) -> bool:
-        """Tell whether it can be swapped out without making anybody wait."""
+        """Tell whether it can be swapped out without delaying anybody."""
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property
     def headwise(self) -> HeadwiseStore:
-        """Return the store, which is a HeadwiseStore: no other one shares a pool."""
+        """Return the store as a HeadwiseStore, because only these share a pool."""
         return cast(HeadwiseStore, self.store)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from typing_extensions import Unpack
 
 from entropykv._core import TokenTrie
-from entropykv.errors import PoolError
+from entropykv.errors import ContextError, PoolError
 from entropykv.llamacpp.model import Model
-from entropykv.policy.names import Policy
+from entropykv.policy.policy import Policy
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import other_file
+from entropykv.profile.find import other_file
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.file import SavedContents
@@ -42,6 +42,7 @@ from entropykv.settings.options import Budget, at_least
 from entropykv.settings.recovery import Recovery, Rung
 from entropykv.settings.renamed import warn_of_name
 from entropykv.store.protocol import CacheLook
+from entropykv.thinking.tags import AnswerFrame, ThoughtTags
 
 
 @dataclass(frozen=True)
@@ -279,11 +280,19 @@ class Session:
 
     # --- text and model ---------------------------------------------------------------------------
 
-    def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
+    def tokenize(
+        self, text: str | None, add_bos: bool | None = None, special: bool = True
+    ) -> list[int]:
         """Return the tokens of a text; `add_bos` None: as the model wants.
 
-        `special`: names of control tokens are read as such.
+        `special`: names of control tokens are read as such. Raises ContextError for None, which
+        chat_prompt() and chat_turn() return if the model has no chat template.
         """
+        if text is None:
+            raise ContextError(
+                "there is no text to read: the model has no chat template, so chat_prompt() and "
+                "chat_turn() return None; tokenize the text itself"
+            )
         add = self._model.adds_bos if add_bos is None else add_bos
         return self._model.tokenize(text, add_bos=add, special=special)
 
@@ -308,6 +317,16 @@ class Session:
     def chat_turn(self, text: str) -> str | None:
         """Return what a further user turn adds after an answer: see Model.chat_turn."""
         return self._model.chat_turn(text)
+
+    @property
+    def thought_tags(self) -> ThoughtTags | None:
+        """Return the tags of the model's thoughts; None if its chat template has none."""
+        return self._model.thought_tags
+
+    @property
+    def answer_frame(self) -> AnswerFrame:
+        """Return what the chat template writes before answers: see Model.answer_frame."""
+        return self._model.answer_frame
 
     def is_end(self, token: int) -> bool:
         """Tell whether a token ends the generation."""

@@ -1,4 +1,4 @@
-"""Share the budget of a pool among its live sequences: of one that has all of it, or of several."""
+"""Divide the budget of a pool among its live sequences, or give all of it to a single one."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
 
 STRETCH = 64
-"""Tokens by which a text is expected to grow: shares do not change with every token."""
+"""Tokens by which a text is expected to grow, so that shares do not change with every token."""
 LEAST_CHANGE = 1 / 16
-"""Of a sequence's share: what has become clear of losses changes no shares by less."""
+"""Shares change only if a new measurement of losses would change one by at least this fraction."""
 
 MOST_FLOORS = 64
-"""Equal parts whose floors are known at a time."""
+"""The most numbers of pages whose floors are cached."""
 
 
 class Shares(Protocol):
-    """Say what every live sequence of a pool may hold, and give it to their stores."""
+    """Define how the live sequences of a pool share its budget."""
 
     keeps_places: bool
-    """True where nobody else waits for the place of a sequence, which is live from the start."""
+    """True if sequences never wait for room; then each is live from the start."""
 
     def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
-        """Tell whether every sequence would get what no eviction takes.
+        """Tell whether every sequence would get its protected entries.
 
-        `budget` None: of the one that is shared now. BudgetError for one of no use.
+        `budget` None: of the current budget. Raises BudgetError for an unusable one.
         """
 
     def learn(self, slots: Sequence[SequenceSlot]) -> bool:
-        """Take in what sequences would lose with a smaller share; whether that is news."""
+        """Measure what sequences would lose with a smaller share; returns whether that has
+        changed.
+        """
 
     def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
-        """Give every sequence its share; those that get less evict first."""
+        """Set the share of every sequence; those that shrink evict first."""
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
-        """Prepare for how long the text of one of the sequences is expected to get."""
+        """Prepare for the expected growth of a sequence's text."""
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:
-        """Tell whether note_growth() would let one of the sequences keep all of its text."""
+        """Tell whether note_growth() would let a sequence keep its whole text."""
 
     def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
-        """Share another budget; raises BudgetError where it is not possible."""
+        """Share another budget; raises BudgetError if that is impossible."""
 
 
 class WholeBudget:
-    """Give one sequence all of the budget, as it was asked for: these are a pool of one's shares.
+    """Give the whole budget to the only sequence of a pool of one.
 
     Its store owns the pages, and can be of any kind.
     """
@@ -63,26 +65,26 @@ class WholeBudget:
         slots: Sequence[SequenceSlot],  # noqa: ARG002
         budget: Budget | None = None,  # noqa: ARG002
     ) -> bool:
-        """Say yes: the store itself checks its budget."""
+        """Return True, because the store itself checks its budget."""
         return True
 
     def learn(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
-        """Learn nothing, since nobody else has a share."""
+        """Return False, because there is no other share to compare with."""
         return False
 
     def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
-        """Give nothing: the store has it."""
+        """Do nothing, because the store has the budget already."""
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: ARG002
-        """Let the store plan for how long the text is expected to get."""
+        """Let the store plan for the expected length of the text."""
         slot.store.expect(slot.expected)
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
-        """Say no: the store knows what it holds whole, whatever is expected."""
+        """Return False, because the store itself knows what it holds whole."""
         return False
 
     def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
-        """Give the store the other budget."""
+        """Set the budget of the store."""
         for slot in slots:
             slot.store.resize(budget)
 
@@ -95,7 +97,7 @@ class PageShares:
     def __init__(
         self, core: _core.SequencePool, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
     ) -> None:
-        """Share the pages of `core` by the config; `layers`: the model's attention layers."""
+        """Share the pages of `core`; `layers`: the model's attention layers."""
         self._core = core
         self._config = config
         self._layers = layers
@@ -104,10 +106,10 @@ class PageShares:
         core.set_pages(self._pages)
         self._pages_of: dict[int, int] = {}
         self._floors: dict[int, int] = {}
-        """Of equal parts; few, as long as nobody comes or goes."""
+        """The floors of equal parts, by their pages."""
 
     def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
-        """Tell whether every equal part would hold what no eviction takes."""
+        """Tell whether every equal part would hold the protected entries."""
         pages = self._pages if budget is None else self._config.pool_pages(budget, self._layers)
         try:
             for part in set(equal_parts(pages, [slot.weight for slot in slots])):
@@ -117,7 +119,7 @@ class PageShares:
         return True
 
     def learn(self, slots: Sequence[SequenceSlot]) -> bool:
-        """Take in what sequences would lose with fewer pages; whether that is news."""
+        """Measure what sequences would lose with fewer pages; returns whether that has changed."""
         news = False
         for slot in slots:
             curve = slot.headwise.sharing.loss_curve()
@@ -126,9 +128,9 @@ class PageShares:
         return news
 
     def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
-        """Give every sequence its share; those that get less evict first.
+        """Set the share of every sequence; those that shrink evict first.
 
-        `least_change`: nothing happens where no share would change by so much of it.
+        `least_change`: nothing is done if no share would change by this fraction of it.
         """
         if not slots:
             return
@@ -147,7 +149,7 @@ class PageShares:
             slot.given_up += held - slot.headwise.core.entries
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
-        """Share again where a text gets longer than shares have gone by."""
+        """Share again if a text becomes longer than the shares have planned for."""
         if slot.expected > slot.shared_for:
             self.give(slots)
 
@@ -167,13 +169,15 @@ class PageShares:
         self._core.set_pages(pages)
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:
-        """Tell whether give() would let one of the sequences keep all of its text."""
+        """Tell whether give() would let a sequence keep its whole text."""
         shares = self._divide(slots)
         i = slots.index(slot)
         return self._whole_length(slot, shares[i]) is not None
 
     def _whole_length(self, slot: SequenceSlot, share: int) -> int | None:
-        """Return how long a text may get that a share holds whole; None: it does not hold this."""
+        """Return the longest text that a share holds whole; None if it does not hold the current
+        one.
+        """
         whole = WholeTexts(share, self._config.n_ctx, self._pages_for)
         return whole.length_for(max(slot.expected, slot.position, 1), self._length(slot))
 
@@ -183,7 +187,7 @@ class PageShares:
         return divide(self._pages, claims)
 
     def _length(self, slot: SequenceSlot) -> int:
-        """Return how long a text is taken to get."""
+        """Return the expected length of a text in tokens."""
         n_tokens = max(slot.expected, slot.position, 1)
         return min(-(-n_tokens // STRETCH) * STRETCH, self._config.n_ctx)
 
@@ -198,7 +202,7 @@ class PageShares:
         return self._pages_of[n_tokens]
 
     def _floor(self, part: int) -> int:
-        """Return the pages for the sinks and the recent windows of an equal part."""
+        """Return the pages of the sinks and recent windows of an equal part."""
         if part not in self._floors:
             if len(self._floors) >= MOST_FLOORS:
                 self._floors.clear()

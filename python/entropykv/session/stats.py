@@ -1,4 +1,4 @@
-"""Hold the figures of what a session did: counts, and all that SessionStats shows."""
+"""Count what a session does, and define SessionStats."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class SessionCounts:
     generated_tokens: int = 0
     decode_seconds: float = 0.0
     climbs: dict[str, int] = field(default_factory=dict)
-    """How often the recovery ladder was climbed, by rung."""
+    """How often each rung of the recovery ladder was climbed."""
 
 
 @dataclass(frozen=True)
 class SessionStats:
-    """Hold counts since the session began; bytes are bytes, times are seconds of the wall clock."""
+    """Hold the figures of a session since it began; sizes are in bytes, times in elapsed
+    seconds.
+    """
 
     model: str
     store: str
@@ -35,76 +37,84 @@ class SessionStats:
     prompt_seconds: float
     decode_seconds: float
     kv_bytes_budget: int
-    """What the pool (headwise) or the cache (flat) can never exceed."""
+    """The bytes that the pool (headwise) or the cache (flat) can never exceed."""
     kv_bytes_peak: int
     """The most bytes that were in use."""
     kv_bytes_now: int
     kv_bytes_full: int
-    """What K and V of every token read or generated would take, for every KV head, in f16."""
+    """The bytes that K and V of every token read or generated would take in f16, for every
+    KV head.
+    """
     kv_bytes_staging: int
-    """Bytes besides the pool: one micro-batch of one layer (headwise). Or besides the cache: the
-    largest copy that was made of it, for a moment, to compact, move or save it (flat).
+    """Headwise: the bytes outside the pool, of one micro-batch of one layer. Flat: the bytes of the
+    largest temporary copy of the cache, made to compact, move or save it.
     """
     kv_bytes_scratch: int
-    """Bytes besides both: what the threads of the attention op work with. They grow with the budget
-    of the largest KV head, with the micro-batch and the threads, never with n_ctx.
+    """Bytes outside both: working memory of the attention op's threads. It depends on the budget of
+    the largest KV head, the micro-batch and the threads, never on n_ctx.
     """
     entries_kept: int
     """How many entries all KV heads hold now."""
     entries_full: int
     """How many entries a full cache would hold: tokens times KV heads."""
     evictions: int
-    """How many entries were evicted, of all KV heads."""
+    """How many entries of all KV heads were evicted."""
     eviction_seconds: float
     """Seconds spent choosing and dropping entries, summed over threads."""
     rebases: int
-    """How often stored keys were rotated to positions that the model was trained for."""
+    """How often stored keys were rotated to positions within the trained context."""
     peak_rss_bytes: int
     products: dict[str, str] = field(default_factory=dict)
-    """Who computes the products of weights, by their type in the file: the name of our kernels
-    (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both."""
+    """What computes the products of weights, by their type in the file: the name of our kernels
+    (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both.
+    """
     products_bytes_scratch: int = 0
-    """Bytes that the threads of our kernels work with. They grow with the micro-batch, the widest
-    row of weights and the threads."""
+    """Working memory of our kernels' threads. It depends on the micro-batch, the widest row of
+    weights and the threads.
+    """
     freeze: str | None = None
     """Where evicted entries are frozen, ram or disk:DIR; None: they are dropped."""
     frozen_entries: int = 0
     """How many entries of all KV heads are in cold storage now."""
     frozen_bytes: int = 0
-    """The bytes of them, in memory or on disk; kv_bytes_* count hot entries only."""
+    """The bytes of these entries, in memory or on disk; kv_bytes_* count only active entries."""
     frozen_bytes_peak: int = 0
     """The most bytes that were in cold storage."""
     frozen_sketch_bytes: int = 0
-    """Bytes of the sketches that queries are compared with, in memory, besides frozen_bytes."""
+    """Bytes of the sketches in memory that queries are compared with; frozen_bytes
+    excludes them.
+    """
     frozen_overhead_bytes: int = 0
-    """Bytes that cold storage takes of memory besides both: what is known of every entry (position,
-    score, timer), the lists that find it, and room that is taken before it is needed."""
+    """Further bytes of cold storage in memory: the data of every entry (position, score, timer),
+    the lists that find it, and reserved room.
+    """
     entries_frozen: int = 0
-    """How often an entry of any KV head went into cold storage."""
+    """How often an entry of any KV head was frozen."""
     entries_restored: int = 0
-    """How often an entry came back."""
+    """How often an entry was restored."""
     entries_recalled: int = 0
-    """How many of these came back because queries looked for them."""
+    """How many of these were recalled because queries needed them."""
     cold_seconds: float = 0.0
-    """Seconds spent freezing, restoring, and looking through cold storage."""
+    """Seconds spent freezing, restoring, and searching cold storage."""
     climbs: dict[str, int] = field(default_factory=dict)
     """How often each rung of the recovery ladder was climbed, by its name."""
 
     @property
     def prompt_speed(self) -> float:
-        """Return the tokens of the prompt read per second."""
+        """Return how many tokens of prompts were read per second."""
         return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
 
     @property
     def decode_speed(self) -> float:
-        """Return the tokens generated per second."""
+        """Return how many tokens were generated per second."""
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest resident set of this process so far, in bytes."""
+    """Return the largest resident size of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # VmHWM is of this program alone, but getrusage() remembers its parent's
+    # VmHWM covers only this program, whereas getrusage() also includes its parent before exec.
+    if status.exists():
         for line in status.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

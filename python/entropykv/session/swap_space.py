@@ -1,6 +1,6 @@
-"""Keep idle sequences of a pool: all that decoding depends on.
+"""Keep idle sequences of a pool, with everything that decoding them depends on.
 
-They stay in the pool as long as nobody needs their pages; then they go to memory, or to files.
+They stay in the pool as long as nobody needs their pages; then they are moved to memory or files.
 """
 
 from __future__ import annotations
@@ -21,59 +21,66 @@ from entropykv.store.protocol import SavedState, StoreState
 
 @dataclass(eq=False)
 class SwappedSequence:
-    """Hold what a store held when its sequence was swapped out."""
+    """Hold the state of a store whose sequence was swapped out."""
 
     position: int
     section_bytes: list[int]
-    """Bytes of each section of its state, once it has left the pool."""
+    """The bytes of each section of its state, once it has left the pool."""
     n_entries: int
     """How many entries all its KV heads hold."""
     evicted: int
-    """How many entries were evicted until it was swapped out."""
+    """How many entries were evicted before it was swapped out."""
     pages: StoreCheckpoint | None = None
     """Its pages while it is in the pool; None once it has left."""
     leave: Callable[[StoreCheckpoint], StoreState] | None = None
-    """Makes the state of `pages`, to leave the pool."""
+    """Converts `pages` to a state outside the pool."""
     state: SavedState | None = None
-    """Its state once it has left the pool; without the sections where they are in a file."""
+    """Its state once it has left the pool; without the sections if they are in a file."""
     file: BinaryIO | None = None
-    """The file of the sections. Without a name, it goes with the process, however that ends."""
+    """The file of the sections. It has no name, so that it disappears with the process in
+    any case.
+    """
     awaits_prediction: bool = False
-    """Whether it is older than the predictor of its model, and is predicted when it comes back."""
+    """True if it is older than the predictor of its model; then its scores are predicted at swap
+    in.
+    """
     spare: bool = False
-    """True where it may be forgotten, as checkpoints may: who keeps it has a limit of its own."""
+    """True if it may be dropped, as checkpoints may; its owner applies a limit of its own."""
 
     @property
     def n_bytes(self) -> int:
-        """Return bytes besides the pool: of a part of a sequence that is still in it, or of all."""
+        """Return the bytes outside the pool: of some parts while it is in the pool, or of
+        everything.
+        """
         pages = self.pages
         return sum(self.section_bytes) if pages is None else pages.n_bytes
 
     @property
     def n_pages(self) -> int:
-        """Return how many pages of the pool it holds, those that others hold as well included."""
-        pages = self.pages  # another thread may take them meanwhile
+        """Return how many pages of the pool it holds, including pages that it shares."""
+        pages = self.pages  # Read it once, because another thread may set it to None.
         return 0 if pages is None else pages.n_pages
 
 
 class SwapSpace:
     """Keep swapped out sequences; those that leave the pool go to `ram` or `disk:DIR`.
 
-    All of them together would take no more than `limit` bytes there, so that each can leave at any
-    time. Raises SettingsError for anything else, and for a directory that cannot be used.
+    The space that all of them would take there is at most `limit` bytes, so that each can leave the
+    pool at any time. Raises SettingsError for any other place, and for a directory that cannot be
+    used.
     """
 
     def __init__(self, where: str = RAM, limit: str | int | None = None) -> None:
-        """Check the place; `limit` is bytes, such as `1GiB`, and None is as much as there is."""
+        """Check the place; `limit` is in bytes or text such as `1GiB`; None means no limit."""
         n_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
         if limit is not None and (isinstance(n_bytes, bool) or not n_bytes or n_bytes < 1):
             raise SettingsError(f"swap_limit cannot be {limit!r}; give bytes such as 1GiB")
         self.limit_bytes = n_bytes
         self._swapped: list[SwappedSequence] = []
-        """Swapped out sequences, the one that is swapped out longest first."""
+        """The swapped out sequences; the one that was swapped out first is the first."""
         self._staying: SwappedSequence | None = None
         self.give_first: Callable[[], bool] = lambda: False
-        """Called to move what may be forgotten out of the pool, before what may not be."""
+        """Called to move droppable sequences out of the pool before any other."""
         self._directory: Path | None = None
         if where.startswith(DISK) and where != DISK:
             self._directory = Path(where[len(DISK) :])
@@ -84,12 +91,12 @@ class SwapSpace:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all that is swapped out now, besides the pool."""
+        """Return the bytes of all swapped out sequences outside the pool."""
         return sum(each.n_bytes for each in self._swapped if not each.spare)
 
     @property
     def count(self) -> int:
-        """Return how many sequences are swapped out now."""
+        """Return how many sequences are swapped out."""
         return sum(not each.spare for each in self._swapped)
 
     def hold(
@@ -100,7 +107,9 @@ class SwapSpace:
         *,
         spare: bool = False,
     ) -> SwappedSequence:
-        """Keep a checkpoint in the pool until its pages are needed; raises PoolError as put()."""
+        """Keep a checkpoint in the pool until its pages are needed; raises PoolError as
+        put() does.
+        """
         swapped = _swapped(position, leave(pages))
         swapped.pages, swapped.leave, swapped.spare = pages, leave, spare
         try:
@@ -112,7 +121,7 @@ class SwapSpace:
         return swapped
 
     def put(self, position: int, shift: int, state: StoreState) -> SwappedSequence:
-        """Keep what a store holds; where there is no room, change nothing and raise PoolError."""
+        """Keep the state of a store; without room for it, raises PoolError and changes nothing."""
         swapped = _swapped(position, state)
         self._check_limit(swapped)
         self._write(swapped, shift, state)
@@ -120,7 +129,7 @@ class SwapSpace:
         return swapped
 
     def copy(self, swapped: SwappedSequence) -> SwappedSequence:
-        """Keep the same once more, for another sequence; raises PoolError as put()."""
+        """Keep a copy for another sequence; raises PoolError as put() does."""
         copied = self._copy(swapped)
         copied.awaits_prediction = swapped.awaits_prediction
         return copied
@@ -135,7 +144,7 @@ class SwapSpace:
         return self.put(state.position, state.shift, held)
 
     def await_prediction(self) -> None:
-        """Note that all that is swapped out, checkpoints included, is older than the predictor."""
+        """Mark all swapped out sequences, including checkpoints, as older than the predictor."""
         for swapped in self._swapped:
             swapped.awaits_prediction = True
 
@@ -151,9 +160,10 @@ class SwapSpace:
             )
 
     def make_room(self) -> bool:
-        """Move the sequence that was swapped out first out of the pool; False where none is in it.
+        """Move the sequence that was swapped out first out of the pool; returns False if none is in
+        it.
 
-        Raises PoolError where nothing else has room for it: then nothing has changed.
+        Raises PoolError if there is no room for it elsewhere; then nothing has changed.
         """
         if self.give_first():
             return True
@@ -164,7 +174,7 @@ class SwapSpace:
         return False
 
     def leave_pool(self, swapped: SwappedSequence) -> None:
-        """Copy what is in the pool to where swapped out sequences are kept; raises PoolError."""
+        """Copy a sequence from the pool to memory or disk; raises PoolError."""
         if swapped.pages is None or swapped.leave is None:
             return
         self._write(swapped, swapped.pages.shift, swapped.leave(swapped.pages))
@@ -177,7 +187,7 @@ class SwapSpace:
 
     @contextmanager
     def staying(self, swapped: SwappedSequence) -> Iterator[None]:
-        """Keep a swapped out sequence in the pool while its sequence comes back."""
+        """Keep a swapped out sequence in the pool while it is being swapped in."""
         self._staying = swapped
         try:
             yield
@@ -207,9 +217,9 @@ class SwapSpace:
         return file
 
     def take(self, swapped: SwappedSequence) -> SavedState:
-        """Return what was kept outside of the pool; drop() forgets it.
+        """Return the state that was kept outside the pool; drop() removes it.
 
-        Raises PoolError where its file cannot be read.
+        Raises PoolError if its file cannot be read.
         """
         if swapped.state is None:
             raise PoolError("a conversation that is in the pool has no other state")
@@ -224,7 +234,7 @@ class SwapSpace:
         return replace(swapped.state, sections=sections)
 
     def drop(self, swapped: SwappedSequence) -> None:
-        """Forget what was kept of a sequence."""
+        """Remove everything that was kept of a sequence."""
         self._swapped.remove(swapped)
         if swapped.pages is not None:
             swapped.pages.drop()

@@ -1,4 +1,4 @@
-"""Record entries in attention, and frozen ones, as a text grew: Trajectory."""
+"""Record the numbers of active and of frozen entries while a text grows: Trajectory."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ MOST_POINTS = 100_000
 
 
 class Trajectory:
-    """Keep the entries of all KV heads after every micro-batch, in bounded memory.
+    """Record the entries of all KV heads after every micro-batch, in bounded memory.
 
-    Where there are more than `most` points, every second is left out, and from then on only every
-    second, fourth, eighth micro-batch is kept.
+    If there are more than `most` points, every second one is removed, and from then on only every
+    second (then fourth, eighth) micro-batch is recorded.
     """
 
     def __init__(self, n_kv_heads: int, most: int = MOST_POINTS) -> None:
-        """Begin with no points; `n_kv_heads` is the number of KV heads of all layers."""
+        """Start without points; `n_kv_heads` is the number of KV heads of all layers."""
         self.n_kv_heads = n_kv_heads
         self._most = most
         self.clear()
 
     def clear(self) -> None:
-        """Forget all points and climbs."""
+        """Remove all points and climbs."""
         self.positions = array("q")
-        """Tokens read at each point, ascending; a full cache holds as many in every KV head."""
+        """The tokens read at each point, ascending; a full cache has this many entries per
+        KV head.
+        """
         self.hot = array("q")
-        """Entries in attention at each point, of all KV heads."""
+        """The active entries of all KV heads at each point."""
         self.frozen = array("q")
-        """Entries in cold storage at each point, of all KV heads."""
+        """The frozen entries of all KV heads at each point."""
         self.climbs: list[tuple[int, str]] = []
         """Position and rung of each climb of the recovery ladder."""
         self._stride = 1
         self._n_seen = 0
 
     def record(self, position: int, hot: int, frozen: int) -> None:
-        """Add what is held after a micro-batch."""
+        """Add a point after a micro-batch."""
         self._n_seen += 1
         if self._n_seen % self._stride != 0:
             return
@@ -47,11 +49,11 @@ class Trajectory:
                 del values[::2]
 
     def mark(self, position: int, rung: str) -> None:
-        """Add that a rung of the recovery ladder was climbed."""
+        """Add a climb of the recovery ladder."""
         self.climbs.append((position, rung))
 
     def truncate(self, position: int) -> None:
-        """Forget what came after a position; climbs are what led back to it, and stay."""
+        """Remove points after a position; climbs that led to the rollback are kept."""
         keep = len(self.positions)
         while keep and self.positions[keep - 1] > position:
             keep -= 1
@@ -60,7 +62,7 @@ class Trajectory:
         self.climbs = [(min(at, position), rung) for at, rung in self.climbs]
 
     def means(self) -> Iterator[tuple[int, float, float]]:
-        """Yield position, and a KV head's hot and frozen entries on average."""
+        """Yield position, and the mean numbers of active and of frozen entries per KV head."""
         for position, hot, frozen in zip(*self._arrays(), strict=True):
             yield position, hot / self.n_kv_heads, frozen / self.n_kv_heads
 

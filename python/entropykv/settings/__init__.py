@@ -1,1 +1,1 @@
-"""Check the values that a user can give once, and freeze them."""
+"""Define the values that a user can set; each is checked once, and immutable."""

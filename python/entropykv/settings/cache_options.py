@@ -16,7 +16,8 @@ from typing import Any, TypedDict, TypeVar
 from entropykv.errors import SettingsError
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.freezing import Freezing
+from entropykv.settings.declared import check_declared, option
+from entropykv.settings.freezing import WHERE, Freezing
 from entropykv.settings.options import (
     KV_CHOICES,
     MOST_MICRO_BATCH,
@@ -24,10 +25,9 @@ from entropykv.settings.options import (
     STORES,
     Budget,
     at_least,
-    one_of,
 )
 from entropykv.settings.own_policy import OwnPolicy
-from entropykv.settings.recovery import Recovery
+from entropykv.settings.recovery import RUNGS, Recovery
 from entropykv.settings.renamed import with_current_names
 
 MICRO_BATCH = 512
@@ -94,51 +94,160 @@ class PoolArguments(SessionArguments, total=False):
 class CacheOptions:
     """Hold what is asked of the cache; raises BudgetError or SettingsError for impossible values.
 
-    `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB").
-    With `n_sequences` a fraction is that of n_sequences contexts; tokens and bytes are of all.
-    `policy`: a name: see docs/reference/policies.md; or an object of your own: see OwnPolicy.
-    `kv_type`: f16, q8_0, or auto: f16 where a budget in bytes holds the whole context, else q8_0.
-    `store`: headwise, flat, or auto: headwise where it can serve the model. `entropy_config`: an
-    EntropyProfile or the path of one; None: that beside the model file or in this package, where
-    the policy takes one. `learn`: where there is none, leave one beside the model file once enough
-    of texts was read twice, for later sessions: see docs/background/profiles.md. `n_sinks`: first
-    entries, and `recent_window`: newest entries, that every KV head keeps; None: half of the mean
-    budget.
-    `freeze`: keep what is evicted in cold storage: "ram", "disk:DIR", or a Freezing with settings
-    of its own; None: no, unless policy is freeze.
-    `recovery`: the ladder that restores what is frozen where the output grows uncertain; None: off.
-
-    `n_ctx`: the longest sequence, in tokens; 0: what the model was trained for. `n_ubatch`: tokens
-    of a prompt that are read at a time; None: 512, and 128 in a pool, where others write meanwhile.
-    `n_threads`, `n_threads_batch`: threads that write, and that read prompts; 0: one for every core
-    that this process may use, and as many. `n_gpu_layers`: layers on the GPU; -1: all.
-
-    `n_sequences`: how many conversations of a pool hold entries at a time; None: one alone, without
-    a pool. `swap`: where a pool keeps idle ones, "ram" or "disk:DIR", and `swap_limit`: how many
-    bytes of them, such as "1GiB"; None: as many as there are. `checkpoints`: bytes besides the pool
-    for places in texts that sessions can come back to; 0: none are kept; None: 64MiB in a pool, and
-    none of one conversation alone, of which EntropyLlama makes a pool where they are asked for.
+    Every field is declared with its help, its limits, and its names at the command line and in the
+    server's settings; docs/reference/options.md has the table. In Python, `policy` may also be an
+    object of a class derived from OwnPolicy, `entropy_config` an EntropyProfile, and `freeze` a
+    Freezing with settings of its own.
     """
 
-    kv_budget: Budget | str | float = 1.0
-    policy: str | OwnPolicy = "auto"
-    kv_type: str = "auto"
-    store: str = "auto"
-    entropy_config: EntropyProfile | str | os.PathLike[str] | None = None
-    learn: bool = False
-    n_sinks: int = 4
-    recent_window: int | None = None
-    freeze: Freezing | str | None = None
-    recovery: Recovery | None = None
-    n_ctx: int = 0
-    n_ubatch: int | None = None
-    n_threads: int = 0
-    n_threads_batch: int = 0
-    n_gpu_layers: int = 0
-    n_sequences: int | None = None
-    swap: str = "ram"
-    swap_limit: str | int | None = None
-    checkpoints: str | int | None = None
+    kv_budget: Budget | str | float = option(
+        1.0,
+        "fraction of the context in (0, 1], tokens per KV head (2 or more), or bytes such as "
+        "64MiB; for several conversations: a fraction of what all their contexts take, or the "
+        "tokens or bytes of all",
+        "--kv-budget",
+        metavar="B",
+    )
+    policy: str | OwnPolicy = option(
+        "auto",
+        "which entries are kept: see docs/reference/policies.md",
+        "--policy",
+    )
+    kv_type: str = option(
+        "auto",
+        "how K and V are stored; auto: f16 where a budget in bytes holds the whole context, else "
+        "q8_0",
+        "--kv-type",
+        choices=KV_CHOICES,
+    )
+    store: str = option(
+        "auto",
+        "headwise: per KV head, on the CPU; flat: llama.cpp's own cache, any model and backend; "
+        "auto: headwise where it can serve the model",
+        "--store",
+        choices=STORES,
+    )
+    entropy_config: EntropyProfile | str | os.PathLike[str] | None = option(
+        None,
+        "entropy profile of the model's heads, JSON",
+        "--entropy-config",
+        metavar="FILE",
+        instead="what `entropykv calibrate` left beside the model, or what comes with entropykv",
+    )
+    learn: bool = option(
+        False,
+        "where the model has no entropy profile, leave one beside it, from what texts that are "
+        "read twice (--policy auto, longer than the budget) show of its heads",
+        "--learn",
+        kind=bool,
+        at_server=None,
+    )
+    n_sinks: int = option(
+        4, "first tokens that are never evicted", "--sinks", metavar="N", kind=int, least=0
+    )
+    recent_window: int | None = option(
+        None,
+        "newest tokens that every KV head keeps",
+        "--recent-window",
+        metavar="N",
+        kind=int,
+        least=1,
+        instead="half of the mean budget; policies layer and layer-range: half of each layer's own "
+        "budget, sinks included",
+    )
+    freeze: Freezing | str | None = option(
+        None,
+        "keep what is evicted, out of attention: in memory, or in a file in a directory",
+        "--freeze",
+        metavar=WHERE,
+        instead="drop it; with policy rolling-freeze: ram",
+    )
+    recovery: Recovery | None = option(
+        None,
+        "restore frozen entries where the entropy of the output rises or its top probability "
+        "falls, one rung further each time, up to this one",
+        "--recovery",
+        choices=tuple(RUNGS),
+        instead="nothing is watched",
+    )
+    n_ctx: int = option(
+        0,
+        "longest sequence in tokens, which may be longer than what the model was trained for; 0: "
+        "just that",
+        *("-c", "--ctx-size"),
+        setting="n_ctx",
+        metavar="N",
+        kind=int,
+        least=0,
+    )
+    n_ubatch: int | None = option(
+        None,
+        "tokens of the prompt read at a time",
+        *("-ub", "--ubatch-size"),
+        setting="n_ubatch",
+        kind=int,
+        least=1,
+        most=MOST_MICRO_BATCH,
+        instead=f"{MICRO_BATCH}; {MICRO_BATCH_OF_POOL} in a pool, where others write meanwhile",
+    )
+    n_threads: int = option(
+        0,
+        "threads that write; 0: one for every core that this process may use (physical cores, "
+        "affinity, CPU quota of the cgroup)",
+        *("-t", "--threads"),
+        setting="n_threads",
+        kind=int,
+        least=0,
+        most=MOST_THREADS,
+    )
+    n_threads_batch: int = option(
+        0,
+        "threads that read prompts; 0: as many as write",
+        *("-tb", "--threads-batch"),
+        setting="n_threads_batch",
+        metavar="N",
+        kind=int,
+        least=0,
+        most=MOST_THREADS,
+    )
+    n_gpu_layers: int = option(
+        0,
+        "layers on the GPU; -1: all",
+        *("-ngl", "--n-gpu-layers", "--gpu-layers"),
+        setting="n_gpu_layers",
+        metavar="N",
+        kind=int,
+        least=-1,
+        most=2**31 - 1,  # llama.cpp has this number for all layers
+    )
+    n_sequences: int | None = option(
+        None,
+        "conversations that hold entries at a time",
+        *("-np", "--parallel"),
+        metavar="N",
+        kind=int,
+        least=1,
+        most=MOST_SEQUENCES,
+        instead="one alone, without a pool",
+        at_server=1,
+    )
+    swap: str = option(
+        "ram", "where a pool keeps idle conversations: ram, or disk:DIRECTORY", setting="swap"
+    )
+    swap_limit: str | int | None = option(
+        None,
+        "bytes of idle conversations; beyond it, the least recently used are dropped",
+        setting="swap_limit",
+        instead="as many as there are",
+        at_server="1GiB",
+    )
+    checkpoints: str | int | None = option(
+        None,
+        "bytes besides the budget for places in texts that can be gone back to, such as 64MiB; 0: "
+        "none",
+        setting="checkpoints",
+        instead=f"{CHECKPOINTS} in a pool, and none of one conversation alone",
+    )
     budget: Budget = field(init=False, repr=False, compare=False)
     """What `kv_budget` says, as a Budget."""
     freezing: Freezing | None = field(init=False, repr=False, compare=False)
@@ -148,24 +257,14 @@ class CacheOptions:
         """Check every value."""
         object.__setattr__(self, "budget", Budget.parse(self.kv_budget))
         object.__setattr__(self, "freezing", Freezing.parse(self.freeze))
-        one_of("kv_type", self.kv_type, KV_CHOICES)
-        one_of("store", self.store, STORES)
-        at_least("n_ctx", self.n_ctx, 0)
-        at_least("n_ubatch", self.micro_batch, 1, MOST_MICRO_BATCH)
-        at_least("n_threads", self.n_threads, 0, MOST_THREADS)
-        at_least("n_threads_batch", self.n_threads_batch, 0, MOST_THREADS)
-        # Llama.cpp has this number for all layers.
-        at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
-        at_least("n_sinks", self.n_sinks, 0)
+        if self.n_sequences is not None:
+            self._check_sequences(self.n_sequences)
+        check_declared(self)
         if self.learn and self.entropy_config is not None:
             raise SettingsError(
                 "--learn (learn) makes a profile where there is none, and --entropy-config "
                 "(entropy_config) gives one; leave one of them out"
             )
-        if self.recent_window is not None:
-            at_least("recent_window", self.recent_window, 1)
-        if self.n_sequences is not None:
-            self._check_sequences(self.n_sequences)
 
     @staticmethod
     def of(options: CacheOptions | None, arguments: Mapping[str, Any]) -> CacheOptions:

@@ -1,7 +1,7 @@
-"""Count how many threads may compute at once: the cores that this process or container may use.
+"""Count the cores that this process or container may use, to choose the number of threads.
 
-llama.cpp's threads wait for each other after every operation: one that gets no core stops them all,
-so that a thread too many is slower than a thread too few.
+llama.cpp's threads wait for each other after every operation, so that one thread without a core
+stops all. Therefore one thread too many is slower than one too few.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """Say where Linux tells what a process may use; all of it may be missing."""
+    """Hold the paths where Linux describes what a process may use; any of them may be missing."""
 
     cgroups: Path = Path("/sys/fs/cgroup")
     own_cgroups: Path = Path("/proc/self/cgroup")
     cpus: Path = Path("/sys/devices/system/cpu")
 
     def cores(self) -> int:
-        """Return how many threads may compute at once: 1 or more.
+        """Return how many threads can compute at the same time: 1 or more.
 
-        Physical cores that the affinity allows, at most the CPU quota of the cgroup, rounded down:
-        a thread that exceeds the quota is stopped for the rest of the period, and the others wait.
+        This is the number of physical cores that the affinity allows, at most the CPU quota of the
+        cgroup, rounded down: a thread that exceeds the quota is stopped for the rest of the period,
+        and the others wait.
         """
         cores = len({self._siblings(cpu) for cpu in _allowed_cpus()})
         return max(1, int(min([cores, *self._quotas()])))
 
     def _siblings(self, cpu: int) -> str:
-        """Return the CPUs that share a core with this one, as Linux writes them."""
+        """Return the CPUs that share a core with this one, in Linux's notation."""
         topology = self.cpus / f"cpu{cpu}" / "topology"
         shared = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
         return shared or str(cpu)
 
     def _quotas(self) -> Iterator[float]:
-        """Yield every limit, in CPUs, of the cgroup of this process and of those around it."""
+        """Yield the limits, in CPUs, of this process's cgroup and of its parents."""
         for line in _read(self.own_cgroups).splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:  # version 2 of cgroups, alone or beside version 1
+            if not controllers:  # Only version 2 of cgroups, or both versions.
                 for root in (self.cgroups, self.cgroups / "unified"):
                     for folder in _folders(root, path):
                         yield from _quota(*_read(folder / "cpu.max").split())
@@ -57,9 +58,9 @@ def _allowed_cpus() -> set[int]:
 
 
 def _folders(root: Path, path: str) -> Iterator[Path]:
-    """Yield a cgroup's folder and those around it, up to the root.
+    """Yield the folders of a cgroup and of its parents, up to the root.
 
-    In a container the path may be that of the host, and the root be the container's own cgroup.
+    In a container, the path may be that of the host, and the root that of the container's cgroup.
     """
     folder = root / path.strip().lstrip("/")
     yield folder
@@ -69,7 +70,7 @@ def _folders(root: Path, path: str) -> Iterator[Path]:
 
 
 def _quota(*fields: str) -> Iterator[float]:
-    """Yield quota / period; nothing where there is no limit: `max`, -1, or no such file."""
+    """Yield quota / period; nothing without a limit: `max`, -1, or a missing file."""
     if len(fields) == 2 and all(field.isdecimal() for field in fields) and int(fields[1]):
         yield int(fields[0]) / int(fields[1])
 
@@ -82,12 +83,14 @@ def _read(path: Path) -> str:
 
 
 def usable_cores() -> int:
-    """Return how many threads may compute at once here."""
+    """Return how many threads can compute at the same time on this machine."""
     return Machine().cores()
 
 
 def too_many_threads(asked: int, option: str) -> str | None:
-    """Return what to tell a user whose `option` asks for more threads than may compute at once."""
+    """Return a note for a user whose `option` requests more threads than can compute at the same
+    time.
+    """
     cores = usable_cores()
     if asked <= cores:
         return None

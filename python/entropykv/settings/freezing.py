@@ -1,21 +1,22 @@
-"""Say what freezes in a session, where cold storage is kept, and when entries come back."""
+"""Define which entries freeze, where cold storage is kept, and when entries are restored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
-from entropykv.settings.options import MOST_BYTES, at_least, is_number, one_of, parse_bytes
+from entropykv.settings.declared import check_declared, option
+from entropykv.settings.options import MOST_BYTES, is_number, parse_bytes
 
 RAM = "ram"
 DISK = "disk:"
 COLD_TYPES = ("f16", "q8_0", "q4_0")
-"""The types of frozen entries, the widest first."""
+"""The types of frozen entries; the widest is first."""
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
 RECALL_MICRO_BATCH = 16
-"""The most tokens of a prompt that are read at a time where frozen entries are looked for: these
-tokens share what is found.
+"""The most tokens of a prompt that are read at a time if frozen entries are recalled; these tokens
+share the recalled entries.
 """
 
 LIMITS_OF_RATE = (1e-6, 1e6)
@@ -26,29 +27,82 @@ MOST_THRESHOLD = 1e9
 class Freezing:
     """Keep evicted entries in cold storage, out of attention; raises SettingsError.
 
-    `where`: `ram`, or `disk:DIR`: a file of this process in a directory. `limit`: bytes of cold
-    storage, such as `1GiB`; None: as much as the context needs. `kv_type`: of frozen entries; auto:
-    that of the store. `recall_interval`: frozen entries are looked through with every so many
-    generated tokens, and with every micro-batch of a prompt (of RECALL_MICRO_BATCH tokens at most);
-    0: never.
+    `where`: `ram`, or `disk:DIR` for a file of this process in a directory. `limit`: bytes of cold
+    storage, such as `1GiB`; None: as much as the context needs. `kv_type`: the type of frozen
+    entries; auto: that of the store. `recall_interval`: frozen entries are searched with every
+    N-th generated token, and with every micro-batch of a prompt (of at most RECALL_MICRO_BATCH
+    tokens); 0: never.
 
-    The rest is the schedule of policy rolling-freeze (the freeze document, section 3): entries
-    older than the `window` newest tokens are detected where the attention that they get in a step
-    is below `threshold` even shares of it, and frozen for sqrt(detections) / `rate` steps, rounded
-    down. `history`: steps within which detections are counted; 0: over the whole text (the document
-    gives no value). With policy rolling-freeze:products, |q.k| below `threshold` detects, as in the
-    document: what is low depends on the model. `threshold` None: 1, and 0.5 for |q.k|, as in the
-    document.
+    The other fields are the schedule of policy rolling-freeze (the freeze document, section 3).
+    Entries older than the `window` newest tokens are detected if their attention in a step is below
+    `threshold` even shares, and frozen for sqrt(detections) / `rate` steps, rounded down.
+    `history`: the number of latest steps whose detections count; 0: the whole text (the document
+    gives no value). With policy rolling-freeze:products, entries with |q.k| below `threshold` are
+    detected, as in the document; which values are low depends on the model. `threshold` None: 1,
+    and 0.5 for |q.k|, as in the document.
     """
 
     where: str = RAM
-    limit: str | int | None = None
-    kv_type: str = "auto"
-    recall_interval: int = 1
-    window: int = 32
-    threshold: float | None = None
-    rate: float = 2.0
-    history: int = 0
+    limit: str | int | None = option(
+        None,
+        "bytes of frozen entries, such as 1GiB",
+        "--freeze-limit",
+        metavar="SIZE",
+        instead="what the context needs",
+    )
+    kv_type: str = option(
+        "auto",
+        "type of frozen entries; auto: that of --kv-type",
+        "--freeze-type",
+        choices=COLD_CHOICES,
+        label="the type of frozen entries",
+    )
+    recall_interval: int = option(
+        1,
+        "look for frozen entries that matter again with every N-th generated token; 0: never",
+        "--recall-interval",
+        metavar="N",
+        kind=int,
+        least=0,
+    )
+    window: int = option(
+        32,
+        "newest tokens that are not frozen",
+        "--freeze-window",
+        metavar="K",
+        kind=int,
+        least=1,
+        label="the window of freezing",
+        of_schedule=True,
+    )
+    threshold: float | None = option(
+        None,
+        "older ones are detected if they get less than so many even shares of the attention, or, "
+        "with rolling-freeze:products, less |q.k|",
+        "--freeze-threshold",
+        metavar="T",
+        kind=float,
+        instead="1; 0.5 for |q.k|",
+        of_schedule=True,
+    )
+    rate: float = option(
+        2.0,
+        "freeze for sqrt(detections) / R steps, rounded down",
+        "--freeze-rate",
+        metavar="R",
+        kind=float,
+        of_schedule=True,
+    )
+    history: int = option(
+        0,
+        "detections of the last W steps count; 0: all",
+        "--freeze-history",
+        metavar="W",
+        kind=int,
+        least=0,
+        label="the history of freezing",
+        of_schedule=True,
+    )
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -58,22 +112,19 @@ class Freezing:
             raise SettingsError(
                 f"the limit of frozen entries cannot be {self.limit!r}; give bytes such as 1GiB"
             )
-        one_of("the type of frozen entries", self.kv_type, COLD_CHOICES)
-        at_least("recall_interval", self.recall_interval, 0)
-        at_least("the window of freezing", self.window, 1)
-        at_least("the history of freezing", self.history, 0)
+        check_declared(self)
         if self.threshold is not None:
             _check_number("threshold", self.threshold, (0.0, MOST_THRESHOLD))
         _check_number("rate", self.rate, LIMITS_OF_RATE)
 
     @staticmethod
     def parse(value: Freezing | str | None) -> Freezing | None:
-        """Read `ram` or `disk:DIR`, with defaults for all else; None says that nothing freezes."""
+        """Read `ram` or `disk:DIR`, with defaults for the other fields; None freezes nothing."""
         return Freezing(value) if isinstance(value, str) else _checked(value)
 
     @property
     def directory(self) -> str | None:
-        """Return where the file of cold storage is made; None where it is kept in memory."""
+        """Return the directory of cold storage's file; None if it is kept in memory."""
         where: object = self.where
         if not isinstance(where, str) or not where.startswith(DISK):
             return None
@@ -81,13 +132,13 @@ class Freezing:
 
     @property
     def limit_bytes(self) -> int | None:
-        """Return the `limit` in bytes; None where there is none."""
+        """Return the `limit` in bytes; None without a limit."""
         return None if self.limit is None else _bytes(self.limit)
 
     def type_for(self, kv_type: str) -> str:
-        """Return the type of frozen entries in a store whose entries are of `kv_type`.
+        """Return the type of frozen entries in a store with entries of type `kv_type`.
 
-        Raises SettingsError for a wider one: what is not there cannot be kept.
+        Raises SettingsError for a wider type, which would only waste bytes.
         """
         if self.kv_type == "auto":
             return kv_type
@@ -100,7 +151,7 @@ class Freezing:
 
 
 def check_freezing(freezing: Freezing | None, store: str, kv_type: str) -> None:
-    """Raise SettingsError where the store has no cold storage, or another type than it needs."""
+    """Raise SettingsError if the store has no cold storage, or does not support the type."""
     if freezing is None:
         return
     freezing.type_for(kv_type)

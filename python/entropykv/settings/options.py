@@ -1,4 +1,4 @@
-"""Check single values that a user gives: budgets, sizes, and names out of a list."""
+"""Check single values that a user gives: budgets, sizes, and choices from a list."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "flat")
 
 MOST_TOKENS = 2**30
-"""The most tokens of a context, and of all that is counted in tokens: positions, their distances,
-and sums of two of them are 32-bit numbers in llama.cpp and in the extension.
+"""The most tokens of a context, and of everything counted in tokens: positions, distances, and sums
+of two of them must fit into 32 bits in llama.cpp and in the extension.
 """
 MOST_MICRO_BATCH = 2**16
 MOST_THREADS = 512
-"""The most threads that llama.cpp takes."""
+"""The most threads that llama.cpp accepts."""
 MOST_BYTES = 2**60
 
 _UNITS = {
@@ -39,17 +39,17 @@ _HOW = "give a fraction in (0, 1], a number of tokens (2 or more), or bytes such
 
 
 def parse_bytes(text: str) -> int | None:
-    """Read a size with its unit, such as `64MiB`, in bytes; None for anything else."""
+    """Return a size with its unit, such as `64MiB`, in bytes; None for any other text."""
     match = _BYTES.fullmatch(text.strip())
     return int(Fraction(match[1]) * _UNITS[match[2].upper()]) if match else None
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Say how much the KV cache may hold: a fraction of the context, tokens per KV head, or bytes.
+    """Hold how much the KV cache may keep: a fraction of the context, tokens per KV head, or bytes.
 
-    A pool of N conversations takes a fraction of N contexts, so that it means for each of them what
-    it means for one alone; tokens and bytes are those of all conversations together.
+    In a pool of N conversations, a fraction refers to N contexts, so that it means the same for
+    each of them as for one alone; tokens and bytes are for all conversations together.
     """
 
     kind: Literal["fraction", "tokens", "bytes"]
@@ -57,7 +57,7 @@ class Budget:
 
     @classmethod
     def parse(cls, value: Budget | str | float) -> Budget:
-        """Read `0.2`, `512` or `"64MiB"`; raises BudgetError for anything impossible."""
+        """Read `0.2`, `512` or `"64MiB"`; raises BudgetError for an impossible value."""
         if isinstance(value, Budget):
             return value
         n_bytes = parse_bytes(value) if isinstance(value, str) else None
@@ -84,14 +84,14 @@ class Budget:
         raise BudgetError(f"a KV budget cannot be {value}; {_HOW}")
 
     def __str__(self) -> str:
-        """Write it as a user would."""
+        """Return the text that a user would type."""
         if self.kind == "bytes":
             return f"{int(self.value)}B"
         return f"{self.value:g}" if self.kind == "fraction" else str(int(self.value))
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise SettingsError unless `value` is one of those allowed."""
+    """Raise SettingsError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise SettingsError(f"{name} cannot be {value!r}; use one of {', '.join(allowed)}")
 
@@ -105,6 +105,6 @@ def at_least(name: str, value: object, least: int, most: int = MOST_TOKENS) -> N
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value is a finite number: neither infinite, nor NaN, nor no number at all."""
+    """Tell whether a value is a finite number."""
     is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_one and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Let an object of the user's own, given as `policy=`, decide who keeps what: OwnPolicy."""
+"""Let a user's own object, given as `policy=`, decide which entries are kept: OwnPolicy."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,40}")
 
 @dataclass(frozen=True)
 class BudgetToShare:
-    """Tell OwnPolicy.share() how much there is to share among the KV heads of a model."""
+    """Hold what OwnPolicy.share() can divide among the KV heads of a model."""
 
     n_ctx: int
-    """The length of the longest text, in tokens."""
+    """The length of the longest possible text, in tokens."""
     mean_entries: int
-    """Entries per KV head that the budget holds, on average."""
+    """How many entries per KV head the budget holds on average."""
     floor_entries: int
-    """Entries that every KV head gets at least: sinks, and the recent window."""
+    """How many entries every KV head gets at least: sinks, and the recent window."""
     heads_per_layer: tuple[int, ...]
     """How many KV heads each attention layer has."""
     limits: tuple[int, ...]
-    """Entries that each KV head can use, all layers in order: all of the context, or a window."""
+    """How many entries each KV head can use, in the order of layers: the whole context, or a
+    window.
+    """
     profile: EntropyProfile | None
-    """The profile that was given as `entropy_config`."""
+    """The profile that was given as `entropy_config`, or None."""
 
     @property
     def n_kv_heads(self) -> int:
@@ -42,30 +44,32 @@ class BudgetToShare:
 
 @dataclass(frozen=True)
 class MicroBatchSeen:
-    """Show OwnPolicy.observe() what a micro-batch of text has brought."""
+    """Hold what OwnPolicy.observe() can see of a micro-batch."""
 
     n_tokens: int
     """How many tokens it has."""
     heads_per_layer: tuple[int, ...]
     """How many KV heads each attention layer has."""
     entropies: Callable[[int], npt.NDArray[np.float32]]
-    """entropies(layer) returns those of the attention rows in bits, (n_tokens, query heads)."""
+    """entropies(layer) returns the entropies of attention rows in bits, (n_tokens, query heads)."""
     positions: Callable[[int, int], npt.NDArray[np.int32]]
-    """positions(layer, kv_head) returns the entries that are kept now, ascending, (n,)."""
+    """positions(layer, kv_head) returns the positions of kept entries, ascending, (n,)."""
     importance: Callable[[int, int], npt.NDArray[np.float32]]
-    """importance(layer, kv_head) returns what those entries are ranked by, (n,)."""
+    """importance(layer, kv_head) returns the importance of these entries, (n,)."""
 
 
 class OwnPolicy:
-    """Derive from it, and give an object of your class as `policy=`.
+    """Subclass it, and give an object of your class as `policy=`.
 
-    `name`: small letters, digits and hyphens; not one of entropykv's. `importance`: what entries of
-    a KV head are ranked by, MEASURE[+MODIFIER...] as in `--policy`. `choice`: "head": each KV head
-    keeps entries of its own; "layer": all KV heads of a layer keep the same, and have the same
-    budget; then `importance` is one of the measures that policy layer takes.
+    `name`: small letters, digits and hyphens; not a name of entropykv's own. `importance`: the
+    measure that ranks the entries of a KV head, MEASURE[+MODIFIER...] as in `--policy`. `choice`:
+    "head": each KV head keeps entries of its own; "layer": all KV heads of a layer keep the same
+    entries, and have the same budget; then `importance` must be a measure that policy layer
+    supports.
 
-    Every sequence has a copy of the object (copy.deepcopy), made before its text begins: what
-    observe() notes in it is of that text alone. The headwise store follows it.
+    Every sequence has a copy of the object (copy.deepcopy), which is made before its text begins.
+    Therefore whatever observe() records belongs to that text alone. Only the headwise store uses
+    it.
     """
 
     name: ClassVar[str]
@@ -73,30 +77,34 @@ class OwnPolicy:
     choice: ClassVar[Literal["head", "layer"]] = "head"
 
     def share(self, budget: BudgetToShare) -> Sequence[float] | Floats:
-        """Return how much each KV head gets, relative to the others: 0 or more, (n_kv_heads,).
+        """Return the weight of each KV head, 0 or more, (n_kv_heads,).
 
-        All layers in order. Every head gets the floor; what is beyond it is shared in proportion,
-        up to the heads' limits, in whole pages, so that the budget is never exceeded. It is called
-        before a text begins, after observe(), and whenever the budget changes.
+        The order is by layer. Every head gets the floor; the entries beyond it are shared in
+        proportion to the weights, up to the heads' limits, in whole pages, so that the budget is
+        never exceeded. It is called before a text begins, after observe(), and whenever the budget
+        changes.
         """
         return np.ones(budget.n_kv_heads)
 
     def observe(self, seen: MicroBatchSeen) -> None:
-        """Take in what a micro-batch has shown; share() is called after it. By default: nothing.
+        """Record what a micro-batch shows; share() is called afterwards. By default, nothing is
+        recorded.
 
-        Single tokens of an answer are not shown, unless micro-batches are that small.
+        Single tokens of an answer are not passed, unless micro-batches are that small.
         """
 
     def state(self) -> Floats:
-        """Return what observe() has noted, as numbers that a saved session keeps: (n,)."""
+        """Return what observe() has recorded, as numbers for a saved session: (n,)."""
         return np.empty(0)
 
     def load(self, state: Floats) -> None:
-        """Go on from what state() of this class returned. Raise ValueError if it cannot be."""
+        """Restore what state() of this class returned. Raise ValueError if it is invalid."""
 
 
 def check_own_policy(policy: object, taken: Sequence[str]) -> OwnPolicy:
-    """Return the policy; raises SettingsError where it is none, or has no name of its own."""
+    """Return the policy; raises SettingsError if it is not an OwnPolicy, or has no name of
+    its own.
+    """
     if not isinstance(policy, OwnPolicy):
         raise SettingsError(
             f"policy cannot be {policy!r}; use the name of one, or an object of a class that is "
@@ -116,7 +124,7 @@ def check_own_policy(policy: object, taken: Sequence[str]) -> OwnPolicy:
 
 
 def checked_weights(policy: OwnPolicy, budget: BudgetToShare) -> list[float]:
-    """Return what share() returns; raises SettingsError where that is no share for each KV head."""
+    """Return the result of share(); raises SettingsError if it is not one weight per KV head."""
     weights = np.asarray(policy.share(budget), np.float64)
     possible = weights.shape == (budget.n_kv_heads,) and np.isfinite(weights).all()
     if not possible or weights.min() < 0.0 or weights.max() == 0.0:

@@ -1,6 +1,6 @@
-"""Say when frozen entries are restored because the output grows uncertain, and how many.
+"""Define when frozen entries are restored because the output becomes uncertain, and how many.
 
-The ladder itself is session/recovery.py: Metinov et al., "Adaptive Soft Rolling KV Freeze with
+The ladder itself is in session/recovery.py: Metinov et al., "Adaptive Soft Rolling KV Freeze with
 Entropy-Guided Recovery", section 3.6.
 """
 
@@ -11,48 +11,68 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from entropykv.errors import SettingsError
-from entropykv.settings.options import at_least
+from entropykv.settings.declared import check_declared, option
 
 
 class Rung(IntEnum):
-    """How much is restored from cold storage; each one restores more than the one before."""
+    """Name how much is restored from cold storage; each rung restores more than the one before."""
 
     NONE = 0
     SOFT = 1
-    """Restore frozen entries that would stay so for more than one further step."""
+    """Restore frozen entries that would stay frozen for more than one further step."""
     WINDOW = 2
-    """Restore all that was frozen within the last steps."""
+    """Restore all entries that were frozen within the last steps."""
     FULL = 3
     """Restore all frozen entries, and forget their timers."""
     REWALK = 4
-    """As FULL, then generate the last tokens again."""
+    """Restore everything as FULL does, then generate the last tokens again."""
+
+
+RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
+"""The rungs by the names that options have for them."""
+WITHOUT_REWALK = tuple(name for name, rung in RUNGS.items() if rung is not Rung.REWALK)
+"""The rungs where tokens that were written cannot be taken back."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Say when the ladder is climbed, and how far; raises SettingsError for impossible values.
+    """Hold when the ladder is climbed, and how far; raises SettingsError for impossible values.
 
-    A token is a spike where the entropy of the distribution after it, or -log2 of its top
-    probability, smoothed over about `smooth` tokens, is more than `deviations` deviations above its
-    running mean. Nothing counts before `warm_up` tokens. Mean and deviation weight a new token by 1
-    / `memory` (exponential decay; a plain mean until there are as many), and a value beyond the
-    limit is taken in as the limit: a spike hardly moves them, a new level is what they have grown
-    used to soon.
+    A token is a spike if the entropy of the distribution after it, or -log2 of its top probability,
+    smoothed over about `smooth` tokens, is more than `deviations` deviations above its running
+    mean. Nothing counts before `warm_up` tokens. Mean and deviation give a new token the weight 1 /
+    `memory` (exponential decay; a plain mean for the first tokens). A value above the limit counts
+    as the limit, so that a spike hardly changes them, whereas a new level soon does.
 
-    Each spike climbs one rung, up to `highest`, but none within `refractory` tokens of a climb, so
-    that its effect can be seen; every `calm` tokens without a spike bring the ladder down by one.
-    `window`: steps that a window reset looks back. `rewalk`: tokens that a rewalk generates again,
-    and that are held back until they are certain; 0 never generates any again.
+    Each spike climbs one rung, up to `highest`, but not within `refractory` tokens after a climb,
+    so that its effect can show. After every `calm` tokens without a spike, the ladder descends by
+    one rung. `window`: the last steps whose frozen entries a window reset restores. `rewalk`: how
+    many tokens a rewalk generates again, and therefore are held back; 0 never generates any again.
     """
 
-    deviations: float = 3.0
-    smooth: int = 4
-    warm_up: int = 16
-    memory: int = 128
-    refractory: int = 4
-    calm: int = 32
-    window: int = 64
-    rewalk: int = 8
+    deviations: float = option(
+        3.0,
+        "deviations above the running mean that count as a spike",
+        "--recovery-deviations",
+        metavar="D",
+        kind=float,
+    )
+    smooth: int = option(4, "tokens over which uncertainty is smoothed", least=1)
+    warm_up: int = option(16, "tokens before which nothing counts", least=2)
+    memory: int = option(128, "tokens whose mean and deviation count", least=2)
+    refractory: int = option(4, "tokens after a climb in which there is no other", least=0)
+    calm: int = option(32, "tokens without a spike after which the ladder goes down", least=1)
+    window: int = option(
+        64,
+        "newest steps that a window reset restores",
+        "--recovery-window",
+        metavar="N",
+        kind=int,
+        least=1,
+    )
+    rewalk: int = option(
+        8, "tokens that a rewalk writes again", "--rewalk", metavar="K", kind=int, least=0
+    )
     highest: Rung = Rung.REWALK
 
     def __post_init__(self) -> None:
@@ -61,26 +81,19 @@ class Recovery:
             raise SettingsError(
                 f"deviations cannot be {self.deviations}; use a number above 0, such as 3"
             )
-        for name, least in (
-            ("smooth", 1),
-            ("warm_up", 2),
-            ("memory", 2),
-            ("refractory", 0),
-            ("calm", 1),
-            ("window", 1),
-            ("rewalk", 0),
-        ):
-            at_least(name, getattr(self, name), least)
+        check_declared(self)
         if not isinstance(self.highest, Rung) or self.highest is Rung.NONE:
             rungs = ", ".join(f"Rung.{rung.name}" for rung in Rung if rung)
             raise SettingsError(f"highest cannot be {self.highest!r}; use one of {rungs}")
 
     @property
     def top(self) -> Rung:
-        """Return the highest rung that there is: a REWALK of 0 tokens is none."""
+        """Return the highest rung in use; a REWALK of 0 tokens does not count."""
         return self.highest if self.rewalk else min(self.highest, Rung.FULL)
 
     @property
     def held_back(self) -> int:
-        """Return how many tokens a rewalk may take back; nobody is shown them before."""
+        """Return how many tokens a rewalk may replace; they are held back until they are
+        certain.
+        """
         return self.rewalk if self.top is Rung.REWALK else 0

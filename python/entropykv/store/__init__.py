@@ -1,1 +1,1 @@
-"""Hold K and V: the protocol of stores, the headwise and the flat one, and cold storage."""
+"""Hold K and V: the base class of stores, the headwise and the flat store, and cold storage."""

@@ -1,4 +1,6 @@
-"""Give a headwise store its cold storage: settings for the extension, the file, and failures."""
+"""Give a headwise store its cold storage: settings for the extension, the file, and error
+handling.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from entropykv import _core
 from entropykv.errors import BudgetError, FreezeError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.model.identity import identity_of
-from entropykv.policy.names import Policy
+from entropykv.policy.policy import Policy
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.recovery import Rung
 from entropykv.store.cold_file import ColdFile
@@ -20,8 +22,8 @@ from entropykv.store.protocol import StateDoesNotFit
 class ColdSide:
     """Freeze entries of a headwise store; without `freezing`, nothing is frozen.
 
-    Raises SettingsError where the policy cannot freeze, BudgetError for a limit that holds nothing,
-    FreezeError where the file cannot be made.
+    Raises SettingsError if the policy cannot freeze, BudgetError for a limit that is too small for
+    any entry, FreezeError if the file cannot be made.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class ColdSide:
         kv_type: str,
         policy: Policy,
     ) -> None:
-        """Make the file, where frozen entries go to disk."""
+        """Make the file if frozen entries go to disk."""
         self.settings: _core.FreezeSettings | None = None
         self._freezing = freezing
         self._file: ColdFile | None = None
@@ -54,7 +56,7 @@ class ColdSide:
             )
         cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
         page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
-        # A KV head needs a page to fill, as wide as the store's, and one that is stored.
+        # A KV head needs a page to fill, as wide as the store's, and one in storage.
         of_head = page_bytes + _core.page_geometry(layers, kv_type)[0]
         least = of_head * sum(shape.n_head_kv for shape in layers if not shape.window)
         if freezing.limit_bytes is not None and freezing.limit_bytes < least:
@@ -80,7 +82,7 @@ class ColdSide:
         self._store = store if self.settings else None
 
     def check_file(self) -> None:
-        """Check the file before a micro-batch; raises FreezeError where it is not what it was."""
+        """Check the file before a micro-batch; raises FreezeError if somebody has changed it."""
         if self._file and self._store:
             try:
                 self._file.check()
@@ -90,7 +92,9 @@ class ColdSide:
 
     @contextmanager
     def growing(self) -> Iterator[None]:
-        """Let cold storage grow; where there is no room, change nothing and raise FreezeError."""
+        """Let cold storage grow in the `with` block; without room, raises FreezeError and changes
+        nothing.
+        """
         try:
             yield
         except _core.ColdStorageError as error:
@@ -103,7 +107,7 @@ class ColdSide:
 
     @contextmanager
     def growing_later(self) -> Iterator[None]:
-        """Let cold storage grow after a micro-batch; check() raises later what goes wrong."""
+        """Let cold storage grow after a micro-batch; check() raises errors later."""
         try:
             with self.growing():
                 yield
@@ -112,7 +116,9 @@ class ColdSide:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read what is frozen; where that fails, give it up and raise FreezeError."""
+        """Read frozen entries in the `with` block; on an error, gives them all up and raises
+        FreezeError.
+        """
         try:
             yield
         except _core.ColdStorageError:
@@ -120,16 +126,18 @@ class ColdSide:
             raise
 
     def check_loading(self) -> None:
-        """Raise StateDoesNotFit where what is frozen was given up: it cannot take in more."""
+        """Raise StateDoesNotFit if frozen entries were given up, because a state could not be
+        loaded then.
+        """
         if self.settings and self._store is None:
             raise StateDoesNotFit(
                 "cannot be loaded by a session whose cold storage failed; make a new session"
             )
 
     def check(self) -> None:
-        """Raise FreezeError where a micro-batch could not read or write frozen entries.
+        """Raise FreezeError if a micro-batch could not read or write frozen entries.
 
-        What is frozen is given up then, and the session can go on with what it holds.
+        All frozen entries are given up then, and the session can continue with its active ones.
         """
         error, self._error = self._error, None
         why = self._store.cold_failure if self._store else None
@@ -143,7 +151,7 @@ class ColdSide:
             raise error
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore frozen entries of a rung of the ladder: see Session.thaw()."""
+        """Restore the frozen entries of a rung of the recovery ladder: see Session.thaw()."""
         if self._store is None:
             return 0
         now = position - 1
@@ -158,7 +166,7 @@ class ColdSide:
 
     @property
     def recalls_now(self) -> bool:
-        """Whether the next token looks for frozen entries, as it does after thaw()."""
+        """Tell whether the next token searches frozen entries, as it does after thaw()."""
         return self._store is not None and self._store.recalls_now
 
     @recalls_now.setter
@@ -185,7 +193,7 @@ class ColdSide:
         }
 
     def close(self) -> None:
-        """Remove the file, if there is one."""
+        """Remove the file if there is one."""
         self._store = None
         if self._file:
             self._file.close()

@@ -1,8 +1,8 @@
 """Make, lock, recognise and remove the file of cold storage on disk.
 
-It belongs to one session of one process, and is never read by another: its content is worth nothing
-without what that session knows in memory. It holds nothing to be trusted, either: check() sees a
-file that was cut, replaced or changed at its start, not one that was changed further on.
+It belongs to one session of one process, and is never read by another one: its content is useless
+without what that session knows in memory. It is not protected against changes: check() detects a
+file that was truncated, replaced or changed at its start, but not a change further on.
 
 All numbers are little-endian; the first HEADER_BYTES are
 
@@ -10,11 +10,11 @@ All numbers are little-endian; the first HEADER_BYTES are
     digest of the model's identity (blake2b, 16 bytes), process (u32), zeros,
     digest (blake2b, 8 bytes) of all before it
 
-and what follows is the store's.
+and the rest is the store's.
 
-A process holds a lock (flock) on its file from before the header is written until the end, however
-it comes: a file whose lock can be had is nobody's any more. The lock is not inherited by programs
-that the process starts (O_CLOEXEC); a forked child holds it as long as it lives.
+A process holds a lock (flock) on its file from before the header is written until it ends in any
+way. Therefore a file that can be locked is a leftover. Programs that the process starts do not
+inherit the lock (O_CLOEXEC); a forked child holds it as long as it lives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from entropykv.errors import FreezeError
 
 MAGIC = b"EKVCOLD\0"
 VERSION = 1
-"""The version of the format: it changes wherever the header, or what follows it, changes."""
+"""The version of the format, which changes with the header or what follows it."""
 HEADER_BYTES = 4096
 
 _PREFIX = "entropykv-"
@@ -43,23 +43,23 @@ _SUFFIX = ".cold"
 _FIELDS = struct.Struct("<8sII16s16sI")
 _DIGEST_BYTES = 8
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-# Without O_NONBLOCK, opening a pipe would wait for ever.
+# Without O_NONBLOCK, opening a pipe would block.
 _EXISTING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ATTEMPTS = 100
 
 
 class ColdFile:
-    """Hold a file locked for this process; create() makes one."""
+    """Hold a file that is locked for this process; create() makes one."""
 
     def __init__(
         self, path: str, descriptor: int, *, page_bytes: int, identity: Mapping[str, Any]
     ) -> None:
-        """Write the header of a new, locked file; from then on the object owns the descriptor."""
+        """Write the header of a new, locked file; the object then owns the descriptor."""
         self.path = path
         self.descriptor = descriptor
         self.nonce = secrets.token_bytes(16)
         self.expected_bytes = HEADER_BYTES
-        """The least bytes that the file has; whoever makes it longer sets this."""
+        """The least size of the file in bytes; code that makes it longer sets this."""
         self.n_leftovers = 0
         """How many files of dead processes create() removed."""
         self._process = os.getpid()
@@ -70,7 +70,7 @@ class ColdFile:
     def create(
         cls, directory: str | os.PathLike[str], page_bytes: int, identity: Mapping[str, Any]
     ) -> ColdFile:
-        """Remove what dead processes have left in a directory, and make a new file there.
+        """Remove the files of dead processes in a directory, and make a new file there.
 
         `identity` is the model's, see model.identity.identity_of(). Raises FreezeError.
         """
@@ -78,7 +78,7 @@ class ColdFile:
         try:
             n_leftovers = _remove_leftovers(directory)
             path, descriptor = _new_locked(directory)
-        except (OSError, ValueError) as error:  # ValueError: the name has a null byte
+        except (OSError, ValueError) as error:  # ValueError: the name has a null byte.
             raise _unusable(directory, error) from None
         try:
             file = cls(path, descriptor, page_bytes=page_bytes, identity=identity)
@@ -92,9 +92,10 @@ class ColdFile:
         return file
 
     def check(self) -> None:
-        """Raise FreezeError where the file is not any more what this session has made.
+        """Raise FreezeError if the file is no longer as this session has left it.
 
-        It costs one read of the header and one look at the size: little before every micro-batch.
+        It costs one read of the header and one query of the size, which is little for each
+        micro-batch.
         """
         try:
             header = os.pread(self.descriptor, HEADER_BYTES, 0)
@@ -129,7 +130,7 @@ class ColdFile:
         )
 
     def close(self) -> None:
-        """Remove the file and end the lock; raises nothing. A forked child removes nothing."""
+        """Remove the file and release the lock; raises nothing. A forked child removes nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor < 0:
             return
@@ -140,7 +141,7 @@ class ColdFile:
 
 
 def digest_of(identity: Mapping[str, Any]) -> bytes:
-    """Return 16 bytes that stand for a model's identity, whatever the order of its fields."""
+    """Return 16 bytes that identify a model; the order of the fields does not matter."""
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return _digest(canonical.encode(), 16)
 
@@ -163,8 +164,8 @@ def _write(descriptor: int, header: bytes) -> None:
 def _new_locked(directory: str) -> tuple[str, int]:
     """Return path and descriptor of a new, empty file whose lock is held.
 
-    Between open() and flock() another process may take it for a leftover: then it is another's for
-    a moment, or gone, and the next name is tried.
+    Between open() and flock(), another process may take the file for a leftover and lock or remove
+    it; then the next name is tried.
     """
     for _ in range(_ATTEMPTS):
         path = os.path.join(directory, f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}")
@@ -182,7 +183,9 @@ def _new_locked(directory: str) -> tuple[str, int]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Tell whether the lock could be had; raises OSError where the file system has no locks."""
+    """Try to lock; returns whether that succeeded. Raises OSError if the file system has
+    no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -191,7 +194,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _remove(path: str, descriptor: int) -> bool:
-    """Remove the path where it still is the open file; returns whether it was."""
+    """Remove the path if it still is the open file; returns whether it was."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
             os.unlink(path)
@@ -200,7 +203,9 @@ def _remove(path: str, descriptor: int) -> bool:
 
 
 def _remove_leftovers(directory: str) -> int:
-    """Remove the files that nobody holds; returns how many. Raises OSError for no directory."""
+    """Remove the files that no process holds; returns how many. Raises OSError without a
+    directory.
+    """
     with os.scandir(directory) as entries:
         paths = [
             entry.path
@@ -213,7 +218,7 @@ def _remove_leftovers(directory: str) -> int:
 
 
 def _remove_leftover(path: str) -> bool:
-    """Remove a file that is a leftover; returns whether it was. Others are left alone."""
+    """Remove a file if it is a leftover; returns whether it was one."""
     try:
         descriptor = os.open(path, _EXISTING)
     except OSError:
@@ -222,7 +227,7 @@ def _remove_leftover(path: str) -> bool:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _lock(descriptor):
             return False
         start = os.pread(descriptor, len(MAGIC), 0)
-        # A header may lack its end: a process may have died before it wrote it.
+        # The header may be incomplete, because a process may have died before writing it.
         is_ours = MAGIC.startswith(start)
         return is_ours and _remove(path, descriptor)
     except OSError:

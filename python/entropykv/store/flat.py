@@ -30,7 +30,7 @@ from entropykv.llamacpp.products import serves_products
 from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
 from entropykv.policy.plan import FlatPlan
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import check_model
+from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import (
     CacheLook,

@@ -33,6 +33,7 @@ class HeadwiseStore(Store):
     """Keep paged entries per (layer, KV head) of one sequence; others may share its context."""
 
     name = "headwise"
+    hook: _core.GraphHook
     shift = 0
     rebases = 0
     share_pages = 0

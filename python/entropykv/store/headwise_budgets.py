@@ -59,6 +59,8 @@ class HeadwiseBudgets:
         self._expected = 0
         self.whole_entries = 0
         """How long a text may get before the plan that is followed evicts; n_ctx: never."""
+        if online and online.tracks_entropies:
+            store.track_entropy(True)
 
     def take(self, plan: HeadwisePlan) -> None:
         """Share a budget that the store has alone; heads that hold more evict."""
@@ -161,7 +163,9 @@ class HeadwiseBudgets:
         self._budgets_change = n_tokens == 0 or changes
         self._end = position + n_tokens
         if self._online:
-            self._online.prepare(budgets_change=self._budgets_change, growth=self._growth())
+            # Losses are measured only before budgets change, since it takes time.
+            knots = self._online.knots(self._growth()) if self._budgets_change else []
+            self._store.measure_losses(knots)
 
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many of the next `n_tokens`, from `position` on, to read at once.

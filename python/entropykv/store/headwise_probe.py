@@ -1,4 +1,6 @@
-"""Look into a model's graph before the headwise store serves it: find its layers, or refuse it."""
+"""Examine a model's graph before the headwise store serves it: find its attention layers, or
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.windows import layer_windows
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import check_model
+from entropykv.profile.find import check_model
 from entropykv.settings.cache_options import CacheOptions
 
 
 def refuse_by_kind(model: Model) -> None:
-    """Raise UnsupportedModelError for a kind of model that the graph does not show."""
+    """Raise UnsupportedModelError for a kind of model that cannot be recognised by the graph."""
     refuse_diffusion(model)
     kinds = {
         "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
@@ -38,17 +40,17 @@ def refuse_by_kind(model: Model) -> None:
 def hooked_context(
     model: Model, options: CacheOptions, hook: _core.GraphHook, n_ubatch: int, n_sequences: int
 ) -> Any:
-    """Make a context that has cells for one micro-batch, and whose graphs the hook changes.
+    """Make a context with cells for one micro-batch; the hook changes its graphs.
 
-    A micro-batch has up to `n_ubatch` tokens of one sequence, and one of each other.
+    A micro-batch has up to `n_ubatch` tokens of one sequence, and one token of each other one.
     """
     n_tokens = n_ubatch + n_sequences - 1
-    # In a hybrid model, the last cell of a sequence stays until more of it is read.
+    # In a hybrid model, the last cell of a sequence stays until it reads more.
     cells = n_tokens + n_sequences * is_recurrent(model)
     parameters = context_parameters(model, options, n_tokens, cells, n_sequences)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
-    # Layers may be on a device; K, V and attention stay on the CPU, where our ops run.
+    # Layers may be on a device, but K, V and attention stay on the CPU, where our ops run.
     parameters.offload_kqv = False
     let_hook_change(parameters, hook)
     return model.new_context(parameters)
@@ -57,9 +59,9 @@ def hooked_context(
 def probed_layers(
     model: Model, options: CacheOptions, hook: _core.GraphHook, context: Any
 ) -> list[_core.LayerShape]:
-    """Decode one token and look at the graph; returns the shapes of the attention layers.
+    """Decode one token and examine the graph; returns the shapes of the attention layers.
 
-    Raises UnsupportedModelError where the graph has something that the store does not serve.
+    Raises UnsupportedModelError if the graph has something that the store does not support.
     """
     if not decode_one_token(context):
         raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
@@ -78,7 +80,7 @@ def probed_layers(
 def check_config(
     config: ResolvedConfig, model: Model, layers: Sequence[_core.LayerShape], rope_obstacle: str
 ) -> None:
-    """Raise ProfileError for a profile of other layers, SettingsError for a measure of no use."""
+    """Raise ProfileError for a profile of other layers, SettingsError for an unusable measure."""
     if config.profile is not None:
         heads = (len(layers), layers[0].n_head, layers[0].n_head_kv)
         check_model(config.profile, model.geometry, heads)

@@ -1,4 +1,6 @@
-"""Keep what the headwise store holds: as sections of a session file, or as shared pages."""
+"""Save and load the content of the headwise store: as sections of a session file, or as shared
+pages.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,32 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.llamacpp.recurrent import RecurrentState
-from entropykv.policy.names import Policy
 from entropykv.policy.online import OnlineBudgets
+from entropykv.policy.policy import Policy
 from entropykv.store.cold import ColdSide
 from entropykv.store.protocol import DamagedState, SavedState, StoreState
 
 
 @dataclass(frozen=True)
 class StoreCheckpoint:
-    """Hold pages that a headwise store shares, and what decoding needs besides."""
+    """Hold shared pages of a headwise store, and the other state that decoding needs."""
 
     core: _core.Checkpoint
     shift: int
-    """How far positions of the text are before what RoPE sees, see Store.shift."""
+    """How far positions of the text are ahead of those that RoPE sees, see Store.shift."""
     whole_from: int
-    """From this position on, layers with a window hold all that they see."""
+    """The position from which on layers with a window hold everything that they see."""
     seen: npt.NDArray[np.float64] | None
-    """What budgets that follow the text have seen of it; None where none do."""
+    """What budgets that follow the text have measured; None if there are none."""
     recurrent: bytes
-    """The state of recurrent layers, as llama.cpp writes it; empty where there are none."""
+    """The state of recurrent layers in llama.cpp's format; empty without such layers."""
     n_bytes: int
-    """Bytes that are held besides the pages."""
+    """The bytes that it holds besides the pages."""
     n_pages: int
-    """How many pages are held, those that others hold as well included."""
+    """How many pages it holds, including pages that it shares."""
 
     def copy(self) -> StoreCheckpoint:
-        """Return another checkpoint, which holds the same pages on its own."""
+        """Return another checkpoint that owns the same pages."""
         return replace(self, core=self.core.copy())
 
     def drop(self) -> None:
@@ -46,10 +48,10 @@ class StoreCheckpoint:
 
 
 class HeadwiseState:
-    """Save and load a store: a section for every KV head, layer by layer.
+    """Save and load a store: one section for every KV head, layer by layer.
 
-    Behind them come what budgets that follow the text have seen, and the state of the recurrent
-    layers, where there are any.
+    After them come the measurements of budgets that follow the text, and the state of recurrent
+    layers, if there are any.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class HeadwiseState:
         online: OnlineBudgets | None,
         recurrent: RecurrentState | None,
     ) -> None:
-        """Take the parts of the store whose state this is."""
+        """Use the parts of the store whose state this is."""
         self._store = store
         self._layers = layers
         self._n_kv_heads = sum(shape.n_head_kv for shape in layers)
@@ -71,7 +73,7 @@ class HeadwiseState:
         self._recurrent = recurrent
 
     def save(self) -> StoreState:
-        """Return the sections; those of the KV heads are made as they are read."""
+        """Return the sections; those of the KV heads are made when they are read."""
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self._layers)
@@ -92,7 +94,7 @@ class HeadwiseState:
         )
 
     def checkpoint(self, shift: int, whole_from: int) -> StoreCheckpoint:
-        """Share the pages of what is held now; only of a store that does not freeze."""
+        """Share the current pages; the store must not freeze."""
         core = self._store.checkpoint()
         seen = None if self._online is None else self._online.state()
         recurrent = b"" if self._recurrent is None else self._recurrent.save()
@@ -102,10 +104,10 @@ class HeadwiseState:
     def go_on_from(
         self, checkpoint: StoreCheckpoint, share: Callable[[], None], *, ends: bool
     ) -> bool:
-        """Replace what is held by a checkpoint, and drop it if it `ends`; `share` sets the budgets.
+        """Replace the content by a checkpoint, and drop it if it `ends`; `share` sets the budgets.
 
-        Returns False where the pool has no room for the copies that this needs: then nothing is
-        held.
+        Returns False if the pool has no room for the copies that this needs; then the store is
+        empty.
         """
         if self._recurrent is not None:
             self._recurrent.replace(checkpoint.recurrent)
@@ -116,7 +118,7 @@ class HeadwiseState:
         return self._store.fork_from(checkpoint.core, ends)
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
-        """Return the sections that save() would have made of what a checkpoint has."""
+        """Return the sections that save() would have made at the time of a checkpoint."""
         core, store = checkpoint.core, self._store
         entries = [
             [store.checkpoint_count(core, layer, head) for head in range(shape.n_head_kv)]
@@ -169,10 +171,10 @@ class HeadwiseState:
         shares: Callable[[], list[int]],
         share: Callable[[], None],
     ) -> None:
-        """Get room for everything, then forget what is held, and copy.
+        """Reserve room for everything, then replace the content by a state.
 
-        `shares` returns budgets by what online ones have seen; `share` sets them. Where it raises,
-        nothing has changed.
+        `shares` returns budgets that follow the loaded measurements; `share` sets them. If it
+        raises, nothing has changed.
         """
         heads = list(_per_head(state.entries))
         of_heads = state.sections[: self._n_kv_heads]
@@ -187,7 +189,7 @@ class HeadwiseState:
 
     @contextmanager
     def _seen_as_in(self, sections: Sequence[bytearray]) -> Iterator[None]:
-        """Take over what recurrent layers and online budgets have seen; undo it on an error."""
+        """Load the state of recurrent layers and online budgets; undoes it on an error."""
         state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
         seen = self._online.state() if self._online else None
         if self._online:

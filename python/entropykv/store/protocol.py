@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -61,8 +62,12 @@ class StateDoesNotFit(Exception):  # noqa: N818
     """Raised for a sound state that this store cannot take in; the text says the way out."""
 
 
-class Store(Protocol):
-    """Keep K and V under a budget, in one llama_context."""
+class Store(ABC):
+    """Keep K and V under a budget, in one llama_context.
+
+    Abstract methods are what every store does; the others have a body for stores that need nothing
+    there.
+    """
 
     name: str
     context: Any
@@ -86,10 +91,12 @@ class Store(Protocol):
     """True where llama.cpp's own attention says which tokens see each other."""
 
     @property
+    @abstractmethod
     def shift(self) -> int:
         """Return how far positions of the text are before what RoPE sees; loading sets it."""
 
     @shift.setter
+    @abstractmethod
     def shift(self, shift: int) -> None: ...
 
     def rope_position(self, position: int) -> int:
@@ -112,6 +119,7 @@ class Store(Protocol):
         """End the micro-batch after llama_decode, before the stores bring themselves in order."""
         return
 
+    @abstractmethod
     def before(
         self, n_tokens: int, position: int, n_echo: int = 0, *, embedded: Embedded | None = None
     ) -> None:
@@ -121,6 +129,7 @@ class Store(Protocol):
         what is read in the place of the tokens; UnsupportedModelError where that cannot be.
         """
 
+    @abstractmethod
     def after(self, n_tokens: int, position: int) -> None:
         """Bring the store in order after llama_decode; raises where the graph was not as served."""
 
@@ -136,6 +145,7 @@ class Store(Protocol):
         """Restore frozen entries, see Session.thaw(); returns how many, 0 without cold storage."""
         return 0
 
+    @abstractmethod
     def resize(self, budget: Budget) -> None:
         """Apply a new budget: a larger one holds at once, a smaller one evicts."""
 
@@ -144,17 +154,21 @@ class Store(Protocol):
         return  # a store whose budget is the same for every text has no other plan
 
     @property
+    @abstractmethod
     def sure_entries(self) -> int:
         """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
 
     @property
+    @abstractmethod
     def whole_entries(self) -> int:
         """Return how long a text may get before its budgets evict anything; n_ctx: they do not."""
 
     @property
+    @abstractmethod
     def recent_window(self) -> int:
         """Return how many of the newest entries every KV head keeps."""
 
+    @abstractmethod
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
 
@@ -169,28 +183,36 @@ class Store(Protocol):
         """
         return True
 
+    @abstractmethod
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending."""
 
+    @abstractmethod
     def cache_map(self) -> CacheLook:
         """Return a function that looks at what is held: see Session.cache_map()."""
 
+    @abstractmethod
     def budgets(self) -> list[tuple[int, ...]]:
         """Return the budgets in entries, as [layer][KV head]."""
 
     @property
+    @abstractmethod
     def evicted(self) -> int:
         """Return how many entries of all KV heads were evicted so far."""
 
+    @abstractmethod
     def counters(self) -> dict[str, Any]:
         """Return the store's figures for SessionStats; of frozen entries only where it has any."""
 
+    @abstractmethod
     def state(self) -> StoreState:
         """Return everything that decoding depends on; valid until the next change."""
 
+    @abstractmethod
     def check_state(self, state: SavedState) -> None:
         """Raise DamagedState or StateDoesNotFit where load_state() would not go well."""
 
+    @abstractmethod
     def load_state(self, state: SavedState) -> None:
         """Replace everything by a checked state, and evict down to the budget.
 

@@ -1,4 +1,6 @@
-"""Predict scores of a headwise store's entries, and collect what a predictor is fitted to."""
+"""Predict the scores of a headwise store's entries, and collect the sums that a predictor is fitted
+to.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from entropykv.profile.predictor import ScorePredictor
 
 
 class ScorePrediction:
-    """Hold the predictor of a store: of all stores that share its pool of pages, too."""
+    """Hold the predictor of a store, and of all stores that share its pool."""
 
     def __init__(self, store: _core.HeadwiseStore, n_layers: int) -> None:
         """Serve a store of `n_layers` attention layers."""
@@ -26,9 +28,9 @@ class ScorePrediction:
         return [self._store.predictor_features(layer) for layer in self._layers]
 
     def adopt(self, predictor: ScorePredictor) -> None:
-        """Score entries that are read from now on by a profile's predictor.
+        """Predict scores of new entries with a profile's predictor.
 
-        Raises ProfileError for one of a model whose entries have other features.
+        Raises ProfileError if it belongs to entries with other features.
         """
         n_features = [of_layer.shape[1] for of_layer in predictor.weights]
         if n_features != self.n_features:
@@ -39,37 +41,38 @@ class ScorePrediction:
         self.set_predictor(predictor.weights)
 
     def set_predictor(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
-        """Score entries that are read from now on, for a measure that predicts.
+        """Predict scores of new entries, for a measure that uses predictions.
 
-        `weights`: of every layer, (n_head_kv, n_features). Raises ValueError for another shape, for
-        what is no finite number, and for RoPE that does not fit the keys.
+        `weights`: for every layer, (n_head_kv, n_features). Raises ValueError for another shape,
+        for numbers that are not finite, and for RoPE that does not fit the keys.
         """
         for layer, of_layer in zip(self._layers, weights, strict=True):
             self._store.set_predictor(layer, of_layer)
 
     def collect_lessons(self, on: bool) -> None:
-        """Add up what echoes show of the entries of their text, from the next micro-batch on.
+        """From the next micro-batch on, sum up how much attention echoes give to the entries of
+        their text.
 
-        One sum for all stores of a pool. Raises ValueError for measures that predict nothing.
+        All stores of a pool share the sums. Raises ValueError for measures without predictions.
         """
         self._store.collect_lessons(on)
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
-        """Add lessons of text that was read before an echo repeated it, positions `begin` to `end`.
+        """Add sums for text at positions `begin` to `end` that was read before an echo repeated it.
 
-        `shift`: that of the store. Raises ValueError where lessons are not collected.
+        `shift`: that of the store. Raises ValueError if lessons are not collected.
         """
         self._store.teach_stored(begin, end, shift)
 
     def lessons(self) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
-        """Yield for every layer how many entries were added up, and their sums of products.
+        """Yield for every layer the number of entries, and their sums of products.
 
-        One layer after the other: those of all layers of a large model take hundreds of MiB. Sums
-        are (n_head_kv, n_features + 1, n_features + 1): _core.pyi says what of. Raises ValueError
-        where none were collected.
+        Layers are yielded one by one, because all layers of a large model take hundreds of MiB.
+        Sums are (n_head_kv, n_features + 1, n_features + 1): see _core.pyi. Raises ValueError if
+        none were collected.
         """
         return (self._store.lessons(layer) for layer in self._layers)
 
     def clear_lessons(self) -> None:
-        """Begin lessons anew; give their memory back where they are not collected any more."""
+        """Reset the sums, and free their memory if they are no longer collected."""
         self._store.clear_lessons()

@@ -1,4 +1,4 @@
-"""The numpy oracle: every algorithm of the C++ core, written to be read, in float64.
+"""Define the numpy oracle: every algorithm of the C++ core in readable float64 code.
 
 Arrays are named as in cpp/: n tokens of a micro-batch, T entries, `group` query heads per KV head.
 """
@@ -36,7 +36,6 @@ from tests.support.reference.ranking import (
     distinctness,
     entries_to_keep,
     expected_attention,
-    exposure,
     protected,
     recency_score,
     select_survivors,
@@ -98,7 +97,6 @@ __all__ = [
     "distinctness",
     "entries_to_keep",
     "expected_attention",
-    "exposure",
     "features",
     "given",
     "layer_shares",

@@ -1,4 +1,4 @@
-"""Attention of a micro-batch over entries: outputs, entropies, and what entries were given."""
+"""Compute attention of a micro-batch over entries: outputs, entropies, and what entries receive."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tests.support.reference.values import Bools, Floats, Ints
 
 
 class Attention(NamedTuple):
-    """Outputs [n][heads][v_dim], entropies in bits [n][heads], what entries were given."""
+    """Hold outputs [n][heads][v_dim], entropies in bits [n][heads], and what entries receive."""
 
     outputs: Floats
     entropies: Floats
     observed: Floats
-    """Of a KV head: [n][T], summed over its query heads. Of a layer: [n_head_kv][n][T]."""
+    """For a KV head [n][T], summed over its query heads; for a layer [n_head_kv][n][T]."""
 
 
-NEIGHBOURHOOD = 32  # queries nearer to an entry do not score it
+NEIGHBOURHOOD = 32  # Queries nearer to an entry than this do not score it.
 SCORING_INTERVAL = 4
-WINDOW_MARGIN = 32  # entries that stay beyond a sliding window where there is room
+WINDOW_MARGIN = 32  # How many entries outside a sliding window stay if there is room.
 
 
 @dataclass(frozen=True)
 class Options:
-    """Constants of a layer's attention."""
+    """Hold the constants of a layer's attention."""
 
     scale: float
     softcap: float = 0.0
@@ -35,32 +35,36 @@ class Options:
     sinks: npt.NDArray[Any] | None = None
     """One logit per query head."""
     chunked: bool = False
-    """The window begins at multiples of its size."""
+    """True if windows begin at multiples of their size."""
     slopes: npt.NDArray[Any] | None = None
-    """What logits fall by per position, one per query head."""
+    """The slope per position (ALiBi) of each query head."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What HeadwiseStore.attend takes; the window is the layer's."""
+        """Return the arguments of HeadwiseStore.attend(), except the window, which the
+        layer has.
+        """
         names = ("scale", "softcap", "sinks", "slopes")
         return {name: getattr(self, name) for name in names}
 
     def of_heads(self, heads: slice) -> Options:
-        """The same, with the sinks of those query heads."""
+        """Return the options with the sinks and slopes of only these query heads."""
         sinks = None if self.sinks is None else self.sinks[heads]
         slopes = None if self.slopes is None else self.slopes[heads]
         return replace(self, sinks=sinks, slopes=slopes)
 
 
 def oldest_seen(query_position: int, window: int, chunked: bool) -> int:
-    """The first position that a query sees."""
+    """Return the first position that a query sees."""
     if window == 0:
         return 0
     return query_position // window * window if chunked else query_position - window + 1
 
 
 def visible(query_positions: Ints, positions: Ints, options: Options) -> Bools:
-    """[n][T]: whether a query sees an entry: not a later one, nor one that left its window."""
+    """Return whether each query sees each entry, [n][T]: not a later one, nor one outside its
+    window.
+    """
     window = (options.window, options.chunked)
     oldest = np.array([oldest_seen(int(query), *window) for query in query_positions])
     seen = positions[None, :] <= query_positions[:, None]
@@ -68,7 +72,7 @@ def visible(query_positions: Ints, positions: Ints, options: Options) -> Bools:
 
 
 def biased(logits: Floats, queries: Ints, positions: Ints, options: Options) -> Floats:
-    """ALiBi: logits [n][group][T] fall linearly with the distance."""
+    """Apply ALiBi: logits [n][group][T] fall linearly with the distance."""
     if options.slopes is None:
         return logits
     distance = queries[:, None, None] - positions[None, None, :]
@@ -77,7 +81,9 @@ def biased(logits: Floats, queries: Ints, positions: Ints, options: Options) -> 
 
 
 def given(measure: str, weights: Floats, logits: Floats) -> Floats:
-    """What a query gives to an entry, by measure; to one that it does not see: nothing."""
+    """Return what each query gives to each entry by a measure; nothing to entries that it cannot
+    see.
+    """
     return {
         "mass": weights**2,
         "attention": weights,
@@ -95,7 +101,9 @@ def attend_kv_head(
     measure: str = "mass",
     neighbourhood: int = NEIGHBOURHOOD,
 ) -> Attention:
-    """One KV head: q [n][group][k_dim] at positions first_query.., k [T][k_dim], v [T][v_dim]."""
+    """Compute one KV head: q [n][group][k_dim] at positions first_query.., k [T][k_dim], v
+    [T][v_dim].
+    """
     logits = np.einsum("ngd,td->ngt", q.astype(np.float64), k) * options.scale
     if options.softcap > 0.0:
         logits = options.softcap * np.tanh(logits / options.softcap)
@@ -124,7 +132,7 @@ def attend_layer(
     options: Options,
     measure: str = "mass",
 ) -> Attention:
-    """One layer whose entries 0..T-1 are all kept: k [T][n_head_kv][k_dim]."""
+    """Compute one layer whose entries 0..T-1 are all kept: k [T][n_head_kv][k_dim]."""
     group = q.shape[1] // k.shape[1]
     parts = []
     for head in range(k.shape[1]):

@@ -1,4 +1,4 @@
-"""What a KV head has dropped, as far as its losses know it."""
+"""Remember the scores of entries that a KV head has dropped, as its losses need them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tests.support.reference.values import Floats
 
 @dataclass
 class DroppedScores:
-    """Scores of dropped entries, each as it was when nothing had decayed yet."""
+    """Hold the scores of dropped entries, each as it was before any decay."""
 
     undecayed: Floats = field(default_factory=lambda: np.zeros(0))
     decayed_by: float = 1.0
 
     def add(self, scores: Floats) -> None:
-        """Entries of these scores were dropped; one that is worth nothing is forgotten."""
+        """Add the scores of newly dropped entries; zero scores are left out."""
         self.undecayed = np.append(self.undecayed, scores[scores > 0.0] / self.decayed_by)
 
     def decay(self, factor: float) -> None:
-        """All scores shrink by a factor; by 0, to nothing."""
+        """Multiply all scores by a factor."""
         self.decayed_by *= factor
         if factor == 0.0:
             self.undecayed, self.decayed_by = np.zeros(0), 1.0
 
     def scores(self) -> Floats:
-        """Return the scores now, those of an octave all as their mean."""
+        """Return the current scores; those of one octave are all returned as their mean."""
         octaves = np.floor(np.log2(self.undecayed))
         means = [self.undecayed[octaves == octave].mean() for octave in octaves]
         return np.array(means) * self.decayed_by

@@ -1,4 +1,4 @@
-"""A KV head that freezes what it does not keep."""
+"""Define a KV head that freezes the entries that it does not keep."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from tests.support.reference.values import Bools, Floats
 
 
 class Undecided(Exception):  # noqa: N818
-    """What an entry was given is so close to the limit that rounding decides."""
+    """Raised if a value is so close to the limit of detection that rounding decides."""
 
 
 @dataclass
 class Detections:
-    """Of one entry, in windows of `history` positions; 0: one window holds everything."""
+    """Count the detections of one entry in windows of `history` positions; 0: a single window."""
 
     history: int
     counts: dict[int, int] = field(default_factory=dict)
 
     def detect(self, now: int) -> int:
-        """Count one more; the window before counts by what a sliding one still covers of it."""
+        """Count one more; the previous window counts in proportion to its overlap with a sliding
+        one.
+        """
         if self.history == 0:
             self.counts[0] = self.counts.get(0, 0) + 1
             return self.counts[0]
         number, elapsed = divmod(now, self.history)
         last = max(self.counts, default=0)
-        if number < last:  # the text went back: what came later never was
+        if number < last:  # The text was rolled back, so later detections never happened.
             self.counts = {}
         self.counts[number] = self.counts.get(number, 0) + 1
         before = self.counts.get(number - 1, 0)
@@ -42,7 +44,7 @@ class Detections:
 
 @dataclass
 class FrozenEntry:
-    """What is known of a frozen entry; `due`: the newest position that restores it, or none."""
+    """Hold a frozen entry; `due` is the newest position that restores it, or None."""
 
     k: Floats
     v: Floats
@@ -54,12 +56,12 @@ class FrozenEntry:
 
 @dataclass
 class FreezingHead(ReferenceHead):
-    """Evictions freeze. Nothing is looked for (recall is off), and cold storage has no limit."""
+    """Freeze instead of evicting. Recall is off, and cold storage has no limit."""
 
     frozen: dict[int, FrozenEntry] = field(default_factory=dict)
-    """By position."""
+    """The frozen entries by position."""
     detections: dict[int, Detections] = field(default_factory=dict)
-    """By position, of active and of frozen entries."""
+    """The detections of active and of frozen entries by position."""
 
     def read(
         self,
@@ -69,7 +71,7 @@ class FreezingHead(ReferenceHead):
         first_position: int,
         options: Options,
     ) -> Attention:
-        """As without freezing; takes down what the queries gave, for settle()."""
+        """Read as without freezing, and record what the queries gave, for settle()."""
         self.n_stored = len(self.positions)
         result = super().read(q, k, v, first_position, options)
         self.given = result.observed[-self.rules.observation_window :]
@@ -78,7 +80,7 @@ class FreezingHead(ReferenceHead):
         return result
 
     def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Freeze what is detected, then what the budget does not hold; restore what is due."""
+        """Freeze detected entries, then those beyond the budget; restore entries that are due."""
         if self.rules.schedule and self.rules.observes:
             self._freeze_detected(self.rules.schedule)
         if len(self.positions) > self.budget:
@@ -90,7 +92,7 @@ class FreezingHead(ReferenceHead):
         np.testing.assert_array_equal(theirs, self.positions)
 
     def freeze_all(self, now: int) -> None:
-        """Everything that is held."""
+        """Freeze all held entries."""
         self._freeze(np.ones(len(self.positions), bool), now)
 
     def restore(
@@ -102,7 +104,7 @@ class FreezingHead(ReferenceHead):
         *,
         forget: bool = False,
     ) -> int:
-        """What is asked for, as far as the budget has room; returns how many."""
+        """Restore the requested entries as far as the budget has room; returns how many."""
         if forget:
             self.detections = {}
         wanted = [
@@ -115,7 +117,7 @@ class FreezingHead(ReferenceHead):
         return n
 
     def truncate(self, position: int) -> None:
-        """Forget what was read from `position` on; timers go on from there."""
+        """Forget what was read from `position` on; timers continue from there."""
         super().truncate(position)
         now = position - 1
         self.detections = {p: d for p, d in self.detections.items() if p < position}
@@ -127,7 +129,9 @@ class FreezingHead(ReferenceHead):
                 entry.frozen_at = now
 
     def _freeze_detected(self, schedule: Schedule) -> None:
-        """Stored entries outside of the window that get less than an even share, or than |q.k|."""
+        """Freeze stored entries outside the window that get less than an even share, or
+        less |q.k|.
+        """
         means = self.given.mean(axis=0) / self.group
         limit = schedule.threshold
         if self.rules.score != "products":
@@ -161,7 +165,7 @@ class FreezingHead(ReferenceHead):
     def _restore(
         self, wanted: Sequence[int], now: int, theirs: Sequence[int] | npt.NDArray[Any]
     ) -> int:
-        """All of them, or as many as fit: then those that `theirs` chose."""
+        """Restore all wanted entries; if not all fit, those that the store (`theirs`) chose."""
         room = self.budget - len(self.positions)
         if len(wanted) > room:
             wanted = [p for p in wanted if p in set(np.asarray(theirs).tolist())]

@@ -1,4 +1,4 @@
-"""A KV head that keeps what its budget holds."""
+"""Define a KV head that keeps as many entries as its budget allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.support.reference.ranking import (
     distinctness,
     entries_to_keep,
     expected_attention,
-    exposure,
     protected,
     recency_score,
     select_survivors,
@@ -36,7 +35,9 @@ from tests.support.reference.values import Bools, Floats, Ints, stored
 
 
 class Schedule(NamedTuple):
-    """The freeze document's section 3, by the names of cpp/decide/freezing.hpp."""
+    """Hold the settings in section 3 of the freeze document, with the names of
+    cpp/decide/freezing.hpp.
+    """
 
     window: int = 32
     threshold: float = 1.0
@@ -46,7 +47,7 @@ class Schedule(NamedTuple):
 
 @dataclass
 class Rules:
-    """What the KV heads of a store have in common."""
+    """Hold the settings that all KV heads of a store have in common."""
 
     score: str
     """streaming, recency, or a measure: see given()."""
@@ -56,42 +57,44 @@ class Rules:
     variation: float = 0.0
     decay: float = 0.0
     observation_window: int = 64
-    by_exposure: bool = False
     by_values: bool = False
     distinct: bool = False
     future_positions: int = 64
     rope: Rope = field(default_factory=lambda: Rope(0))
     own_windows: bool = False
-    """Half of a KV head's own budget is for its sinks and recent window."""
+    """If true, half of a KV head's own budget is for its sinks and recent window."""
     weights: dict[int, Floats] = field(default_factory=dict)
-    """Of the linear functions that predict shares, by the number of features."""
+    """The weights of the linear functions that predict shares, by the number of features."""
     expected_lookups: float = 0.0
-    """How often what is predicted counts beside what queries gave; 0: nothing is predicted."""
+    """The weight of predictions relative to what queries gave; 0: nothing is predicted."""
     schedule: Schedule | None = None
-    """Of what freezes: every query counts then, for every entry."""
+    """The freeze schedule, under which every query counts for every entry; None without
+    freezing.
+    """
 
     @property
     def observes(self) -> bool:
-        """Whether queries give importance to entries."""
+        """Tell whether queries give importance to entries."""
         return self.score in ("mass", "attention", "products")
 
     @property
     def predicts(self) -> bool:
-        """Whether key and value of an entry say a part of its score, or all of it."""
+        """Tell whether key and value of an entry determine its score or a part of it."""
         return self.score == "predicted" or self.expected_lookups > 0.0
 
     @property
     def tolerance(self) -> float:
-        """Of scores, relative: q.k of q8_0 is of a query of 16-bit integers, of another rounding.
+        """Return the relative tolerance of scores.
 
-        What is predicted is rounded, and may be squared and times the norm of a value.
+        For q8_0, the store rounds the query to 16-bit integers. Predicted values are rounded, too,
+        and may be squared and multiplied by the norm of a value.
         """
         if self.predicts:
             return 4 * SHARE_ROUNDING
         return 2e-3 if (self.score, self.kv_type) == ("products", "q8_0") else 1e-4
 
     def score_of(self, given: Floats, shares: Floats) -> Floats:
-        """Of what queries gave to entries, and the shares that are predicted of them."""
+        """Return the scores, from what queries gave to entries and the predicted shares."""
         if self.score == "predicted":
             return shares
         return given + self.expected_lookups * shares ** (2 if self.score == "mass" else 1)
@@ -99,7 +102,7 @@ class Rules:
 
 @dataclass
 class ReferenceHead:
-    """What one KV head keeps, in the order of positions."""
+    """Hold what one KV head keeps, ordered by position."""
 
     rules: Rules
     k_dim: int
@@ -108,14 +111,14 @@ class ReferenceHead:
     window: int = 0
     chunked: bool = False
     whole_from: int = 0
-    """Later queries see nothing that was dropped because it had left the window."""
+    """The position from which on queries miss nothing that was dropped for leaving the window."""
     positions: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     k: Floats = field(init=False)
     v: Floats = field(init=False)
     importance: Floats = field(default_factory=lambda: np.zeros(0))
-    """What queries gave, which decays."""
+    """What queries gave to each entry; it decays."""
     shares: Floats = field(default_factory=lambda: np.zeros(0))
-    """What is predicted, which stays."""
+    """The predicted share of each entry; it does not change."""
     evicted: int = 0
 
     def __post_init__(self) -> None:
@@ -132,14 +135,14 @@ class ReferenceHead:
         first_position: int,
         options: Options,
     ) -> Attention:
-        """Attend to a micro-batch and rank by it; nothing is evicted yet."""
+        """Attend to a micro-batch and update the importance; nothing is evicted yet."""
         result = self.attend(q, k, v, first_position, options)
         self.give(result.observed, first_position)
         return result
 
     @property
     def recent_window(self) -> int:
-        """Newest entries that no eviction takes."""
+        """Return the number of newest entries that are protected from eviction."""
         if not self.rules.own_windows:
             return self.rules.recent_window
         return max(self.budget // 2 - self.rules.n_sinks, 1)
@@ -152,7 +155,7 @@ class ReferenceHead:
         first_position: int,
         options: Options,
     ) -> Attention:
-        """Attend to a micro-batch (q [n][group][k_dim], k [n][k_dim]), and hold all of it."""
+        """Attend to a micro-batch (q [n][group][k_dim], k [n][k_dim]), and hold all its entries."""
         self.positions = np.append(self.positions, first_position + np.arange(len(k)))
         self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
         self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
@@ -172,7 +175,7 @@ class ReferenceHead:
         return attend_kv_head(*rows, options, measure, neighbourhood)
 
     def give(self, observed: Floats, first_position: int) -> None:
-        """Add what a micro-batch that began at `first_position` gave: [n][T]."""
+        """Add what the queries of a micro-batch at `first_position` gave: [n][T]."""
         rules = self.rules
         if rules.observes:
             interval = 1 if rules.schedule else SCORING_INTERVAL
@@ -185,16 +188,15 @@ class ReferenceHead:
                 rules.decay,
                 rules.observation_window,
                 first_position,
-                by_exposure=rules.by_exposure,
                 interval=interval,
             )
 
     def losses(self, knots: Sequence[int], outputs: Floats, *, of_held: bool = False) -> Floats:
-        """What dropping all but so many of the unprotected entries loses, before the next eviction.
+        """Return the losses of dropping all but k of the unprotected entries, for every knot k.
 
-        Those that were dropped before count as entries, too, unless `of_held`: with more room, they
-        would be there. Squared outputs (mass+values) are relative to those of the micro-batch,
-        [n][group][v_dim].
+        Entries that were dropped before count, too, unless `of_held`, because with more room they
+        would have been kept. Squared outputs (mass+values) are relative to those of the
+        micro-batch, [n][group][v_dim].
         """
         rules, newest = self.rules, int(self.positions.max())
         free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
@@ -207,7 +209,9 @@ class ReferenceHead:
         return losses / (outputs**2).sum() if squares else losses
 
     def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Evict after a micro-batch of n_new tokens, to `theirs` if that is a right choice."""
+        """Evict after a micro-batch of n_new tokens; accepts the store's choice `theirs` if it is
+        valid.
+        """
         if len(self.positions) > self.budget:
             self._leave_window(0 if self.chunked else WINDOW_MARGIN)
         if len(self.positions) > self.budget:
@@ -216,7 +220,7 @@ class ReferenceHead:
         np.testing.assert_array_equal(theirs, self.positions)
 
     def set_budget(self, budget: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Evict down to another budget, to `theirs` if that is a right choice."""
+        """Evict down to another budget; accepts the store's choice `theirs` if it is valid."""
         self.budget = budget
         if len(self.positions) > budget:
             self._leave_window(0)
@@ -233,7 +237,7 @@ class ReferenceHead:
             self.dropped = DroppedScores()
 
     def scores(self, keep: int) -> Floats:
-        """Of every entry of which `keep` stay: the higher, the longer it stays."""
+        """Return the score of every entry, if `keep` entries stay; higher scores stay longer."""
         rules, newest = self.rules, int(self.positions.max())
         if rules.score == "streaming":
             return 1.0 / (1.0 + newest - self.positions.astype(np.float64))
@@ -245,10 +249,6 @@ class ReferenceHead:
         if rules.score == "expected":
             logits = self.queries.expected_logits(self.k, self.newest_query, rules.future_positions)
             scores = expected_attention(logits, self.positions, rules.n_sinks)
-        if rules.by_exposure:
-            ages = newest - self.positions
-            window = rules.observation_window
-            scores /= [exposure(int(age), rules.decay, window) for age in ages]
         if rules.by_values:
             norms = np.sqrt((self.v**2).sum(axis=1))
             scores *= norms**2 if rules.score == "mass" else norms
@@ -258,7 +258,7 @@ class ReferenceHead:
         return scores
 
     def _evict(self, keep: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Keep the survivors; where scores are as good as equal, those that `theirs` chose."""
+        """Keep the survivors; among nearly equal scores, those that the store (`theirs`) chose."""
         scores, newest = self.scores(keep), int(self.positions.max())
         n_sinks, recent = self.rules.n_sinks, self.recent_window
         ours = select_survivors(scores, self.positions, keep, n_sinks, recent, newest)
@@ -277,7 +277,9 @@ class ReferenceHead:
         self._keep(kept)
 
     def _leave_window(self, margin: int) -> None:
-        """Drop what no later query sees, but for `margin` positions if the budget has room."""
+        """Drop entries that no later query sees, except for `margin` positions if the budget has
+        room.
+        """
         newest = int(self.positions.max())
         oldest = oldest_seen(newest + 1, self.window, self.chunked)
         if (self.positions >= oldest - margin).sum() <= self.budget:
@@ -297,6 +299,6 @@ class ReferenceHead:
 
 
 def losses_at(scores: Floats, knots: Sequence[int]) -> Floats:
-    """Sums of all but the largest k scores, for every k of the knots."""
+    """Return the sum of all but the k largest scores, for every k in `knots`."""
     ascending = np.sort(scores)
     return np.array([ascending[: max(len(scores) - k, 0)].sum() for k in knots])

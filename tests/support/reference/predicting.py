@@ -1,4 +1,4 @@
-"""What is predicted of entries from their keys and values, and what predictors are fitted to."""
+"""Predict shares of attention from keys and values, and sum up what predictors are fitted to."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ LEAST_PREDICTION = 1e-6
 LEAST_OBSERVED = 1e-5
 LEAST_NORM = 1e-6
 LEAST_SHARE = 2.0**-20
-"""What a stored share is at least; predictions are above it."""
+"""The smallest stored share; predictions are larger."""
 SHARE_ROUNDING = 2.0**-8
-"""By how much of itself the store rounds a share, at most."""
+"""The largest relative rounding error of a share in the store."""
 
 
 def features(
     k: npt.NDArray[Any], v: npt.NDArray[Any] | None, rope_positions: npt.NDArray[Any], rope: Rope
 ) -> Floats:
-    """Of entries [n][k_dim], [n][v_dim] that RoPE saw at so many positions: [n][n_features].
+    """Return the features [n][n_features] of entries [n][k_dim], [n][v_dim] at the given RoPE
+    positions.
 
-    `v` None where it is a part of the key.
+    `v` is None if it is a part of the key.
     """
     before = rotated(k, -rope_positions, rope)
     pairs = [np.hypot(before[:, i], before[:, j]) for i, j in rope_pairs(rope)]
@@ -36,13 +37,17 @@ def features(
 
 
 def predicted(of_entries: Floats, weights: npt.NDArray[Any]) -> Floats:
-    """Shares of attention, of features [n][n_features] and weights [n_features]; not rounded."""
+    """Return unrounded shares of attention, from features [n][n_features] and weights
+    [n_features].
+    """
     logarithms = of_entries @ weights.astype(np.float64)
     return np.exp(np.clip(logarithms, np.log(LEAST_PREDICTION), 0.0))
 
 
 def lesson_sums(of_entries: Floats, observed: npt.NDArray[Any]) -> Floats:
-    """The sum of outer products of entries' features and the logarithm of what they got."""
+    """Return the sum of outer products of entries' features and the logarithm of their
+    attention.
+    """
     targets = np.log(np.maximum(observed, LEAST_OBSERVED))
     rows = np.concatenate([of_entries, targets[:, None]], axis=1)
     return np.asarray(rows.T @ rows)

@@ -1,4 +1,4 @@
-"""Importance of entries, and which of them survive."""
+"""Compute the importance of entries, and which of them survive an eviction."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.reference.attending import NEIGHBOURHOOD, SCORING_INTERVAL
+from tests.support.reference.attending import SCORING_INTERVAL
 from tests.support.reference.rope import Rope, rope_pairs, rotated
 from tests.support.reference.values import Bools, Floats, Ints
 
-DECODE_ROOM = 16  # most entries that one eviction makes room for
+DECODE_ROOM = 16  # The most entries that one eviction makes room for.
 
 
 def updated_importance(
@@ -22,13 +22,12 @@ def updated_importance(
     window: int,
     first_position: int,
     *,
-    by_exposure: bool = False,
     interval: int = SCORING_INTERVAL,
 ) -> Floats:
-    """After a micro-batch of n tokens that gave `observed` [n][T]: its last `window` queries count.
+    """Return importance after a micro-batch of n tokens whose last `window` queries gave `observed`
+    [n][T].
 
-    Of tokens that come one by one, every fourth (`interval`) counts, for four. What is divided by
-    an exposure decays within the micro-batch too.
+    If tokens come one by one, only every fourth (`interval`) counts, four times.
     """
     n_tokens = len(observed)
     weights = np.ones(n_tokens)
@@ -36,44 +35,33 @@ def updated_importance(
         if first_position % interval != 0:
             return importance
         n_tokens, weights = interval, np.full(1, float(interval))
-    elif by_exposure and decay > 0.0:
-        weights = decay ** np.arange(n_tokens)[::-1]
     kept = decay**n_tokens if decay > 0.0 else 0.0
     updated: Floats = importance * kept + (weights[:, None] * observed)[-window:].sum(axis=0)
     return updated
 
 
-def exposure(age: int, decay: float, window: int) -> float:
-    """Queries that an entry could have been seen by at so many positions before the newest.
-
-    Decayed; with decay 0, those of the window of a micro-batch that holds it.
-    """
-    queries = max(age - NEIGHBOURHOOD + 1, 1)
-    if decay == 0.0:
-        return float(min(queries, window))
-    return float((decay ** np.arange(queries)).sum())
-
-
 @dataclass
 class QueryStatistics:
-    """Queries of a KV head's group that were read so far, as they are at position 0."""
+    """Hold the queries that a KV head's group has read so far, rotated back to position 0."""
 
     rope: Rope
     decay: float
     queries: list[npt.NDArray[Any]] = field(default_factory=list)
-    """[group][k_dim] each, scaled"""
+    """Arrays [group][k_dim], scaled."""
 
     def add(self, q: npt.NDArray[Any], first_position: int, scale: float) -> None:
-        """Read the queries [n][group][k_dim] of a micro-batch."""
+        """Add the queries [n][group][k_dim] of a micro-batch."""
         for token, rows in enumerate(q * scale):
             back = np.full(len(rows), -(first_position + token))
             self.queries.append(rotated(rows, back, self.rope))
 
     def expected_logits(self, k: Floats, newest: int, n_future: int) -> Floats:
-        """Of entries [T][k_dim], [group][T]: the mean of the logarithm of a normal distribution.
+        """Return the expected logits [group][T] of entries [T][k_dim], as the mean of a log-normal
+        distribution.
 
-        A token of the next n_future turns the mean; values vary independently of each other, and
-        the two of a pair equally: the mean of both, with what the turning of the mean adds.
+        Averaging over the next n_future tokens rotates and shortens the mean query. Values are
+        taken as independent, and the two values of a RoPE pair as equally distributed: their
+        variance is the mean of both, plus the variance of the rotated mean.
         """
         weights = self.decay ** np.arange(len(self.queries))[::-1]
         rows = np.array(self.queries)
@@ -89,7 +77,9 @@ class QueryStatistics:
 
 
 def expected_attention(logits: Floats, positions: Ints, n_sinks: int) -> Floats:
-    """Of [group][T]: the softmax over the entries that are no sinks, summed over query heads."""
+    """Return the softmax of logits [group][T] over entries that are not sinks, summed over query
+    heads.
+    """
     logits = np.where(positions < n_sinks, -np.inf, logits)
     if not np.isfinite(logits).any():
         return np.zeros(len(positions))
@@ -97,15 +87,15 @@ def expected_attention(logits: Floats, positions: Ints, n_sinks: int) -> Floats:
     return np.asarray((weights / weights.sum(axis=1, keepdims=True)).sum(axis=0))
 
 
-SIMILAR = 0.9  # cosine from which on the older of two keys counts less
-CONTEST = 512  # entries around the threshold that are compared
+SIMILAR = 0.9  # The cosine from which on the older of two keys counts less.
+CONTEST = 512  # How many entries around the threshold are compared.
 
 
 def distinctness(k: Floats, positions: Ints, scores: Floats, free: Bools, keep: int) -> Floats:
-    """Factors of the scores: less than 1 where a newer entry's key is similar.
+    """Return factors of the scores: less than 1 if a newer entry has a similar key.
 
-    Only what an eviction decides on is compared: the free entries of the ranks around the last one
-    that would stay.
+    Only entries that an eviction decides on are compared: the free entries whose ranks are close to
+    the last one that would stay.
     """
     factors = np.ones(len(k))
     candidates = np.flatnonzero(free)
@@ -124,7 +114,7 @@ def distinctness(k: Floats, positions: Ints, scores: Floats, free: Bools, keep: 
 
 
 def recency_score(position: int, newest: int, variation: float) -> float:
-    """The BitNet document's score; what is the newest tenth is decided in float32."""
+    """Return the BitNet document's score; float32 decides which positions are the newest tenth."""
     span = max(newest, 1)
     distance = newest - position
     in_newest_tenth = np.float32(distance) < np.float32(0.1) * np.float32(span)
@@ -133,14 +123,16 @@ def recency_score(position: int, newest: int, variation: float) -> float:
 
 
 def protected(positions: Ints, newest: int, n_sinks: int, recent_window: int) -> Bools:
-    """Entries that no eviction takes."""
+    """Return which entries are protected from eviction."""
     return (positions < n_sinks) | (positions > newest - recent_window)
 
 
 def select_survivors(
     scores: npt.NDArray[Any], positions: Ints, keep: int, n_sinks: int, recent: int, newest: int
 ) -> Bools:
-    """The protected entries, then the highest scores (ties: the earlier index) up to `keep`."""
+    """Return the protected entries, then the highest scores up to `keep` (of equal ones, the
+    first).
+    """
     kept = protected(positions, newest, n_sinks, recent)
     for index in np.argsort(-scores, kind="stable"):
         if kept.sum() >= keep:
@@ -150,7 +142,9 @@ def select_survivors(
 
 
 def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -> int:
-    """What an eviction leaves: room for some more tokens while they come one by one."""
+    """Return how many entries an eviction leaves, with room for more tokens if they come one by
+    one.
+    """
     beyond_protection = budget - n_sinks - recent_window
     room = min(max(beyond_protection // 4, 1), DECODE_ROOM)
     return budget - max(room - n_new, 0)

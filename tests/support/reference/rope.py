@@ -1,4 +1,4 @@
-"""Rotary position embedding of stored keys."""
+"""Rotate stored keys to other positions (RoPE)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.support.reference.values import Floats, Ints
 
 
 class Rope(NamedTuple):
-    """By ggml's names; `factors`: divisors of the frequencies, one for each pair, or none."""
+    """Hold the parameters with ggml's names; `factors` are divisors of the frequencies, one per
+    pair.
+    """
 
     n_dims: int
     offset: int = 0
@@ -26,7 +28,7 @@ class Rope(NamedTuple):
 
 
 def rope_frequencies(rope: Rope) -> Floats:
-    """Radians per position of every pair: ggml's rope_yarn, divided by the position."""
+    """Return radians per position of every pair: ggml's rope_yarn, divided by the position."""
     pairs = np.arange(rope.n_dims // 2)
     own = rope.freq_base ** (-2.0 * pairs / rope.n_dims)
     if rope.freq_factors:
@@ -47,14 +49,14 @@ def rope_frequencies(rope: Rope) -> Floats:
 
 
 def rope_pairs(rope: Rope) -> list[tuple[int, int]]:
-    """The values of a row that are turned together."""
+    """Return the pairs of indices in a row that are rotated together."""
     pairs = np.arange(rope.n_dims // 2)
     first = rope.offset + (pairs if rope.neox else 2 * pairs)
     return [(int(i), int(i + (len(pairs) if rope.neox else 1))) for i in first]
 
 
 def rotated(rows: npt.NDArray[Any], by: npt.NDArray[Any], rope: Rope) -> Floats:
-    """Rows [n][dim] turned on by `by` [n] positions."""
+    """Return rows [n][dim], rotated by `by` [n] further positions."""
     result = rows.astype(np.float64).copy()
     if rope.n_dims == 0:
         return result
@@ -67,5 +69,7 @@ def rotated(rows: npt.NDArray[Any], by: npt.NDArray[Any], rope: Rope) -> Floats:
 
 
 def rope_positions(positions: npt.NDArray[Any], n_sinks: int, shift: int) -> Ints:
-    """Where RoPE sees positions of the text: sinks stay, the rest moves up to them at most."""
+    """Return the RoPE positions of text positions: sinks stay, others move by `shift`, at most to
+    the sinks.
+    """
     return np.where(positions < n_sinks, positions, np.maximum(positions - shift, n_sinks))

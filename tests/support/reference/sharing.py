@@ -1,4 +1,4 @@
-"""Budgets: how pages are shared among KV heads, and what heads lose."""
+"""Share pages among KV heads, and compute what heads lose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.reference.values import Floats
 
 
 def pages_for(entries: int, entries_per_page: int) -> int:
-    """Whole pages that hold so many entries."""
+    """Return how many whole pages hold this many entries."""
     return -(-entries // entries_per_page)
 
 
@@ -25,7 +25,7 @@ def check_shares(
     pages: list[int],
     limits: Sequence[int] = (),
 ) -> None:
-    """Assert what must hold for every shared budget; `pages`: entries per page of every head."""
+    """Assert the invariants of shared budgets; `pages`: entries per page of every head."""
     mean = min(mean, most)
     assert len(budgets) == len(pages)
     limits = [min(limit, most) for limit in limits or [most] * len(pages)]
@@ -37,7 +37,7 @@ def check_shares(
 
 
 def convex_hull_at(knots: Sequence[float], losses: Sequence[float], at: float) -> float:
-    """The lower convex hull of a curve: the lowest of all chords over a point."""
+    """Return the lower convex hull of a curve at one point: the lowest of all chords there."""
     best = np.inf
     for i, left in enumerate(knots):
         for j, right in enumerate(knots):
@@ -50,11 +50,11 @@ def convex_hull_at(knots: Sequence[float], losses: Sequence[float], at: float) -
 
 
 def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats:
-    """Entries of every head, losses [head][knot]: the least summed hull.
+    """Return the entries of every head that minimise the sum of hulls, for losses [head][knot].
 
-    By the price of an entry: at a price, every head takes the smallest and the largest number of
-    entries that are optimal for it; at the price where `total` lies between the two sums, all take
-    the same part of the way.
+    The search is by the price of an entry: at a price, the optimal number of entries of every head
+    is a range; at the price whose summed range contains `total`, all heads take the same fraction
+    of their range.
     """
     hulls = np.array([[convex_hull_at(knots, head, k) for k in knots] for head in losses])
     slopes = (hulls[:, :-1] - hulls[:, 1:]) / np.diff(knots)
@@ -70,7 +70,9 @@ def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats
 
 
 def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | None) -> Floats:
-    """The layer document: k_l = total * I_l / sum I, or from a least to a largest k_l, scaled."""
+    """Return the layer document's shares: k_l = total * I_l / sum I, or scaled into a
+    range of k_l.
+    """
     weights = entropies
     if in_range is not None:
         least, most = in_range
@@ -82,12 +84,11 @@ def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | No
 def curve_losses(
     q: Floats, k: Floats, v: Floats, importance: Floats, rules: Any, options: Options
 ) -> tuple[Floats, Floats, float]:
-    """Mass lost, mean square of the dropped and of the whole outputs, of one KV head.
+    """Return a KV head's lost mass, and the mean squares of the dropped and of the whole outputs.
 
-    Entries are ranked by what they gave to the outputs: importance * |v|^2.
-
-    q [n][group][k_dim] are the last queries of a text; k, v [T]; importance [n_read]. Every number
-    of rules.keep by itself: what is kept is what select_survivors keeps.
+    Entries are ranked by their contribution to the outputs: importance * |v|^2. q [n][group][k_dim]
+    are the last queries of a text; k, v [T]; importance [n_read]. Each number in rules.keep is
+    computed separately, with the entries that select_survivors() keeps.
     """
     first = len(k) - len(q)
     positions = np.arange(len(k))

@@ -1,4 +1,4 @@
-"""Arrays of the oracle, and what K and V are after they were stored."""
+"""Define array types of the oracle, and round K and V as the store does."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 F16_LARGEST = 65504.0
-QUANT_BLOCK = 32  # values that share one scale in q8_0
+QUANT_BLOCK = 32  # The number of values that share a scale in q8_0.
 
 
 def round_f16(values: npt.NDArray[Any]) -> Floats:
-    """Nearest f16; beyond the range, the largest one."""
+    """Round to the nearest f16; larger values become the largest f16."""
     clipped = np.clip(values.astype(np.float32), -F16_LARGEST, F16_LARGEST)
     return clipped.astype(np.float16).astype(np.float64)
 
 
 def round_q8_0(rows: npt.NDArray[Any]) -> Floats:
-    """Rows [..., dim] as int8 times a scale per 32 values; the scale is max |x| / 127 in f16.
+    """Round rows [..., dim] to int8 times a scale per 32 values; the scale is max |x| / 127 in f16.
 
-    In float32, as the store does it, so that halves round the same way.
+    Computed in float32, as in the store, so that halves round in the same direction.
     """
     result = np.zeros(rows.shape)
     for first in range(0, rows.shape[-1], QUANT_BLOCK):
@@ -39,5 +39,5 @@ def round_q8_0(rows: npt.NDArray[Any]) -> Floats:
 
 
 def stored(rows: npt.NDArray[Any], kv_type: str) -> Floats:
-    """Rows of K or V as attention reads them back."""
+    """Return rows of K or V as attention reads them back from the store."""
     return {"f16": round_f16, "q8_0": round_q8_0}[kv_type](rows)

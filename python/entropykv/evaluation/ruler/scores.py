@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from entropykv.errors import ContextError
 from entropykv.evaluation.combination import grow
-from entropykv.evaluation.part import Item, Values, kept_values
-from entropykv.evaluation.reading import Reader, Tick, read, write
+from entropykv.evaluation.reading import Item, Reader, Tick, Values, kept_values, read, write
 from entropykv.evaluation.ruler.prompts import Prompt
 from entropykv.evaluation.ruler.suite import QUESTIONS, Suite, make_prompts, make_task
 from entropykv.evaluation.texts import EvaluationText, digest_of

@@ -1,4 +1,4 @@
-"""What must hold after every operation, whatever it was."""
+"""Check what must hold after every operation of a session."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Heads = list[tuple[int, int]]
 
 
 class Broken(AssertionError):  # noqa: N818
-    """A promise that a session does not keep; says which."""
+    """Raised if a session breaks a promise; says which."""
 
 
 def require(holds: object, promise: str) -> None:
-    """Raise Broken unless it holds."""
+    """Raise Broken unless `holds` is true."""
     if not holds:
         raise Broken(promise)
 
 
 def check_refusal(error: BaseException) -> None:
-    """A refusal is a typed error of the package, whose message is one readable sentence."""
+    """Check that a refusal is a typed error of the package with one readable sentence."""
     if not isinstance(error, EntropyKVError):
         raise error
     text = str(error)
@@ -36,12 +36,12 @@ def check_refusal(error: BaseException) -> None:
 
 
 def heads_of(session: Session) -> Heads:
-    """Layer and number of every KV head."""
+    """Return layer and number of every KV head."""
     return [(i, h) for i, layer in enumerate(session.budgets()) for h in range(len(layer))]
 
 
 def frozen_positions(session: Session, layer: int, head: int) -> Positions:
-    """Of one KV head, ascending; none on the flat store."""
+    """Return the frozen positions of one KV head, ascending; none in the flat store."""
     if session.store == "flat" or not session.freezing:
         return np.empty(0, np.int32)
     core = session._store.core  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def frozen_positions(session: Session, layer: int, head: int) -> Positions:
 
 
 def snapshot(session: Session) -> list[list[int]]:
-    """Entries of every KV head that are kept or frozen."""
+    """Return the entries of every KV head that are kept or frozen."""
     return [
         sorted({*session.entries(*head).tolist(), *frozen_positions(session, *head).tolist()})
         for head in heads_of(session)
@@ -58,7 +58,7 @@ def snapshot(session: Session) -> list[list[int]]:
 
 
 def observable(session: Session) -> tuple[Any, ...]:
-    """All that an operation that was refused must leave as it was."""
+    """Return everything that a refused operation must not change."""
     logits = None if session.logits is None else session.logits.tobytes()
     active = [session.entries(*head).tolist() for head in heads_of(session)]
     frozen = [frozen_positions(session, *head).tolist() for head in heads_of(session)]
@@ -69,22 +69,23 @@ def observable(session: Session) -> tuple[Any, ...]:
 
 @dataclass
 class Watch:
-    """What was promised so far; check() compares a session with it after each operation."""
+    """Hold what was promised so far; check() compares a session with it after each operation."""
 
     session: Session
     certain_from: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By KV head: from here on, all positions were in its recent window ever since they were read.
+    """For each KV head, the position from which on all entries were always within its recent
+    window.
     """
     largest_budget: int = 0
     tells_all: bool = True
-    """Whether evictions count every entry that is gone: truncate() takes some, too."""
+    """True if evictions count every entry that is gone; truncate() also removes some."""
     pure: bool = True
-    """Whether the session never went back to where it could not return to."""
+    """True if the session never rolled back to a position that it cannot return to."""
     seen: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
-    """Snapshots of a session that only ever read on, by the tokens that it had read."""
+    """Snapshots of a session that only read on, by the tokens that it had read."""
 
     def __post_init__(self) -> None:
-        """Nothing was read."""
+        """Start without any token."""
         self.heads = heads_of(self.session)
         self.certain_from = dict.fromkeys(self.heads, 0)
         self.windows = _windows(self.session)
@@ -92,11 +93,11 @@ class Watch:
         self.note_budget()
 
     def note_budget(self) -> None:
-        """After every change of the budget."""
+        """Update the promises after a change of the budget."""
         self.largest_budget = max(self.largest_budget, self.session.stats().kv_bytes_budget)
 
     def before(self, operation: Operation) -> None:
-        """Take down what the session promises of an operation."""
+        """Record what the session promises about an operation."""
         session = self.session
         self._position_before = session.position
         flat = session.store == "flat"
@@ -107,7 +108,7 @@ class Watch:
         )
 
     def after(self, operation: Operation) -> None:
-        """Check everything after an operation that went well."""
+        """Check everything after a successful operation."""
         session = self.session
         if operation.name == "truncate":
             self._check_return(operation.values[0])
@@ -123,7 +124,7 @@ class Watch:
             self.seen[tuple(session.tokens)] = snapshot(session)
 
     def refused(self, operation: Operation, error: BaseException) -> None:
-        """Check the words, and that a promised return is not refused."""
+        """Check the message of a refusal, and that a promised rollback is not refused."""
         check_refusal(error)
         require(
             not self._may_return,
@@ -143,13 +144,13 @@ class Watch:
             ):
                 require(
                     self.windows[layer][0]
-                    or ours == then,  # what left a window may be there or not
+                    or ours == then,  # Entries that left a window may exist or not.
                     f"can_return_to({position}) promised the entries of a session that never read "
                     "on",
                 )
 
     def check(self, operation: Operation) -> None:
-        """All that does not hang on what was there before."""
+        """Check everything that does not depend on earlier states."""
         session = self.session
         logits = session.logits
         require(logits is None or np.isfinite(logits).all(), "logits are finite")
@@ -180,7 +181,7 @@ class Watch:
         recent = min(self._recent_before[head], self._recent_window(head))
         ahead = 2 * session.recovery.held_back if session.recovery else 0
         if self.by_layer and (operation.name == "generate" or self._outgrew_bytes()):
-            recent = 0  # budgets changed on the way
+            recent = 0  # The budget changed in between.
         first = max(self.certain_from[head], position - recent + ahead)
         self.certain_from[head] = min(first, position)
         oldest = self._oldest_seen(head)
@@ -193,11 +194,11 @@ class Watch:
         )
 
     def _outgrew_bytes(self) -> bool:
-        """Tell whether the text was kept whole before, and is longer now than the bytes hold."""
+        """Tell whether the text was kept whole before, and is now longer than the bytes hold."""
         return self._position_before <= self._longest_whole < self.session.position
 
     def _recent_window(self, head: tuple[int, int]) -> int:
-        """Newest entries that the head must keep."""
+        """Return how many newest entries the head must keep."""
         session, options = self.session, self.session.config.options
         budget = session.budgets()[head[0]][head[1]]
         if self.by_layer and options.recent_window is None:
@@ -209,7 +210,9 @@ class Watch:
         return recent
 
     def _oldest_seen(self, head: tuple[int, int]) -> int:
-        """The oldest position that the next token sees, or that llama.cpp's cache can hold."""
+        """Return the oldest position that the next token sees, or that llama.cpp's cache
+        can hold.
+        """
         session = self.session
         if session.store == "flat":
             shift = session._store.shift
@@ -252,7 +255,7 @@ def _windows(session: Session) -> list[tuple[int, bool]]:
 
 
 def same_bits(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
-    """Whether two rows are the same, or both are none."""
+    """Tell whether two rows are equal, or both None."""
     if one is None or other is None:
         return one is other
     return one.tobytes() == other.tobytes()

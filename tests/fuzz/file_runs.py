@@ -1,4 +1,4 @@
-"""Crafted session files: each is refused in one sentence, or is a session that works.
+"""Load crafted session files: each is refused in one sentence, or gives a session that works.
 
 None of them may end the process, take long, or take memory that its size does not explain.
 """
@@ -12,21 +12,21 @@ from pathlib import Path
 
 from entropykv import EntropyKVError, Pool, Session
 from entropykv.errors import SessionFileError
-from tests.fuzz.checks import check_refusal, require
 from tests.fuzz.forgery import crafted
 from tests.fuzz.models import FuzzModel, llama_model, random_model
 from tests.fuzz.operations import topic
 from tests.fuzz.options import random_options
-from tests.fuzz.run import possible_session, say
+from tests.fuzz.promises import check_refusal, require
+from tests.fuzz.session_runs import possible_session, say
 
 N_FILES = 60
 MOST_SECONDS = 10.0
 MOST_BYTES = 192 << 20
-"""What loading may add to the largest memory of the process, besides ten times the file."""
+"""The most bytes that loading may add to the process's peak memory, besides ten times the file."""
 
 
 def run_files(seed: int, folder: Path) -> str:
-    """Save a session, then load files that were made from it; returns what it was in a line."""
+    """Save a session, then load files that were made from it; returns a one-line description."""
     chance = random.Random(f"file {seed}")
     if chance.random() < 0.3:
         return _in_pool(chance, folder)
@@ -59,7 +59,7 @@ def _load_all(chance: random.Random, model: FuzzModel, session: Session) -> str:
     n_tokens = min(session.n_ctx - 1, chance.randrange(1, 200))
     try:
         session.decode(topic(chance, max(1, n_tokens), model))
-    except EntropyKVError as error:  # a measure without a predictor
+    except EntropyKVError as error:  # For example, a measure without a predictor.
         check_refusal(error)
         return f"refused: {model.name}"
     data = session.save_state()

@@ -1,9 +1,10 @@
-"""Random operations on the sessions of a pool, beside a fresh reading of the same tokens.
+"""Run random operations on the sessions of a pool, and compare with fresh readings of the same
+texts.
 
-With a budget that holds everything, a session that was forked, swapped, saved, and brought back
-from a checkpoint must give the logits of one that has read its text from the start. With a small
-budget, the logits of a token are those over the entries that its KV heads hold: see oracle.py. In
-the end no page, slot or byte may be left.
+With a budget that holds everything, a session that was forked, swapped, saved, and restored from a
+checkpoint must give the logits of one that has read its text from the start. With a small budget,
+the logits of a token are computed over the entries that its KV heads hold: see oracle.py. At the
+end no page, slot or byte may be left.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from typing import Any
 
 from entropykv import EntropyKVError, Pool, Session
 from entropykv.errors import UnsupportedModelError
-from tests.fuzz.checks import check_refusal, require
 from tests.fuzz.models import FuzzModel, llama_model, random_model
 from tests.fuzz.operations import topic
 from tests.fuzz.oracle import Oracle
-from tests.fuzz.run import say
+from tests.fuzz.promises import check_refusal, require
+from tests.fuzz.session_runs import say
 from tests.support.logits import relative_error
 
 N_CTX = 400
 MOST_SESSIONS = 6
 _LIMITS = ("0", "4KiB", "200KiB", "64MiB")
-"""Of checkpoints: none, hardly one, some, all."""
+"""Limits of checkpoints: none, hardly one, some, all."""
 
 
 def run_pool(seed: int, folder: Path) -> str:
-    """Do one run; returns what it was in a line. Raises where a promise is broken."""
+    """Execute one run; returns a one-line description. Raises if a promise is broken."""
     chance = random.Random(f"pool {seed}")
     ample = chance.random() < 0.6
     model = random_model(chance, folder) if ample else _model_of_oracle(chance, folder)
@@ -39,7 +40,8 @@ def run_pool(seed: int, folder: Path) -> str:
     except UnsupportedModelError as error:
         check_refusal(error)
         return f"refused: {model.name}"
-    except EntropyKVError as error:  # a budget that is too small for two conversations
+    # For example, a budget that is too small for two conversations.
+    except EntropyKVError as error:
         check_refusal(error)
         return f"refused: {model.name}"
     with pool:
@@ -72,7 +74,7 @@ def _options(chance: random.Random, folder: Path, *, ample: bool) -> dict[str, A
 
 
 class _Run:
-    """A pool, its sessions, and what was read of each."""
+    """Hold a pool, its sessions, and the text that each has read."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class _Run:
         self._pool = pool
         self._sessions: list[Session] = []
         self._texts: dict[int, list[int]] = {}
-        """By the number of a session: what it must say that it has read."""
+        """For each session number, the text that it must report as read."""
         self._saved: list[tuple[list[int], bytes]] = []
         self._fresh: Session | None = None
         if ample:
@@ -97,10 +99,10 @@ class _Run:
             self._fresh = Session(model.path, kv_budget=1.0, store="headwise", **chosen)
         self.n_done = self.n_refused = self.n_compared = 0
         self._moved = False
-        """Whether keys of a session were moved to other positions."""
+        """True once keys of a session were moved to other positions."""
 
     def step(self) -> None:
-        """Do something with a session by chance; what is refused must leave it as it was."""
+        """Run a random operation on a session; a refused one must change nothing."""
         if not self._sessions:
             self._add(self._pool.session(), [])
         session = self._chance.choice(self._sessions)
@@ -126,7 +128,7 @@ class _Run:
         self._check()
 
     def finish(self) -> None:
-        """Close all sessions, drop the checkpoints, and look for what is left."""
+        """Close all sessions, drop the checkpoints, and check that nothing is left."""
         while self._sessions:
             self._close(self._sessions[-1], [])
         runner = self._pool.runner
@@ -254,10 +256,11 @@ class _Run:
             require(session.tokens == text, f"session {session.number} has read what it was given")
 
     def _compare(self, session: Session, text: list[int]) -> None:
-        """Compare the logits with those of a fresh reading, where nothing may be evicted.
+        """Compare the logits with those of a fresh reading, if nothing may be evicted.
 
-        Once a text of the pool was longer than the trained context they are others: keys that were
-        moved, and moved back, are rounded, and what was read meanwhile has seen them elsewhere.
+        Once a text of the pool was longer than the trained context, this is not possible: keys that
+        were moved and moved back are rounded, and tokens read meanwhile have seen them at other
+        positions.
         """
         fresh = self._fresh
         if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
@@ -274,12 +277,12 @@ class _Run:
         self.n_compared += 1
 
     def _by_oracle(self, session: Session, token: int) -> Any:
-        """Return what the next token's logits must be, where a budget may have evicted."""
+        """Return the expected logits of the next token, if a budget may have evicted entries."""
         if self._fresh is not None or not session.position:
             return None
         slot, runner = session._slot, session._runner
         slot.expected = max(slot.expected, session.position + 1)
         with runner.live_store(slot):
-            runner.note_growth(slot)  # as its step will, before it attends
+            runner.note_growth(slot)  # The step does the same before it attends.
             oracle = Oracle.of(self._model, session)
             return None if oracle is None else oracle.next_logits(token)

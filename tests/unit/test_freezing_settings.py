@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import EntropyLlama, Freezing, Session, SettingsError, UnsupportedModelError
-from entropykv.cli.freeze_options import add_freeze_options
+from entropykv.cli.options import add_freeze_options
 from entropykv.session.asked import freezing_of
 from entropykv.settings.freezing import COLD_TYPES
 from entropykv.settings.options import MOST_TOKENS, Budget, parse_bytes

@@ -127,7 +127,6 @@ class Layer:
     kv_type=st.sampled_from(["f16", "q8_0"]),
     score=st.sampled_from(["mass", "attention", "products"]),
     by_values=st.booleans(),
-    by_exposure=st.booleans(),
     budget=st.integers(N_SINKS + RECENT + 3, 90),
     batches=st.lists(st.sampled_from([1, 1, 2, 17, 40, 48]), min_size=2, max_size=8),
     cut=st.floats(0.3, 1.0),
@@ -138,7 +137,6 @@ def test_what_is_kept_is_what_the_oracle_keeps(
     kv_type: str,
     score: str,
     by_values: bool,
-    by_exposure: bool,
     budget: int,
     batches: list[int],
     cut: float,
@@ -148,8 +146,7 @@ def test_what_is_kept_is_what_the_oracle_keeps(
         kv_type,
         N_SINKS,
         RECENT,
-        decay=0.99 if by_exposure else 0.9,
-        by_exposure=by_exposure,
+        decay=0.9,
         by_values=by_values,
     )
     layer = Layer(rules, budget, latent, readers)

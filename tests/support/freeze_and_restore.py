@@ -15,7 +15,7 @@ def frozen_entries(session: Session) -> list[list[int]]:
 
 
 def freeze_and_restore(session: Session) -> None:
-    """Everything, there and back."""
+    """Freeze all entries of a session, and restore them."""
     core = session._store.core  # type: ignore[attr-defined]
     n = core.entries
     core.freeze_all(session.position - 1)

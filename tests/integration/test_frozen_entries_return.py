@@ -10,7 +10,7 @@ import pytest
 
 from entropykv import Freezing, Session
 from entropykv.settings.recovery import Rung
-from tests.support.freezing import freeze_and_restore
+from tests.support.freeze_and_restore import freeze_and_restore
 from tests.support.frozen_sessions import (
     KV_TYPES,
     check_all_is_there,

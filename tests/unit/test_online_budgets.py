@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import _core
-from entropykv.policy.names import POLICIES, BudgetRule
+from entropykv.policy.names import POLICIES
 from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from tests.support import reference
@@ -23,8 +23,7 @@ from tests.support.stores import (
     SHAPES,
 )
 
-ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
-RULES = (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
+ONLINE = ("adaptive", "layer", "layer-range")
 
 
 def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
@@ -53,19 +52,18 @@ def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] |
     return entropies
 
 
-def adaptive(rule: BudgetRule, plan: HeadwisePlan) -> tuple[Layers, MeasuredLosses]:
+def adaptive(plan: HeadwisePlan) -> tuple[Layers, MeasuredLosses]:
     layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
-    online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, rule)
+    online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES)
     online.expect(plan)
-    online.prepare(budgets_change=True, growth=1.0)
+    layers.store.measure_losses(online.knots(1.0))
     return layers, online
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("loud", HEADS)
-def test_a_head_that_loses_more_gets_more(rule: BudgetRule, loud: tuple[int, int]) -> None:
+def test_a_head_that_loses_more_gets_more(loud: tuple[int, int]) -> None:
     plan = plan_for("adaptive", 100)
-    layers, online = adaptive(rule, plan)
+    layers, online = adaptive(plan)
     assert online.budgets(plan) is None
     read(layers.store, [96, 96], loud)
     online.observe(96, budgets_change=True)
@@ -73,16 +71,8 @@ def test_a_head_that_loses_more_gets_more(rule: BudgetRule, loud: tuple[int, int
     assert shares is not None
     budgets = dict(zip(HEADS, shares, strict=True))
     reference.check_shares(shares, 100, MAX_ENTRIES, plan.floor_entries, [*plan.entries_per_page])
-    for layer, shape in enumerate(SHAPES):
-        of_layer = [budgets[layer, head] for head in range(shape[1])]
-        if rule is BudgetRule.LOSSES_WITHIN_LAYER:
-            spare = max(plan.entries_per_page) * shape[1]
-            assert 100 * shape[1] - spare < sum(of_layer) <= 100 * shape[1]
-    rivals = [b for key, b in budgets.items() if rule is RULES[0] or key[0] == loud[0]]
-    others = [b for key, b in budgets.items() if key != loud and b in rivals]
-    if len(rivals) > 1:
-        assert budgets[loud] > max(others) if rule is RULES[0] else budgets[loud] == max(rivals)
-        assert budgets[loud] > 100
+    assert budgets[loud] > max(b for key, b in budgets.items() if key != loud)
+    assert budgets[loud] > 100
     online.forget()
     assert online.budgets(plan) is None
 
@@ -90,7 +80,7 @@ def test_a_head_that_loses_more_gets_more(rule: BudgetRule, loud: tuple[int, int
 def test_losses_of_any_size_share_in_the_same_way() -> None:
     """Only ratios count: sums of |q.k| are not limited."""
     plan = plan_for("adaptive", 100)
-    _, online = adaptive(BudgetRule.LOSSES, plan)
+    _, online = adaptive(plan)
     losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 3)))[:, ::-1]
     shares = []
     for factor in (1.0, 2.0**40, 2.0**-40):
@@ -107,8 +97,8 @@ def test_losses_of_any_size_share_in_the_same_way() -> None:
 def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
     """It is what is lost now by a head that keeps as small a part of what there is."""
     plan = plan_for("adaptive", 100)
-    layers, online = adaptive(BudgetRule.LOSSES, plan)
-    online.prepare(budgets_change=True, growth=growth)
+    layers, online = adaptive(plan)
+    layers.store.measure_losses(online.knots(growth))
     read(layers.store, [96], HEADS[0])
     online.observe(96, budgets_change=True)
     knots, held = online.measured
@@ -124,7 +114,7 @@ def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
 
 def test_knots_beyond_the_context_do_not_count() -> None:
     plan = plan_for("adaptive", 100)
-    _, online = adaptive(BudgetRule.LOSSES, plan)
+    _, online = adaptive(plan)
     losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 2)))[:, ::-1]
     shares = []
     for more in ([], [float(MAX_ENTRIES)], [400.0, 5000.0]):
@@ -135,16 +125,16 @@ def test_knots_beyond_the_context_do_not_count() -> None:
     assert shares[0] == shares[1] == shares[2] is not None
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "adaptive-heads"])
-def test_nothing_is_measured_where_nothing_can_be_evicted(policy: str) -> None:
-    layers, online = adaptive(POLICIES[policy].rule, plan_for(policy, 1.0))
+def test_nothing_is_measured_where_nothing_can_be_evicted() -> None:
+    policy = "adaptive"
+    layers, online = adaptive(plan_for(policy, 1.0))
     read(layers.store, [96], (0, 0))
     assert layers.store.losses().size == 0
     online.observe(96, budgets_change=True)
     assert online.state().size == 0
     assert online.budgets(plan_for(policy, 1.0)) is None
     online.expect(plan_for(policy, 100))
-    online.prepare(budgets_change=True, growth=1.0)
+    layers.store.measure_losses(online.knots(1.0))
     read(layers.store, [96], (0, 0))
     online.observe(96, budgets_change=True)
     assert online.budgets(plan_for(policy, 1.0)) == [MAX_ENTRIES] * len(HEADS)

@@ -1,9 +1,9 @@
-"""Requests at a live server, valid and hostile ones, with a watcher of what they may not cost.
+"""Send valid and hostile requests to a live server, and check that valid ones are not affected.
 
-A run starts the installed `entropykv serve`, without the sanitizers, under which its answers would
-be too slow to tell a server that stands still from one that is busy. Whatever is sent, /health
-answers within a second, valid requests are answered, and in the end the server has no threads,
-files, pages or memory more than before.
+A run starts the installed `entropykv serve` without sanitizers, which would make it too slow to
+distinguish a blocked server from a busy one. Whatever is sent, /health must answer within a second,
+valid requests must be answered, and at the end the server must have no more threads, files, pages
+or memory than before.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from typing import Any
 
 import httpx
 
-from tests.fuzz.checks import Broken, require
 from tests.fuzz.hostile import ATTACKS, Outcome, Refused, Unanswered, body_of, get, post
-from tests.fuzz.run import say
+from tests.fuzz.promises import Broken, require
+from tests.fuzz.session_runs import say
 from tests.support.running_server import Server
 
 SECONDS = 20.0
-"""Of attacks, in one run."""
+"""Seconds of attacks in one run."""
 N_CLIENTS = 6
 VALID_SHARE = 0.5
 MOST_REQUESTS = 200
-"""Of each client, in half of the time."""
+"""The most requests of each client, in half of the time."""
 MOST_HEALTH_SECONDS = 1.0
 IDLE_SECONDS = 30.0
-"""In which everything must have ended after the last request."""
+"""Seconds after the last request in which everything must have ended."""
 SPARE_SECONDS = 20.0
-"""In which spare threads and closed connections go; the event loop keeps a few threads for good."""
+"""Seconds until spare threads and closed connections are gone; the event loop keeps a few
+threads.
+"""
 MORE_BYTES = 64 << 20
-"""By which the memory of the process may be larger in the end than after half of the requests."""
+"""How many bytes the process may grow in the second half of the requests."""
 _ANY = 10**6
 N_CTX = 512
 CONVERSATIONS = 4
@@ -50,13 +52,15 @@ OPTIONS = (
     *("--max-waiting", 32, "--request-seconds", 15, "--log-requests", "false"),
 )
 CLEAN = {"LD_PRELOAD": "", "PYTHONPATH": "", "PYTHONMALLOC": "default"}
-"""Environment of the processes that run without the sanitizers."""
+"""Environment variables of processes that run without the sanitizers."""
 FREED_AT_ONCE = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_MMAP_THRESHOLD_": "65536",
 }
-"""Have the C library give memory back as it is freed, so that what is left was not."""
+"""Environment variables that make the C library return freed memory at once, so that leaks are
+visible.
+"""
 
 WATCH = r"""
 import http.client, sys, time
@@ -87,7 +91,7 @@ while True:
     if seconds > most and late < most / 4:
         print(f"an answer after {seconds:.2f} s", flush=True)
 """
-"""Asks for /health in a process of its own, and writes a line for each answer that is late.
+"""Requests /health in a process of its own, and writes a line for each late answer.
 
 Seconds in which other processes had the cores do not count.
 """
@@ -95,7 +99,7 @@ Seconds in which other processes had the cores do not count.
 
 @dataclass(frozen=True)
 class _Footprint:
-    """What a server holds while nothing is asked of it."""
+    """Hold what an idle server uses."""
 
     threads: int
     files: int
@@ -104,7 +108,7 @@ class _Footprint:
 
 
 def run_live(seed: int, _folder: Path) -> str:
-    """Do one run; returns what it was in a line. Raises where a promise is broken."""
+    """Execute one run; returns a one-line description. Raises if a promise is broken."""
     server = Server(usual=OPTIONS, **CLEAN, **FREED_AT_ONCE)
     say(f"server on {server.url}")
     try:
@@ -129,7 +133,7 @@ def _attacked(seed: int, server: Server) -> Counter[str]:
     with watched(port, server.process.pid) as late:
         try:
             _attack(clients)
-            half = _footprint(server, port, _ANY, _ANY)  # memory is as large as it needs to be
+            half = _footprint(server, port, _ANY, _ANY)  # By now, memory has reached its size.
             _attack(clients)
             after = _footprint(server, port, before.threads + 2, before.files + 2)
             broken += _more(replace(before, rss=half.rss), after)
@@ -142,13 +146,13 @@ def _attacked(seed: int, server: Server) -> Counter[str]:
 
 
 def _attack(clients: list[_Client]) -> None:
-    """Have all clients send requests for half of the time."""
+    """Let all clients send requests for half of the time."""
     ends = time.monotonic() + SECONDS / 2
     _together([lambda client=client: client.attack(ends) for client in clients])
 
 
 def _more(before: _Footprint, after: _Footprint) -> list[str]:
-    """Return a sentence for everything of which the server holds more than before."""
+    """Return a sentence for each resource that the server uses more of than before."""
     allowed = {"threads": 8, "files": 2, "rss": MORE_BYTES, "pool_bytes": 0}
     return [
         f"{name}: {getattr(before, name)} before, {getattr(after, name)} in the end"
@@ -158,7 +162,7 @@ def _more(before: _Footprint, after: _Footprint) -> list[str]:
 
 
 class _Client:
-    """Send requests one after the other, all from one seed."""
+    """Send requests one after the other, all determined by one seed."""
 
     def __init__(self, seed: str, port: int) -> None:
         self._seed = seed
@@ -168,12 +172,12 @@ class _Client:
         self.errors: list[str] = []
 
     def warm_up(self) -> None:
-        """Send a few valid requests, so that what is made once is there."""
+        """Send a few valid requests, so that lazily created objects exist."""
         for _ in range(3):
             self._valid()
 
     def attack(self, ends: float) -> None:
-        """Send requests until a moment."""
+        """Send requests until the time `ends`."""
         for _ in range(MOST_REQUESTS):
             if time.monotonic() > ends:
                 return
@@ -225,7 +229,7 @@ def _together(calls: list[Any]) -> None:
 
 @contextlib.contextmanager
 def watched(port: int, pid: int) -> Iterator[list[str]]:
-    """Watch /health of a process; the list that is yielded tells in the end what was late."""
+    """Watch /health of a process; yields a list that contains the late answers at the end."""
     late: list[str] = []
     command = [sys.executable, "-c", WATCH, f"{port}", f"{pid}", f"{MOST_HEALTH_SECONDS}"]
     with subprocess.Popen(
@@ -250,9 +254,9 @@ def _figures(server: Server) -> Any:
 
 
 def _footprint(server: Server, port: int, most_threads: int = 0, most_files: int = 0) -> _Footprint:
-    """Return what the server holds once all has ended, and short conversations are all it keeps.
+    """Return what the server uses once everything has ended, and it keeps only short conversations.
 
-    Threads and files beyond the most that are given have time to go.
+    Waits for threads and files beyond the given numbers to go.
     """
     ends = time.monotonic() + IDLE_SECONDS
     while (waiting := _figures(server)["requests"]["waiting"]) > 0:
@@ -269,5 +273,5 @@ def _footprint(server: Server, port: int, most_threads: int = 0, most_files: int
         threads, files = (len(list((folder / name).iterdir())) for name in ("task", "fd"))
         if (threads <= most_threads and files <= most_files) or time.monotonic() > ends:
             return _Footprint(threads, files, server.rss(), _figures(server)["kv_bytes_now"])
-        get(port, "/v1/kv")  # spare threads are given up when another call is made
+        get(port, "/v1/kv")  # Another call releases spare threads.
         time.sleep(0.5)

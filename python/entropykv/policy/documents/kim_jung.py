@@ -1,4 +1,11 @@
-"""Share budgets per layer by the entropy of its attention in this text: the layer document."""
+"""Share budgets per layer by the entropy of its attention in this text: Kim and Jung 2025.
+
+Heekyum Kim and Yuchul Jung: *Entropy-Guided KV Caching for Efficient LLM Inference*. Mathematics
+2025, 13(15), 2366, https://doi.org/10.3390/math13152366. Layer l gets k_l = floor(B * I_l / sum I),
+where I_l is the mean entropy of its heads. Half of k_l keeps the positions with most attention from
+all queries and heads of the layer, the other half sinks and the newest tokens: own_windows() in
+policy/plan.py.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +16,67 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.policy.division import LossCurve
-from entropykv.policy.names import BudgetRule
+from entropykv.policy.importance import Importance
 from entropykv.policy.plan import HeadwisePlan, by_layer
+from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.readings import StoreReadings
 
 LAYER_RANGE = (8, 128)
-"""Budgets of the layers with the lowest and the highest entropy, as in the layer document."""
+"""Budgets of the layers with the lowest and the highest entropy, as in the paper."""
 MOST_BITS = 32
-"""The most entropy of a row in bits: it has fewer than 2^32 entries."""
+"""The largest possible entropy of a row in bits, since it has fewer than 2^32 entries."""
 
 Floats = npt.NDArray[np.float64]
 
+_BY_ATTENTION = Importance("attention", (), decay=1.0)
+
+LAYER = Policy(
+    "layer",
+    "Kim and Jung (2025): budgets per layer by entropy in this text, half of them for what "
+    "gets most attention in the layer",
+    _BY_ATTENTION,
+    rule=BudgetRule.LAYER_ENTROPY,
+)
+LAYER_IN_RANGE = Policy(
+    "layer-range",
+    "the same with budgets from 8 to 128 by entropy, scaled to the budget",
+    _BY_ATTENTION,
+    rule=BudgetRule.LAYER_RANGE,
+)
+
 
 class LayerEntropies:
-    """Budgets per layer by the mean entropy of its query heads in all that observe() took in, up to
-    the micro-batch after which they last changed.
+    """Compute budgets per layer from the mean entropy of its query heads in the text so far.
 
-    The layer document (Mathematics 2025, 13, 2366): in proportion to it, or between a least and a
-    largest budget; here both are scaled to the budget's total, which is hard.
+    The budgets follow what observe() has added up to the micro-batch after which they last changed.
+    They are in proportion to the entropy, or between a least and a largest budget; both are scaled
+    to the total budget, which is a hard limit.
     """
+
+    tracks_entropies = True
 
     def __init__(
         self,
-        store: _core.HeadwiseStore,
+        store: StoreReadings,
         layers: Sequence[_core.LayerShape],
         n_ctx: int,
         rule: BudgetRule,
     ) -> None:
-        """Track entropies of a store; see online_budgets()."""
+        """Read entropies from a store; see online_budgets()."""
         self._store = store
         self._layers = layers
         self._n_ctx = n_ctx
         self._in_range = rule is BudgetRule.LAYER_RANGE
         self._seen: Floats
         self._followed: Floats
-        store.track_entropy(True)
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Prepare nothing: entropies are tracked whatever the budgets are."""
+        """Do nothing: entropies are measured with any budgets."""
 
-    def prepare(self, *, budgets_change: bool, growth: float) -> None:
-        """Prepare nothing: entropies are tracked with every micro-batch."""
+    def knots(self, growth: float) -> list[int]:  # noqa: ARG002
+        """Return nothing: no losses are asked for."""
+        return []
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Add the entropies of the micro-batch's rows."""
@@ -60,11 +87,13 @@ class LayerEntropies:
             self._followed = self._seen.copy()
 
     def observe_again(self) -> None:
-        """Follow all that was seen: entropies of a text are those of its own queries."""
+        """Let budgets follow everything that was added: entropies belong to the text's own
+        queries.
+        """
         self._followed = self._seen.copy()
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return shares by layer; the heads of a layer get the same."""
+        """Return the share of each layer; the heads of a layer get equal shares."""
         rows, sums = self._followed[0], self._followed[1:]
         if rows == 0:
             return None
@@ -85,20 +114,22 @@ class LayerEntropies:
         return [min(layer) for layer in by_layer(shares, self._layers) for _ in layer]
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
-        """Return nothing: entropies are no losses."""
+        """Return None, because entropies are not losses."""
         return None
 
     def forget(self) -> None:
-        """Begin another text, of which no rows were seen."""
+        """Forget all rows, before another text begins."""
         self._seen = np.zeros(1 + len(self._layers))
         self._followed = self._seen.copy()
 
     def state(self) -> Floats:
-        """Return numbers of rows, and sums of each layer's entropy: all seen, and followed."""
+        """Return numbers of rows and sums of each layer's entropy: of all, and of those that
+        budgets follow.
+        """
         return np.concatenate([self._seen, self._followed])
 
     def problem(self, state: Floats) -> str | None:
-        """Find sums that are not one for every layer, or that cannot be."""
+        """Return why sums do not fit the layers or are impossible; None if they are valid."""
         right_size = state.size == self._seen.size + self._followed.size
         if not right_size or not np.isfinite(state).all():
             return "entropies that cannot be"
@@ -109,12 +140,12 @@ class LayerEntropies:
         return None if np.all(followed <= seen) else "entropies that cannot be"
 
     def load(self, state: Floats) -> None:
-        """Take over rows and sums: of all that was seen, and of what budgets follow."""
+        """Load rows and sums: of all, and of those that budgets follow."""
         self._seen, self._followed = (half.copy() for half in np.split(state, 2))
 
 
 def layer_weights(entropies: Floats, *, in_range: bool) -> list[float]:
-    """Return weights of layers by their mean entropies in bits; equal ones where all are 0."""
+    """Return weights of layers by their mean entropies in bits; equal weights if all are 0."""
     weights = entropies
     if in_range:
         low, high = entropies.min(), entropies.max()

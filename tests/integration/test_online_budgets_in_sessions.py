@@ -15,7 +15,7 @@ from entropykv.model.shipped import DEMOS
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.command import entropykv
 from tests.support.logits import tokens_for
-from tests.support.online_sessions import BY_LAYER, MEASURED, ONLINE, are_equal, check, each_policy
+from tests.support.online_sessions import BY_LAYER, ONLINE, are_equal, check, each_policy
 from tests.support.saved_sessions import (
     all_entries,
     future,
@@ -100,10 +100,7 @@ def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type:
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
         assert not are_equal(session)
         assert stats.evictions > 0
-        totals = [sum(layer) for layer in session.budgets()]
-        assert sum(totals) <= 96 * 6
-        if policy == "adaptive-heads":
-            assert min(totals) > 96 * 2 - 2 * 32
+        assert sum(map(sum, session.budgets())) <= 96 * 6
         for budget in (48, 200, 0.5):
             session.resize(budget)
             check(session)
@@ -172,7 +169,7 @@ def test_every_number_of_threads_gives_the_same_numbers(uneven_llama: Path, poli
             rows = session.decode(tokens_for(200), all_logits=True)
             assert isinstance(session._store, HeadwiseStore)
             losses = session._store.core.losses()
-            assert losses.any() == (policy in MEASURED)
+            assert losses.any() == (policy == "adaptive")
             results.append(
                 (rows.tobytes(), losses.tobytes(), session.budgets(), all_entries(session))
             )

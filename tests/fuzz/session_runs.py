@@ -1,4 +1,4 @@
-"""One run: a model, a session, operations, and checks, all from one seed."""
+"""Execute a run of one session: a model, a session, operations, and checks, all from one seed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from entropykv import EntropyKVError, Session, SessionFileError
 from entropykv.llamacpp.stock import StockSession
-from tests.fuzz.checks import Broken, Watch, check_refusal, observable, require, same_bits
 from tests.fuzz.forgery import forged
 from tests.fuzz.models import FuzzModel, llama_model, random_model
 from tests.fuzz.operations import Operation, random_operation, topic
 from tests.fuzz.options import LONGEST, long_options, random_options
 from tests.fuzz.oracle import Oracle
+from tests.fuzz.promises import Broken, Watch, check_refusal, observable, require, same_bits
 from tests.support.logits import Logits, relative_error
 
 LONG_SHARE = 0.04
-"""Of runs: heads of thousands of entries, which take longer."""
+"""The share of runs with heads of thousands of entries, which take longer."""
 _ATTEMPTS = 40
 _MOST_STOCK_TOKENS = 700
 
 
 def run_seed(seed: int, folder: Path) -> str:
-    """Do one run; returns what it was in a line. Raises where a promise is broken."""
+    """Execute one run; returns a one-line description. Raises if a promise is broken."""
     chance = random.Random(seed)
     if chance.random() < LONG_SHARE:
         return _long_run(chance, folder)
@@ -42,21 +42,21 @@ def run_seed(seed: int, folder: Path) -> str:
 
 
 def say(text: str) -> None:
-    """Tell what comes next: after a crash, nobody else can."""
+    """Report the next action, so that it is known after a crash."""
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def possible_session(
     model: FuzzModel, draw: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Session, int]:
-    """Open a session by the first of the drawn settings that are not refused.
+    """Open a session with the first of the drawn settings that is not refused.
 
-    Returns the settings, the session, and how many were refused before.
+    Returns the settings, the session, and how many settings were refused before.
     """
     for n_refused in range(_ATTEMPTS):
         options = {"store": "auto", **draw()}
         if options["n_ctx"] == LONGEST and options["store"] == "flat":
-            options["n_ctx"] = 4096  # its context has a cell for every token
+            options["n_ctx"] = 4096  # Its context has a cell for every token.
         try:
             return options, Session(model.path, **options), n_refused
         except EntropyKVError as error:
@@ -68,7 +68,7 @@ def possible_session(
 
 
 def _long_run(chance: random.Random, folder: Path) -> str:
-    """Two topics, as long as thousands of entries, then tokens of the first one."""
+    """Read two topics of thousands of entries, then tokens of the first one."""
     shape = {"n_layer": 1, "n_head": 4, "n_head_kv": chance.choice((1, 2)), "head_dim": 16}
     model = llama_model(folder, **shape, n_ctx_train=2**20, weight_type="F32")
     options, opened, _ = possible_session(model, lambda: long_options(chance, folder))
@@ -84,12 +84,12 @@ def _long_run(chance: random.Random, folder: Path) -> str:
 
 
 class Run:
-    """A session, what was done with it, and what must hold."""
+    """Hold a session, the operations that it has executed, and what must hold."""
 
     def __init__(
         self, chance: random.Random, model: FuzzModel, options: dict[str, Any], session: Session
     ) -> None:
-        """Nothing was done yet."""
+        """Start without any operation."""
         self.chance = chance
         self.model = model
         self.options = options
@@ -101,11 +101,11 @@ class Run:
 
     @property
     def n_done(self) -> int:
-        """Operations that went well."""
+        """Return the number of successful operations."""
         return len(self.done)
 
     def operations(self, n: int) -> None:
-        """Do random operations, mixed with comparisons."""
+        """Execute random operations and comparisons."""
         for _ in range(n):
             self.do(random_operation(self.chance, self.model, self.session))
             kind = self.chance.random()
@@ -119,7 +119,7 @@ class Run:
                 self._compare_with_oracle()
 
     def do(self, operation: Operation) -> None:
-        """Do it, and check what must hold then; a refusal must change nothing."""
+        """Execute an operation, and check the promises; a refused one must change nothing."""
         say(str(operation))
         self.watch.before(operation)
         before = observable(self.session)
@@ -134,7 +134,7 @@ class Run:
         self.watch.after(operation)
 
     def finish(self) -> None:
-        """Compare with stock llama.cpp, and with other threads that do the same; then close."""
+        """Compare with stock llama.cpp, and with another number of threads; then close."""
         self._compare_with_stock()
         if self.session.store == "headwise" and self.chance.random() < 0.4:
             self._compare_with_threads()
@@ -158,13 +158,14 @@ class Run:
         return topic(self.chance, n_tokens, self.model)
 
     def _compare_with_saved(self) -> None:
-        """A session that loads this one goes on with the same bits."""
+        """Check that a session that loads this one continues with the same bits."""
         say("compare with a loaded session")
         session = self.session
         tokens = self._next_tokens()
         data = session.save_state()
         options = {**self.options, "kv_budget": str(session._runner.budget)}
-        options["kv_type"] = session.stats().kv_type  # `auto` may be another with this budget
+        # `auto` could choose another type with this budget.
+        options["kv_type"] = session.stats().kv_type
         with Session(self.model.path, **options) as loaded:
             loaded.load_state(data)
             require(loaded.save_state() == data, "what is loaded is saved again as it was")
@@ -186,7 +187,7 @@ class Run:
         return self.n_refused == n_refused
 
     def _take_nonsense(self) -> None:
-        """What is impossible is refused in a sentence, and changes nothing."""
+        """Check that impossible arguments are refused in a sentence, and change nothing."""
         session, chance = self.session, self.chance
         beyond = session.n_ctx - session.position + 1
         nonsense = chance.choice(
@@ -206,10 +207,10 @@ class Run:
         require(self.n_done == n_done or budget_that_fits, f"{nonsense} is refused")
 
     def _take_forgery(self) -> None:
-        """A changed file is refused, or is a session that decodes; nothing else happens."""
+        """Check that a changed file is refused, or gives a session that decodes."""
         session = self.session
         if session.store == "flat" or session._store._recurrent:  # type: ignore[attr-defined]
-            return  # parts that llama.cpp reads
+            return  # llama.cpp itself reads parts of the file.
         data = session.save_state()
         other = forged(self.chance, data)
         say("load a forgery")
@@ -234,7 +235,7 @@ class Run:
             self.session.reset()
 
     def _compare_with_oracle(self) -> None:
-        """One token's logits are those over the entries that are kept, and no others."""
+        """Check that one token's logits are computed over exactly the entries that are kept."""
         session, oracle = self.session, self.oracle
         if oracle is None or session.position == 0 or session.position >= session.n_ctx:
             return
@@ -249,18 +250,18 @@ class Run:
         require(error < oracle.rounding, f"the logits are {error:.3g} from those of the oracle")
 
     def _compare_with_stock(self) -> None:
-        """With room for all, what llama.cpp computes."""
+        """Compare with the logits of stock llama.cpp, if nothing was evicted."""
         session, stats = self.session, self.session.stats()
         whole = stats.entries_kept == stats.entries_full and stats.rebases == 0
         ends = min(self.model.n_ctx_train, _MOST_STOCK_TOKENS)
         if not whole or session.logits is None or stats.kv_type != "f16" or session.position > ends:
             return
         if not self.model.gives_last_row or stats.entries_frozen:
-            return  # frozen: what was read meanwhile did not attend to them
+            return  # Tokens that were read meanwhile did not attend to frozen entries.
         say("compare with stock llama.cpp")
         plain, flash = (self._stock_logits(flash=flash) for flash in (False, True))
         expected = flash if session.store == "flat" else plain
-        # What rounding makes of some models, llama.cpp's two ways of attention show.
+        # The two attention implementations of llama.cpp show how much rounding changes the logits.
         limit = max(10 * self.model.rounding, 2 * relative_error(flash, plain))
         error = relative_error(session.logits, expected)
         require(error < limit, f"the logits are {error:.3g} from those of stock llama.cpp")
@@ -273,7 +274,7 @@ class Run:
         return logits
 
     def _compare_with_threads(self) -> None:
-        """Another number of threads does the same operations, and comes to the same bits."""
+        """Check that another number of threads gives the same bits for the same operations."""
         ours = self.session
         n_threads = self.chance.choice([n for n in (1, 2, 3, 5) if n != self.options["n_threads"]])
         say(f"compare with {n_threads} threads")

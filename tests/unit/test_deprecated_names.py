@@ -19,10 +19,14 @@ def test_options_are_taken_by_their_earlier_names(make: Any) -> None:
     assert options == CacheOptions(swap_limit="3MiB")
 
 
-def test_a_policy_is_taken_by_its_earlier_name() -> None:
-    with pytest.warns(DeprecationWarning, match="rolling-freeze:products since version 0.2.0"):
-        policy = policy_named("freeze:products", None, "headwise")
-    assert policy == policy_named("rolling-freeze:products", None, "headwise")
+@pytest.mark.parametrize(
+    ("earlier", "current"),
+    [("freeze:products", "rolling-freeze:products"), ("adaptive-heads", "adaptive")],
+)
+def test_a_policy_is_taken_by_its_earlier_name(earlier: str, current: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{current} since version 0.2.0"):
+        policy = policy_named(earlier, None, "headwise")
+    assert policy == policy_named(current, None, "headwise")
 
 
 def test_attributes_have_their_earlier_names(tiny_llama: Path) -> None:

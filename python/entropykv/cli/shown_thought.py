@@ -1,0 +1,180 @@
+"""Show what a model thinks before it answers: apart from the answer, which alone is on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from entropykv.cli.options import integer
+from entropykv.errors import SettingsError
+from entropykv.session.sampling import Sampling
+from entropykv.session.session import Session
+from entropykv.thinking.counter import ThoughtCounter
+from entropykv.thinking.grammar import ROOT, with_thought
+from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_switch
+from entropykv.thinking.reader import Parts, reader_of
+from entropykv.thinking.tags import ThoughtTags
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def add_thinking_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add llama.cpp's options of thoughts; thinking_options_of() reads them."""
+    group = parser.add_argument_group("thoughts (of models whose chat template has them)")
+    group.add_argument(
+        "--reasoning-format",
+        choices=FORMATS,
+        default="auto",
+        help="where thoughts are shown: none and deepseek-legacy leave them in the answer, auto "
+        "and deepseek take them out of it (default: %(default)s)",
+    )
+    group.add_argument(
+        "-rea",
+        "--reasoning",
+        type=_switch,
+        default="auto",
+        metavar="on|off|auto",
+        help="whether the chat template is told to let the model think (default: auto, nothing)",
+    )
+    group.add_argument(
+        "--reasoning-budget",
+        type=integer(-1),
+        default=-1,
+        metavar="N",
+        help="tokens of a thought at most: 0 ends it at once, -1 never (default: %(default)s)",
+    )
+    group.add_argument(
+        "--reasoning-budget-message",
+        default="",
+        metavar="TEXT",
+        help="text that ends a thought whose tokens are used up",
+    )
+    group.add_argument(
+        "--reasoning-effort",
+        metavar="LEVEL",
+        help="what the chat template is told as reasoning_effort, such as low",
+    )
+    return group
+
+
+def _switch(text: str) -> str:
+    words = {"1": "on", "true": "on", "0": "off", "false": "off"}
+    word = words.get(text.lower(), text.lower())
+    if word not in ("on", "off", "auto"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on, off nor auto")
+    return word
+
+
+def use_in_template(options: argparse.Namespace) -> None:
+    """Add what the options say of thoughts to what the chat template is told."""
+    arguments = dict(options.chat_template_kwargs or {})
+    if options.reasoning != "auto":
+        arguments.update(template_switch(thinks=options.reasoning == "on"))
+    if options.reasoning_effort not in (None, "default"):
+        arguments["reasoning_effort"] = options.reasoning_effort
+    options.chat_template_kwargs = arguments or None
+
+
+def thinking_options_of(options: argparse.Namespace) -> ThinkingOptions:
+    """Return what the options say of thoughts; raises SettingsError."""
+    message = options.reasoning_budget_message
+    if len(message) > MOST_MESSAGE:
+        raise SettingsError(
+            f"--reasoning-budget-message has more than {MOST_MESSAGE} characters; shorten it"
+        )
+    return ThinkingOptions(options.reasoning_format, options.reasoning_budget, message)
+
+
+class ShownThought:
+    """Show an answer with its thought, and follow how long that is."""
+
+    def __init__(
+        self,
+        session: Session,
+        tags: ThoughtTags,
+        options: ThinkingOptions,
+        prompt: str,
+        *,
+        folded: bool = False,
+    ) -> None:
+        """Begin after a prompt; `folded`: of the thought, only its length is shown."""
+        self._session = session
+        self._tags = tags
+        self._options = options
+        self._folded = folded
+        self.opened = tags.is_open_after(prompt)
+        self.answer = ""
+        """The text of the answer so far, without the thought."""
+        tokens = {text: _only_token(session, text) for text in tags.control}
+        self._control = {token: text for text, token in tokens.items() if token is not None}
+        ending = session.tokenize(options.message + tags.end, add_bos=False)
+        self.counter = ThoughtCounter(
+            tags, self.piece, opened=self.opened, budget=options.budget, ending=ending
+        )
+        self._reader = reader_of(tags, opened=self.opened)
+        self._is_shown = False
+
+    @classmethod
+    def of(
+        cls, session: Session, options: ThinkingOptions, prompt: str, *, folded: bool = False
+    ) -> ShownThought | None:
+        """Return one for an answer to a prompt; None where the model does not think."""
+        tags = session.thought_tags
+        return None if tags is None else cls(session, tags, options, prompt, folded=folded)
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token; those of a tag, too, where that is a control token."""
+        text = self._control.get(token)
+        return self._session.token_bytes(token) if text is None else text.encode()
+
+    def before_answer(self, sampling: Sampling) -> Sampling:
+        """Return the sampling; a grammar is that of what comes behind the thought."""
+        if sampling.grammar is None:
+            return sampling
+        texts = set(self._control.values())
+        grammar = with_thought(sampling.grammar, self._tags, texts.__contains__, opened=self.opened)
+        return dataclasses.replace(sampling, grammar=grammar, grammar_root=ROOT)
+
+    def take(self, text: str) -> str:
+        """Take the next piece of the text in, show its thought, and return what goes to stdout."""
+        return self._show(self._reader.take(text), text)
+
+    def finish(self) -> str:
+        """Show the rest of the thought, and return the rest of what goes to stdout."""
+        shown = self._show(self._reader.finish(), "")
+        self._end()
+        return shown
+
+    def _show(self, parts: Parts, text: str) -> str:
+        if self._options.format in ("none", "deepseek-legacy"):
+            self.answer += parts.answer
+            return text
+        if parts.thought and not self._folded:
+            self._write(parts.thought)
+        if parts.answer:
+            self._end()
+        self.answer += parts.answer
+        return parts.answer
+
+    def _write(self, text: str) -> None:
+        """Write to stderr, dim where that is a terminal."""
+        self._is_shown = True
+        dim, plain = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
+        sys.stderr.write(f"{dim}{text}{plain}")
+        sys.stderr.flush()
+
+    def _end(self) -> None:
+        """End what is shown of the thought, once."""
+        n_tokens, folds = self.counter.n_tokens, self._folded and not self.answer
+        if folds and n_tokens and self._options.separates:
+            self._write(f"[thought for {n_tokens} tokens]")
+        if self._is_shown:
+            self._is_shown = False
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+
+
+def _only_token(session: Session, text: str) -> int | None:
+    tokens = session.tokenize(text, add_bos=False)
+    return tokens[0] if len(tokens) == 1 else None

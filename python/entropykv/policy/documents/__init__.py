@@ -1,0 +1,1 @@
+"""Hold what the three source documents prescribe, one file each: docs/background/sources.md."""

@@ -1,0 +1,37 @@
+"""Share by a profile's entropies, and rank by position: README_ENTROPY_KV.
+
+*README_ENTROPY_KV.md*, of the research on entropy-adaptive KV cache compression in
+https://github.com/SCJedi/vacuum_physics. It gives a head base * clamp(H / mean H, 0.3, 2.5)
+entries, where H is the entropy of its attention over texts, and a KV head the largest H of its
+group. The score of a position is e^(-alpha * distance) plus 0.5 for the newest tenth:
+recency_score() in cpp/decide/importance.cpp. It falls with the distance, as the score of policy
+`streaming` does.
+"""
+
+from __future__ import annotations
+
+from entropykv import _core
+from entropykv.policy.importance import Importance
+from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.profile.profile import EntropyProfile
+
+ENTROPY_CLAMP = (0.3, 2.5)
+"""The limits of entropy / mean entropy in a head's budget."""
+
+ENTROPY = Policy(
+    "entropy",
+    "budgets per KV head from an entropy profile, each keeping what gets most attention",
+    rule=BudgetRule.PROFILE_ENTROPY,
+)
+RECENCY = Policy(
+    "recency",
+    "README_ENTROPY_KV's position score: exponential decay, a bonus for the newest tenth",
+    Importance("recency", ()),
+    flat=True,
+)
+
+
+def weights_of(profile: EntropyProfile) -> list[float]:
+    """Return the weight of every KV head, all layers in order."""
+    entropies = profile.kv_head_entropies().ravel().tolist()
+    return _core.entropy_weights(entropies, profile.mean, *ENTROPY_CLAMP)

@@ -1,0 +1,66 @@
+"""Define what a policy is: how it shares a budget among the KV heads, and what ranks entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from entropykv.policy.importance import Importance
+from entropykv.settings.own_policy import OwnPolicy
+
+
+class BudgetRule(Enum):
+    """Name the ways to share a budget among the KV heads."""
+
+    EQUAL = auto()
+    PROFILE_ENTROPY = auto()
+    """Share by the entropies of a profile."""
+    PROFILE_CURVES = auto()
+    """Share by the loss curves of a profile."""
+    LAYER_ENTROPY = auto()
+    """Share per layer, in proportion to its mean entropy in this text."""
+    LAYER_RANGE = auto()
+    """Share per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
+    LOSSES = auto()
+    """Share by what heads lose in this text."""
+    OWN = auto()
+    """Share as an object of the user's says: see settings/own_policy.py."""
+    OWN_BY_LAYER = auto()
+    """Share as an object of the user's says, with one choice for all heads of a layer."""
+
+    @property
+    def by_profile(self) -> bool:
+        """Tell whether it needs an entropy profile."""
+        return self in (BudgetRule.PROFILE_ENTROPY, BudgetRule.PROFILE_CURVES)
+
+    @property
+    def by_layer(self) -> bool:
+        """Tell whether all heads of a layer keep the same positions."""
+        ours = (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE, BudgetRule.OWN_BY_LAYER)
+        return self in ours
+
+    @property
+    def by_text(self) -> bool:
+        """Tell whether budgets change as a text is read."""
+        return self.by_layer or self.by_losses
+
+    @property
+    def by_losses(self) -> bool:
+        """Tell whether budgets follow what heads lose in this text."""
+        return self is BudgetRule.LOSSES
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Say how budgets are shared and which entries are kept."""
+
+    name: str
+    summary: str
+    importance: Importance = field(default_factory=Importance)
+    flat: bool = False
+    """True where the flat store can follow it: it needs no choice of its own per head."""
+    rule: BudgetRule = BudgetRule.EQUAL
+    schedule: bool = False
+    """True where entries below a threshold are frozen for a while, whatever the budget."""
+    own: OwnPolicy | None = None
+    """The user's object that shares the budget; None for a policy of entropykv's."""

@@ -1,0 +1,184 @@
+"""Let a chat think: what its template is told, what of the text is thought, where it is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+from llama_cpp.llama_grammar import LlamaGrammar
+
+from entropykv.server.template_traits import template_of
+from entropykv.thinking import grammar as thought_grammar
+from entropykv.thinking.counter import ThoughtCounter
+from entropykv.thinking.options import ThinkingOptions
+from entropykv.thinking.reader import Parts, reader_of
+from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
+
+if TYPE_CHECKING:
+    from entropykv.server.loading import ServedLlama
+
+_MOST_FRAMES = 64
+"""Frames that are remembered, one for each set of arguments that requests give a template."""
+
+
+class ThinkingTemplate:
+    """Know the chat template of a model that thinks."""
+
+    def __init__(self, template: str, tags: ThoughtTags, llama: ServedLlama) -> None:
+        """Take a template's text and the tags in it."""
+        self.tags = tags
+        self._formatter: Any = Jinja2ChatFormatter(template, eos_token="", bos_token="")
+        self._frames: dict[str, AnswerFrame] = {}
+        self._ids = {text: _token_of(llama, text) for text in tags.control}
+        self.control = {token: text for text, token in self._ids.items() if token is not None}
+        """The control tokens that are tags, and their texts."""
+
+    @classmethod
+    def of(cls, llama: ServedLlama) -> ThinkingTemplate | None:
+        """Return what is known of a model's template; None where the model does not think."""
+        template = template_of(llama)
+        tags = tags_of(template)
+        return None if template is None or tags is None else cls(template, tags, llama)
+
+    def is_token(self, text: str) -> bool:
+        """Tell whether a tag is one token of the vocabulary."""
+        return self._ids.get(text) is not None
+
+    def is_open_after(
+        self, messages: Sequence[Any], tools: Any, arguments: Mapping[str, Any]
+    ) -> bool:
+        """Tell whether a prompt ends within a thought; raises what the template raises."""
+        prompt = self._formatter(messages=messages, tools=tools, **arguments).prompt
+        return self.tags.is_open_after(prompt)
+
+    def frame(self, arguments: Mapping[str, Any]) -> AnswerFrame:
+        """Return what the template writes before an answer, told these arguments."""
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        found = self._frames.get(key)
+        if found is None:
+            if len(self._frames) >= _MOST_FRAMES:
+                self._frames.clear()
+            try:
+                found = frame_of(lambda m: str(self._formatter(messages=m, **arguments).prompt))
+            except (
+                Exception
+            ):  # a template is a program of the model's maker, and may raise anything
+                found = AnswerFrame()
+            self._frames[key] = found
+        return found
+
+
+def _token_of(llama: ServedLlama, text: str) -> int | None:
+    tokens = llama_cpp.Llama.tokenize(llama, text.encode(), add_bos=False, special=True)
+    return tokens[0] if len(tokens) == 1 else None
+
+
+@dataclass
+class ChatThought:
+    """Follow the thoughts of one chat, and tell them from its answer."""
+
+    template: ThinkingTemplate
+    options: ThinkingOptions
+    counter: ThoughtCounter
+    opened: bool
+    """True where the prompt ends within the thought."""
+    opening: str
+    """The end of the prompt that a later turn of the conversation will not have."""
+
+    @classmethod
+    def begin(
+        cls,
+        llama: ServedLlama,
+        messages: Sequence[Any],
+        tools: Any,
+        options: ThinkingOptions,
+    ) -> ChatThought | None:
+        """Begin a chat of a model that thinks; None for others."""
+        template = llama.thinking
+        if template is None:
+            return None
+        arguments = llama.template_arguments
+        opened = template.is_open_after(messages, tools, arguments)
+        ending = (options.message + template.tags.end).encode()
+        counter = ThoughtCounter(
+            template.tags,
+            lambda token: llama.detokenize([token]),
+            opened=opened,
+            budget=options.budget,
+            ending=[] if options.budget < 0 else llama.tokenize(ending, False, special=True),
+        )
+        return cls(template, options, counter, opened, template.frame(arguments).opening)
+
+    def force(self, _: Any, scores: Any) -> Any:
+        """Leave only the token that ends the thought, where it has to end (a logits processor)."""
+        token = self.counter.forced
+        if token is not None:
+            scores[:] = -float("inf")
+            scores[token] = 0.0
+        return scores
+
+    def before_answer(self, grammar: LlamaGrammar) -> LlamaGrammar:
+        """Return a grammar of the thought, and then what `grammar` allows."""
+        text = thought_grammar.with_thought(
+            grammar._grammar, self.template.tags, self.template.is_token, opened=self.opened
+        )
+        wrapped = LlamaGrammar.from_string(text, verbose=False)
+        wrapped._root = thought_grammar.ROOT
+        return wrapped
+
+    def tokens_before_answer(self, tokens: Sequence[int], llama: ServedLlama) -> int:
+        """Return how many tokens at the end of a prompt its later turns will not have."""
+        opening, text, count = self.opening.encode(), b"", 0
+        while len(text) < len(opening) and count < len(tokens):
+            count += 1
+            text = llama.detokenize(list(tokens[-count:]), special=True)
+        return count if text.endswith(opening) else 0
+
+    def in_whole(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return an answer with its thought apart."""
+        details = {"reasoning_tokens": self.counter.n_tokens}
+        answer = {**answer, "usage": {**answer["usage"], "completion_tokens_details": details}}
+        if not self.options.separates:
+            return answer
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] or ""
+        reader = reader_of(self.template.tags, opened=self.opened)
+        some, rest = reader.take(text), reader.finish()
+        thought, said = some.thought + rest.thought, some.answer + rest.answer
+        if self.options.format == "deepseek-legacy":
+            said = self.template.tags.begin + text if self.opened else text
+        message = {**choice["message"], "content": said}
+        if thought:
+            message["reasoning_content"] = thought
+        return {**answer, "choices": [{**choice, "message": message}]}
+
+    def in_chunks(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of an answer with its thought apart.
+
+        llama.cpp's format deepseek-legacy leaves thoughts within a streamed answer.
+        """
+        if self.options.format in ("none", "deepseek-legacy"):
+            yield from chunks
+            return
+        reader = reader_of(self.template.tags, opened=self.opened)
+        for chunk in chunks:
+            choice = chunk["choices"][0]
+            delta, reason = choice["delta"], choice["finish_reason"]
+            parts = reader.take(delta.get("content") or "")
+            if reason is not None:
+                rest = reader.finish()
+                parts = Parts(parts.thought + rest.thought, parts.answer + rest.answer)
+            others = {name: value for name, value in delta.items() if name != "content"}
+            texts = {"reasoning_content": parts.thought, "content": parts.answer}
+            deltas = [{name: text} for name, text in texts.items() if text]
+            if others or (not deltas and choice.get("logprobs")):
+                deltas.insert(0, others)
+            for each in deltas:
+                yield {**chunk, "choices": [{**choice, "delta": each, "finish_reason": None}]}
+                choice = {**choice, "logprobs": None}
+            if reason is not None:
+                yield {**chunk, "choices": [{**choice, "delta": {}}]}

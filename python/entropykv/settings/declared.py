@@ -1,0 +1,97 @@
+"""Declare an option once, at the field that holds it: help, limits, and its names at each door.
+
+CacheOptions, Freezing and Recovery declare their fields by option(). The arguments of the command
+line (cli/options.py), the settings of the server (server/options.py), the checks of the dataclasses
+and the table of the docs (docs/generated_pages.py) follow from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from entropykv.settings.options import MOST_TOKENS, at_least, one_of
+
+_METADATA = "option"
+_AS_FIELD = object()
+
+
+@dataclass(frozen=True)
+class Option:
+    """Say how users name an option, what it does, and which values it takes."""
+
+    help: str
+    """What it does, without the default."""
+    flags: tuple[str, ...] = ()
+    """Its names at the command line; none: it is a keyword argument and a setting alone."""
+    setting: str = ""
+    """Its name in the server's settings; by default the name at the command line."""
+    metavar: str | None = None
+    kind: type = str
+    """The type of what users type: str, int, float, or bool for a switch."""
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    """The least integer; None: it is no integer, or is checked elsewhere."""
+    most: int = MOST_TOKENS
+    default: Any = None
+    """The default of the field."""
+    instead: str | None = None
+    """What None, or another default that says little, stands for."""
+    at_server: Any = _AS_FIELD
+    """The default of the server, where it is another one."""
+    label: str = ""
+    """What errors call it, where that is not the name of the field."""
+    of_schedule: bool = False
+    """Whether it belongs to the schedule of policy rolling-freeze."""
+
+    @property
+    def name(self) -> str:
+        """Return its name in the parsed command line: that of the first long flag."""
+        long = (flag for flag in self.flags if flag.startswith("--"))
+        return next(long, self.setting).removeprefix("--").replace("-", "_")
+
+    @property
+    def server_name(self) -> str:
+        """Return its name in the server's settings."""
+        return self.setting or self.name
+
+    @property
+    def server_default(self) -> Any:
+        """Return its default in the server's settings, as users type it."""
+        if self.at_server is not _AS_FIELD:
+            return self.at_server
+        return str(self.default) if self.kind is str and self.default is not None else self.default
+
+    @property
+    def shown_default(self) -> str:
+        """Return what --help and the docs say of the default."""
+        return str(self.default) if self.instead is None else self.instead
+
+
+def option(default: Any, help: str, *flags: str, **more: Any) -> Any:  # noqa: A002
+    """Return a dataclass field that declares an option; `more` are fields of Option."""
+    declared = Option(help, flags, default=default, **more)
+    return dataclasses.field(default=default, metadata={_METADATA: declared})
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+def declared(owner: _Dataclass | type[_Dataclass]) -> dict[str, Option]:
+    """Return the options that a dataclass declares, by the names of its fields."""
+    options = ((each.name, each.metadata.get(_METADATA)) for each in dataclasses.fields(owner))
+    return {name: option for name, option in options if option is not None}
+
+
+def check_declared(values: _Dataclass) -> None:
+    """Raise SettingsError for a value outside of the limits or choices of its option."""
+    for name, each in declared(values).items():
+        value = getattr(values, name)
+        if value is None and each.default is None:
+            continue
+        if each.least is not None:
+            at_least(each.label or name, value, each.least, each.most)
+        elif each.choices and isinstance(each.default, str):
+            one_of(each.label or name, value, each.choices)

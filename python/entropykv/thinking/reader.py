@@ -1,0 +1,204 @@
+"""Tell thoughts from the answer while a text is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple, Protocol
+
+from entropykv.thinking.tags import ThoughtTags
+
+
+class Parts(NamedTuple):
+    """Hold what a piece of a text adds to the thought, and to the answer."""
+
+    thought: str = ""
+    answer: str = ""
+
+
+class ThoughtReader(Protocol):
+    """Take a text piece by piece; blanks around tags belong to neither part."""
+
+    def take(self, text: str) -> Parts:
+        """Take the next piece in; return what can be told of it now."""
+
+    def finish(self) -> Parts:
+        """Return the rest."""
+
+
+def reader_of(tags: ThoughtTags, *, opened: bool) -> ThoughtReader:
+    """Return a reader of one text; `opened`: its prompt ends within a thought."""
+    return _ChannelReader() if tags.channels else _TagReader(tags, opened)
+
+
+def read_whole(tags: ThoughtTags, text: str, *, opened: bool) -> Parts:
+    """Return the thought and the answer of a text that is complete."""
+    reader = reader_of(tags, opened=opened)
+    some, rest = reader.take(text), reader.finish()
+    return Parts(some.thought + rest.thought, some.answer + rest.answer)
+
+
+class _TagReader:
+    """Read a text that may begin with a thought between two tags.
+
+    Tags later in the text are a part of the answer, which may be about tags.
+    """
+
+    def __init__(self, tags: ThoughtTags, opened: bool) -> None:
+        self._tags = tags
+        self._opened = opened
+        self._step = self._begin
+        self._held = ""
+        self._has_thought = False
+
+    def take(self, text: str) -> Parts:
+        self._held += text
+        thought = answer = ""
+        while True:
+            step = self._step
+            more, said = step()
+            thought += more
+            answer += said
+            if self._step == step:
+                return Parts(thought, answer)
+
+    def finish(self) -> Parts:
+        held, self._held = self._held, ""
+        if self._step == self._think or (self._step == self._begin and self._opened):
+            return Parts(thought=held.strip() if not self._has_thought else held.rstrip())
+        return Parts(answer="" if self._step == self._begin_answer else held)
+
+    def _begin(self) -> Parts:
+        text = self._held.lstrip()
+        if text.startswith(self._tags.begin):
+            self._held = text[len(self._tags.begin) :]
+            self._step = self._think
+        elif not self._tags.begin.startswith(text):
+            self._step = self._think if self._opened else self._answer
+        return Parts()
+
+    def _think(self) -> Parts:
+        if not self._has_thought:
+            self._held = self._held.lstrip()
+        body, found, rest = self._held.partition(self._tags.end)
+        if found:
+            self._held = rest
+            self._step = self._begin_answer
+            return Parts(thought=body.rstrip())
+        begun = len(self._held) - _begun(self._held, (self._tags.end,))
+        body = self._held[:begun].rstrip()
+        self._held = self._held[len(body) :]
+        self._has_thought = self._has_thought or bool(body)
+        return Parts(thought=body)
+
+    def _begin_answer(self) -> Parts:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._step = self._answer
+        return Parts()
+
+    def _answer(self) -> Parts:
+        around = self._tags.around
+        for tag in around:
+            self._held = self._held.replace(tag, "")
+        end = len(self._held) - _begun(self._held, around)
+        text, self._held = self._held[:end], self._held[end:]
+        return Parts(answer=text)
+
+
+def _begun(text: str, tags: tuple[str, ...]) -> int:
+    """Return how many characters at the end of a text may be the beginning of a tag."""
+    most = max((len(tag) for tag in tags), default=1) - 1
+    sizes = range(min(most, len(text)), 0, -1)
+    return next((size for size in sizes if any(tag.startswith(text[-size:]) for tag in tags)), 0)
+
+
+class _ChannelReader:
+    """Read messages of gpt-oss: `analysis` is thought, what goes to a function is a call.
+
+    A call is shown as other models write calls, between <tool_call> and </tool_call>.
+    """
+
+    _ENDS = ("<|end|>", "<|start|>", "<|channel|>")
+    _FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
+    _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._header: str | None = ""
+        """What stands before the message that is being read; None while its body is read."""
+        self._channel = "final"
+        self._function: str | None = None
+        self._call = ""
+        self._has_thought = False
+
+    def take(self, text: str) -> Parts:
+        self._held += text
+        thought = answer = ""
+        while True:
+            more = self._next()
+            if more is None:
+                return Parts(thought, answer)
+            thought += more.thought
+            answer += more.answer
+
+    def _next(self) -> Parts | None:
+        """Return what the next part of the text adds; None where more of it must come first."""
+        if self._header is not None:
+            return self._read_header(self._header)
+        ends = [(self._held.find(tag), tag) for tag in self._ENDS if tag in self._held]
+        if ends:
+            place, tag = min(ends)
+            body = self._held[:place]
+            self._held = self._held[place + len(tag) if tag == "<|end|>" else place :]
+            self._header = ""
+            return self._said(body, is_end=True)
+        size = len(self._held) - _begun(self._held, self._ENDS)
+        body, self._held = self._held[:size], self._held[size:]
+        return self._said(body, is_end=False) if body else None
+
+    def _read_header(self, header: str) -> Parts | None:
+        begins = "<|start|>", "<|channel|>"
+        text = self._held.lstrip() if not header else self._held
+        is_tag = not text or any(text.startswith(tag) or tag.startswith(text) for tag in begins)
+        if not is_tag and "<|message|>" not in text:  # a text without any header is an answer
+            self._header, self._channel, self._function = None, "final", None
+            return Parts()
+        before, found, rest = text.partition("<|message|>")
+        if not found:
+            return None
+        channel = self._CHANNEL.search(before)
+        function = self._FUNCTION.search(before)
+        self._channel = channel[1] if channel else "final"
+        self._function = function[1] if function else None
+        self._held, self._header = rest, None
+        return Parts()
+
+    def _said(self, body: str, *, is_end: bool) -> Parts:
+        if self._function is not None:
+            self._call += body
+            return Parts(answer=self._written_call()) if is_end else Parts()
+        if self._channel != "analysis":
+            return Parts(answer=body)
+        between = "\n" if self._has_thought and body and self._ended_before else ""
+        self._has_thought = self._has_thought or bool(body)
+        self._ended_before = is_end
+        return Parts(thought=between + body)
+
+    _ended_before = False
+
+    def _written_call(self) -> str:
+        name, text = self._function, self._call
+        self._function, self._call = None, ""
+        try:
+            arguments = json.loads(text) if text.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = text
+        call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{call}\n</tool_call>"
+
+    def finish(self) -> Parts:
+        held, self._held = self._held, ""
+        if self._header is not None:
+            return Parts()
+        return self._said(held, is_end=True)

@@ -1,0 +1,260 @@
+"""Models that think: what `entropykv serve`, `chat` and `run` do with their thoughts.
+
+The model of the package writes no tags by itself. So the template begins the thought, and a budget
+ends it; or a grammar writes the tags.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chats import Chat, piped
+from tests.support.running_server import KEY, MODEL, Server
+from tests.support.thinking import CLOSING, OPENING
+
+THOUGHT = 40
+SYSTEM = {"role": "system", "content": "The quiet barn stood below the square. " * 12}
+GRAMMAR = 'root ::= "<think>" [a-z ]{20,20} "</think>" [a-z ]{1,12}'
+NEEDS: tuple[object, ...] = ("--kv-budget", 64, "--policy", "uniform", "--kv-type", "f16")
+
+
+def template_file(folder: Path, template: str) -> Path:
+    path = folder / "template.jinja"
+    path.write_text(template, encoding="utf-8")
+    return path
+
+
+def question(text: str = "Where is the garden?") -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Asked:
+    """A server whose template opens thoughts, and what it answered."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def whole(self, *messages: dict[str, Any], **fields: Any) -> Any:
+        body = {"messages": messages or [question()], "max_tokens": 70, "temperature": 0, **fields}
+        response = self.server.post("/v1/chat/completions", json.dumps(body))
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def message(self, *messages: dict[str, Any], **fields: Any) -> Any:
+        return self.whole(*messages, **fields)["choices"][0]["message"]
+
+    def deltas(self, **fields: Any) -> list[Any]:
+        body = {"messages": [question()], "max_tokens": 70, "temperature": 0, "stream": True}
+        text = self.server.post("/v1/chat/completions", json.dumps({**body, **fields})).text
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        return [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    path = template_file(tmp_path_factory.mktemp("template"), OPENING)
+    options = ("--chat-template-file", path, "--reasoning-budget", THOUGHT, "--api-key", KEY)
+    server = Server(*options, *NEEDS, usual=("--n_ctx", 16384, "-t", 1))
+    yield Asked(server)
+    code, errors = server.end()
+    assert code == 0
+    assert "Traceback" not in errors, errors
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def test_a_thought_is_apart_from_the_answer(asked: Asked) -> None:
+    answer = asked.whole(min_tokens=70)
+    message = answer["choices"][0]["message"]
+    assert message["reasoning_content"]
+    assert message["content"]
+    assert "think" not in message["content"] + message["reasoning_content"]
+    n_thought = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert THOUGHT < n_thought < answer["usage"]["completion_tokens"]
+
+
+def test_a_stream_has_the_thought_first(asked: Asked) -> None:
+    message = asked.message(min_tokens=70)
+    deltas = asked.deltas(min_tokens=70)
+    thought = [each["reasoning_content"] for each in deltas if "reasoning_content" in each]
+    text = [each["content"] for each in deltas if "content" in each]
+    assert "".join(thought) == message["reasoning_content"]
+    assert "".join(text) == message["content"]
+    assert len(thought) > 5
+    kinds = ["content" in each for each in deltas if each.keys() & {"content", "reasoning_content"}]
+    assert kinds == sorted(kinds)
+
+
+def test_formats_say_where_a_thought_is(asked: Asked) -> None:
+    plain = asked.message(min_tokens=70)
+    thought, said = plain["reasoning_content"], plain["content"]
+    none = asked.message(min_tokens=70, reasoning_format="none")
+    assert "reasoning_content" not in none
+    assert none["content"].startswith(thought)
+    assert none["content"].endswith(f"</think>{said}")
+    legacy = asked.message(min_tokens=70, reasoning_format="deepseek-legacy")
+    assert legacy["reasoning_content"] == thought
+    assert legacy["content"] == f"<think>{none['content']}"
+    streamed = asked.deltas(min_tokens=70, reasoning_format="deepseek-legacy")
+    assert "".join(each.get("content", "") for each in streamed) == none["content"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}],
+)
+def test_a_request_can_do_without_thought(asked: Asked, fields: dict[str, Any]) -> None:
+    answer = asked.whole(min_tokens=30, **fields)
+    assert "reasoning_content" not in answer["choices"][0]["message"]
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_a_request_has_its_own_budget_and_ending(asked: Asked) -> None:
+    fields = {"reasoning_budget_tokens": 3, "reasoning_budget_message": " Enough."}
+    short = asked.message(min_tokens=30, **fields)["reasoning_content"]
+    assert short.endswith(" Enough.")
+    assert asked.message(thinking_budget_tokens=0, min_tokens=30).get("reasoning_content") is None
+
+
+def test_a_schema_describes_what_comes_behind_the_thought(asked: Asked) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
+    schema["required"] = ["city"]
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+    message = asked.message(response_format=form)
+    assert message["reasoning_content"]
+    assert json.loads(message["content"])["city"] in ("Rome", "Oslo")
+
+
+def test_a_forced_call_comes_behind_the_thought(asked: Asked) -> None:
+    tool = {"name": "walk", "parameters": {"type": "object", "properties": {}}}
+    message = asked.message(
+        tools=[{"type": "function", "function": tool}], tool_choice="required", max_tokens=200
+    )
+    assert message["reasoning_content"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["walk"]
+
+
+def test_the_responses_api_has_reasoning_items(asked: Asked) -> None:
+    body = {"input": "Where is the garden?", "max_output_tokens": 70, "temperature": 0}
+    whole = asked.server.post("/v1/responses", json.dumps(body)).json()
+    thought = whole["output"][0]
+    assert thought["type"] == "reasoning"
+    (part,) = thought["content"]
+    assert part["type"] == "reasoning_text"
+    assert part["text"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    text = asked.server.post("/v1/responses", json.dumps({**body, "stream": True})).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    deltas = [each for each in events if each["type"] == "response.reasoning_text.delta"]
+    assert "".join(each["delta"] for each in deltas) == part["text"]
+    assert [item["type"] for item in events[-1]["response"]["output"]][:1] == ["reasoning"]
+    off = {**body, "reasoning": {"effort": "none"}}
+    answer = asked.server.post("/v1/responses", json.dumps(off)).json()
+    assert {item["type"] for item in answer["output"]} <= {"message"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {str(n): n for n in range(65)}}, "chat_template_kwargs"),
+        ({"reasoning_format": "loud"}, "reasoning_format"),
+        ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens"),
+        ({"reasoning_budget_message": "a" * 5000}, "reasoning_budget_message"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    asked: Asked, fields: dict[str, Any], named: str
+) -> None:
+    body = json.dumps({"messages": [question()], "max_tokens": 4, **fields})
+    response = asked.server.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == named
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
+    """The thought before evicts what the prompt left; a checkpoint before it brings that back."""
+    messages = [SYSTEM]
+    read, lengths, answers = [], [], []
+    for turn in range(3):
+        messages.append(question(f"Where is the garden? {turn}"))
+        before = asked.server.kv()["prompt_tokens"]
+        answer = asked.whole(*messages, min_tokens=70)
+        message = answer["choices"][0]["message"]
+        lengths.append(answer["usage"]["prompt_tokens"])
+        read.append(asked.server.kv()["prompt_tokens"] - before)
+        answers.append(message["content"])
+        messages.append({"role": "assistant", "content": message["content"]})
+    assert asked.server.kv()["evictions"] > 0
+    assert read[0] == lengths[0] > 120
+    for turn in (1, 2):
+        new = lengths[turn] - lengths[turn - 1]
+        assert new < read[turn] < new + 12  # the tag that begins the thought is read anew
+    again = asked.message(*messages[:-1], min_tokens=70)
+    assert again["content"] == answers[-1]
+
+
+def test_chat_keeps_no_thoughts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The context grows by what was said; what was thought is shown by its length alone."""
+    chat: Chat = piped(monkeypatch, capsys)
+    path = template_file(tmp_path, OPENING)
+    options = ("--chat-template-file", path, "--reasoning-budget", 60, *NEEDS, "-n", 100)
+    answers, errors = chat(MODEL, "Where is the garden?\nAnd the barn?\n/stats\n", *options)
+    assert errors.count("[thought for ") == 2
+    assert "think" not in answers
+    position = int(errors.split("context  ")[1].split(" ")[0])
+    assert position < 140
+    _, shown = chat(MODEL, "Where is the garden?\n", *options, "--show-thoughts")
+    assert "[thought for" not in shown
+    _, raw = chat(MODEL, "Where is the garden?\n", *options, "--reasoning-format", "none")
+    assert "[thought for" not in raw
+
+
+def test_chat_undoes_a_turn_with_a_thought(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chat: Chat = piped(monkeypatch, capsys)
+    path = template_file(tmp_path, OPENING)
+    options = ("--chat-template-file", path, "--reasoning-budget", 60, *NEEDS, "-n", 100)
+    first, _ = chat(MODEL, "Where is the garden?\nAnd the barn?\n", *options)
+    again, _ = chat(MODEL, "Where is the garden?\nWho?\n/undo\nAnd the barn?\n", *options)
+    assert again.splitlines()[-1] == first.splitlines()[-1]
+
+
+def test_run_writes_the_answer_alone_to_stdout(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from entropykv.cli import main  # noqa: PLC0415
+
+    path = template_file(tmp_path, CLOSING)
+    command = ["run", "-m", str(MODEL), "--chat-template-file", str(path), "-p", "Where?"]
+    command += ["--temp", "0", "-t", "1", "-n", "60"]
+    budget = ["--reasoning-budget", "8", "--grammar", "root ::= [a-z ]{9,9}"]
+    assert main([*command, *budget]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.strip("\n")) <= 9
+    assert main([*command, "--reasoning-format", "none", "--grammar", GRAMMAR]) == 0
+    assert sys.stdout is not None
+
+
+def test_thoughts_are_no_part_of_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    from entropykv.cli import main  # noqa: PLC0415
+
+    command = ["run", "-m", str(MODEL), "-p", "The garden", "--temp", "0", "-t", "1", "-n", "8"]
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    assert main([*command, "--reasoning-budget", "0"]) == 0
+    assert capsys.readouterr().out == plain

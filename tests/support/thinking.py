@@ -1,0 +1,26 @@
+"""Chat templates of models that think, in the few lines that tests need."""
+
+from __future__ import annotations
+
+_MESSAGES = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}[/user]"
+    "{% elif m.role == 'assistant' %}[bot]{{ (m.content or '').split('</think>')[-1] }}[/bot]"
+    "{% else %}[system]{{ m.content }}[/system]{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[bot]"
+)
+OPENING = (
+    _MESSAGES + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>\n' }}"
+    "{% endif %}{% endif %}"
+)
+"""As DeepSeek's: the prompt begins the thought, and later turns lack it."""
+CLOSING = (
+    _MESSAGES + "{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+"""As Qwen 3's: the model begins the thought, and a prompt without one has an empty one."""
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As gpt-oss's: every message names its channel."""
