@@ -252,9 +252,12 @@ class _Terminal:
         self._tell(self._conversation.ask_again())
 
     def _image(self, path: str) -> None:
-        if self._conversation.session.images is None:
+        conversation = self._conversation
+        if conversation.session.images is None:
             raise SettingsError("no images are read here; start with --mmproj FILE")
-        self._conversation.files.append(image_file(path))
+        data = image_file(path)
+        conversation.session.images.check([*conversation.files, data])
+        conversation.files.append(data)
         self._show(f"{path} is shown with the next turn.")
 
     def _undo(self, _: str) -> None:

@@ -294,8 +294,7 @@ def _check_min_tokens(grammar: LlamaGrammar | None, processors: Iterable[Any]) -
 
 
 def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> ServedLlama:
-    """Load the model, and its projector, with what its images may take; raises what EntropyLlama
-    raises.
+    """Load the model; raises what EntropyLlama raises. `images`: what its images may take.
 
     llama_cpp.server's own loader (LlamaProxy) names llama_cpp.Llama, whose full cache would be
     allocated before attach() could replace it; its settings have the names of Llama's arguments.
@@ -329,16 +328,22 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
     _set_template_arguments(llama, options)
-    if projector := options.projector:
-        try:
-            llama.open_projector(projector, images)
-        except BaseException:
-            llama.close()
-            raise
+    _open_projector(llama, options.projector, images)
     if options.cache:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
+
+
+def _open_projector(llama: ServedLlama, path: str | None, limits: ImageLimits | None) -> None:
+    """Open the model's projector, if one was named; if that fails, the model is freed."""
+    if path is None:
+        return
+    try:
+        llama.open_projector(path, limits)
+    except BaseException:
+        llama.close()
+        raise
 
 
 def path_of(options: ModelOptions) -> Path:
