@@ -1,4 +1,4 @@
-"""Tiny projectors (mmproj files) with random weights, and pictures, written for tests.
+"""Write tiny projectors (mmproj files) with random weights, and images.
 
 An image becomes (image_size / patch_size)^2 tokens of the text model; gemma3, idefics3 and qwen2vl
 merge patches, so that there are fewer.
@@ -116,7 +116,7 @@ class TinyProjector:
 
 
 def png(width: int = 48, height: int = 48, seed: int = 0) -> bytes:
-    """Return a picture of random colours that change smoothly, as a PNG file."""
+    """Return an image of random colours that change smoothly, as a PNG file."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (4, 4, 3))
     rows = np.arange(height) * 4 // height

@@ -1,4 +1,4 @@
-"""Tiny text models with projectors that fit, by what is special about their images."""
+"""Write tiny text models with projectors that fit, one of each kind of image."""
 
 from __future__ import annotations
 
