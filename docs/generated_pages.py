@@ -64,9 +64,13 @@ def cache_options() -> str:
         for name, option in declared(owner).items():
             flags = ", ".join(f"`{flag}`" for flag in option.flags)
             setting = option.server_name if option.server_name in ModelOptions.model_fields else ""
+            default = option.shown_default
+            at_server = option.server_default if owner is CacheOptions else None
+            if at_server is not None and str(at_server) != str(option.default):
+                default += f"; server: {at_server}"
             lines.append(
                 f"| `{prefix}{name}` | {flags} | {setting and f'`{setting}`'} | "
-                f"{cell(escaped(option.shown_default))} | {cell(escaped(option.help))} |"
+                f"{cell(escaped(default))} | {cell(escaped(option.help))} |"
             )
     return "\n".join(lines)
 

@@ -38,8 +38,8 @@ constexpr std::array<Measure, kNumberOfMeasures> kMeasures{{
     // This is the score of the BitNet document.
     positional(ScoreKind::recency, "recency", "exponential decay, a bonus for the newest tenth",
                recency_score),
-    // Up to the size of the value, this is the squared error that dropping the entry would have
-    // caused.
+    // Multiplied by the squared norm of the value, this is the squared error that dropping the
+    // entry would have caused.
     {ScoreKind::mass, "mass", "squared attention probabilities", Evidence::queries,
      Statistic::squared_probability, true, false, nullptr, mass_limit, true, kEvenShare},
     // H2O, SnapKV and the layer document use this.

@@ -43,7 +43,8 @@ inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
     return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
 }
 
-// Independent sums do not wait for each other. Strides are multiples of this.
+// The number of independent sums of a dot product, whose additions do not wait for each other. The
+// stride of a row is a multiple of it.
 constexpr int kChains = 4;
 
 struct Chains {

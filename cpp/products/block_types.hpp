@@ -39,7 +39,7 @@ struct Q4_1 {
     }
 };
 
-// Bit i of the first four bytes is the upper bit of code i.
+// Returns the 5-bit codes of a block: bit i of its first four bytes is the upper bit of code i.
 template <class Bytes>
 inline auto five_bits(const Bytes& bytes) {
     return with_upper(bytes.nibbles(4), bytes.bits(0), 4);

@@ -3,11 +3,11 @@
 // bytes each, in the order of the page table, laid out as page_layout.hpp says. Entries keep their
 // slots, so that sums over them are computed in the same order; unused slots of the last page are
 // zero. If scores need them, the statistics of the queries follow (query_statistics.hpp), and if
-// dropped entries are counted, their scores (dropped_scores.hpp). If entries are frozen, there follow the record numbers of the held entries, how
-// often they were detected under a schedule, and the frozen entries (cold_state.cpp). The layout
-// depends on the KV type and the shapes of the layers, not on the instruction set. Numbers are
-// little-endian. A change of the page layout needs a new version of the session files
-// (session/file.py).
+// dropped entries are counted, their scores (dropped_scores.hpp). If entries are frozen, the next
+// parts are the record numbers of the held entries, how often they were detected under a schedule,
+// and the frozen entries (cold_state.cpp). The layout depends on the KV type and the shapes of the
+// layers, not on the instruction set. Numbers are little-endian. A change of the page layout needs
+// a new version of the session files (session/file.py).
 #pragma once
 
 #include <cstddef>

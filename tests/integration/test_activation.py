@@ -1,4 +1,6 @@
-"""Squared ReLU on graphs that llama.cpp builds with SwiGLU, against a forward pass in numpy."""
+"""Squared ReLU is computed in graphs that llama.cpp builds with SwiGLU, as a forward pass in numpy
+shows.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from tests.support.tiny_models import write_bitnet, write_gemma, write_llama
 
 WRITERS: dict[str, Callable[..., None]] = {"bitnet": write_bitnet, "llama": write_llama}
 TOKENS = tokens_for(150)
-TOLERANCE = 6e-3  # of an f16 cache; measured: up to 4e-3 for both activations
-ROW_TOLERANCE = 3e-2  # a single row of the same; measured: up to 1.3e-2
-OTHER_ACTIVATION = 0.3  # measured: SiLU where squared ReLU belongs is off by 0.53 and more
+TOLERANCE = 6e-3  # The tolerance of an f16 cache; measured: up to 4e-3 for both activations.
+ROW_TOLERANCE = 3e-2  # The tolerance of a single row; measured: up to 1.3e-2.
+OTHER_ACTIVATION = 0.3  # Measured: SiLU instead of squared ReLU differs by 0.53 and more.
 
 
 @pytest.fixture(scope="module", params=["bitnet", "llama"])
@@ -59,7 +61,7 @@ def test_relu2_is_computed_in_prompt_and_decode(
         rows = [session.decode(TOKENS[:80], all_logits=True)]
         rows += [session.decode([token]) for token in TOKENS[80:]]
         session.reset()
-        last = session.decode(TOKENS)  # micro-batches without logits: an empty last layer
+        last = session.decode(TOKENS)  # Micro-batches without logits have an empty last layer.
     assert relative_error(np.concatenate(rows), expected) < TOLERANCE
     assert relative_error(last, expected[-1:]) < ROW_TOLERANCE
     silu = ModelReference(relu2_model, "silu").logits(TOKENS).astype(np.float32)
@@ -72,7 +74,7 @@ def test_relu2_with_a_q8_0_cache_and_a_larger_context(
 ) -> None:
     with Session(relu2_model, n_ctx=600, kv_budget=80, store=store, n_ubatch=64) as session:
         session.decode(TOKENS[:40])
-        session.resize(500)  # the flat store moves to another context
+        session.resize(500)  # The flat store moves to another context.
         ours = session.decode(TOKENS[40:], all_logits=True)
     assert relative_error(ours, expected[40:]) < 5e-2
 
@@ -117,7 +119,7 @@ def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
 
 
 class HookedContext:
-    """A llama_context of its own with an f32 cache, under a SquaredReluHook."""
+    """Hold a llama_context with an f32 cache, under a SquaredReluHook."""
 
     def __init__(self, path: Path, n_layers: int, n_threads: int = 2) -> None:
         self.hook = _core.SquaredReluHook(n_layers)
@@ -151,7 +153,7 @@ class HookedContext:
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 def test_the_op_is_exact(relu2_model: Path, expected: Logits, n_threads: int) -> None:
-    """Graphs of several sizes, and reused ones: single tokens reuse the first one's graph."""
+    """Graphs of several sizes, and reused ones: single tokens reuse the graph of the first one."""
     with HookedContext(relu2_model, 3, n_threads) as hooked:
         rows = []
         for step in (32, 7, *[1] * 60, 31, *[1] * 20):
@@ -182,6 +184,6 @@ def test_every_step_counts_on_its_own(relu2_model: Path) -> None:
         hooked.hook.begin_step()
         with pytest.raises(RuntimeError, match="only 0 of 3"):
             hooked.hook.check_step()
-        hooked.decode(TOKENS[:60])  # two micro-batches: every gate twice
+        hooked.decode(TOKENS[:60])  # Two micro-batches: every gate is changed twice.
         with pytest.raises(RuntimeError, match="only 0 of 3"):
             hooked.hook.check_step()

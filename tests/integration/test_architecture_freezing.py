@@ -1,4 +1,4 @@
-"""Freezing in models whose layers have windows: what has none freezes."""
+"""In models with windows, layers without a window freeze."""
 
 from __future__ import annotations
 

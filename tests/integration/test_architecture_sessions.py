@@ -1,6 +1,7 @@
-"""What sessions do with layers that have windows, recurrent layers, and ALiBi: a few models each.
+"""Sessions work with layers that have windows, recurrent layers, and ALiBi: a few models of each
+kind.
 
-What holds for every architecture is in test_architectures.py.
+test_architectures.py has what holds for every architecture.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def test_windows_of_8192_tokens_that_do_not_slide(name: str, tmp_path: Path) -> 
 @some("gemma2", "gemma3", "gpt-oss", "step35")
 @pytest.mark.parametrize("policy", ["uniform", "adaptive"])
 def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, path: Path) -> None:
-    """Also into a prompt at whose end what had left the windows was dropped."""
+    """This includes a rollback into a prompt at whose end entries outside the windows were
+    dropped.
+    """
     tokens, after = tokens_for(250), tokens_for(12, seed=8)
     options = {"kv_budget": 0.5, "policy": policy}
     with session_of(path, **options) as session:
@@ -95,7 +98,7 @@ def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, pat
 def test_the_flat_store_goes_back_as_far_as_windows_hold(
     name: str, n_sinks: int, path: Path
 ) -> None:
-    """llama.cpp puts tokens after a truncate() into cells that windows have passed."""
+    """llama.cpp puts tokens after a truncate() into cells outside the windows."""
     options = {"store": "flat", "n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_type": "f16"}
     tokens, others = tokens_for(447), tokens_for(16, seed=3)
     with Session(path, n_sinks=n_sinks, **options) as session:
@@ -117,7 +120,7 @@ def test_the_flat_store_goes_back_as_far_as_windows_hold(
 @some("gemma3", "gpt-oss")
 @pytest.mark.parametrize("n_sinks", [0, 4])
 def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, path: Path) -> None:
-    """Tokens that the budget has evicted from windows are not what they have lost."""
+    """Tokens that the budget has evicted do not count as lost by windows."""
     options = {"store": "flat", "policy": "streaming", "n_ctx": 512, "kv_type": "f16"}
     with Session(path, kv_budget=24, n_sinks=n_sinks, n_threads=1, **options) as session:
         session.decode(tokens_for(200))
@@ -128,11 +131,12 @@ def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, pa
 
 @some("gemma3", "jamba", "bloom")
 def test_a_prompt_that_was_read_is_not_read_again(name: str, path: Path) -> None:
-    """But after recurrent layers, or with another text behind what a window holds, it is."""
+    """After recurrent layers, or with another text beyond a window, it is read again."""
     llm = EntropyLlama(str(path), n_ctx=512, kv_budget=1.0, n_ubatch=64, **QUIET)
     reads = Reads(llm)
     prompt = tokens_for(200)
-    for changed, n_again in ((3, 9), (150, 201)):  # from the micro-batch's beginning: 192, 0
+    # They are read from the beginning of the micro-batch: 192, 0.
+    for changed, n_again in ((3, 9), (150, 201)):
         llm.reset()
         llm.eval(prompt)
         reads.count()
@@ -150,7 +154,7 @@ def test_a_prompt_that_was_read_is_not_read_again(name: str, path: Path) -> None
 
 @some("gemma3")
 def test_a_session_with_a_small_budget_takes_back_what_it_read_ahead(path: Path) -> None:
-    """Where windows cannot go back, the text is read again."""
+    """If windows cannot roll back, the text is read again."""
     options = {"kv_budget": 24, "n_ctx": 256, "freeze": "ram", "policy": "uniform"}
     with session_of(path, recovery=Recovery(rewalk=8), **options) as session:
         generator = session.generate(tokens_for(120), max_tokens=30)
@@ -167,7 +171,9 @@ def test_a_session_with_a_small_budget_takes_back_what_it_read_ahead(path: Path)
 @some("gemma3", "gemma4", "gpt-oss", "deepseek2")
 @pytest.mark.parametrize("n_sinks", [0, 4])
 def test_windows_beyond_the_trained_context(name: str, n_sinks: int, tmp_path: Path) -> None:
-    """With a budget below the exact distances: as a model that was trained for longer."""
+    """With a budget below the exact distances, the logits are those of a model trained for longer
+    texts.
+    """
     tokens, logits = tokens_for(600), []
     for trained in (TRAINED, 4096):
         path = written(MODELS[name], tmp_path, context_length=trained)

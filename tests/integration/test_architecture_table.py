@@ -1,4 +1,4 @@
-"""The table of `entropykv models --architectures`: what it says is what the code does."""
+"""The table of `entropykv models --architectures` agrees with the code."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def test_models_of_one_architecture_share_a_row_where_they_are_served_alike() ->
 
 
 def check_or_end(model: Architecture) -> ArchitectureCheck:
-    """What a worker may do; by name, because it runs in a process of its own."""
+    """Run what a worker may run; it is found by name, because the worker is a process of
+    its own.
+    """
     if model.name == "mamba":
         os._exit(3)
     if model.name == "bloom":

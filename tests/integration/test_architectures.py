@@ -1,4 +1,4 @@
-"""Every architecture that llama.cpp decodes with: the logits of stock, or a refusal by name."""
+"""Every architecture of llama.cpp gives stock's logits, or is refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.cached_bytes import bytes_cached_for_a_token
 from tests.support.logits import relative_error, tokens_for
 from tests.support.releases import IS_CHECKED, write_known
 
-# Why the headwise store refuses, by kind; what is not here, it serves.
+# Why the headwise store refuses, by kind; it serves all other kinds.
 REFUSALS = {
     "recurrent": "only recurrent layers",
     "sparse": "not the KV cache|computed in its graph|several kinds of keys",
@@ -60,16 +60,17 @@ def test_a_header_tells_of_states_what_llama_cpp_knows(
     model: Architecture,  # noqa: ARG001
     path: Path,
 ) -> None:
-    """By the header, `plan` says which policy a session follows: none that reads a text twice."""
+    """`plan` needs the header to tell that a policy cannot read a text twice."""
     loaded = Model(path, n_gpu_layers=0, verbose=False)
     by_header, by_llama_cpp = read_geometry(path).recurrent, is_recurrent(loaded)
     loaded.close()
-    assert by_header == by_llama_cpp or (by_header and not IS_CHECKED)  # older ones keep no states
+    # Older releases keep no states.
+    assert by_header == by_llama_cpp or (by_header and not IS_CHECKED)
 
 
 @every_model
 def test_stock_llama_cpp_decodes_it(kind: str, model: Architecture, path: Path) -> None:
-    """The weights make sense: finite logits that hang on the text, however it is read."""
+    """The weights make sense: logits are finite and depend on the text, however it is read."""
     tokens = tokens_for(48)
     other = [tokens[0], tokens[1] ^ 1, *tokens[2:]]
     session = stock(path)
@@ -99,7 +100,7 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
     text, rows = greedy(session, tokens[:30], 64)
     session.close()
     sure = decided(rows, model.rounding)
-    # 22 layers of gemma3n round by 5e-2: fewer of its choices are beyond doubt.
+    # 22 layers of gemma3n have rounding errors of 5e-2, so that fewer choices are beyond doubt.
     assert sure.mean() > (0.85 if model.rounding <= 1e-2 else 0.5)
     for n_ubatch in (7, 64):
         with Session(
@@ -116,7 +117,7 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
 
 @pytest.mark.parametrize("model", SERVED, ids=lambda model: model.name)
 def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> None:  # noqa: ARG001
-    """The same numbers for every number of threads."""
+    """The numbers are the same for every number of threads."""
     tokens = tokens_for(138)
     runs = []
     for kv_budget, n_threads in ((0.5, 1), (0.25, 1), (0.25, 2), (0.25, 3), (0.25, 4)):
@@ -134,7 +135,7 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
             )
             stats = ours.stats()
             only_windows = all(shape.window == 32 for shape in ours._store.layers)
-            if kv_budget == 0.25:  # with more, layers without windows hold everything
+            if kv_budget == 0.25:  # With more, layers without windows hold everything.
                 assert (stats.evictions == 0) == only_windows
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
             check_entries(ours, len(tokens))
@@ -143,7 +144,7 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
 
 
 def check_entries(session: Session, position: int) -> None:
-    """Sinks and the recent window are there, as far as they are seen."""
+    """Check that sinks and the recent window are kept, as far as they are visible."""
     protection = session._store.sharing.plan.protection
     sinks = range(protection.n_sinks)
     recent = range(position - protection.recent_window, position)
@@ -173,7 +174,7 @@ def test_what_a_window_cannot_use_goes_to_other_layers(model: Architecture, path
         if any(shape.window == 32 for shape in layers):
             assert not session.can_return_to(40)
         read(session, tokens_for(20), 1)
-        assert session.can_return_to(155)  # what is held besides the window is dropped at 150 only
+        assert session.can_return_to(155)  # Entries outside the window are dropped only at 150.
 
 
 @every_model
@@ -187,7 +188,7 @@ def test_auto_takes_headwise_or_says_why_not(kind: str, model: Architecture, pat
     if kind not in REFUSALS:
         assert (store, fallback) == ("headwise", None)
         return
-    if store == "headwise" and not IS_CHECKED:  # an older release attends to all positions
+    if store == "headwise" and not IS_CHECKED:  # An older release attends to all positions.
         plain, tokens = stock(path), tokens_for(130)
         expected = read(plain, tokens, 130)
         plain.close()
@@ -251,7 +252,7 @@ def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path:
 
 @some(("latent", "latent hybrid", "shared keys"))
 def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Path) -> None:
-    """V that is a part of K, and layers that attend to another's keys, count for nothing."""
+    """V that is a part of K, and layers that use another layer's keys, count for nothing."""
     n_ctx, n_tokens = 256, 100
     options = {"n_ctx": n_ctx, "kv_budget": 0.5, "policy": "streaming", "kv_type": "f16"}
     plan = make_plan(path, CacheOptions(**options))  # type: ignore[arg-type]
@@ -262,11 +263,13 @@ def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Pa
             stats, n_heads = session.stats(), session._store.n_kv_heads
             full.append(stats.kv_bytes_full / n_tokens)
     full.append(plan.kv_bytes_f16 / n_ctx)
-    if model.name == "gemma4":  # its header tells of heads of two sizes, but not where they are
+    # Its header declares heads of two sizes, but not which layers have them.
+    if model.name == "gemma4":
         full = full[1:2]
     cached = bytes_cached_for_a_token(path)
-    assert all(0 < cached - ours <= 24 for ours in full)  # llama.cpp's positions come on top
-    if model not in ARCHITECTURES["shared keys"]:  # a header does not tell which have windows
+    assert all(0 < cached - ours <= 24 for ours in full)  # llama.cpp also stores positions.
+    # A header does not tell which layers have windows.
+    if model not in ARCHITECTURES["shared keys"]:
         assert plan.budget_bytes == stats.kv_bytes_budget
         assert stats.kv_bytes_budget < 0.6 * n_ctx * (full[1] + 8 * n_heads)
 

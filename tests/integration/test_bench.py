@@ -1,4 +1,4 @@
-"""`entropykv bench`: that it measures what it says, not how fast."""
+"""`entropykv bench` measures what it claims to measure; the speed itself is not tested."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_weights_and_attention_are_told_apart(tiny_llama: Path) -> None:
         for phase in ("prompt", "decode"):
             parts = [work for work in row.works if work.phase == phase]
             assert sum(work.share for work in parts) == pytest.approx(1)
-        # 16 steps, each of every weight; the embedding is none where the head is another matrix.
+        # 16 steps use every weight each; the embedding does not count if the head is another
+        # matrix.
         weights = by_name["decode", "weights"]
         read = weights.bytes_per_second * weights.seconds / 16
         assert 0.3 * geometry.weights_bytes < read < 1.01 * geometry.weights_bytes
@@ -93,7 +94,7 @@ def test_the_command_prints_a_table_and_writes_json(tiny_llama: Path, tmp_path: 
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("tok/s |") == 2
-    assert result.stdout.count("| stock |") == 1 + 6  # of both phases, three kinds of work
+    assert result.stdout.count("| stock |") == 1 + 6  # Three kinds of work in both phases.
     content = json.loads(target.read_text(encoding="utf-8"))
     assert len(content["rows"]) == 6
     assert content["read_bandwidth"] > 1e8

@@ -1,4 +1,4 @@
-"""The page of the server in a real browser: chat, cache, and what can go wrong."""
+"""The page of the server works in a real browser: chat, cache, and errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_document_and_a_question_about_it(page: Watched) -> None:
 
 
 def write_on(route: Any) -> None:
-    """Have the model not end the answer by itself."""
+    """Prevent the model from ending the answer by itself."""
     route.continue_(post_data=json.dumps(route.request.post_data_json | {"min_tokens": 9000}))
 
 
@@ -144,7 +144,7 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
     page.page.get_by_role("button", name="Show the whole text").wait_for()
     page.page.keyboard.press("0")
     shaded = page.page.locator(".tokens .t")
-    shaded.nth(100).wait_for(state="attached")  # the text comes after the map
+    shaded.nth(100).wait_for(state="attached")  # The text is shown after the map.
     shaded.nth(3).click()
     page.page.locator(".t.pointed").wait_for()
 

@@ -1,4 +1,4 @@
-"""Calibration of real GGUF files: entropies and curves against numpy."""
+"""Calibration of real GGUF files equals numpy: entropies and curves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from tests.support.tiny_models import write_llama
 
 
 def attention_of(path: Path, tokens: list[int]) -> Sequence[tuple[npt.NDArray[Any], ...]]:
-    """q, k, v and weights of every layer, [head][token]; k and v of query heads."""
+    """Return q, k, v and weights of every layer, [head][token]; k and v are repeated for query
+    heads.
+    """
     model = ModelReference(path, "silu")
     model.stored = reference.round_f16
     model.logits(tokens)
@@ -40,7 +42,7 @@ def attention_of(path: Path, tokens: list[int]) -> Sequence[tuple[npt.NDArray[An
 
 
 def entropies_of(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
-    """(n_layer, n_tokens, n_head), in bits."""
+    """Return entropies in bits, (n_layer, n_tokens, n_head)."""
     rows = []
     for *_, p in attention_of(path, tokens):
         rows.append(-(p * np.log2(np.maximum(p, 1e-300))).sum(axis=2).T)
@@ -54,9 +56,10 @@ def test_rows_are_those_of_the_definition(model: str, request: pytest.FixtureReq
     expected = entropies_of(path, tokens)
     for n_ubatch in (512, 40):
         with Observer(path, n_ctx=256, n_threads=2, n_ubatch=n_ubatch) as observer:
-            observer.entropies(tokens_for(200, seed=9))  # leaves nothing behind
+            # This reading must not influence the next one.
+            observer.entropies(tokens_for(200, seed=9))
             rows = observer.entropies(tokens)
-        # A key that lies between two values of f16 may be rounded to the other one.
+        # A key between two values of f16 may be rounded to the other one.
         np.testing.assert_allclose(rows, expected, atol=3e-3)
     assert expected.std() > 0.1
 
@@ -103,7 +106,7 @@ def test_another_seed_reads_other_texts(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("n_ubatch", [512, 300])
 def test_curves_are_those_of_brute_force(tiny_llama: Path, n_ubatch: int) -> None:
-    """Importance, choice, mass and outputs: everything from the definition, in float64."""
+    """Importance, choice, mass and outputs are computed from the definition, in float64."""
     rules = CurveRules.for_length(320)
     tokens = tokens_for(rules.length)
     with Observer(tiny_llama, n_ctx=320, n_threads=2, n_ubatch=n_ubatch) as observer:
@@ -133,7 +136,7 @@ def test_curves_are_those_of_brute_force(tiny_llama: Path, n_ubatch: int) -> Non
 
 
 def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
-    """The reference hides what the layer has dropped from all queries that come after it."""
+    """The reference hides what the layer has dropped from all later queries."""
     tokens = tokens_for(320)
     half, n_continued, n_repeated = 160, 40, 20
     with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:
@@ -197,7 +200,7 @@ def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_p
 
 
 def test_a_model_of_the_same_shape_is_noted(tiny_llama: Path, tmp_path: Path) -> None:
-    """Another quantisation of the same weights is not."""
+    """Another quantisation of the same weights gets no note."""
     shape = {"n_layer": 3, "n_head": 6, "n_head_kv": 2, "head_dim": 32}
     for seed, noted in ((0, False), (1, True)):
         other = tmp_path / f"{seed}.gguf"

@@ -1,4 +1,6 @@
-"""Profiles that would be worse than asked for, or than what is there: refused, or said plainly."""
+"""Calibration refuses or notes profiles that would be worse than requested, or than the existing
+one.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def test_a_better_profile_is_not_overwritten(
     assert advantage in err
     assert "--force" in err
     assert output.read_bytes() == before
-    assert calibrated(tiny_llama, output, *options, "--seed", 1) == 0  # as good as before
+    assert calibrated(tiny_llama, output, *options, "--seed", 1) == 0  # It is as good as before.
     assert calibrated(tiny_llama, output, *options, *worse, "--force") == 0
     assert output.read_bytes() != before
 

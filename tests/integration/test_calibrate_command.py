@@ -1,4 +1,4 @@
-"""`entropykv calibrate` and `entropykv profile`: what they write, refuse and leave behind."""
+"""`entropykv calibrate` and `entropykv profile` write and refuse what they should."""
 
 from __future__ import annotations
 

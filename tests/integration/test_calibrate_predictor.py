@@ -1,4 +1,4 @@
-"""Predictors that a calibration fits: what they are fitted to, and sessions that take them."""
+"""Calibration fits predictors to the right data, and sessions use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_calibration_fits_a_predictor(profile: EntropyProfile) -> None:
     predictor = profile.predictor
     assert predictor is not None
     assert predictor.shape == (2, 2, 2)
-    assert predictor.n_tokens == 3 * (96 - N_SINKS)  # the last text is held back
+    assert predictor.n_tokens == 3 * (96 - N_SINKS)  # The last text is held back.
     assert predictor.correlation is not None
     assert predictor.correlation > 0.4
     assert predictor.lookups is not None
@@ -39,10 +39,12 @@ def test_calibration_fits_a_predictor(profile: EntropyProfile) -> None:
 def test_sessions_rank_by_the_predictor_of_a_file(
     tiny_llama: Path, profile: EntropyProfile, tmp_path: Path
 ) -> None:
-    """What a small budget keeps beyond its floor is what the functions score highest."""
+    """Beyond its floor, a small budget keeps the entries with the highest scores of the
+    functions.
+    """
     path = tmp_path / "profile.json"
     profile.save(path)
-    tokens = tokens_for(400)  # one micro-batch: all is evicted at once
+    tokens = tokens_for(400)  # One micro-batch, so that everything is evicted at once.
     scores, kept, recent = [], [], 0
     for kv_budget in (1.0, 0.25):
         with Session(
@@ -69,7 +71,7 @@ def test_sessions_rank_by_the_predictor_of_a_file(
 
 def test_the_end_of_a_single_text_is_held_back(tiny_llama: Path) -> None:
     read: list[int] = []
-    text = tokens_for(640)  # more than a chunk
+    text = tokens_for(640)  # More than a chunk.
     predictor = fit_by_echoes(tiny_llama, [text], n_threads=2, on_progress=read.append)
     assert predictor.n_tokens == 640 * (1 - HELD_BACK) - N_SINKS
     assert predictor.correlation is not None
@@ -85,7 +87,9 @@ def test_the_threads_do_not_change_it(tiny_llama: Path) -> None:
 
 @some("gpt2", "jamba")
 def test_models_whose_keys_cannot_be_turned_back_get_none(name: str, tmp_path: Path) -> None:
-    """Learned positions are in the keys for good, and recurrent layers read no text twice."""
+    """Learned positions cannot be removed from keys, and recurrent layers cannot read a
+    text twice.
+    """
     announced: list[int] = []
     read: list[int] = []
     path = written(MODELS[name], tmp_path)

@@ -1,4 +1,4 @@
-"""Calibration beside transformers, and beside dequantised weights."""
+"""Calibration agrees with transformers, and with dequantised weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.logits import tokens_for
 
 
 def hf_llama(path: Path, directory: Path) -> Path:
-    """The tiny llama of a GGUF file as a checkpoint, with a tokenizer of words."""
+    """Save the tiny llama of a GGUF file as a checkpoint, with a tokenizer of words."""
     torch = pytest.importorskip("torch", reason="the reference is transformers")
     transformers = pytest.importorskip("transformers", reason="the reference is transformers")
     tokenizers = pytest.importorskip("tokenizers", reason="the reference is transformers")
@@ -44,7 +44,7 @@ def hf_llama(path: Path, directory: Path) -> Path:
     model = transformers.LlamaForCausalLM(config).float()
 
     def halves(weight: Any, n_head: int) -> Any:
-        """Pairs of neighbours, as GGUF has them, become first and second half."""
+        """Reorder rows: pairs of neighbours, as GGUF has them, become the first and second half."""
         return weight.reshape(n_head, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
     state = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -77,7 +77,7 @@ def test_transformers_agrees(tiny_llama: Path, tmp_path: Path) -> None:
     tokens = tokens_for(120)
     with Observer(tiny_llama, n_ctx=128, n_threads=2) as observer:
         ours = observer.entropies(tokens)
-        theirs = eager_entropies(model, tokens)  # K and V in f32
+        theirs = eager_entropies(model, tokens)  # K and V are f32 there.
         np.testing.assert_allclose(ours.mean(axis=1), theirs.mean(axis=1), atol=1e-3)
         np.testing.assert_allclose(ours, theirs, atol=1e-2)
         texts = some_texts()
@@ -91,7 +91,7 @@ def test_transformers_agrees(tiny_llama: Path, tmp_path: Path) -> None:
 @pytest.mark.reference
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_smollm2_is_near_its_dequantised_weights(smollm2: Path) -> None:
-    """On 4 texts; benchmarks/calibration.py does the same on all 20."""
+    """It uses 4 texts; benchmarks/calibration.py does the same with all 20."""
     for package in ("torch", "transformers", "accelerate"):
         pytest.importorskip(package, reason="the reference is transformers")
     from entropykv.calibration.hf import eager_entropies, load_eager  # noqa: PLC0415

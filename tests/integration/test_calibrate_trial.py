@@ -1,4 +1,4 @@
-"""Trials of measures: what calibration finds that policy auto should rank entries by."""
+"""Calibration finds by trial which measure policy auto should use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def profile(tiny_llama: Path) -> EntropyProfile:
 def test_losses_of_a_trial_are_those_of_the_definition(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """A session reads half of the text inside a tenth of it, and is asked for the rest."""
+    """A session reads half of the text inside a tenth of it, and predicts the rest."""
     tokens = tokens_for(640)
     half, n_continued, n_repeated = 320, 80, 40
     asked: list[tuple[list[int], list[int]]] = []
@@ -80,7 +80,7 @@ def test_a_profile_names_what_its_trial_found(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile
 ) -> None:
     assert profile.curves is not None
-    assert profile.curves.importance is None  # the texts are too short
+    assert profile.curves.importance is None  # The texts are too short.
     read: list[int] = []
     announced: list[int] = []
     settings = replace(QUICK, curve_length=LEAST_TEXT, curve_texts=1)

@@ -1,4 +1,4 @@
-"""`entropykv chat`: a conversation in fixed memory."""
+"""`entropykv chat` holds a conversation in fixed memory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_goes_wrong_is_one_sentence(
     }
     out, errors = chat(tiny_llama, "the\n" + "\n".join(wrong) + "\n/budget 1024\nof\n")
     with open_plain(tiny_llama) as session:
-        assert out == "".join(plain(session, "the", "of"))  # as if nothing had been tried
+        assert out == "".join(plain(session, "the", "of"))  # The failed turn has left no trace.
     said = sentences(errors)
     assert len(said) == len(wrong), said
     for sentence, words in zip(said, wrong.values(), strict=True):
@@ -150,7 +150,7 @@ def test_after_the_trained_context_a_reset_helps(tmp_path: Path, chat: Chat) -> 
         assert "the 64 that the model was trained for" in sentence
         assert "/reset" in sentence
     answers = out.split("\n")
-    assert answers[0]  # what was written up to there
+    assert answers[0]  # The text that was written before the interruption.
     assert f"> {long}\n{answers[0]}" in errors
     assert answers[1] == ""
     assert len(answers[2]) > 0
@@ -172,7 +172,7 @@ def talk_far() -> tuple[Result, SessionStats]:
 
 
 def test_a_conversation_far_beyond_the_trained_context() -> None:
-    """In a process of its own: what other tests have left in memory is not its growth."""
+    """It runs in a process of its own, so that memory left by other tests does not count."""
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         result, stats = alone.submit(talk_far).result()
     assert result.tokens >= 3 * read_geometry(DEMOS["bitnet"].path).n_ctx_train
@@ -197,5 +197,5 @@ def test_the_example(
     read, again = (
         int(match[1]) for match in re.finditer(r"(?:read )?(\d+) tokens (?:in|read)", shown)
     )
-    assert again < read / 4  # the document is not read for every question
+    assert again < read / 4  # The document is not read for every question.
     assert len(re.findall(r"^> .*\n\S", shown, re.MULTILINE)) == 3

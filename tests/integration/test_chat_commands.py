@@ -1,4 +1,4 @@
-"""Commands of `entropykv chat` that take back a turn, or begin anew."""
+"""Commands of `entropykv chat` remove a turn, or begin anew."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_regen_gives_the_greedy_answer_again(tiny_llama: Path, chat: Chat) -> No
 
 
 def test_undo_leaves_a_conversation_that_never_heard_the_turn(tiny_llama: Path, chat: Chat) -> None:
-    """With a budget that evicts, too: what is left is read again."""
+    """With a budget that evicts, the remaining text is read again."""
     for budget in ("1.0", "40"):
         options = ("-c", "512", "--kv-budget", budget)
         out, err = chat(tiny_llama, "the cat\n/undo\na dog\n", *options)

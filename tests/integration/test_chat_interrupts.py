@@ -1,4 +1,4 @@
-"""`entropykv chat` in a terminal: Ctrl-C, and lines that are too long for it."""
+"""`entropykv chat` in a terminal handles Ctrl-C, and lines that are too long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Press Ctrl-C in one call of a function."""
+    """Raise Ctrl-C in one call of a function."""
     calls = []
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -52,7 +52,8 @@ def test_ctrl_c_stops_the_answer_only(
     monkeypatch.setattr(Session, "token_bytes", interrupting(Session.token_bytes, 5))
     out, errors = chat(tiny_llama, "the and of\n/stats\nto in\n", "-n", 12)
     answers = out.split("\n")
-    assert answers[0].rstrip("\ufffd") == whole.rstrip("\n\ufffd")  # half a character or not
+    # The last character may be incomplete.
+    assert answers[0].rstrip("\ufffd") == whole.rstrip("\n\ufffd")
     assert answers[1]
     with open_plain(tiny_llama) as session:
         n_read = len(session.tokenize("the and of")) + 5
@@ -64,7 +65,7 @@ def test_ctrl_c_while_a_turn_is_read_takes_it_back(
 ) -> None:
     read = SequenceReader._read_micro_batch
     long = " ".join(["the and of to in"] * 20)
-    n_calls = 1 + 12 + 2  # the first turn, its answer, and a part of the second turn
+    n_calls = 1 + 12 + 2  # The first turn, its answer, and a part of the second turn.
     monkeypatch.setattr(SequenceReader, "_read_micro_batch", interrupting(read, n_calls))
     out, errors = chat(tiny_llama, f"the\n{long}\n/history\nof\n", "-ub", 32)
     assert "interrupted while the turn was read: it does not count" in errors
@@ -87,7 +88,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class _Terminal:
-    """A process in a terminal of 40 columns."""
+    """Hold a process in a terminal of 40 columns."""
 
     def __init__(self, *arguments: object) -> None:
         self.master, slave = pty.openpty()
@@ -104,7 +105,7 @@ class _Terminal:
         os.close(slave)
 
     def until(self, end: str) -> str:
-        """What is shown until it ends like this."""
+        """Return what is shown until it ends with `end`."""
         shown = ""
         limit = time.monotonic() + 60
         while not shown.endswith(end):
@@ -114,7 +115,7 @@ class _Terminal:
         return shown
 
     def type(self, text: str) -> str:
-        """Type, and return what is shown until the next prompt."""
+        """Type a text, and return what is shown until the next prompt."""
         os.write(self.master, text.encode())
         return self.until("> ")
 
@@ -128,7 +129,7 @@ def test_a_narrow_terminal() -> None:
         assert len(shown) > 8
         assert max(map(len, shown)) <= 40, shown
     assert "ends the conversation" in terminal.type("\x03").replace("\r\n", " ")
-    assert "turns  1" in terminal.type("/stats\n")  # one Ctrl-C alone does nothing
+    assert "turns  1" in terminal.type("/stats\n")  # A single Ctrl-C does nothing.
     terminal.type("half a line\x03")
     os.write(terminal.master, b"\x03")
     assert terminal.process.wait(timeout=30) == 0

@@ -1,4 +1,4 @@
-"""`entropykv chat --web`: a server of its own, and a browser that is told where it is."""
+"""`entropykv chat --web` starts its own server, and opens a browser with its address."""
 
 from __future__ import annotations
 

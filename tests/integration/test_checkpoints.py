@@ -1,4 +1,6 @@
-"""Where texts of a pool stood: to come back to after evictions, and for others to go on from."""
+"""Checkpoints of a pool allow rollback after evictions, and other sessions to continue
+from them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
-from entropykv.drop_in.reading import LEAST_SPARED
 from entropykv.server.loading import ServedLlama
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import SOMEBODY
 from entropykv.session import rollback
+from entropykv.session.reuse import LEAST_SPARED
 from tests.architectures import ARCHITECTURES
 from tests.support.llamas import QUIET
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
@@ -41,12 +43,12 @@ def equal(found: Rows, expected: Rows) -> None:
 
 
 def text_of(prompt: Sequence[int], rows: Rows) -> list[int]:
-    """What a session has read once written() has returned these rows."""
+    """Return the text of a session after written() has returned these rows."""
     return [*prompt, *(int(row.argmax()) for row in rows[:-1])]
 
 
 def again(session: Session, n: int) -> Rows:
-    """The same as written(), where the logits of the prompt are there."""
+    """Return what written() returns, if the logits of the prompt are kept."""
     assert session.logits is not None
     rows = [session.logits]
     for _ in range(n):
@@ -106,7 +108,9 @@ def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -
 def test_within_a_prompt_they_are_kept_at_intervals(
     name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where something was evicted, or layers are recurrent: no later one could be cut there."""
+    """This happens if something was evicted or layers are recurrent, because later ones cannot be
+    cut.
+    """
     monkeypatch.setattr(rollback, "INTERVAL", 2 * PIECE)
     if name != "llama":
         models = {each.name: each for many in ARCHITECTURES.values() for each in many}
@@ -116,7 +120,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
         session = pool.session()
         session.decode(SYSTEM)
         assert pool.stats().checkpoints > 0
-        end = 6 * PIECE  # the last of them within the prompt
+        end = 6 * PIECE  # The last checkpoint within the prompt.
         text = [*SYSTEM[: end + 3], 7, 8, 9]
         assert session.return_to_checkpoint(text)
         assert session.position == end
@@ -127,7 +131,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
 
 
 def test_who_begins_the_same_goes_on_from_it(model: Path) -> None:
-    """N users with one system prompt read it once, also when its first user is gone."""
+    """N users with the same system prompt read it once, even after its first user has gone."""
     questions = [[7, 8, 9, n] for n in range(20, 24)]
     with pool_of(model, n_sequences=4, kv_budget=4 * N_CTX) as pool:
         with pool.session() as first:
@@ -212,13 +216,15 @@ def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
         thread = in_thread(come)
         while not asked:
             time.sleep(0.001)
-        assert prefix_cache.take([9, *SYSTEM], SOMEBODY).position == 0  # begins otherwise
+        # This prompt begins differently.
+        assert prefix_cache.take([9, *SYSTEM], SOMEBODY).position == 0
         first.decode([*SYSTEM, 5])
         assert not taken
         first.note_turn(writes=True)
         prefix_cache.has_read(first)
         thread.join(10)
-        assert taken[0].position == len(SYSTEM) // PIECE * PIECE  # where any reading is cut
+        # The position where every reading ends a micro-batch.
+        assert taken[0].position == len(SYSTEM) // PIECE * PIECE
         assert prefix_cache.forked == 1
         prefix_cache.close()
         for session in pool.sessions():
@@ -254,7 +260,7 @@ def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
 def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
     model: Path, n_tokens: int
 ) -> None:
-    """The server hands over a prompt piece by piece: one token is no written one for that."""
+    """The server reads a prompt piece by piece: a single token does not count as written."""
     llm = ServedLlama(str(model), n_ctx=N_CTX, n_sequences=2, n_ubatch=PIECE, **QUIET)
     prompt = SYSTEM[:n_tokens]
     ask: dict[str, Any] = {"temp": 0.0}
@@ -284,12 +290,13 @@ def test_the_last_prompt_is_not_read_again_whatever_its_length(model: Path) -> N
 
 
 def test_logits_of_checkpoints_count_and_stay_within_the_limit(model: Path) -> None:
-    """What numpy and array hold of a checkpoint is a part of what the pool reports."""
+    """The pool reports all memory that numpy and array use for checkpoints."""
     with Pool(model, n_ctx=N_CTX, n_sequences=2, kv_budget="8MiB", checkpoints="16KiB") as pool:
-        for first in range(3, 43):  # short texts: their entries take little besides the pool
+        # Short texts: their entries take little memory besides the pool.
+        for first in range(3, 43):
             with pool.session() as session:
                 written(session, [first, 7, 9, 11], 3)
-                session.decode([5, 6])  # a turn: the answer has a checkpoint, too
+                session.decode([5, 6])  # A turn: the answer has a checkpoint, too.
         stats, kept = pool.stats(), pool.runner.checkpoints._kept
         texts = [each.sequence for each in kept]
         arrays = {id(a): a for t in texts for a in (t.logits, t.parts._logits) if a is not None}
@@ -309,6 +316,6 @@ def test_only_checkpoints_at_the_end_of_a_prompt_hold_logits(model: Path) -> Non
         assert answer.sequence.logits is answer.sequence.parts._logits is None
         assert session.return_to_checkpoint(SYSTEM)
         equal(again(session, 6), rows)
-        session.decode([5, 6])  # the same turn again: the logits of the prompt are still there
+        session.decode([5, 6])  # The same turn again: the logits of the prompt are still kept.
         assert session.return_to_checkpoint(SYSTEM)
         assert session.logits is not None

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a process of its own."""
+"""The command line works as users run it: in a process of its own."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_prompt_from_stdin_and_flat_store(tiny_llama: Path) -> None:
 
 
 def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
-    prompt = "Once upon a time, in a village by the sea,"  # does not end soon
+    prompt = "Once upon a time, in a village by the sea,"  # The model does not end its answer soon.
     options = ("-m", str(smollm2), "-p", prompt, "--no-chat", "--temp", "0", "-c", "4096")
     with subprocess.Popen(
         [sys.executable, "-m", "entropykv.cli", "run", *options],
@@ -106,7 +106,7 @@ def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as process:
         assert process.stdout is not None
-        process.stdout.read(1)  # it generates
+        process.stdout.read(1)  # The generation has begun.
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)

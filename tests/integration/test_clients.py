@@ -1,4 +1,4 @@
-"""Clients from PyPI against `entropykv serve`, with what they send by default (extra clients)."""
+"""Clients from PyPI work with `entropykv serve` and their default requests (extra clients)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.served import served
 pytest.importorskip("langchain_openai", reason="needs the extra clients")
 pytestmark = [
     pytest.mark.clients,
-    pytest.mark.filterwarnings("ignore"),  # of other people's packages
+    pytest.mark.filterwarnings("ignore"),  # Warnings come from other packages.
 ]
 
 MODEL = "tiny"
@@ -118,7 +118,8 @@ def _prompt(text: str) -> Any:
 
 
 def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # asks the internet otherwise
+    # Otherwise litellm sends a request to the internet.
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm  # noqa: PLC0415
 
     litellm.suppress_debug_info = True
@@ -146,7 +147,7 @@ def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_server_does_what_its_description_says(server: Server, tmp_path: Path) -> None:
-    """Requests made from the description, valid and invalid ones, on every route."""
+    """Valid and invalid requests are made from the description, for every route."""
     import schemathesis  # noqa: PLC0415
     from hypothesis import HealthCheck, configuration, given, settings  # noqa: PLC0415
     from hypothesis.errors import Unsatisfiable  # noqa: PLC0415
@@ -195,7 +196,7 @@ def test_the_server_does_what_its_description_says(server: Server, tmp_path: Pat
 
             try:
                 check()
-            except Unsatisfiable:  # a route that takes nothing has no wrong requests
+            except Unsatisfiable:  # A route without parameters has no invalid requests.
                 assert mode is GenerationMode.NEGATIVE
             except FailureGroup as group:
                 wrong += [f"{operation.label}: {failure}" for failure in group.exceptions]
@@ -205,7 +206,7 @@ def test_the_server_does_what_its_description_says(server: Server, tmp_path: Pat
 
 
 def _shorten(body: Any) -> None:
-    """Let a request generate a few tokens only: what is tested is the form."""
+    """Limit a request to a few tokens, because only the form is tested."""
     if isinstance(body, dict):
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
             if isinstance(body.get(name), int) and body[name] > 2:

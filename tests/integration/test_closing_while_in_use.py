@@ -1,6 +1,6 @@
-"""Whoever closes what others use: they get an exception, and the process goes on.
+"""Closing something that others use gives them an exception, and the process continues.
 
-What threads do at the same time is a process of its own here, since what failed before ended it.
+Tests with threads run in a process of their own, because earlier failures ended it.
 """
 
 from __future__ import annotations

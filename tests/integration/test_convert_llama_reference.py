@@ -1,4 +1,4 @@
-"""Converted Llama-shaped 1.58-bit checkpoints against transformers' own models."""
+"""Converted Llama-shaped 1.58-bit checkpoints equal transformers' own models."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# What distinguishes the published families, at tiny sizes: heads, head sizes, heads of their own,
-# biases, norms of queries and keys, scaled positions.
+# The distinguishing features of the published families at tiny sizes: heads, head sizes, separate
+# output heads, biases, norms of queries and keys, scaled positions.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": ("Llama", {"n_head": 4, "n_head_kv": 1, "rope": {"rope_theta": 500000.0}}),
     "falcon3": ("Llama", {"n_head": 2, "head_dim": 96, "rope": {"rope_theta": 1000042.0}}),
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_llama(family: str, **changes: Any) -> Any:
-    """A small model of a family, with weights that spread its logits over a few units."""
+    """Return a small model of a family, whose logits vary by a few units."""
     name, options = FAMILIES[family]
     options = options | changes
     rope = {"rope_type": "default", "rope_theta": 10000.0} | options.pop("rope", {})
@@ -95,16 +95,16 @@ def random_llama(family: str, **changes: Any) -> Any:
 
 
 def away_from_ties(weights: Any) -> Any:
-    """Move what lies between two ternary values, where the last bit of a mean would decide.
+    """Move weights away from the middle between two ternary values, where rounding would decide.
 
-    That bit depends on how many threads torch adds the weights up with.
+    The last bit of the mean depends on the number of threads with which torch sums the weights.
     """
     ratio = weights.abs() / weights.abs().mean()
     return torch.where((ratio - 0.5).abs() < 1e-4, 1.01 * weights, weights)
 
 
 def save(model: Any, directory: Path) -> Path:
-    """A checkpoint whose weights transformers quantises while it runs."""
+    """Save a checkpoint whose weights transformers quantises while it runs."""
     save_checkpoint(model, directory)
     add_quantization(directory, "autobitlinear", "online")
     return directory
@@ -120,7 +120,7 @@ def test_dense_weights_give_the_logits_of_transformers(tmp_path: Path, family: s
     assert np.abs(exact_logits(target, TOKENS) - expected).max() < 1e-4
     with Session(target, n_ctx=128, kv_type="f16", n_threads=2) as session:
         ours = session.decode(TOKENS, all_logits=True)
-    assert relative_error(ours, expected) < 1e-2  # an f16 cache
+    assert relative_error(ours, expected) < 1e-2  # The cache is f16.
 
 
 @pytest.mark.parametrize("family", ["falcon3", "yarn-rope", "biases", "qwen2", "qwen3"])
@@ -141,7 +141,7 @@ def test_ternary_weights_give_nearly_the_logits_of_transformers(
 def test_packed_weights_give_the_logits_of_transformers(
     tmp_path: Path, family: str, linear_class: str
 ) -> None:
-    """Packed by transformers' own pack_weights; its weights are put into the model, dequantised."""
+    """transformers' own pack_weights packs them; the model gets the dequantised weights."""
     model = random_llama(family)
     save_checkpoint(model, tmp_path / "hf")
     running = pack_checkpoint(tmp_path / "hf", model, linear_class)

@@ -1,4 +1,4 @@
-"""Converted Hugging Face checkpoints against transformers' own BitNetForCausalLM."""
+"""Converted Hugging Face checkpoints equal transformers' own BitNetForCausalLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tests.support.convert_reference import (
 from tests.support.exact_logits import exact_logits
 from tests.support.logits import kl_divergence, relative_error
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes seconds, and a compiler
+# Compilation takes seconds, and needs a compiler.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 pytestmark = [
@@ -47,7 +48,7 @@ def _one_thread() -> None:
 
 
 def random_model(hidden_act: str = "relu2", n_head_kv: int = 2, **changes: Any) -> Any:
-    """A small BitNet model with weights that spread its logits over a few units."""
+    """Return a small BitNet model, whose logits vary by a few units."""
     config = transformers.BitNetConfig(
         vocab_size=N_VOCAB,
         hidden_size=256,
@@ -78,7 +79,7 @@ def random_model(hidden_act: str = "relu2", n_head_kv: int = 2, **changes: Any) 
 
 
 def converted_weights(path: Path) -> dict[str, tuple[npt.NDArray[np.float32], np.float32]]:
-    """(ternary as floats, scale) of every projection."""
+    """Return (ternary values as floats, scale) of every projection."""
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     weights = {}
     for name, tensor in tensors.items():
@@ -104,7 +105,7 @@ def test_dense_weights_give_the_logits_of_transformers(
     assert np.abs(exact_logits(target, TOKENS) - expected).max() < 1e-4
     with Session(target, n_ctx=128, kv_type="f16", n_threads=2) as session:
         ours = session.decode(TOKENS, all_logits=True)
-    assert relative_error(ours, expected) < 1e-2  # an f16 cache
+    assert relative_error(ours, expected) < 1e-2  # The cache is f16.
     other = {"silu": "relu2", "relu2": "silu"}[hidden_act]
     convert(tmp_path / "hf", target, weight_type="f32", activation=other, force=True)
     assert relative_error(exact_logits(target, TOKENS), expected) > 0.3
@@ -155,7 +156,7 @@ def test_masters_are_quantised_as_transformers_does(
     for name, (ternary, scale) in weights.items():
         expected = bitnet.WeightQuant.apply(modules[name].weight).float().detach().numpy()
         assert np.array_equal(ternary, np.sign(expected)), name
-        # float32: torch and numpy may add up the mean in another order.
+        # For float32, torch and numpy may sum the mean in a different order.
         tolerance = 1e-6 if dtype == "float32" else 0.0
         assert abs(scale - np.abs(expected).max()) <= tolerance * scale, name
 
@@ -164,7 +165,9 @@ def test_masters_are_quantised_as_transformers_does(
 def test_packed_weights_do_what_the_modules_of_transformers_do(
     tmp_path: Path, linear_class: str
 ) -> None:
-    """Times a unit vector, which int8 holds exactly, a module gives a column of its weight."""
+    """Multiplied by a unit vector, which int8 represents exactly, a module returns a column of its
+    weight.
+    """
     model = random_model()
     save_checkpoint(model, tmp_path / "hf")
     running = pack_checkpoint(tmp_path / "hf", model, linear_class)
@@ -181,7 +184,7 @@ def test_packed_weights_do_what_the_modules_of_transformers_do(
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
-    """A byte-level BPE trained here, with the split of Llama 3."""
+    """The tokenizer is a byte-level BPE trained here, with Llama 3's regular expression."""
     tokenizers = pytest.importorskip("tokenizers", reason=_WHY)
     split = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -1,4 +1,4 @@
-"""entropykv convert in real llama.cpp: converted files load and compute what they should."""
+"""Converted files load in llama.cpp, and compute what they should."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_weight_types_agree(tmp_path: Path, weight_type: str, tolerance: float) 
 
 
 def test_rows_that_fit_no_block_of_tq2_0(tmp_path: Path) -> None:
-    """96 and 160: Q4_0, and its logits are near the dense ones."""
+    """Rows of 96 and 160 become Q4_0, whose logits are close to the dense ones."""
     model = I2sModel(n_embd=96, n_ff=160, n_head=3, n_head_kv=1)
     source = model.write(tmp_path / "i2s.gguf")
     result = entropykv("convert", source, tmp_path / "auto.gguf")
@@ -95,7 +95,7 @@ def test_a_file_of_stock_gets_the_activation_and_keeps_its_logits(tmp_path: Path
     assert np.array_equal(exact_logits(target), exact_logits(source))
     relu2, again = tmp_path / "relu2.gguf", tmp_path / "again.gguf"
     convert(source, relu2, embedding_type="keep", activation="relu2")
-    convert(relu2, again)  # the key stays, the embedding gets smaller
+    convert(relu2, again)  # The metadata key stays, and the embedding becomes smaller.
     assert read_geometry(again).activation == "relu2"
     assert relative_error(exact_logits(again), exact_logits(source)) > 0.1
 
@@ -109,7 +109,7 @@ def test_session_serves_a_converted_model(tmp_path: Path) -> None:
         text = session.detokenize(session.tokenize("the cat, 12 Äpfel"))
         assert session.chat_prompt("hello") == "User: hello"
     assert text == "the cat, 12 Äpfel"
-    assert relative_error(ours, expected) < 1e-2  # an f16 cache
+    assert relative_error(ours, expected) < 1e-2  # The cache is f16.
 
 
 def test_convert_and_run_on_the_command_line(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_device_is_no_output(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: write fails in the same way."""
+    """A limit on the size of files simulates a full disk: write() fails in the same way."""
     source, target = I2sModel().write(tmp_path / "i2s.gguf"), tmp_path / "out.gguf"
     program = (
         "import resource, signal, sys; from entropykv.cli import main;"
@@ -170,7 +170,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 
 
 def large_model(path: Path) -> Path:
-    """140 MB of I2_S weights in 420 tensors, and an embedding of 60 MB."""
+    """Write 140 MB of I2_S weights in 420 tensors, and an embedding of 60 MB."""
     ternary = I2sModel(n_layer=1, n_embd=1024, n_ff=2048)
     model = I2sModel(n_layer=0, n_embd=1024, n_ff=2048, n_vocab=30_000)
     object.__setattr__(model, "n_layer", 60)
@@ -188,7 +188,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_memory_stays_far_below_the_size_of_the_file(large: Path, tmp_path: Path) -> None:
-    # Not ru_maxrss, which a new process takes over from the one that started it.
+    # Do not use ru_maxrss, which a new process inherits from its parent.
     program = """
 import re, sys
 from entropykv.convert import convert

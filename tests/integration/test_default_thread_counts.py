@@ -1,4 +1,4 @@
-"""How many threads run where nobody says, and what is said where somebody asks for too many."""
+"""The default number of threads fits the machine, and a note warns of too many."""
 
 from __future__ import annotations
 

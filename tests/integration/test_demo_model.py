@@ -1,4 +1,4 @@
-"""The BitNet model of the package, from its tokenizer to its answers."""
+"""The shipped BitNet model works, from its tokenizer to its answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def session() -> Iterator[Session]:
 
 
 def answers(session: Session, n_tokens: int, seed: str) -> list[bool]:
-    """Whether each of 8 questions about one document is answered word for word."""
+    """Return whether each of 8 questions about one document is answered word for word."""
     words, facts = Writer(seed).test_document(n_tokens, 8)
     document = session.tokenize("".join([*words[1:-1], STOP_LINE]))
     right = []
@@ -92,7 +92,8 @@ def test_calibration_is_near_the_dequantised_weights_in_float64() -> None:
     def entropies(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         reference.attended.clear()
         reference.logits(tokens)
-        weights = np.stack([layer[3] for layer in reference.attended])  # layer, head, row, key
+        # The axes are layer, head, row and key.
+        weights = np.stack([layer[3] for layer in reference.attended])
         bits = -(weights * np.log2(np.maximum(weights, 1e-300))).sum(axis=-1)
         return bits.transpose(0, 2, 1).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Layers on a device that llama.cpp treats as a GPU; K, V and attention stay on the CPU."""
+"""Layers run on a device that llama.cpp treats as a GPU; K, V and attention stay on the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[None]:
-    """Have a device; models that use it are gone before it is."""
+    """Provide a device; models that use it are closed before it is removed."""
     with rpc_device():
         yield
 
@@ -77,7 +77,7 @@ def test_layers_are_on_the_device(model: Path) -> None:
 
 
 def test_a_text_beyond_the_trained_context(tmp_path: Path) -> None:
-    """Keys are turned to other positions, by the rotation that was seen on the device."""
+    """Keys are moved to other positions by the rotation that was seen on the device."""
     path = tmp_path / "factors.gguf"
     MODELS["factors"](path)
     rows = []

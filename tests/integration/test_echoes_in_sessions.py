@@ -1,4 +1,4 @@
-"""Echoes in sessions: a text is read twice, inside the budget, where it is at stake."""
+"""Sessions read a text twice, inside the budget, if it would be evicted."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ POLICIES = (
 
 
 class FirstHeads(OwnPolicy):
-    """Gives most to the first KV head of every layer; what is kept is by reconstruction."""
+    """Give most entries to the first KV head of every layer; `reconstruct` ranks the entries."""
 
     name = "first-heads"
     importance = "reconstruct"
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """See the class."""
+        """Return the weights."""
         return np.resize([3.0, 1.0], budget.n_kv_heads)
 
 
@@ -42,7 +42,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 @pytest.fixture
 def echoes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Tokens of text and of the echo of every micro-batch from now on."""
+    """Return a list that records the tokens of text and of the echo of every micro-batch."""
     sizes: list[tuple[int, int]] = []
     decode = MicroBatch.decode_parts
 
@@ -88,7 +88,7 @@ def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
 
         def looked(self: MicroBatch, context: Any, parts: Sequence[BatchPart]) -> Any:
             if all(not part.tokens for part in parts):
-                store = session._store  # within a step, a session itself may not be asked
+                store = session._store  # Within a step, the session itself must not be called.
                 heads = [(i, j) for i, of in enumerate(store.budgets()) for j in range(len(of))]
                 found.append(sum(len(store.entries(*head)) for head in heads))
             return decode(self, context, parts)
@@ -185,7 +185,7 @@ def test_echoes_stay_within_learned_positions(
 
 
 def test_facts_of_a_document_survive_without_a_profile(smollm2: Path) -> None:
-    """Of four facts in 900 tokens, read at 15 % of the entries, one pass keeps fewer."""
+    """Of four facts in 900 tokens, read at 15 % of the entries, a single reading keeps fewer."""
     sentences = " ".join(
         f"On day {day} the keeper of the lighthouse wrote about wind, rain and the {what} he had "
         "seen from the gallery, and went to bed early."

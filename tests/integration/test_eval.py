@@ -1,4 +1,4 @@
-"""`entropykv eval`: that its figures are what it says they are, and that nothing is lost."""
+"""`entropykv eval` reports correct figures, and loses none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command(tiny_llama: Path, tmp_path: Path) -> Command:
 
 
 def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> tuple[Any, float]:
-    """The protocol, written down once more without the evaluation's parts."""
+    """Measure by the protocol, written again without the parts of the evaluation."""
     with closing(StockSession(model, n_ctx=180, n_threads=1, n_ubatch=8)) as stock:
         tokens = stock.tokenize(text.read_text(encoding="utf-8"), add_bos=True)[:140]
         first = stock.decode(tokens[:120])[-1]

@@ -1,4 +1,4 @@
-"""`entropykv eval` that goes on from a log, and is interrupted."""
+"""`entropykv eval` continues from a log, and handles interruptions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_interrupt_keeps_what_is_known(
     def interrupting(bar: ProgressBar, n: int = 1) -> None:
         nonlocal n_tokens
         n_tokens += n
-        if n_tokens > 3 * 150 + 200:  # in the second text of the first budget
+        if n_tokens > 3 * 150 + 200:  # In the second text of the first budget.
             signal.raise_signal(signal.SIGINT)
         update(bar, n)
 

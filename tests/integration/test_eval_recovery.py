@@ -1,4 +1,4 @@
-"""`entropykv eval --recovery`: what is written climbs the ladder as an answer of a session does."""
+"""`entropykv eval --recovery` climbs the ladder as an answer of a session does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags that users of llama-cli type: each works, or says what to do instead."""
+"""Every flag that users of llama-cli type works, or says what to do instead."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ REFUSED = [
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that must fail; returns its one sentence."""
+    """Run a command that must fail; returns its error message, which is one sentence."""
     capsys.readouterr()
     assert main(arguments) == 2
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The flat store: position-level eviction and compaction in llama.cpp's own cache."""
+"""The flat store evicts positions and compacts llama.cpp's own cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_keeps_sinks_and_the_newest(tiny_llama: Path, policy: str, kv_type: str)
 
 
 def test_equals_stock_over_the_kept_positions(tiny_llama: Path) -> None:
-    """The headwise store keeps the same positions under `streaming`: the logits agree."""
+    """The headwise store keeps the same positions under `streaming`, and the logits agree."""
     tokens = tokens_for(260)
     rows = []
     for store in ("flat", "headwise"):
@@ -154,7 +154,7 @@ def test_auto_goes_on_with_flat_and_says_why(
 def test_without_a_device_nothing_is_offloaded(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was asked for; and layers on a device (tests/device) leave the store as it is."""
+    """This holds for any -ngl; layers on a device (tests/device) do not change the store."""
     for supported in (False, True):
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
         with Session(tiny_llama, n_ctx=64, n_gpu_layers=99) as session:

@@ -1,4 +1,4 @@
-"""Options of freezing in every command that has them, as a user meets them."""
+"""Options of freezing work in every command that has them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ EXPECTED = Freezing(limit="1MiB", recall_interval=7)
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What sessions were asked to freeze with."""
+    """Return a list that records the freezing settings of sessions."""
     seen: list[Any] = []
     original = Session.__init__
 
@@ -151,13 +151,16 @@ def test_eval_freezes(
 @NEEDS_SERVER
 def test_serve_freezes(tiny_llama: Path, given: list[Any]) -> None:
     from entropykv.cli import _parser  # noqa: PLC0415
-    from entropykv.cli.serve import _read  # noqa: PLC0415
-    from entropykv.server import ModelOptions  # noqa: PLC0415
+    from entropykv.cli.parser import CommandParser  # noqa: PLC0415
+    from entropykv.cli.served_models import models_of, read_options  # noqa: PLC0415
+    from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
     from entropykv.server.loading import load_llama  # noqa: PLC0415
 
     options = ["-m", str(tiny_llama), "--n_ctx", "64", "--freeze", "ram", *OPTIONS]
-    parsed = _read(ModelOptions, _parser(serving=True).parse_args(["serve", *options]))
-    load_llama(parsed).close()
+    found = _parser(serving=True).parse_args(["serve", *options])
+    models = models_of(found, read_options(ServerOptions, found), CommandParser())
+    assert isinstance(models, ModelOptions)
+    load_llama(models).close()
     assert given == [EXPECTED]
 
 

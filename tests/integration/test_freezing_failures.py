@@ -1,4 +1,4 @@
-"""Cold storage that fails: full disks, files that are not what they were, damaged pages."""
+"""Cold storage handles errors: full disks, changed files, damaged pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.saved_sessions import (
 
 @contextlib.contextmanager
 def no_file_beyond(n_bytes: int) -> Iterator[None]:
-    """As on a disk that is full: nothing is written beyond so many bytes of a file."""
+    """Simulate a full disk: a file cannot grow beyond n_bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
     try:
@@ -45,7 +45,7 @@ def assert_one_sentence(error: BaseException, *words: str) -> None:
 
 
 def test_a_full_disk_stops_before_anything_is_read(tiny_llama: Path, tmp_path: Path) -> None:
-    """And when there is room again, the session goes on as if nothing had been."""
+    """When there is room again, the session continues as if nothing had happened."""
     with session_of(tiny_llama, kv_budget=40) as session:
         expected = [session.decode(tokens_for(150)), session.decode(tokens_for(60, seed=2))]
     with session_of(tiny_llama, kv_budget=40, freeze=f"disk:{tmp_path}") as session:
@@ -60,7 +60,7 @@ def test_a_full_disk_stops_before_anything_is_read(tiny_llama: Path, tmp_path: P
 
 
 def test_a_disk_that_fails_later(tiny_llama: Path, tmp_path: Path) -> None:
-    """Room was there, but nothing can be written to it: what was read stays."""
+    """Room was reserved, but writing fails: what was read stays."""
     with session_of(tiny_llama, kv_budget=40, freeze=f"disk:{tmp_path}") as session:
         session.decode(tokens_for(30))
         with no_file_beyond(8192), pytest.raises(FreezeError) as refused:
@@ -158,7 +158,7 @@ def test_a_file_that_is_not_what_it_was(
 
 
 def goes_on_without(session: Session, entries: list[list[int]], position: int, frozen: int) -> None:
-    """The session has what it held, and reads on without what was frozen."""
+    """Check that the session has its active entries, and continues without the frozen ones."""
     assert (all_entries(session), session.position) == (entries, position)
     assert session.evicted == frozen
     rows = session.decode(tokens_for(70, seed=2), all_logits=True)
@@ -174,7 +174,7 @@ def goes_on_without(session: Session, entries: list[list[int]], position: int, f
 
 
 def test_what_gave_up_can_be_saved_and_loaded(tiny_llama: Path, tmp_path: Path) -> None:
-    """The file is one of a session with nothing frozen; only a new session takes frozen ones."""
+    """The file has no frozen entries; only a new session can load frozen ones."""
     options = {"kv_budget": 40, "policy": "rolling-freeze"}
     with session_of(tiny_llama, **options) as session:
         session.decode(tokens_for(250))

@@ -1,4 +1,4 @@
-"""Sessions with cold storage on disk and beyond the trained context."""
+"""Sessions with cold storage can be saved, and exceed the trained context."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ON_DISK = [
 
 
 def after(session: Session) -> tuple[Any, ...]:
-    """All that a session can be asked for, now and later."""
+    """Return everything that a session can be asked for, now and after further tokens."""
     state = (session.position, session.tokens, all_entries(session), frozen_entries(session))
     rows = session.decode(tokens_for(70, seed=9), all_logits=True)
     single = [session.decode([token]).tobytes() for token in tokens_for(30, seed=8)]
@@ -59,7 +59,7 @@ def test_a_saved_session_goes_on_with_what_was_frozen(
         session.save(tmp_path / "x.ekv")
         expected = after(session)
     with session_of(tiny_llama, freeze=where(place, tmp_path), **options) as session:
-        session.decode(tokens_for(120, seed=8))  # forgotten by the load
+        session.decode(tokens_for(120, seed=8))  # Loading discards these tokens.
         session.load(tmp_path / "x.ekv")
         check_all_is_there(session)
         assert after(session) == expected
@@ -146,7 +146,7 @@ def test_other_frozen_types_and_sessions_that_do_not_freeze(tiny_llama: Path) ->
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
 def test_frozen_keys_move_beyond_the_trained_context(tmp_path: Path, place: str) -> None:
-    """Frozen and restored keys are those of a session that never froze."""
+    """Frozen and restored keys equal those of a session that never froze."""
     model = tmp_path / "short.gguf"
     write_llama(model, head_dim=32, n_ctx_train=256, weight_type="F32")
     options = {"n_ctx": 1024, "kv_budget": 200, "kv_type": "f16", "n_ubatch": 32}

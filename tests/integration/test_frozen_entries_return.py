@@ -1,4 +1,4 @@
-"""Sessions with cold storage in real llama.cpp: what is frozen comes back."""
+"""Frozen entries return to sessions in real llama.cpp."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_resize_freezes_and_thaw_restores(tiny_llama: Path) -> None:
         check_all_is_there(session)
         assert session.evicted == 0
         assert {len(entries) for entries in all_entries(session)} == {60}
-        assert session.thaw() == 0  # there is no room
+        assert session.thaw() == 0  # There is no room.
         session.resize(100)
         assert session.thaw() == 40 * session._store.n_kv_heads
         check_all_is_there(session)
@@ -120,7 +120,7 @@ def take_a_step(session: Session, chance: random.Random) -> None:
             dropped = session.evicted
             session.truncate(chance.randint(session.position * 3 // 4, session.position))
             if dropped:
-                session.reset()  # what was dropped is counted, wherever it was
+                session.reset()  # Dropped entries count in any case.
         case "resize":
             session.resize(chance.choice([24, 40, 100]))
         case "thaw":

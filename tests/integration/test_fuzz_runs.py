@@ -1,4 +1,4 @@
-"""A few runs of the fuzzers with every run of the tests; `make fuzz` goes on with new seeds."""
+"""Run a few seeds of the fuzzers with the other tests; `make fuzz` runs new seeds."""
 
 from __future__ import annotations
 

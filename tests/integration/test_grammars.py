@@ -1,4 +1,4 @@
-"""Grammars with real vocabularies: the tokens that llama.cpp allows; requests that end early."""
+"""Grammars allow the same tokens as llama.cpp with real vocabularies, and requests end early."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ def masked(sampler: Any, n_vocab: int) -> set[int]:
 
 
 def whole_texts(model: Model) -> set[int]:
-    """Tokens that are characters from beginning to end.
+    """Return the tokens that consist of whole characters.
 
-    Of others llama.cpp refuses some that may follow, and allows bytes that no character has.
+    Of other tokens, llama.cpp refuses some that are valid, and allows bytes that belong to no
+    character.
     """
     whole = set()
     for token in range(model.n_vocab):
@@ -167,7 +168,7 @@ def test_a_search_asks_whether_to_go_on(llama: ServedLlama) -> None:
 
 
 def test_an_answer_ends_where_a_grammar_allows_no_token(llama: ServedLlama) -> None:
-    """It asks for the token that ends a text; llama.cpp's own would end the process."""
+    """It asks for the token that ends a text; llama.cpp's own sampler would end the process."""
     grammar = grammar_of(f'root ::= "on" <[{llama.token_eos()}]>')
     for temperature in (0.0, 1.0):
         answer = llama("a", grammar=grammar, temperature=temperature)
@@ -176,7 +177,9 @@ def test_an_answer_ends_where_a_grammar_allows_no_token(llama: ServedLlama) -> N
 
 
 def test_a_model_is_freed_with_its_last_grammar() -> None:
-    """Without the collector of cycles, which may come late: it holds the weights."""
+    """The garbage collector, which may run late, must not be needed, because the sampler holds the
+    weights.
+    """
     gc.collect()
     gc.disable()
     made = ServedLlama(MODEL, n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
@@ -223,7 +226,7 @@ def ask(server: Server, seconds: float = 60, **options: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("options", [(), ("--parallel", 2)], ids=["alone", "parallel"])
 def test_requests_end_while_a_grammar_is_searched(options: tuple[object, ...]) -> None:
-    """By --request-seconds, by a client that leaves, and by SIGTERM."""
+    """They end by --request-seconds, by a client that disconnects, and by SIGTERM."""
     server = Server("--request-seconds", 1, *options)
     start = time.monotonic()
     assert ask(server).status_code == 504

@@ -1,4 +1,4 @@
-"""The guide: a reader who types its commands gets no error."""
+"""A reader who types the commands of the guide gets no error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def stem(page: Path) -> str:
 
 
 WITH_TEMPLATE = "embed"
-"""The page whose programs need a model with a chat template; the others take the smallest one."""
+"""The page whose programs need a model with a chat template; the others use the smallest model."""
 
 
 def follow(page: Path, reader: Reader) -> None:
-    """Type what a page says, from its beginning to its end."""
+    """Type the commands of a page, from its beginning to its end."""
     for block in blocks_of(page):
         if block.reason is None:
             reader.type(block)
@@ -40,7 +40,8 @@ def test_programs_with_a_chat_template_can_be_run(smollm2: Path, tmp_path: Path)
 
 def test_most_pages_have_something_that_is_run() -> None:
     run = [page for page in PAGES if any(block.reason is None for block in blocks_of(page))]
-    assert len(run) >= len(PAGES) - 1  # installing changes the environment
+    # The commands that install packages would change the environment.
+    assert len(run) >= len(PAGES) - 1
 
 
 def test_a_command_that_fails_is_shown(tmp_path: Path) -> None:

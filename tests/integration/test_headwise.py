@@ -1,4 +1,4 @@
-"""The headwise store in real llama.cpp: what stock computes, inside the budget."""
+"""The headwise store computes in real llama.cpp what stock computes, inside the budget."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_entropy_gives_more_to_heads_with_more_entropy(tiny_llama: Path) -> None
 
 
 def test_uniform_keeps_what_gets_attention(tiny_llama: Path) -> None:
-    """Choosing by attention mass is nearer to the full cache than keeping the newest."""
+    """Choosing by attention mass is closer to the full cache than keeping the newest entries."""
     tokens = tokens_for(400)
     expected = stock_logits(tiny_llama, tokens)[350:]
     errors = {}

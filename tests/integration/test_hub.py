@@ -1,4 +1,4 @@
-"""Models by their names at the hub, from a hub of the tests: -hf at the command line."""
+"""Models are fetched from a fake hub by name, with -hf at the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUN = ("-c", 64, "-t", 1, "-p", "the", "-n", 3, "--no-chat", "--temp", 0)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Three quantisations of the same weights, and a projector, as such repositories have them."""
+    """Write three quantisations of the same weights, and a projector, as in real repositories."""
     folder = tmp_path_factory.mktemp("hub")
     files = {}
     for kind in ("F16", "F32", "Q8_0"):
@@ -53,7 +53,7 @@ FETCH = "import sys, entropykv.hub; print(entropykv.hub.fetch_model(*sys.argv[1:
 
 
 class Machine:
-    """A machine with an empty cache, whose commands ask the hub of the tests."""
+    """Simulate a machine with an empty cache, whose commands use the fake hub."""
 
     def __init__(self, hub: FakeHub, folder: Path) -> None:
         self.hub, self.folder = hub, folder
@@ -80,7 +80,7 @@ class Machine:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def fetch(self, *arguments: object) -> Path:
-        """The file that stands for what is asked for."""
+        """Return the path of the model that the arguments ask for."""
         result = self.run(*arguments, python=FETCH)
         assert result.returncode == 0, result.stderr
         return Path(result.stdout.strip())
@@ -94,7 +94,8 @@ def machine(hub: FakeHub, tmp_path: Path) -> Machine:
 def test_from_nothing_to_the_first_token_and_without_a_network_after_it(
     machine: Machine, models: dict[str, bytes], tmp_path: Path
 ) -> None:
-    machine.environment["TQDM_POSITION"] = "-1"  # the hub's bar, though this is no terminal
+    # Show the hub's progress bar although this is not a terminal.
+    machine.environment["TQDM_POSITION"] = "-1"
     first = machine.run("run", "-hf", REPO, *RUN)
     assert first.returncode == 0, first.stderr
     size = len(models["tiny-Q8_0.gguf"])
@@ -134,7 +135,7 @@ def test_from_nothing_to_the_first_token_and_without_a_network_after_it(
 def test_an_interrupted_download_goes_on_where_it_ended(
     machine: Machine, models: dict[str, bytes]
 ) -> None:
-    data = models["tiny-F32.gguf"] + bytes(24 << 20)  # huggingface_hub writes 10 MiB at a time
+    data = models["tiny-F32.gguf"] + bytes(24 << 20)  # huggingface_hub writes 10 MiB at a time.
     repository = machine.hub.add(REPO, {"tiny-F32.gguf": data}, stall_after=16 << 20)
     with machine.start("run", "-hf", f"{REPO}:F32", *RUN) as process:
         assert machine.hub.stalled.wait(60)
@@ -215,7 +216,7 @@ def test_all_parts_of_a_split_model_are_fetched(
 
 
 def split_in_two(data: bytes, folder: Path) -> list[Path]:
-    """The two parts of a model, by llama.cpp's own names and metadata."""
+    """Split a model in two, with llama.cpp's own names and metadata."""
     import numpy as np  # noqa: PLC0415
     from gguf import GGUFReader, GGUFValueType, GGUFWriter  # noqa: PLC0415
 
@@ -290,7 +291,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(
     arguments: tuple[str, ...],
     says: tuple[str, ...],
 ) -> None:
-    """In this process, since there are many."""
+    """It runs in this process, because there are many cases."""
     huggingface = constants.ENDPOINT
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(huggingface, hub.url)
@@ -353,7 +354,7 @@ def test_a_disk_without_room_is_found_before_and_during_the_download(machine: Ma
     assert f"{REPO}: the disk is full" in during.stderr
     assert "Traceback" not in during.stderr
     assert machine.fetch(REPO).name == "tiny-Q8_0.gguf"
-    assert machine.hub.contents()[-1][1] is not None  # what had come was kept
+    assert machine.hub.contents()[-1][1] is not None  # The first part of the data was kept.
 
 
 WITHOUT_THE_EXTRA = """
@@ -391,7 +392,7 @@ def test_a_checkpoint_of_a_known_model_is_converted_once(machine: Machine, tmp_p
     assert target.stat().st_mtime_ns == when
     assert machine.hub.contents() == sent
     for path in target.parent.glob("*.safetensors"):
-        path.unlink()  # to have its room
+        path.unlink()  # Remove it to have room.
     assert machine.fetch(known.name) == target
     assert scan_cache_dir(machine.folder / "hub").warnings == []
     refused = machine.run("plan", "-hf", f"{known.name}:Q8_0")

@@ -1,4 +1,4 @@
-"""Pictures of the cache: the same as the session itself holds."""
+"""Pictures of the cache show what the session itself holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream of pictures of a pool: all that are in it, and what a newcomer costs."""
+"""The stream of a pool's pictures shows all conversations, and what a new one costs the others."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_a_newcomer_costs_is_counted(pooled: Server) -> None:
     with httpx.stream(
         "POST", url, json=body | {"min_tokens": 30000}, headers=headers, timeout=60
     ) as answer:
-        lines = answer.iter_lines()  # once it is gone, the answer is closed
+        lines = answer.iter_lines()  # The answer is closed when this iterator is deleted.
         next(lines)
         alone = of_name(events(pooled, most=2)[1][2], "dora")
         assert (alone["state"], alone["given_up"]) == ("active", 0)

@@ -1,4 +1,4 @@
-"""The stream of pictures of a running server, and its page."""
+"""A running server streams pictures of the cache, and its page."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def server() -> Iterator[Server]:
 
 @contextmanager
 def writing(server: Server) -> Iterator[None]:
-    """Have the server write an answer meanwhile."""
+    """Let the server write an answer during the `with` block."""
     headers = {"authorization": f"Bearer {KEY}"}
     body = LONG | {"stream": True}
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
-        lines = answer.iter_lines()  # once it is gone, the answer is closed
+        lines = answer.iter_lines()  # The answer is closed when this iterator is deleted.
         next(lines)
         yield
     server.idle_figures(20)

@@ -1,4 +1,4 @@
-"""--learn: a model without a profile gets one from texts that its sessions read twice."""
+"""--learn writes a profile for a model without one, from texts that its sessions read twice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def learnt(model: Path) -> EntropyProfile:
 
 
 def read(model: Path, tokens: list[int], **options: object) -> str | None:
-    """Read a text inside a budget; returns what is to say of learning in the end."""
+    """Read a text inside a budget; returns the final note about learning."""
     with Session(model, **{**INSIDE, "learn": True, **options}) as session:  # type: ignore[arg-type]
         session.decode(tokens)
         assert session.learner is not None
@@ -79,7 +79,9 @@ def test_numbers_are_those_of_a_session_that_learns_nothing(model: Path) -> None
 
 
 def test_heads_that_need_more_room_get_it(uneven_llama: Path, tmp_path: Path) -> None:
-    """The first layer attends to everything alike: it loses most by every number of entries."""
+    """The first layer attends to all entries equally, so it loses most with any number of
+    entries.
+    """
     model = Path(shutil.copy(uneven_llama, tmp_path / "model.gguf"))
     read(model, TOKENS)
     profile = learnt(model)
@@ -97,7 +99,7 @@ def test_heads_that_need_more_room_get_it(uneven_llama: Path, tmp_path: Path) ->
 def test_entropies_are_those_of_the_text_s_own_rows(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one micro-batch nothing is dropped before a row, and rows of the echo do not count."""
+    """In one micro-batch, nothing is dropped before a row, and rows of the echo do not count."""
     monkeypatch.setattr(learning, "LEAST_TOKENS", 900)
     monkeypatch.setattr(predictor_fit, "LEAST_TOKENS", 900)
     tokens = TOKENS[:900]
@@ -108,13 +110,14 @@ def test_entropies_are_those_of_the_text_s_own_rows(
 
 
 def test_it_tells_nothing_of_the_text(model: Path) -> None:
-    """No words and no tokens: another text of the same length leaves the same strings."""
+    """Another text of the same length gives the same strings: no words, no tokens."""
     found = []
     for tokens in (TOKENS, TOKENS[::-1]):
         read(model, tokens)
         found.append(json.loads(profile_beside(model).read_text(encoding="utf-8")))
         profile_beside(model).unlink()
-        assert found[-1]["predictor"].pop("weights")  # of its queries, keys and values together
+        # The weights depend on the text's queries, keys and values together.
+        assert found[-1]["predictor"].pop("weights")
     assert strings_of(found[0]) == strings_of(found[1])
     assert found[0]["curves"]["output_error"] != found[1]["curves"]["output_error"]
     assert "measurement" not in found[0]
@@ -131,7 +134,7 @@ def strings_of(value: object) -> list[str]:
 def test_it_agrees_with_calibration_on_which_layers_lose_most(
     smollm2: Path, prose: str, tmp_path: Path
 ) -> None:
-    """SmolLM2 with one bit of a norm changed is another model, and has no profile."""
+    """SmolLM2 with one bit of a norm changed counts as another model, without a profile."""
     model = tmp_path / "other.gguf"
     content = bytearray(smollm2.read_bytes())
     content[HeaderReader(smollm2).norms["output_norm.weight"][0]] ^= 1
@@ -145,14 +148,14 @@ def test_it_agrees_with_calibration_on_which_layers_lose_most(
 
 
 def losses_of_layers(profile: EntropyProfile) -> npt.NDArray[np.float64]:
-    """Sum up what KV heads lose that keep no more than what is protected."""
+    """Sum up the losses of KV heads that keep only protected entries."""
     assert profile.curves is not None
     _, losses = profile.curves.knots(N_CTX, N_CTX)
     return np.array(losses).reshape(profile.n_layer, profile.n_head_kv, -1)[..., 0].sum(axis=1)
 
 
 def test_several_texts_and_sessions_add_up(model: Path) -> None:
-    """Sessions of a pool learn together, and reset() forgets the text alone."""
+    """Sessions of a pool learn together, and reset() forgets only the text."""
     part = TOKENS[: LEAST_TOKENS // 2]
     with Pool(model, n_ctx=N_CTX, kv_budget=256, n_sequences=2, learn=True, n_threads=1) as pool:
         sessions = [pool.session(), pool.session()]
@@ -234,7 +237,7 @@ def test_a_profile_that_is_there_stays(model: Path) -> None:
 
 
 def test_what_another_process_has_left_meanwhile_stays(model: Path) -> None:
-    """Of two that learn at once, one profile is left, and it is whole."""
+    """If two processes learn at once, one complete profile is left."""
     read(model, TOKENS)
     theirs = profile_beside(model).read_bytes()
     profile_beside(model).unlink()
@@ -249,7 +252,7 @@ def test_what_another_process_has_left_meanwhile_stays(model: Path) -> None:
 
 
 def test_a_folder_that_is_not_writable(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found out before anything is read; root may write everywhere."""
+    """It is detected before anything is read; root may write everywhere."""
     make_folders_unwritable(monkeypatch)
     report = read(model, TOKENS)
     assert report is not None

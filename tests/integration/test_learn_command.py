@@ -1,4 +1,4 @@
-"""--learn at the doors: run, chat and serve leave a profile, and say what came of it."""
+"""run, chat and serve write a profile with --learn, and say so."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def run(model: Path, *options: object, prompt: str = PROMPT) -> subprocess.Compl
 
 
 def test_run_learns(model: Path) -> None:
-    """The answer is that without --learn; the next run has the profile, and says nothing."""
+    """The answer is the same as without --learn; the next run has the profile, and prints
+    no note.
+    """
     plain = run(model)
     first = run(model, "--learn")
     assert first.returncode == 0, first.stderr
@@ -53,7 +55,7 @@ def test_run_learns(model: Path) -> None:
 
 
 def test_calibration_replaces_what_was_learnt(model: Path) -> None:
-    """Without --force, and it says so; a calibrated one stays."""
+    """It needs no --force, and prints a note; a calibrated profile is not replaced."""
     assert run(model, "--learn").returncode == 0
     text = model.with_suffix(".txt")
     text.write_text(WORDS * 30, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""EntropyLlama in the place of llama_cpp.Llama: the same calls, the same answers."""
+"""EntropyLlama replaces llama_cpp.Llama: the same calls give the same answers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Ours with all it can keep, and the stock one."""
+    """Open an EntropyLlama with a full budget, and a stock Llama."""
     yield from both(tiny_llama, store)
 
 
@@ -63,7 +63,9 @@ def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_completions_are_those_of_stock(pair: tuple[EntropyLlama, Llama], call: str) -> None:
-    """Not only the text: usage and finish_reason, too. Few sampled tokens: rounding adds up."""
+    """Usage and finish_reason are equal, too. Only few tokens are sampled, because rounding errors
+    add up.
+    """
     ours, stock = pair
     options = {"max_tokens": 12 if "seed" in CALLS[call] else 24, **CALLS[call]}
     expected = content(stock.create_completion(PROMPT, **options))
@@ -145,7 +147,9 @@ CHATS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def smol_pair(smollm2: Path) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """The flat store with llama.cpp's products: the same graph as stock's, so the same rounding."""
+    """Use the flat store with llama.cpp's products: the graph, and so the rounding, is that of
+    stock.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("entropykv.store.flat.serves_products", lambda: False)
         patch.setattr("entropykv.llamacpp.model.reads_blocks", lambda: False)
@@ -166,7 +170,7 @@ def test_chats_are_those_of_stock(smol_pair: tuple[EntropyLlama, Llama], call: s
         reply = llm.create_chat_completion(messages, **options)["choices"]
         for choice in reply:
             for tool in choice["message"].get("tool_calls", ()):
-                tool.pop("id")  # has that of the completion in it
+                tool.pop("id")  # It contains the id of the completion.
         chunks = list(llm.create_chat_completion(messages, stream=True, **options))
         deltas = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
         replies.append((reply, deltas))
@@ -176,7 +180,7 @@ def test_chats_are_those_of_stock(smol_pair: tuple[EntropyLlama, Llama], call: s
 
 
 def test_a_chat_of_the_headwise_store_is_stocks_up_to_rounding(smollm2: Path) -> None:
-    """Every token greedily chosen is one that stock ranks equal up to rounding."""
+    """Every greedily chosen token is one that stock ranks first, or equal up to rounding."""
     rounding = 0.5
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ours = EntropyLlama(str(smollm2), n_ctx=256, kv_type="f16", **QUIET)
@@ -194,7 +198,7 @@ def test_a_chat_of_the_headwise_store_is_stocks_up_to_rounding(smollm2: Path) ->
 
 
 def test_the_bitnet_with_squared_relu(store: str) -> None:
-    """Stock llama.cpp would compute SiLU; a Session's greedy text is the yardstick."""
+    """Stock llama.cpp would compute SiLU, so a Session's greedy text is the reference."""
     demo = shipped.DEMOS["bitnet"]
     document = demo.document.read_text(encoding="utf-8")
     with Session(demo.path, n_ctx=512, kv_type="f16", store=store, n_threads=1) as session:

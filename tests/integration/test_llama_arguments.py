@@ -1,4 +1,4 @@
-"""Arguments of EntropyLlama: what reaches the context, and what is refused by name."""
+"""Arguments of EntropyLlama reach the context, or are refused by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Ours with all it can keep, and the stock one."""
+    """Open an EntropyLlama with a full budget, and a stock Llama."""
     yield from both(tiny_llama, store)
 
 
@@ -64,7 +64,7 @@ def test_rope_arguments_reach_the_new_context(tiny_llama: Path, store: str) -> N
 
 
 def write_adapter(path: Path, n_embd: int, rank: int = 4) -> None:
-    """A LoRA adapter of the first layer's output projection."""
+    """Write a LoRA adapter of the first layer's output projection."""
     random = np.random.default_rng(1)
     writer = GGUFWriter(path, "llama")
     writer.add_type("adapter")
@@ -82,7 +82,7 @@ def write_adapter(path: Path, n_embd: int, rank: int = 4) -> None:
 
 
 def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: str) -> None:
-    """In the budget's context, and in the one that detach() makes."""
+    """It is used in the context of the budget, and in the one that detach() makes."""
     write_adapter(tmp_path / "lora.gguf", n_embd=192)
     lora: dict[str, Any] = {"lora_path": str(tmp_path / "lora.gguf"), "lora_scale": 0.7}
     tokens = tokens_for(30)
@@ -152,7 +152,7 @@ def test_refuses_budgets_and_files_by_name(tiny_llama: Path, tmp_path: Path) -> 
 
 
 def test_layers_may_be_offloaded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device nothing is, whatever n_gpu_layers says: as in stock."""
+    """Without a device, no layer is offloaded, whatever n_gpu_layers says, as in stock."""
     for supported in (False, True):
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
         llm = EntropyLlama(str(tiny_llama), n_ctx=64, n_gpu_layers=-1, **QUIET)

@@ -1,4 +1,4 @@
-"""attach() and detach(): a loaded Llama inside a budget, in place, and out of it again."""
+"""attach() puts a loaded Llama inside a budget, in place, and detach() removes the budget."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_attach_in_place_and_back(tiny_llama: Path, store: str) -> None:
     llm = attach(stock, kv_budget=0.5, kv_type="f16", store=store, n_sinks=2, recent_window=20)
     assert llm is stock
     assert isinstance(stock, EntropyLlama)
-    assert old_context.ctx is None  # freed
-    assert stock.model == handle  # not loaded again
+    assert old_context.ctx is None  # It was freed.
+    assert stock.model == handle  # The model was not loaded again.
     assert stock.n_tokens == 0
     assert stock.n_ctx() == 200
     assert content(stock(PROMPT, max_tokens=20, temperature=0.0)) == before
@@ -123,11 +123,13 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
-    """8,192 cells of f16 are 180 MiB: attach() frees them, and EntropyLlama never has them."""
+    """8,192 cells of f16 are 180 MiB: attach() frees them, and EntropyLlama never
+    allocates them.
+    """
     n_ctx, cache_bytes = 8192, 8192 * 30 * 2 * 3 * 64 * 2
     sizes = [resident_bytes()]
     llms: list[Llama] = []
-    for length in (512, 512, n_ctx):  # the first one also maps libraries
+    for length in (512, 512, n_ctx):  # The first one also maps libraries.
         llms.append(EntropyLlama(str(smollm2), n_ctx=length, kv_budget=256, **QUIET))
         sizes.append(resident_bytes())
     _, short, long = np.diff(sizes)
@@ -141,7 +143,7 @@ def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
 
 
 def test_the_stub_has_hardly_any_cells(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama-cpp-python makes a context before ours can take its place."""
+    """llama-cpp-python makes a context before it can be replaced."""
     cells = []
     original = llama_cpp.llama_init_from_model
 

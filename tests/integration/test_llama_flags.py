@@ -1,6 +1,6 @@
-"""The table of llama.cpp's flags: every one is taken, taken with a note, or refused with a reason.
+"""Every flag of llama.cpp is taken, taken with a note, or refused with a reason.
 
-And command lines of llama.cpp's README and of popular tutorials, pasted as they are.
+Command lines of llama.cpp's README and of popular tutorials work unchanged.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.support.running_server import Server
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "llama-flags.md"
 
-# All spellings in common/arg.cpp of the llama.cpp that llama-cpp-python 0.3.36 vendors, as the
-# READMEs of its tools list them: how many there are, and the SHA-256 of them, sorted, line by line.
+# All spellings in common/arg.cpp of the llama.cpp in llama-cpp-python 0.3.36, as the READMEs of its
+# tools list them: their number, and the SHA-256 of the sorted lines.
 SPELLINGS = {
     CLI: (345, "6dfdcab05b6505c2773f8caba0dfaf5dbf4c3df69bdbdd5c932fb521356d174f"),
     SERVER: (412, "5a8dadeba21433d401804c8c96bf026f8368948144c740d28a98009a797c61c2"),
@@ -122,7 +122,7 @@ PASTED = [line for line in _LINES.read_text("utf-8").splitlines() if not line.st
 
 
 def pasted(line: str, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """The command, and its words with files that are there."""
+    """Return the command, and its words with existing files."""
     tool, *words = shlex.split(line)
     files = {"-m": model, "--model": model, "--grammar-file": folder / "json.gbnf"}
     for flag, path in files.items():
@@ -146,7 +146,8 @@ def test_pasted_lines_of_llama_cli_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "json.gbnf").write_text('root ::= "{}"', encoding="utf-8")
-    model = request.getfixturevalue("smollm2" if "-sys" in line else "tiny_llama")  # has a template
+    # It has a chat template.
+    model = request.getfixturevalue("smollm2" if "-sys" in line else "tiny_llama")
     command, words = pasted(line, model, tmp_path)
     typed = TextIOWrapper(BytesIO(b"" if command == "run" else b"Hi\n"), encoding="utf-8")
     monkeypatch.setattr("sys.stdin", typed)
@@ -157,11 +158,11 @@ def test_pasted_lines_of_llama_cli_run(
 @pytest.mark.parametrize("line", [line for line in PASTED if "llama-server" in line])
 def test_pasted_lines_of_llama_server_serve(tiny_llama: Path, tmp_path: Path, line: str) -> None:
     command, words = pasted(line, tiny_llama, tmp_path)
-    for flag in ("--host", "--port"):  # other tests may use them now
+    for flag in ("--host", "--port"):  # Other tests may use these now.
         if flag in words:
             del words[words.index(flag) : words.index(flag) + 2]
     assert command == "serve"
-    for flag in ("-m", "--model"):  # Server gives it
+    for flag in ("-m", "--model"):  # Server adds the model itself.
         if flag in words:
             del words[words.index(flag) : words.index(flag) + 2]
     server = Server(*words, model=tiny_llama, usual=())

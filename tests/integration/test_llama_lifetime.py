@@ -1,4 +1,6 @@
-"""An EntropyLlama over its life: figures, callbacks, errors within a call, and its end."""
+"""An EntropyLlama works over its whole life: figures, callbacks, errors within a call, and
+its end.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Ours with all it can keep, and the stock one."""
+    """Open an EntropyLlama with a full budget, and a stock Llama."""
     yield from both(tiny_llama, store)
 
 
@@ -41,7 +43,7 @@ def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
 
 
 def test_deleting_is_enough(tiny_llama: Path) -> None:
-    """No cycle keeps the session (and its pool) alive; close() frees it while `llm` lives on."""
+    """No reference cycle keeps the session (and its pool); close() frees it while `llm` exists."""
     llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
     gone = weakref.ref(llm._session)
     llm(PROMPT, max_tokens=2)
@@ -86,7 +88,7 @@ def test_statistics_tell_prompt_from_generated(tiny_llama: Path) -> None:
     other = llm("of another", max_tokens=3, temperature=0.0, logit_bias={2: -1e9})["usage"]
     stats = llm.kv_stats()
     both = first["prompt_tokens"] + other["prompt_tokens"]
-    assert both - 1 <= stats.prompt_tokens <= both  # the two may share their BOS
+    assert both - 1 <= stats.prompt_tokens <= both  # The two may share their BOS.
     assert stats.generated_tokens == first["completion_tokens"] + other["completion_tokens"]
     llm.close()
 
@@ -105,7 +107,7 @@ def test_on_evict_tells_what_was_dropped(tiny_llama: Path, store: str) -> None:
     llm.eval(tokens_for(60))
     assert events == []
     llm.eval(tokens_for(200))
-    assert len(events) == 1  # one for the decode call, not one for each micro-batch
+    assert len(events) == 1  # One event for the decode call, not one per micro-batch.
     assert events[0].position == 260
     assert events[0].kept == llm.kv_stats().entries_kept
     assert events[0].evicted + events[0].kept == 260 * 6
@@ -133,7 +135,7 @@ def test_a_stream_closed_half_way(pair: tuple[EntropyLlama, Llama]) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_in_a_logits_processor(pair: tuple[EntropyLlama, Llama]) -> None:
-    """llama-cpp-python reports it, and goes on without the processor: so does ours."""
+    """llama-cpp-python reports it, and continues without the processor: so does ours."""
     ours, _ = pair
 
     def fails(_: Any, __: Any) -> Any:
@@ -192,7 +194,7 @@ def test_an_exception_of_on_evict_leaves_the_model_where_it_is(tiny_llama: Path)
 def test_an_interrupt_while_reading(
     tiny_llama: Path, store: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second micro-batch: what was read before counts, and the rest is read afresh."""
+    """In the second micro-batch: what was read before counts, and the rest is read again."""
     llm = EntropyLlama(str(tiny_llama), n_ctx=512, n_ubatch=32, kv_budget=96, store=store, **QUIET)
     tokens = tokens_for(120)
     expected = content(llm(tokens, max_tokens=8, temperature=0.0))
@@ -231,7 +233,7 @@ def test_seeds(tiny_llama: Path) -> None:
 
 
 def test_squared_relu_needs_no_other_file(tmp_path: Path) -> None:
-    """The activation that the file names is computed, whichever way the model was loaded."""
+    """The activation in the file is computed, in whatever way the model was loaded."""
     path = tmp_path / "relu2.gguf"
     write_llama(path, weight_type="F32", activation="relu2")
     tokens = tokens_for(20)

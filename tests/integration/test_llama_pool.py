@@ -1,4 +1,4 @@
-"""llama-cpp-python's interface for several conversations at a time, in one pool."""
+"""llama-cpp-python's interface holds several conversations at a time, in one pool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llama_of(model: Path, **options: Any) -> EntropyLlama:
 
 
 def texts(llama: EntropyLlama, prompt: str) -> list[str]:
-    """Greedy, with a seed, with a grammar; and what is asked again."""
+    """Return greedy answers, answers with a seed and with a grammar, and a repeated one."""
     sampled = {"max_tokens": 24, "seed": 5, "temperature": 1.5, "top_k": 0, "top_p": 1.0}
     return [
         llama(prompt, max_tokens=24, temperature=0)["choices"][0]["text"],

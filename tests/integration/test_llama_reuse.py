@@ -1,4 +1,4 @@
-"""What EntropyLlama reads again of a prompt, and what not."""
+"""EntropyLlama reads only the part of a prompt that it must read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
-    """64 of 512 tokens, micro-batches of 32."""
+    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32."""
     yield from small(tiny_llama, store)
 
 
@@ -49,7 +49,7 @@ def all_entries(session: Session) -> list[list[int]]:
 def test_going_back_leaves_what_was_there(
     tiny_llama: Path, steps: list[int], back: float, store: str, budget: float
 ) -> None:
-    """The entries of the moment of the last eviction, and all that was read since."""
+    """The entries at the last eviction are kept, and everything that was read since."""
     tokens = tokens_for(sum(steps))
     with Session(
         tiny_llama, n_ctx=600, kv_budget=budget, n_ubatch=16, store=store, n_threads=1
@@ -86,8 +86,8 @@ def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> 
         assert session.reusable_from == 100
         session.decode(tokens_for(3))
         assert session.reusable_from == 103
-        session.truncate(95)  # possible, though what was evicted does not come back
-        for _ in range(3):  # nor by reading on, nor where that evicts, too
+        session.truncate(95)  # This is possible, but evicted entries do not return.
+        for _ in range(3):  # They do not return by reading on either, even if that evicts.
             position = session.position
             assert [session.can_return_to(p) for p in (0, 95, position)] == [True, False, False]
             assert session.reusable_from > session.n_ctx
@@ -158,7 +158,7 @@ def test_what_departs_after_an_eviction_is_read_from_the_start(
 def test_what_departs_after_the_last_eviction_is_read_from_there(
     tiny_llama: Path, store: str
 ) -> None:
-    """Where answers need not repeat: else all would be read again."""
+    """This holds if answers need not repeat; otherwise everything would be read again."""
     llm = EntropyLlama(
         str(tiny_llama),
         n_ctx=512,
@@ -171,7 +171,7 @@ def test_what_departs_after_the_last_eviction_is_read_from_there(
     llm.eval(tokens_for(150))
     limit = 0
     while len(all_entries(llm._session)[0]) > 60 or limit != llm.n_tokens:
-        llm.eval([7])  # an eviction makes room for a few more tokens
+        llm.eval([7])  # An eviction makes room for a few more tokens.
         limit = llm._session.reusable_from
     llm.eval([8, 9, 10])
     assert llm._session.reusable_from == limit == llm.n_tokens - 3
@@ -183,7 +183,7 @@ def test_what_departs_after_the_last_eviction_is_read_from_there(
 
 
 def test_without_evictions_any_prefix_is_used(tiny_llama: Path, store: str) -> None:
-    """The same text and the same entries as of a model that never read anything else."""
+    """The text and the entries are those of a model that never read anything else."""
 
     def make() -> EntropyLlama:
         return EntropyLlama(
@@ -213,7 +213,7 @@ def test_the_same_prompt_again_is_sampled_at_once(llm: EntropyLlama) -> None:
 
 
 def test_going_back_by_hand(llm: EntropyLlama) -> None:
-    """n_tokens set by the caller: what cannot be taken back is read again."""
+    """The caller sets n_tokens: what cannot be rolled back is read again."""
     llm.eval(tokens_for(150))
     assert llm._session.reusable_from > 100
     reads = Reads(llm)

@@ -1,4 +1,4 @@
-"""Prompts whose text was read in other tokens: it is not read again."""
+"""A prompt whose text was read in other tokens is not read again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from entropykv import ContextError, EntropyLlama
 from tests.support.llamas import GREEDY, QUIET, STORES, answer, small
 from tests.support.reads import Reads
 
-BYTE = 3  # the first of the 256 byte tokens of the tiny models
+BYTE = 3  # The first of the 256 byte tokens of the tiny models.
 
 
 def as_bytes(text: str) -> list[int]:
-    """A text as the tiny models' tokenizer would never cut it: every byte a token."""
+    """Return one token per byte, as the tiny models' tokenizer would never do."""
     return [BYTE + byte for byte in text.encode("utf-8")]
 
 
@@ -29,7 +29,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
-    """64 of 512 tokens, micro-batches of 32."""
+    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32."""
     yield from small(tiny_llama, store)
 
 
@@ -77,7 +77,7 @@ def test_echo_of_a_text_in_other_tokens(llm: EntropyLlama) -> None:
 
 
 def test_a_name_of_a_control_token_is_not_the_token(llm: EntropyLlama) -> None:
-    """Text that spells </s> was read; a prompt with the control token is another one."""
+    """Text that spells </s> was read; a prompt with the control token is a different one."""
     llm.eval([llm.token_bos(), *as_bytes("the </s>")])
     prompt = llm.tokenize(b"the </s>and", add_bos=True, special=True)
     assert llm.token_eos() in prompt
@@ -86,7 +86,7 @@ def test_a_name_of_a_control_token_is_not_the_token(llm: EntropyLlama) -> None:
 
 
 def test_other_tokens_never_exceed_the_context(tiny_llama: Path) -> None:
-    """A generation up to the very end of the context, after a text that takes more tokens."""
+    """The generation ends at the very end of the context, after a text that takes more tokens."""
     llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
     letters = LlamaGrammar.from_string("root ::= [a-z ]+", verbose=False)
     endless: dict[str, Any] = {"max_tokens": None, "grammar": letters, "logit_bias": {2: -1e9}}
@@ -101,7 +101,7 @@ def test_other_tokens_never_exceed_the_context(tiny_llama: Path) -> None:
     cached = [llm.token_bos(), *as_bytes(text)]
     llm.eval(cached[:63])
     prompt = llm.tokenize(text.encode(), add_bos=True)
-    llm(prompt, **endless)  # as bytes, it would not fit
+    llm(prompt, **endless)  # As single bytes, it would not fit.
     assert llm.input_ids[: len(prompt)].tolist() == prompt
     llm.close()
 
@@ -146,7 +146,7 @@ QUESTIONS = [
 
 
 def test_twelve_turns_read_only_what_is_new(smollm2: Path) -> None:
-    """At 512 tokens per KV head; turns end by the model's stop token, or cut off."""
+    """At 512 tokens per KV head; turns end by the model's stop token, or are cut off."""
     llm = EntropyLlama(str(smollm2), n_ctx=4096, kv_budget=512, n_ubatch=128, **QUIET)
     messages: list[dict[str, str]] = []
     endings = []
@@ -154,7 +154,7 @@ def test_twelve_turns_read_only_what_is_new(smollm2: Path) -> None:
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         held = llm.n_tokens
-        limit = 28 if len(endings) % 3 else 200  # some answers have room to end by themselves
+        limit = 28 if len(endings) % 3 else 200  # Some answers have room to end by themselves.
         reply = llm.create_chat_completion(messages, max_tokens=limit, temperature=0.0)  # type: ignore[arg-type]
         messages.append({"role": "assistant", "content": answer(reply)})
         endings.append(reply["choices"][0]["finish_reason"])
@@ -193,6 +193,7 @@ def test_a_chat_whose_words_were_cut_otherwise(smollm2: Path) -> None:
     llm.reset()
     llm.eval([*opening, *written])
     reads.count()
-    llm([*opening, *tokens("hello to understanding" + ending)], **GREEDY)  # cut within a word
+    # The answer is cut within a word.
+    llm([*opening, *tokens("hello to understanding" + ending)], **GREEDY)
     assert reads.count() == len(tokens("pool_status" + ending))
     llm.close()

@@ -1,4 +1,4 @@
-"""States of an EntropyLlama: saved, loaded, and kept in a cache of prompts."""
+"""States of an EntropyLlama can be saved, loaded, and kept in a cache of prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 
 def decoded_by(llm: EntropyLlama) -> list[int]:
-    """A list that gets every token that is decoded from now on."""
+    """Return a list that gets every token that is decoded from now on."""
     tokens: list[int] = []
     session = llm._session
     decode = session.decode_micro_batches

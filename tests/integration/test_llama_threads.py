@@ -1,4 +1,4 @@
-"""One EntropyLlama, several threads: one clear error, and the model stays whole."""
+"""A second thread that calls an EntropyLlama gets one clear error, and the model is not damaged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_answer_that_was_left_cannot_go_on(tiny_llama: Path) -> None:
 
 
 def test_seeds_are_those_of_llama(tiny_llama: Path) -> None:
-    """The same texts, with a seed for each call, and with one for the model."""
+    """The texts are the same with a seed per call, and with one for the model."""
     arguments = {"n_ctx": 128, "seed": 7, **QUIET}
     ours = EntropyLlama(str(tiny_llama), kv_type="f16", **arguments)
     stock = Llama(str(tiny_llama), **arguments)

@@ -1,4 +1,4 @@
-"""Files whose metadata is damaged are refused, or work: none ends the process."""
+"""Files with damaged metadata are refused, or work: none ends the process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path) ->
 
 
 def test_rope_of_no_values_is_refused(tmp_path: Path) -> None:
-    """In llama.cpp, its op never ends: gemma's and bitnet's graphs compute it all the same."""
+    """In llama.cpp, its op never ends, because gemma's and bitnet's graphs compute it anyway."""
     whole, damaged = tmp_path / "whole.gguf", tmp_path / "damaged.gguf"
     write_gemma(whole)
     header = Header.read(whole)

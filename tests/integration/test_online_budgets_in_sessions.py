@@ -1,4 +1,4 @@
-"""Budgets that follow the text, in sessions: inside the pool, and repeatable."""
+"""Budgets that follow the text stay inside the pool in sessions, and are repeatable."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_small_micro_batches_say_what_large_ones_do(
             check(session)
             assert not are_equal(session)
             budgets.append(np.array(session.budgets()).ravel())
-    assert np.abs(np.subtract(*budgets)).max() <= 32  # two pages: they also evict sooner
+    # Two pages, because small micro-batches also evict sooner.
+    assert np.abs(np.subtract(*budgets)).max() <= 32
 
 
 @pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
@@ -59,7 +60,7 @@ def test_small_micro_batches_keep_step_after_a_load(
 
 @pytest.mark.parametrize("n_ubatch", [16, 24])
 def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -> None:
-    """What is lost shows only where several entries are at stake together."""
+    """Losses can be measured only if several entries compete."""
     with session_of(uneven_llama, policy="adaptive", n_ubatch=n_ubatch) as session:
         session.decode(tokens_for(300))
         check(session)
@@ -71,7 +72,7 @@ def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -
 def test_a_recent_window_that_is_given_is_that_of_every_layer(
     uneven_llama: Path, policy: str, recent_window: int
 ) -> None:
-    """Without one, half of a layer's own budget is for sinks and the newest."""
+    """Without a given window, half of a layer's own budget is for sinks and the newest entries."""
     runs = []
     for window in (recent_window, None):
         with session_of(uneven_llama, policy=policy, recent_window=window) as session:

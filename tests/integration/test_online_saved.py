@@ -1,4 +1,4 @@
-"""Budgets that follow the text, in saved sessions: what was seen goes on, and damage is refused."""
+"""Budgets that follow the text continue in loaded sessions, and damage is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_loaded_session_goes_on_as_saved(
         expected = (future(session), session.save_state())
     for read_before in (0, 120):
         with session_of(uneven_llama, **options) as session:
-            if read_before:  # forgotten by the load
+            if read_before:  # Loading discards this text.
                 session.decode(tokens_for(read_before, seed=8))
                 session.decode([5] * 7)
             session.load(file)
@@ -53,7 +53,7 @@ def test_a_loaded_session_goes_on_as_saved(
 
 @each_policy
 def test_other_budgets(uneven_llama: Path, policy: str) -> None:
-    """A smaller one evicts as resize() does; a larger one keeps all."""
+    """A smaller budget evicts as resize() does; a larger one keeps everything."""
     with session_of(uneven_llama, policy=policy) as session:
         session.decode(tokens_for(200))
         data, kept = session.save_state(), all_entries(session)
@@ -93,7 +93,7 @@ def test_a_damaged_section_is_refused(uneven_llama: Path, policy: str) -> None:
         for cut in (1, 8, size):
             body = data[: -16 - cut] + bytes(16)
             if cut == size and policy == "adaptive":
-                continue  # nothing seen is possible
+                continue  # A state in which nothing was measured is valid.
             words = "a cut number" if cut == 1 else "that cannot be"
             assert_load_refused(session, with_contents(body, last_section(size - cut)), words)
         body = data[:start] + bytes(16)

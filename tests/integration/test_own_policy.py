@@ -1,4 +1,4 @@
-"""Policies of the user's own: objects given to `policy=`, without touching the package."""
+"""Users' own policies work as objects given to `policy=`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ TOKENS = [(7 * i) % 200 + 3 for i in range(420)]
 
 
 class Alternating(OwnPolicy):
-    """Three quarters of what is beyond the floor to every second KV head."""
+    """Give three quarters of the budget beyond the floor to every second KV head."""
 
     name = "alternating"
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """See the class."""
+        """Return the weights."""
         return np.resize([3.0, 1.0], budget.n_kv_heads)
 
 
 class Counting(Alternating):
-    """Notes what it is shown, and turns the shares round once it has seen enough."""
+    """Count the observed tokens, and swap the weights once there are enough."""
 
     name = "counting"
     seen = 0
@@ -51,7 +51,7 @@ class Counting(Alternating):
         assert np.all(np.diff(kept) > 0)
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """Turn round after 200 tokens."""
+        """Swap the weights after 200 tokens."""
         return np.resize([1.0, 3.0] if self.seen >= 200 else [3.0, 1.0], budget.n_kv_heads)
 
     def state(self) -> np.ndarray:
@@ -59,14 +59,14 @@ class Counting(Alternating):
         return np.array([float(self.seen)])
 
     def load(self, state: np.ndarray) -> None:
-        """Refuse what no count is."""
+        """Raise ValueError for a state that is not a count."""
         if state.shape != (1,) or not state[0] >= 0:
             raise ValueError("no count")
         self.seen = int(state[0])
 
 
 class ByLayer(Alternating):
-    """One choice for all KV heads of a layer."""
+    """Choose once for all KV heads of a layer."""
 
     name = "by-layer"
     choice = "layer"
@@ -93,7 +93,7 @@ def test_shares_follow_the_object(tiny_llama: Path) -> None:
 
 
 def test_what_it_observes_changes_shares(tiny_llama: Path) -> None:
-    """Each text has a copy of the object: the one that was given is never changed."""
+    """Each text has a copy of the object: the given object is never changed."""
     given = Counting()
     with session_of(tiny_llama, given, n_ubatch=64) as session:
         before = budgets_of(session)
@@ -144,44 +144,44 @@ def test_every_door_takes_it(tiny_llama: Path) -> None:
     with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=320, policy=Counting(), n_sequences=2) as pool:
         first, second = pool.session(), pool.session()
         first.decode(TOKENS)
-        second.decode(TOKENS[:190])  # more than half of the pool holds
+        second.decode(TOKENS[:190])  # More than half of the pool can hold.
         turned, still = budgets_of(first), budgets_of(second)
-        assert turned[0] < turned[1]  # by its own text
+        assert turned[0] < turned[1]  # Each follows its own text.
         assert still[0] > still[1]
 
 
 class Nameless(OwnPolicy):
-    """No name."""
+    """Define a policy without a name."""
 
 
 class Uniform(OwnPolicy):
-    """A name that is taken."""
+    """Define a policy with a name that is taken."""
 
     name = "uniform"
 
 
 class Short(OwnPolicy):
-    """Too few shares."""
+    """Define a policy with too few shares."""
 
     name = "short"
 
     def share(self, budget: BudgetToShare) -> list[float]:  # noqa: ARG002
-        """One."""
+        """Return a single weight."""
         return [1.0]
 
 
 class Negative(OwnPolicy):
-    """Less than nothing."""
+    """Define a policy with negative weights."""
 
     name = "negative"
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """See the class."""
+        """Return the weights."""
         return -np.ones(budget.n_kv_heads)
 
 
 class LayerByValues(OwnPolicy):
-    """Ranks by what each head has stored, but is to choose for all."""
+    """Rank by what each head has stored, although all heads must choose together."""
 
     name = "layer-by-values"
     choice = "layer"

@@ -1,4 +1,6 @@
-"""benchmarks/peers in transformers: masks of the continuation, and presses on a recorded prompt."""
+"""benchmarks/peers is right in transformers: masks of the continuation, and presses on a recorded
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_the_full_cache_continues_as_one_pass(model: Any) -> None:
 
 
 def test_masked_entries_are_as_if_they_were_not_there(model: Any) -> None:
-    """Of one layer, all heads: pruned, so that layers differ in length, and masked."""
+    """Of one layer, all heads lose entries: removed, so that layers differ in length, or masked."""
     dense = DensePrompt(model, PROMPT)
     pruned, masked = dense.compressed(), dense.compressed()
     layer = pruned.cache.layers[1]
@@ -77,7 +79,7 @@ def test_masked_entries_are_as_if_they_were_not_there(model: Any) -> None:
 
 
 def masked_prompt(model: Any) -> Continued:
-    """A prompt of whose second layer one head has lost entries; the others have all."""
+    """Return a prompt in whose second layer one head has lost entries."""
     masked = DensePrompt(model, PROMPT).compressed()
     indices = torch.zeros(40, dtype=torch.int), torch.ones(40, dtype=torch.int), torch.arange(40)
     attentions(model)[1].masked_key_indices = indices
@@ -94,7 +96,7 @@ def test_what_is_masked_stays_so_token_by_token(model: Any) -> None:
 
 
 def test_what_is_forgotten_again_leaves_nothing(model: Any) -> None:
-    """As questions about one prompt are asked: each begins where the prompt ends."""
+    """Questions about one prompt are asked like this: each begins at the end of the prompt."""
     expected = masked_prompt(model).read(TOKENS)
     continued = masked_prompt(model)
     for other in (PROMPT[:50], PROMPT[:1]):
@@ -104,7 +106,7 @@ def test_what_is_forgotten_again_leaves_nothing(model: Any) -> None:
 
 
 def token_by_token(model: Any, compressed: Compressed) -> Any:
-    """As kvpress's pipeline goes on: its own masks, one token each."""
+    """Continue as kvpress's pipeline does: its own masks, one token at a time."""
     rows = []
     for index, token in enumerate(TOKENS):
         with torch.no_grad():

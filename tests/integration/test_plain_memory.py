@@ -1,4 +1,4 @@
-"""Devices that work in plain memory, as BLAS does: what ggml gives to them stays theirs."""
+"""A device that works in plain memory, as BLAS does, keeps what ggml gives to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.tiny_models import write_llama
 from tests.support.weight_types import quantised
 
 ROOT = Path(__file__).resolve().parents[2]
-ENOUGH = 40  # tokens; the device takes products of 32 and more
+ENOUGH = 40  # The device takes products of 32 tokens and more.
 FEW = 31
 CHILD = f"""
 import json, sys
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(model: Path, store: str, kind: str, count: int) -> Any:
-    """What a process of its own says of reading so many tokens, and one more."""
+    """Return the report of a process that reads `count` tokens, and one more."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(model), store, kind, str(count)],
         capture_output=True,
@@ -82,7 +82,8 @@ def test_what_a_device_was_given_stays_as_it_is(model: Path, store: str) -> None
     assert found["of_device"] > 0
     ours = _core.product_kernels()[-1]
     assert plain["products"] == {"q4_1": ours}
-    assert found["products"] == {"q4_1": f"{ours}, llama.cpp"}  # that of one token is ours
+    # The product of one token is computed by our kernels.
+    assert found["products"] == {"q4_1": f"{ours}, llama.cpp"}
     for one, other in zip(found["logits"], plain["logits"], strict=True):
         assert relative_error(np.array(one), np.array(other)) < 0.02
 

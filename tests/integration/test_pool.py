@@ -1,4 +1,4 @@
-"""Many conversations in one pool: the numbers of each are those that it has alone."""
+"""Conversations in one pool get the same numbers as each of them alone."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def model(pool_llama: Path) -> Path:
 def test_logits_in_company_are_those_alone_to_the_bit(
     model: Path, tokens: int, policy: str
 ) -> None:
-    """Ample, and so few that everybody evicts; all are live before the first prompt is read."""
+    """Budgets are ample, or so small that all evict; all are live before the first prompt
+    is read.
+    """
     with pool_of(model, n_sequences=len(PROMPTS), kv_budget=tokens, policy=policy) as pool:
         sessions = [pool.session() for _ in PROMPTS]
-        for session in sessions:  # from now on all share with all others
+        for session in sessions:  # From now on, all share with all others.
             session.decode([1])
         plans = [session._slot.headwise for session in sessions]
         shares = [plan.share_pages * plan.sharing.plan.page_bytes for plan in plans]
@@ -43,8 +45,9 @@ def test_logits_in_company_are_those_alone_to_the_bit(
         found = together(sessions, PROMPTS, 24)
         evicted = [session.evicted for session in sessions]
     assert (max(evicted) > 0) == (tokens == 256)
-    assert max(map(len, steps.parts)) > 1  # they were read together
-    assert any(1 in parts and max(parts) > 1 for parts in steps.parts)  # prompts among tokens
+    assert max(map(len, steps.parts)) > 1  # They were read together.
+    # Prompts are read together with single tokens.
+    assert any(1 in parts and max(parts) > 1 for parts in steps.parts)
     for rows, prompt, share in zip(found, PROMPTS, shares, strict=True):
         with pool_of(model, n_sequences=1, kv_budget=f"{share}B", policy=policy) as single:
             session = single.session()
@@ -54,7 +57,7 @@ def test_logits_in_company_are_those_alone_to_the_bit(
 
 
 def noting_shares(session: Session) -> list[tuple[int, int, int | None]]:
-    """Return what becomes of a session's share from now on: position, pages, longest text."""
+    """Return a list that records a session's share from now on: position, pages, longest text."""
     slot, found = session._slot, list[tuple[int, int, int | None]]()
     take = slot.headwise.take_share
 
@@ -68,7 +71,7 @@ def noting_shares(session: Session) -> list[tuple[int, int, int | None]]:
 
 @pytest.mark.parametrize("policy", ["adaptive", "uniform"])
 def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: str) -> None:
-    """Shares that change as texts grow and as losses become clear: nothing else has an influence.
+    """Shares change as texts grow and as losses are measured; nothing else has an influence.
 
     The texts alone get, at every position, the shares that they had in company.
     """
@@ -101,7 +104,7 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
 
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_a_pool_gives_the_logits_of_a_session(model: Path, n_threads: int) -> None:
-    """Of weights whose products are ours for one token as for many: to the bit."""
+    """For weights whose products are computed equally for one token and for many: to the bit."""
     options: dict[str, Any] = {"n_ctx": N_CTX, "n_ubatch": PIECE, "kv_type": "q8_0"}
     with Session(model, n_threads=n_threads, kv_budget=64, **options) as session:
         expected = written(session, PROMPTS[4], 20)
@@ -126,7 +129,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_layer_in_company(name: str, tmp_path: Path) -> None:
-    """Windows, recurrent layers, ALiBi, latent attention, shared keys: beside others as alone."""
+    """Windows, recurrent layers, ALiBi, latent attention, shared keys: in company as alone."""
     models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / f"{name}.gguf"
     write_known(path, models[name])

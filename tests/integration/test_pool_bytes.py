@@ -1,4 +1,4 @@
-"""The hard bytes of a pool: who comes, grows and ends, what everybody has, and what goes wrong."""
+"""A pool never exceeds its bytes, whoever joins, grows, leaves or fails."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
 def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
     model: Path, policy: str
 ) -> None:
-    """A long text is held whole beside short ones, until they need what is theirs."""
+    """A long text is held whole beside short ones, until they need their part."""
     with pool_of(model, n_sequences=3, kv_budget=600, policy=policy, checkpoints=0) as pool:
         long, *short = [pool.session() for _ in range(3)]
         for session in short:
@@ -93,7 +93,7 @@ def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
 
 
 def test_texts_that_fit_into_equal_parts_are_held_whole(model: Path) -> None:
-    """However few of its entries some KV heads would keep of a longer one."""
+    """However few of its entries some KV heads would keep of a longer text."""
     uneven = EntropyProfile(3, 4, 2, 512, np.tile([0.1, 0.1, 4.0, 4.0], (3, 1)))
     options: dict[str, Any] = {"policy": "entropy", "entropy_config": uneven}
     with pool_of(model, n_sequences=3, kv_budget=600, **options) as pool:
@@ -140,7 +140,9 @@ def test_a_pool_is_resized_for_all(model: Path) -> None:
 
 
 def changed(session: Session, kind: int, chance: random.Random) -> Session:
-    """Go back, swap, fork, keep a checkpoint or return to one; returns who goes on."""
+    """Roll back, swap, fork, keep a checkpoint or return to one; returns the session to continue
+    with.
+    """
     if kind == 4 and session.position:
         position = chance.randrange(session.position)
         if session.can_return_to(position):
@@ -164,7 +166,7 @@ def changed(session: Session, kind: int, chance: random.Random) -> Session:
 
 
 def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
-    """Four threads write in, swap out, fork and close conversations."""
+    """Four threads write, swap out, fork and close conversations."""
     with pool_of(model, n_sequences=4, kv_budget=300, checkpoints="400KiB") as pool:
         steps = Steps(pool)
 
@@ -188,7 +190,7 @@ def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
         assert sum(map(sum, steps.parts)) == sum(read)
         assert 0 < pool.stats().checkpoint_bytes <= 400 * 1024
         pool.runner.checkpoints.clear()
-        assert pool.stats().kv_bytes_now == 0  # no page has an owner that is not there
+        assert pool.stats().kv_bytes_now == 0  # Every page's owner is gone.
         assert pool.stats().sessions == pool.stats().swapped_out == pool.stats().swapped_bytes == 0
 
 
@@ -202,7 +204,7 @@ def test_tokens_and_logits_of_all_sessions_are_counted(model: Path) -> None:
         n_vocab = sessions[0].n_vocab
         least = 3 * 4 * (59 + n_vocab)
         assert least <= pool.stats().text_bytes < 1.5 * least
-        sessions[0].decode([3])  # now those of the prompt are others than those of the last token
+        sessions[0].decode([3])  # The logits of the prompt now differ from those of the last token.
         assert pool.stats().text_bytes >= least + 4 * n_vocab
         for session in sessions:
             session.close()
@@ -221,7 +223,7 @@ def test_a_call_off_reaches_who_waits(model: Path) -> None:
             except EntropyKVError as error:
                 result.append(error)
 
-        with pool.runner.scheduler.between_steps():  # as if a step went on
+        with pool.runner.scheduler.between_steps():  # As if a step were running.
             thread = threading.Thread(target=decode)
             thread.start()
             while pool.runner.scheduler.n_waiting == 0:
@@ -229,7 +231,7 @@ def test_a_call_off_reaches_who_waits(model: Path) -> None:
             second.interrupt()
             thread.join(10)
         assert isinstance(result[0], PoolError)
-        second.decode([1])  # nothing was half-done
+        second.decode([1])  # The first call has left no half-done state.
 
 
 def test_what_goes_wrong_for_one_does_not_concern_the_others(model: Path) -> None:

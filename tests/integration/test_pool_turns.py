@@ -1,4 +1,6 @@
-"""Replicas with pools: each conversation is saved after its turn, wherever others are."""
+"""Replicas with pools save each conversation after its turn, so that another replica can continue
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ OPENING = "the winding road to the land of the king is far from the sea and "
 MORE = " and then the king said"
 N_CTX = 1024
 MOST = 19
-"""Tokens that a turn may read: those of MORE, and the end of the answer before it."""
+"""The most tokens that a turn may read: those of MORE, and the end of the last answer."""
 
 
 class Replica:
-    """One server of two sequences, and what it answers."""
+    """Hold one server of two sequences."""
 
     def __init__(self, client: TestClient, engine: Any) -> None:
         self._client = client
@@ -83,7 +85,8 @@ def test_another_replica_goes_on_with_what_one_has_saved(tmp_path: Path) -> None
         ):
             assert read > 10
             texts[name] += text
-        first.complete(OPENING, None)  # of no conversation: nothing is saved
+        # The request belongs to no conversation, so nothing is saved.
+        first.complete(OPENING, None)
     assert len(list(tmp_path.glob("*.session"))) == len(names)
     with replica(tmp_path) as second, replica(tmp_path / "other") as fresh:
         for name in names:
@@ -95,7 +98,7 @@ def test_another_replica_goes_on_with_what_one_has_saved(tmp_path: Path) -> None
 
 
 def test_what_another_replica_has_read_meanwhile_counts(tmp_path: Path) -> None:
-    """In turns with another replica, a conversation is that of a replica that has it alone."""
+    """In turns with another replica, a conversation gives the answers of a single replica."""
     with ExitStack() as stack:
         both = [stack.enter_context(replica(tmp_path)) for _ in range(2)]
         alone = stack.enter_context(replica(tmp_path / "alone"))
@@ -104,14 +107,14 @@ def test_what_another_replica_has_read_meanwhile_counts(tmp_path: Path) -> None:
             answer, read = both[turn % 2].complete(text, "a")
             assert (answer, read) == alone.complete(text, "a")
             text, total = text + answer + MORE, total + read
-        assert total < 250  # of 600, so most of them were not read again
+        assert total < 250  # Most of the 600 tokens were not read again.
 
 
 def test_turns_of_one_conversation_follow_each_other(tmp_path: Path) -> None:
     with replica(tmp_path) as one, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: one.complete(OPENING, "a"), range(4)))
         assert len({text for text, _ in found}) == 1
-        assert sum(read > 2 for _, read in found) == 1  # the others go on from its checkpoint
+        assert sum(read > 2 for _, read in found) == 1  # The others continue from its checkpoint.
 
 
 def test_refused_and_failed_requests_save_nothing(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_refused_and_failed_requests_save_nothing(tmp_path: Path) -> None:
         text, _ = one.complete(OPENING, "a")
         (path,) = tmp_path.iterdir()
         path.write_bytes(path.read_bytes()[:-50])
-        # The damaged file costs reading, no more.
+        # The damaged file only means that the text is read again.
         again, _ = one.complete(OPENING + text + MORE, "a")
         assert again
     with replica(tmp_path) as other:

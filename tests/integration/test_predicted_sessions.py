@@ -1,4 +1,4 @@
-"""Sessions that rank entries by what is predicted of them."""
+"""Sessions rank entries by predicted scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store_of(session: Session) -> HeadwiseStore:
 
 
 def predict(session: Session, seed: int = 0) -> None:
-    """Give the session's model linear functions of any kind."""
+    """Give the session's model some linear functions."""
     prediction = store_of(session).prediction
     random = np.random.default_rng(seed)
     prediction.set_predictor(
@@ -89,7 +89,7 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
 
 
 def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> None:
-    """Read a text as calibration does, each chunk with its echo behind it."""
+    """Read a text as calibration does, each chunk followed by its echo."""
     echo = Echo(lambda text: session.tokenize(text, add_bos=False), session.config.n_ubatch)
     sequence = session._slot.text
     for first in range(0, len(tokens), echo.chunk):

@@ -1,4 +1,4 @@
-"""Models without a predictor: their first texts are read twice, and teach one."""
+"""Models without a predictor read their first texts twice, and fit one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fit_of(session: Session) -> PredictorFit:
 
 
 def shares(session: Session) -> np.ndarray:
-    """The predicted shares of all entries that are held, but for the sinks."""
+    """Return the predicted shares of all entries that are held, except the sinks."""
     core = store_of(session).core
     return np.concatenate(
         [
@@ -53,7 +53,7 @@ def shares(session: Session) -> np.ndarray:
 def micro_batches_of(
     session: Session, tokens: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int, int]]:
-    """Read a text; returns position, tokens and tokens of the echo of its micro-batches."""
+    """Read a text; returns position, tokens and tokens of the echo of each micro-batch."""
     found = []
     before = HeadwiseStore.before
 
@@ -102,7 +102,7 @@ def test_a_text_that_fits_teaches_nothing(
 
 
 def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
-    """Another session of the pool has read a text that fits: nobody had predicted it."""
+    """Another session of the pool has read a text that fits, without predictions."""
     with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=1200, n_sequences=3, n_threads=1) as pool:
         live, swapped, reader = (pool.session() for _ in range(3))
         for session in (live, swapped):
@@ -134,7 +134,7 @@ def test_written_text_teaches_too(tiny_llama: Path) -> None:
 
 
 def test_it_is_the_predictor_that_calibration_would_fit(smollm2: Path, prose: str) -> None:
-    """Of SmolLM2 under another name: what it predicts goes with what the shipped one does."""
+    """SmolLM2 under another name: its predictions correlate with those of the shipped predictor."""
     with Session(smollm2, n_ctx=2048, kv_budget=0.3, n_threads=2) as known:
         tokens = known.tokenize(prose)[:1400]
         assert known.predictor_fit is None
@@ -201,7 +201,7 @@ def test_run_says_what_happened(tiny_llama: Path) -> None:
 def test_micro_batches_end_where_the_bytes_are_full(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So budgets that follow the text know it before anything of it is evicted."""
+    """Therefore budgets that follow the text know this before anything of it is evicted."""
     with Session(tiny_llama, policy="adaptive", **INSIDE) as session:
         whole = store_of(session).whole_entries
         sizes = micro_batches_of(session, TOKENS[:1500], monkeypatch)

@@ -1,4 +1,6 @@
-"""Conversations between two requests: who goes on with which, and who waits for whom."""
+"""The prefix cache keeps conversations between requests, and decides which request
+continues which.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
 from tests.support.releases import write_known
 
 SYSTEM, OWN = PROMPTS[2], PROMPTS[4]
-"""What several prompts begin with, 4 pieces, and the rest of a long one."""
+"""The common beginning of several prompts, 4 pieces, and the rest of a long one."""
 ANNA, BEN = Caller("anna"), Caller("ben")
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @pytest.fixture(params=["llama", "evicting", "freezing", "jamba"])
 def pool(request: pytest.FixtureRequest, pool_llama: Path, tmp_path: Path) -> Any:
-    """Of models that can be cut anywhere, and of those that can be cut nowhere."""
+    """Open a pool of a model that can be cut anywhere, or of one that cannot be cut."""
     kinds: dict[str, dict[str, Any]] = {
         "llama": {"kv_budget": 4 * N_CTX},
         "evicting": {"kv_budget": 128},
@@ -50,7 +52,7 @@ def pool(request: pytest.FixtureRequest, pool_llama: Path, tmp_path: Path) -> An
 def read(
     prefix_cache: PrefixCache, session: Session, tokens: list[int], until: int | None = None
 ) -> None:
-    """Read a prompt as those who serve do, piece by piece; to its end, if `until` is not given."""
+    """Read a prompt as the server does, piece by piece; to its end, or to `until`."""
     last = len(tokens) if until is None else until
     for first in range(session.position, last, PIECE):
         piece = tokens[first : min(first + PIECE, last)]
@@ -110,7 +112,7 @@ class Coming:
 
 
 def test_a_newcomer_gets_what_it_shares_before_the_rest_is_read(pool: Pool) -> None:
-    """Whatever the model: it is copied at the last cut before the texts part."""
+    """With every model: it is copied at the last cut before the texts differ."""
     prefix_cache = PrefixCache(pool, 4)
     long, short = [*SYSTEM, 5, *OWN], [*SYSTEM, 6, 7, 8]
     first = prefix_cache.take(long, ANNA)
@@ -138,7 +140,7 @@ def test_who_comes_late_gets_it_where_it_can_be_cut_or_reads_by_itself(pool: Poo
     can_be_cut = not (first.evicted or pool.runner.recurrent or first.freezing)
     coming = Coming(prefix_cache, short)
     coming.wait()
-    read(prefix_cache, first, long, until=8 * PIECE)  # the end of the long one is still to come
+    read(prefix_cache, first, long, until=8 * PIECE)  # The end of the long one is still to be read.
     assert coming.end().position == (len(SYSTEM) if can_be_cut else 0)
 
 
@@ -202,7 +204,7 @@ def test_of_prompts_that_come_at_once_one_is_read(pool_llama: Path) -> None:
 
 
 def test_conversations_that_share_half_of_their_texts_stay_apart(pool: Pool) -> None:
-    """Each turn of both reads what is new, whether checkpoints are kept or not."""
+    """Each turn of both reads only new tokens, whether checkpoints are kept or not."""
     prefix_cache = PrefixCache(pool, 4)
     texts = {"anna": [*SYSTEM, 5, *PROMPTS[1]], "bob": [*SYSTEM, 6, *PROMPTS[1]]}
     for number in range(3):
@@ -272,7 +274,7 @@ def test_a_fork_is_of_the_same_tenant(pool_llama: Path) -> None:
 
 
 def test_how_one_stands_is_told_between_steps(pool_llama: Path) -> None:
-    """While a step may hand over what it holds, one who looks waits."""
+    """While a step may change what it holds, the caller waits."""
     with pool_of(pool_llama, n_sequences=1, kv_budget=2 * N_CTX) as pool:
         session = pool.session()
         session.decode(SYSTEM)

@@ -1,4 +1,4 @@
-"""Products of quantised weights: the statistics say who computes them, ours or llama.cpp."""
+"""The statistics say whether our kernels or llama.cpp compute products of quantised weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """F32, with rows of 256 weights: one block of the widest types."""
+    """Write F32 weights with rows of 256: one block of the widest types."""
     path = tmp_path_factory.mktemp("original") / "llama.gguf"
     write_llama(path, n_head=4, n_head_kv=2, head_dim=64, n_ff=256, weight_type="F32")
     return path
@@ -60,7 +60,9 @@ def test_the_statistics_say_who_computes(
 def test_one_token_is_computed_as_many_are(
     weight_type: str, original: Path, tmp_path: Path
 ) -> None:
-    """As near to the same tokens in one batch as llama.cpp, which has one arithmetic as well."""
+    """It is as close to the same tokens in one batch as llama.cpp, which also uses one
+    arithmetic.
+    """
     path = quantised(original, tmp_path, weight_type)
     stock = StockSession(path, n_ctx=128, n_threads=1)
     with Session(path, n_ctx=128, store="headwise", kv_type="f16", n_threads=1) as ours:

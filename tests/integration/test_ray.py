@@ -1,4 +1,4 @@
-"""Two replicas under Ray Serve: conversations stay where they are, and survive a restart."""
+"""Two replicas under Ray Serve keep their conversations, which survive a restart."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.replicas
 
 N_CTX, BUDGET, MAX_TOKENS = 2048, 64, 4
 N_UBATCH = 128
-"""What a pool reads at a time; what is evicted depends on it."""
+"""The tokens that a pool reads at a time; what is evicted depends on it."""
 OPENING = "the winding road to the land of the king is far from the sea and " * 6
 MORE = " and then the king said"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one replica answered."""
+    """Hold the answer of one replica."""
 
     text: str
     replica: str
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The server's process, and where it listens."""
+    """Hold the server's process, and its address."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -67,7 +67,7 @@ class Replicas:
             )
 
     def is_ready(self) -> bool:
-        """Whether every replica runs: the first one that does would answer requests already."""
+        """Tell whether every replica runs; the first one would already answer requests."""
         assert self.process.poll() is None, "the server ended"
         return b"is ready at" in self.log.read_bytes()
 
@@ -80,7 +80,7 @@ def wait_for(what: Callable[[], bool], seconds: float) -> None:
 
 
 def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
-    """The server and everything that Ray has started for it, as long as it runs."""
+    """Yield the server and all processes that Ray has started for it."""
     try:
         process = psutil.Process(server.pid)
         return [process, *process.children(recursive=True)]
@@ -90,11 +90,12 @@ def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
 
 @pytest.fixture(params=[1, 2])
 def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replicas]:
-    """Each holds one conversation, or a pool of two."""
+    """Start replicas that each hold one conversation, or a pool of two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray's sockets are in it
+    # The path is short, because Ray's sockets are in it.
+    directory = Path(tempfile.mkdtemp(prefix="ray-"))
     environment = {
         **os.environ,
         "HOME": str(tmp_path),
@@ -134,7 +135,7 @@ def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica
 
 
 def new_tokens(llama: EntropyLlama, added: str) -> int:
-    """Most tokens that a turn may read: what was added, and the end of the answer before it."""
+    """Return the most tokens that a turn may read: the new ones, and the end of the last answer."""
     return len(llama.tokenize(added.encode(), add_bos=False)) + 2
 
 
@@ -151,7 +152,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         answers.setdefault(name, []).append(answer.text)
         return answer
 
-    for number in itertools.count():  # until both replicas have two conversations
+    for number in itertools.count():  # Until both replicas have two conversations.
         name = f"conversation/{number}"
         where[name] = turn(name, f"{number} {OPENING}").replica
         counts = [list(where.values()).count(replica) for replica in set(where.values())]
@@ -164,11 +165,11 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         n_threads_batch=1, verbose=False,
     )  # fmt: skip
     most = new_tokens(llama, MORE)
-    for name, replica in [*where.items()] * 4:  # so often, none stays by chance
+    for name, replica in [*where.items()] * 4:  # This is often enough that none stays by chance.
         answer = turn(name, MORE)
         assert answer.replica == replica
         assert 0 < answer.tokens_read <= most
-    replicas.complete(OPENING, None)  # of no conversation: it may go anywhere
+    replicas.complete(OPENING, None)  # It belongs to no conversation, so any replica may answer.
 
     os.kill(replicas.process.pid, signal.SIGHUP)
     before, moved = set(where.values()), set()
@@ -184,7 +185,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
 
     name = next(iter(where))
     text = f"0 {OPENING}"
-    for expected in answers[name]:  # as one model that was never stopped
+    for expected in answers[name]:  # As one model that was never stopped.
         got = llama.create_completion(text, max_tokens=MAX_TOKENS, temperature=0.0)
         assert got["choices"][0]["text"] == expected
         text += expected + MORE

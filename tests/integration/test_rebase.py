@@ -1,4 +1,4 @@
-"""Sessions beyond the trained context, in real llama.cpp."""
+"""Sessions continue beyond the trained context, in real llama.cpp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ UNFIT_FOR_FLAT = ("yarn", "smollm3")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A tiny model by name, trained for so many tokens; the same weights for every length."""
+    """Return a function that writes a tiny model by name with a given trained context; weights are
+    equal.
+    """
     directory = tmp_path_factory.mktemp("rebase")
 
     def write(name: str, n_ctx_train: int = TRAINED) -> Path:
@@ -35,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def keys_at(path: Path, tokens: list[int], position: int, move_to: int) -> npt.NDArray[np.float32]:
-    """K of every layer and head, read at a position and then moved to another: (heads, n, dim)."""
+    """Return K of every layer and head, read at a position and moved to another: (heads,
+    n, dim).
+    """
     with Session(path, n_ctx=TRAINED, kv_type="f16", n_threads=1, n_sinks=0) as session:
         session._slot.text.position = position
         session.decode(tokens)
@@ -55,13 +59,13 @@ def test_moved_keys_are_those_that_llama_cpp_computes_there(
     path, tokens = model(name), tokens_for(40)
     moved = keys_at(path, tokens, 200, 11)
     expected = keys_at(path, tokens, 11, 11)
-    # Rounded to f16 once more, after hidden states from attention over rounded keys.
+    # Keys were rounded to f16 once more, after hidden states from attention over rounded keys.
     np.testing.assert_allclose(moved, expected, rtol=0, atol=4e-3 * np.abs(expected).max())
     assert np.abs(keys_at(path, tokens, 200, 200) - expected).max() > 0.5
 
 
 def read_in_steps(session: Session, tokens: list[int]) -> Logits:
-    """Logits of a prompt in micro-batches and then of single tokens."""
+    """Return the logits of a prompt in micro-batches, and then of single tokens."""
     half = len(tokens) // 2
     rows = [session.decode(tokens[:half], all_logits=True)]
     return np.concatenate(rows + [session.decode([token]) for token in tokens[half:]])
@@ -75,7 +79,9 @@ def read_in_steps(session: Session, tokens: list[int]) -> Logits:
 def test_nothing_is_noticed_within_the_exact_distances(
     name: str, store: str, model: Callable[..., Path]
 ) -> None:
-    """Without sinks nothing else is kept: the same as a model that was trained for longer."""
+    """Without sinks, nothing else is kept: the logits are those of a model trained for longer
+    texts.
+    """
     tokens = tokens_for(600)
     logits = []
     for trained in (TRAINED, 4096):
@@ -93,7 +99,7 @@ def test_nothing_is_noticed_within_the_exact_distances(
             logits.append(read_in_steps(session, tokens))
             assert session.stats().rebases == (0 if trained > TRAINED else 6)
     assert relative_error(logits[0], logits[1]) < 2e-3
-    assert relative_error(logits[0][TRAINED:], logits[1][TRAINED:]) > 1e-7  # keys did move
+    assert relative_error(logits[0][TRAINED:], logits[1][TRAINED:]) > 1e-7  # Keys did move.
 
 
 @pytest.mark.parametrize(

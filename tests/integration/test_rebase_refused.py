@@ -1,4 +1,4 @@
-"""Models that cannot go on beyond the trained context say so at the limit."""
+"""Models that cannot continue beyond the trained context say so at the limit."""
 
 from __future__ import annotations
 

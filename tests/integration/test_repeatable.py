@@ -1,4 +1,4 @@
-"""The same request gives the same answer, whatever was asked between two of them."""
+"""The same request gives the same answer, whatever was asked in between."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from tests.support.logits import tokens_for
 
 PROMPTS = [
     tokens_for(90),
-    tokens_for(90)[:40],  # the beginning of another one
+    tokens_for(90)[:40],  # The beginning of another prompt.
     [*tokens_for(90)[:33], *tokens_for(60, seed=1)],
-    [*tokens_for(90)[:32], *tokens_for(33, seed=2)],  # 65: the last micro-batch is one token
+    # 65 tokens: the last micro-batch has one token.
+    [*tokens_for(90)[:32], *tokens_for(33, seed=2)],
     tokens_for(150, seed=3),
     tokens_for(20, seed=4),
 ]
 
 
 def tokens_of(llm: EntropyLlama, number: int) -> list[int]:
-    """Eight tokens after a prompt, drawn with a seed where its number is odd."""
+    """Return eight tokens after a prompt; with odd numbers, they are sampled with a seed."""
     options: dict[str, Any] = {"temp": 1.0} if number % 2 else {"temp": 0.0}
     llm.set_seed(number)
     stream = llm.generate(PROMPTS[number], **options)
@@ -33,7 +34,7 @@ def tokens_of(llm: EntropyLlama, number: int) -> list[int]:
 
 
 def logits_of(llm: EntropyLlama, number: int) -> np.ndarray:
-    """The logits after a prompt, which the answer then goes beyond."""
+    """Return the logits after a prompt, and generate an answer."""
     stream = llm.generate(PROMPTS[number], temp=0.0)
     next(stream)
     logits = llm._session.logits
@@ -46,9 +47,9 @@ def logits_of(llm: EntropyLlama, number: int) -> np.ndarray:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("store", STORES)
 def test_answers_repeat(tiny_llama: Path, store: str, kv_type: str, budget: float) -> None:
-    """The logits to the bit: what is sampled of them would hide most of the differences.
+    """The logits are equal to the bit; sampled tokens would hide most differences.
 
-    Answers of a model whose predictor is being fitted are others than those that follow.
+    While a model's predictor is being fitted, answers may differ from later ones.
     """
     llm = EntropyLlama(
         str(tiny_llama),
@@ -82,13 +83,13 @@ def test_a_repeated_prompt_is_not_read_again(tiny_llama: Path) -> None:
     before = llm.kv_stats().prompt_tokens
     tokens_of(llm, 0)
     assert llm.kv_stats().prompt_tokens == before
-    tokens_of(llm, 3)  # departs after 32 tokens, at the end of a micro-batch
+    tokens_of(llm, 3)  # It differs after 32 tokens, at the end of a micro-batch.
     assert llm.kv_stats().prompt_tokens - before == len(PROMPTS[3]) - 32
     llm.close()
 
 
 def test_who_does_not_need_it_reads_less(tiny_llama: Path) -> None:
-    """Under a budget that evicts, a common beginning is read again only where answers repeat."""
+    """Under a budget that evicts, a common beginning is read again only if answers must repeat."""
     read = {}
     for repeatable in (True, False):
         llm = EntropyLlama(

@@ -1,4 +1,4 @@
-"""Generation that reads ahead and writes again, in real sessions; nothing is frozen in them."""
+"""Generation reads ahead and writes tokens again, in real sessions without frozen entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REWALKS = Recovery(smooth=1, deviations=0.01, warm_up=2, memory=8, refractory=0,
 
 
 class Recovering(Session):
-    """A session with nothing to restore."""
+    """Define a session with nothing to restore."""
 
     recovery: Recovery | None = None
 

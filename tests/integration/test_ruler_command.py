@@ -1,4 +1,4 @@
-"""`entropykv eval --suite ruler` with real files: sizes, reading, tables, refusals."""
+"""`entropykv eval --suite ruler` works with real files: sizes, reading, tables, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of `run` meet besides the answer: hints, notes, outputs that end early."""
+"""`run` prints hints and notes besides the answer, and handles outputs that end early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`entropykv serve` as OpenAI's own client meets it: a process of its own."""
+"""`entropykv serve` works with OpenAI's own client, in a process of its own."""
 
 from __future__ import annotations
 

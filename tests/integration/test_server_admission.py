@@ -1,4 +1,4 @@
-"""Clients that are slow, many, or ask for too much, beside one whose answers must still come."""
+"""Clients that are slow, many, or ask for too much do not delay the answers of another client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tests.support.served import served
 MOST_CONNECTIONS = 60
 VIEWERS = 16
 STALL = 2.0
-"""Seconds that /health may take on a busy machine; it took 20 with a body of half this size."""
+"""Seconds that /health may take on a busy machine; it once took 20 with a body of half
+this size.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def server() -> Iterator[Server]:
 
 
 class Raw(ExitStack):
-    """A connection that sends what a test says, at its pace."""
+    """Hold a connection that sends what a test says, at its own pace."""
 
     def __init__(self, server: Server, text: str = "") -> None:
         super().__init__()
@@ -44,14 +46,14 @@ class Raw(ExitStack):
         self.socket.sendall(text.encode())
 
     def answer(self) -> str:
-        """What comes until the server closes the connection."""
+        """Return everything until the server closes the connection."""
         pieces = []
         while piece := self.socket.recv(65536):
             pieces.append(piece)
         return b"".join(pieces).decode()
 
     def status(self) -> int:
-        """The status of what comes first."""
+        """Return the status of the first answer."""
         return int(self.socket.recv(65536).split()[1])
 
 
@@ -61,7 +63,7 @@ def head(path: str, *lines: str, method: str = "POST") -> str:
 
 
 class Health:
-    """Asks /health in a row, and notes how long the slowest answer took."""
+    """Request /health repeatedly, and record how long the slowest answer took."""
 
     def __init__(self, server: Server) -> None:
         self.slowest = 0.0
@@ -100,7 +102,7 @@ def test_headers_that_trickle_after_an_answer_end_the_connection(server: Server)
     with Raw(server, head("/health", method="GET") + "\r\n") as slow:
         assert slow.status() == 200
         begun = time.monotonic()
-        while _takes_a_byte(slow):  # none is later than the time of an idle connection
+        while _takes_a_byte(slow):  # None is later than the timeout of an idle connection.
             assert time.monotonic() - begun < 9
             time.sleep(0.1)
 
@@ -124,7 +126,7 @@ def test_connections_have_a_limit(server: Server) -> None:
     with ExitStack() as stack:
         many = [stack.enter_context(Raw(server)) for _ in range(MOST_CONNECTIONS + 5)]
         full = [each for each in many[MOST_CONNECTIONS - 2 :] if " 503 " in each.answer()]
-        assert 3 <= len(full) <= 7  # one of another test may have been there still
+        assert 3 <= len(full) <= 7  # A connection of another test may still have been open.
     time.sleep(0.5)
     assert server.get("/health").status_code == 200
 
@@ -133,8 +135,8 @@ def test_connections_have_a_limit(server: Server) -> None:
 
 
 def test_viewers_are_counted_when_they_are_let_in(server: Server) -> None:
-    """Of a hundred at once, all were let in: each was counted once its first event was sent."""
-    for _ in range(2):  # those that have gone are not counted any more
+    """Of a hundred at once, all were once let in, because each was counted at its first event."""
+    for _ in range(2):  # Viewers that have gone are no longer counted.
         with ExitStack() as stack:
             asks = head("/v1/kv/stream", method="GET") + "\r\n"
             many = [stack.enter_context(Raw(server, asks)) for _ in range(3 * VIEWERS)]
@@ -147,7 +149,7 @@ def test_viewers_are_counted_when_they_are_let_in(server: Server) -> None:
                     break
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        time.sleep(1)  # until that one is gone, too
+        time.sleep(1)  # Wait until that one is gone, too.
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80"])
@@ -177,7 +179,7 @@ def test_nobody_waits_for_a_body_that_is_checked(server: Server, piece: str) -> 
 def test_nothing_that_a_stranger_sends_is_held(server: Server, path: str) -> None:
     asks = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
     with Raw(server, asks) as stranger:
-        assert stranger.status() == 401  # and not 408, once the body has not come
+        assert stranger.status() == 401  # The status is not 408 after a missing body.
 
 
 def test_prompts_times_n_are_counted(server: Server) -> None:
@@ -209,7 +211,7 @@ def test_the_name_of_a_conversation_has_a_length(server: Server) -> None:
 
 
 def _hostile(server: Server, i: int) -> None:
-    """Do one of the things above, and leave."""
+    """Send one of the hostile requests above, and disconnect."""
     body = json.dumps({"prompt": "The old garden", "max_tokens": 2_000, "stream": True})
     whole = head("/v1/completions", f"Content-Length: {len(body)}", "") + body
     texts = [

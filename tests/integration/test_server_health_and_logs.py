@@ -1,4 +1,4 @@
-"""What those who operate `entropykv serve` ask of it: models, health, the log, the description."""
+"""Operators of `entropykv serve` get models, health, the log, and the description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `entropykv serve`: the names of both servers, and the recovery ladder."""
+"""Options of `entropykv serve` work: the names of both servers, and the recovery ladder."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> 
         app = create_app(model, ServerOptions())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for _ in range(2):  # greedily, twice the same
+            for _ in range(2):  # Greedily, twice the same.
                 answer = await client.post("/v1/completions", json={"prompt": "The old"})
                 assert answer.json()["usage"]["completion_tokens"] == 3
                 texts.append(answer.json()["choices"][0]["text"])

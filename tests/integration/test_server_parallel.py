@@ -1,4 +1,4 @@
-"""`entropykv serve --parallel`: many clients at a time, in one budget."""
+"""`entropykv serve --parallel` answers many clients at a time, in one budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.running_server import KEY, N_CTX, Server
 
-# Equal budgets: nothing is evicted, so that answers do not hang on who else is there.
+# With equal budgets nothing is evicted, so that answers do not depend on other requests.
 PARALLEL = ("--parallel", 3, "--kv-budget", 6000, "--kv-type", "f16", "--policy", "uniform")
 PROMPTS = ["The old garden", "Simon likes", "The house on the hill", "A cat and a dog", "In May"]
 ENDLESS = {"max_tokens": N_CTX - 100, "extra_body": {"min_tokens": N_CTX}}
@@ -36,7 +36,7 @@ def server() -> Iterator[Server]:
 
 @contextmanager
 def ended(server: Server) -> Iterator[openai.OpenAI]:
-    """A client of a server that ends well, whatever happens."""
+    """Yield a client of a server that ends without an error in any case."""
     try:
         with server.client() as client:
             yield client
@@ -76,7 +76,7 @@ def test_streams_are_interleaved(server: Server) -> None:
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(read, range(3)))
     starts, ends = [t[0] for t in times.values()], [t[-1] for t in times.values()]
-    assert max(starts) < min(ends)  # the last one has begun before the first one is done
+    assert max(starts) < min(ends)  # The last stream has begun before the first one is done.
     assert figure(server, "first_tokens_total") >= 3
     assert figure(server, "first_token_seconds_total") > 0
 
@@ -106,14 +106,14 @@ def test_choices_are_written_side_by_side_and_their_prompt_is_read_once(server: 
         assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (n_prompt, 180)
     assert len(ids) == 1
     first_end = min(len(order) - order[::-1].index(i) for i in range(3))
-    assert {0, 1, 2} == set(order[:first_end])  # all have begun before the first one ends
+    assert {0, 1, 2} == set(order[:first_end])  # All have begun before the first one ends.
     assert figure(server, "forked_total") >= 2
 
 
 def test_lists_of_prompts_and_choices_without_a_seed(server: Server) -> None:
     with server.client() as client:
         alone = [complete(client, prompt).choices[0].text for prompt in PROMPTS]
-        answer = complete(client, PROMPTS)  # more than are answered at a time
+        answer = complete(client, PROMPTS)  # More than are answered at a time.
         assert [choice.text for choice in answer.choices] == alone
         free = complete(client, PROMPTS[0], n=3, temperature=1.5)
         assert len({choice.text for choice in free.choices}) == 3
@@ -125,7 +125,9 @@ def test_lists_of_prompts_and_choices_without_a_seed(server: Server) -> None:
 
 
 def test_checkpoints_are_an_option_of_the_server() -> None:
-    """One conversation at a time that goes back after evictions; and none where they are off."""
+    """A single conversation rolls back after evictions with checkpoints, and cannot
+    without them.
+    """
     text = "In the garden there is a tree, and a bird sings. " * 40
     n_read = {}
     for limit in ("8MiB", "0"):
@@ -151,7 +153,7 @@ def test_the_next_turn_reads_only_what_is_new(server: Server) -> None:
             read = server.idle_figures(60)["prompt_tokens"] - before
             assert read < answer.usage.prompt_tokens / 4
         assert figure(server, "resumed_total") == resumed + len(texts)
-        assert figure(server, "conversations_swapped_out") > 0  # more than the 3 that fit
+        assert figure(server, "conversations_swapped_out") > 0  # More than the 3 that fit.
         assert figure(server, "conversations") >= len(texts)
 
 
@@ -280,7 +282,9 @@ def test_running_answers_end_before_the_server_does() -> None:
 
 
 def test_the_memory_of_large_requests_is_given_back() -> None:
-    """Each worker refuses a prompt of 140,000 tokens: their texts and tokens are gone at once."""
+    """Each worker refuses a prompt of 140,000 tokens: the memory of texts and tokens is freed at
+    once.
+    """
     server = Server("-np", 8, "--kv-budget", 256, "-t", 1, usual=("-c", 512))
     try:
         body = json.dumps({"prompt": "the cat sat. " * 20_000, "max_tokens": 1})

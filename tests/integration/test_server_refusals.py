@@ -1,4 +1,4 @@
-"""What `entropykv serve` refuses, by name; and the next request is right."""
+"""`entropykv serve` refuses requests by name, and the next request is answered."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_body_of_unknown_length_has_the_same_limit(server: Server) -> None:
     pieces = iter([b'{"prompt": "', *[b"a" * 2**20] * 10, b'"}'])
     try:
         status = server.post("/v1/completions", pieces).status_code
-    except httpx.WriteError:  # the server closed the connection before it was all written
+    except httpx.WriteError:  # The server closed the connection before everything was written.
         return
     assert status == 413
 

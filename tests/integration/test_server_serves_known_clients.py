@@ -1,4 +1,4 @@
-"""What OpenAI's, llama-server's and llama_cpp.server's clients ask of `entropykv serve`."""
+"""`entropykv serve` serves the clients of OpenAI, llama-server and llama_cpp.server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 
 
 class Weather(BaseModel):
-    """What structured answers are parsed into."""
+    """The type of structured answers."""
 
     city: Literal["Rome", "Oslo"]
     sunny: bool

@@ -1,4 +1,4 @@
-"""Users of one server: each sees, and goes on from, only what the own key has asked."""
+"""Users of one server see, and continue, only what was asked with their own key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[POOL, ()], ids=["pool", "one"])
 def server(request: pytest.FixtureRequest, keys: Path) -> Iterator[Server]:
-    """Of a pool, and of one conversation at a time."""
+    """Run a server with a pool, or with one conversation at a time."""
     yield from served(*request.param, "--api-key-file", keys, "--show-text")
 
 
@@ -46,7 +46,7 @@ def asked(server: Server, key: str | None) -> httpx.Client:
 
 
 def tokens_read(server: Server, key: str | None, prompt: str, **options: Any) -> int:
-    """How many tokens of a prompt were read for an answer."""
+    """Return how many tokens of a prompt were read for an answer."""
     with asked(server, key) as client:
         before = client.get("/v1/kv").json()["prompt_tokens"]
         body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **options}
@@ -56,7 +56,7 @@ def tokens_read(server: Server, key: str | None, prompt: str, **options: Any) ->
 
 
 def first_pictures(server: Server, key: str) -> tuple[Any, Any]:
-    """What the page is shown at first: the model, and a picture."""
+    """Return what the page shows first: the model, and a picture."""
     found: list[Any] = []
     with asked(server, key) as client, client.stream("GET", "/v1/kv/stream") as answer:
         for line in answer.iter_lines():
@@ -113,7 +113,7 @@ def test_names_of_one_key_share_prefixes_unless_told_otherwise(keys: Path) -> No
 
 
 class Closing(Server):
-    """A server that ends where a test ends."""
+    """Define a server that ends with the test."""
 
     def close(self) -> None:
         assert self.end()[0] == 0
@@ -121,7 +121,7 @@ class Closing(Server):
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_texts_are_off_where_there_is_a_key(key: str | None) -> None:
-    """Without a key, on this machine's own address, they are on; also without the page."""
+    """Without a key, on this machine's own address, they are on, even without the page."""
     environment = {} if key is None else {"ENTROPYKV_API_KEY": key}
     with contextlib.closing(Closing(*POOL, "--web", "false", **environment)) as server:
         tokens_read(server, key, SECRET)
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_said_before_the_model_is_loaded(
 def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
     keys: Path, tmp_path: Path, parallel: int
 ) -> None:
-    """As a replica makes its app, without Ray in front of it."""
+    """The app is made as in a replica, without Ray."""
     model = ModelOptions(
         model=str(MODEL), n_ctx=2048, kv_budget="1500", n_threads=1, parallel=parallel
     )

@@ -1,4 +1,4 @@
-"""`entropykv run` with sessions on disk: they go on where they stopped."""
+"""`entropykv run` saves and loads sessions, which continue where they stopped."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_run_refuses_wrong_combinations(tiny_llama: Path, tmp_path: Path) -> Non
         (("--save-session", file), ("prompt is empty",)),
     ):
         result = run(tiny_llama, *arguments)
-        if "--load-session" in arguments and "400" in words:  # it was loaded before
+        if "--load-session" in arguments and "400" in words:  # It was loaded before.
             result.stderr = result.stderr.split("\n", 1)[1]
         assert_refused(result, *words)
     assert sorted(os.listdir(tmp_path)) == ["junk", "x.ekv"]
@@ -117,7 +117,7 @@ def test_a_chat_goes_on_with_another_turn(smollm2: Path, tmp_path: Path) -> None
 
 def test_ctrl_c_saves_what_was_written(smollm2: Path, tmp_path: Path) -> None:
     file = tmp_path / "x.ekv"
-    prompt = "Once upon a time, in a village by the sea,"  # does not end soon
+    prompt = "Once upon a time, in a village by the sea,"  # The model does not end its answer soon.
     options = ("-m", str(smollm2), "--no-chat", "--temp", "0", "-c", "4096", "-t", "1")
     command = [sys.executable, "-m", "entropykv.cli", "run", *options, "-p", prompt]
     with subprocess.Popen(
@@ -128,7 +128,7 @@ def test_ctrl_c_saves_what_was_written(smollm2: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as process:
         assert process.stdout is not None
-        start = process.stdout.read(1)  # it generates
+        start = process.stdout.read(1)  # The generation has begun.
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
@@ -148,7 +148,7 @@ def test_ctrl_c_while_the_prompt_is_read_saves_nothing(
     text = tmp_path / "text"
     text.write_text(prose, encoding="utf-8")
     options = ("-m", str(smollm2), "-f", str(text), "-c", "8192", "-ub", "16", "-t", "1")
-    terminal, stderr = pty.openpty()  # the progress bar is for people
+    terminal, stderr = pty.openpty()  # The progress bar appears only in a terminal.
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "entropykv.cli", "run", *options, "--save-session", str(file)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
@@ -157,12 +157,12 @@ def test_ctrl_c_while_the_prompt_is_read_saves_nothing(
         while "reading" not in errors:
             errors += os.read(terminal, 1000).decode()
         process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # the other end is closed
+        with contextlib.suppress(OSError):  # The other end is closed.
             while shown := os.read(terminal, 1000):
                 errors += shown.decode()
         process.wait(timeout=60)
     os.close(terminal)
     assert process.returncode == 130, errors
     note = f"interrupted while the prompt was read: {file} is not written"
-    assert note in " ".join(errors.split())  # a terminal gets it in lines
+    assert note in " ".join(errors.split())  # In a terminal, it is wrapped.
     assert os.listdir(tmp_path) == ["text"]

@@ -1,4 +1,4 @@
-"""Sessions on disk: what is loaded goes on as if it had never ended."""
+"""A loaded session continues as if it had never ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_same_numbers_as_without_a_break(
         expected = future(session)
     assert contents.n_entries == kept
     with session_of(path, **options) as session:
-        session.decode(tokens_for(120, seed=8))  # forgotten by the load
+        session.decode(tokens_for(120, seed=8))  # Loading discards these tokens.
         assert session.load(file) == contents
         assert contents.chat is True
         stats = session.stats()
@@ -85,7 +85,7 @@ STEPS = st.lists(
 
 
 def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
-    """Take steps; return the tokens that the session should know of."""
+    """Execute steps; returns the tokens that the session should have."""
     read: list[int] = []
     for action, value in steps:
         if action == "decode":
@@ -99,7 +99,7 @@ def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
         elif action == "resize":
             session.resize(value)
         elif action == "truncate":
-            with contextlib.suppress(ContextError):  # the flat store cannot return everywhere
+            with contextlib.suppress(ContextError):  # The flat store cannot roll back everywhere.
                 session.truncate(int(value * session.position))
             del read[session.position :]
         elif action == "reset":
@@ -171,7 +171,7 @@ def test_an_empty_session_and_one_without_logits(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize(("store", "policy"), STORES)
 def test_other_budgets(tiny_llama: Path, store: str, policy: str) -> None:
-    """A smaller one evicts as resize() does; a larger one keeps all."""
+    """A smaller budget evicts as resize() does; a larger one keeps everything."""
     options = {"store": store, "policy": policy, "n_ubatch": 64}
     with session_of(tiny_llama, **options) as session:
         session.decode(tokens_for(200))

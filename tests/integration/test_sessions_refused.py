@@ -1,4 +1,4 @@
-"""Saved sessions that cannot be loaded: other models, lies and damage change nothing."""
+"""Saved sessions of other models, false values and damage are refused, and change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_other_models_and_settings(tiny_llama: Path, tiny_bitnet: Path, tmp_path
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(200))
         data = session.save_state()
-    twin = tmp_path / "twin.gguf"  # the same header, other weights
+    twin = tmp_path / "twin.gguf"  # It has the same header, but other weights.
     write_llama(twin, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32", seed=1)
     for path, options, words in (
         (tiny_bitnet, {}, "another model file"),
@@ -60,7 +60,7 @@ def test_a_flat_session_that_needs_more_cells(tiny_llama: Path) -> None:
 
 
 def test_lies_under_a_right_digest(tiny_llama: Path) -> None:
-    """Nothing in a file is trusted because its digest is right."""
+    """A correct digest does not make a value trusted."""
 
     def change(**values: Any) -> Callable[[dict[str, Any]], None]:
         return lambda contents: contents.update(values)

@@ -1,4 +1,6 @@
-"""Saving and restoring what a slot holds: POST /slots/{id}?action=save, as at llama-server."""
+"""A slot's conversation can be saved and restored: POST /slots/{id}?action=save, as in
+llama-server.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def complete(server: Server, prompt: str, key: str = KEYS[0]) -> Any:
 
 
 def slot_of_latest(server: Server, key: str = KEYS[0]) -> int:
-    """The number of a slot that holds a conversation of the key's user."""
+    """Return the number of a slot that holds a conversation of the key's user."""
     for number in range(2):
         answer = ask(server, f"/slots/{number}?action=save", {"filename": "probe"}, key)
         if answer.status_code == 200:

@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct."""
+"""A real model works: SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.logits import kl_divergence
 
 
 def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> None:
-    """Rounding is chaotic through quantised weights: distances are compared on average."""
+    """Rounding errors are chaotic in quantised weights, so distances are compared on average."""
     plain = StockSession(str(smollm2), n_ctx=512, n_threads=2, flash=False)
     flash = StockSession(str(smollm2), n_ctx=512, n_threads=2)
     ours_to_plain, ours_to_flash, flash_to_plain = [], [], []
@@ -32,18 +32,20 @@ def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> N
             flash_to_plain.append(kl_divergence(reference, fast))
     plain.close()
     flash.close()
-    # Of single texts, up to 0.0045 with products by AVX2 and 0.0051 with AVX-512 VNNI.
+    # For single texts, up to 0.0045 with products by AVX2 and 0.0051 with AVX-512 VNNI.
     assert max(ours_to_plain + ours_to_flash) <= 0.006
-    # Products round activations with scales of their own, which adds to what attention differs by.
+    # Our products round activations with their own scales, which adds to the difference of
+    # attention.
     assert np.mean(ours_to_plain) <= 1.15 * np.mean(flash_to_plain)
 
 
 def test_greedy_text_agrees_with_stock(smollm2: Path) -> None:
-    """200 tokens: stock's own choice, or one that stock ranks equal up to rounding.
+    """Each of 200 tokens is stock's own choice, or one that stock ranks equal up to rounding.
 
-    How often two choices are that near is the text's: stock's two ways of attention tell.
+    How often two choices are that close depends on the text; stock's two implementations of
+    attention show it.
     """
-    rounding = 0.5  # logits of stock with and without flash attention differ by 0.15 on average
+    rounding = 0.5  # Logits of stock with and without flash attention differ by 0.15 on average.
     with Session(smollm2, n_ctx=512, kv_type="f16", n_threads=2) as session:
         tokens = session.tokenize("Once upon a time, in a village by the sea,")
         ours = list(session.generate(tokens, max_tokens=200))
@@ -64,7 +66,7 @@ def test_greedy_text_agrees_with_stock(smollm2: Path) -> None:
 
 
 def test_quality_at_a_fifth(smollm2: Path, prose: str) -> None:
-    """The protocol of `entropykv eval` on one text."""
+    """The protocol is that of `entropykv eval` on one text."""
     stock = StockSession(str(smollm2), n_ctx=2304, n_threads=2)
     tokens = stock.tokenize(prose)[:2304]
     stock.decode(tokens[:2048])
@@ -116,6 +118,6 @@ def test_evictions_cost_little(smollm2: Path, prose: str) -> None:
         stats = session.stats()
     assert n_generated == stats.generated_tokens
     assert stats.evictions > 0
-    # One percent where the machine is idle; this machine may not be.
+    # It is one percent on an idle machine; this machine may be busy.
     assert stats.eviction_seconds < 0.05 * (stats.prompt_seconds + stats.decode_seconds)
     assert np.isclose(stats.kv_bytes_full, 30 * 3 * 256 * (1900 + n_generated - 1))

@@ -1,4 +1,4 @@
-"""Conversations that leave a pool for others and come back, and forks."""
+"""Conversations are swapped out of a pool and in again, and can be forked."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
 
 
 def test_parked_windows_go_back_no_further_than_they_can(tmp_path: Path) -> None:
-    """What has left a window is not swapped: the text must be read again, and a session says so."""
+    """Entries outside a window are not swapped: the text must be read again, and the session says
+    so.
+    """
     models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / "windows.gguf"
     write_known(path, models["gemma3"])
@@ -89,7 +91,7 @@ def test_where_nothing_more_can_be_parked_the_newcomer_is_refused(model: Path) -
             second.decode([1])
         assert (
             first.position == len(first.tokens) == len(PROMPTS[0]) + 2
-        )  # and nobody lost anything
+        )  # No session lost anything.
         written(first, [int(rows[-1].argmax())], 1)
         first.close()
         second.decode([1])
@@ -145,7 +147,7 @@ def test_a_fork_goes_on_from_what_was_read(model: Path) -> None:
 @pytest.mark.parametrize("policy", ["uniform", "adaptive", "streaming", "layer"])
 @pytest.mark.parametrize("tokens", [N_CTX, 96])
 def test_a_fork_is_the_same_conversation_to_the_bit(model: Path, tokens: int, policy: str) -> None:
-    """Also where both evict, and what they share has to leave the pool meanwhile."""
+    """This holds even if both evict, and if their shared pages have to leave the pool meanwhile."""
     options: dict[str, Any] = {"kv_budget": tokens, "policy": policy, "checkpoints": 0}
     with pool_of(model, n_sequences=2, **options) as pool:
         steps = Steps(pool)
@@ -173,12 +175,12 @@ def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
         forks = [first.fork() for _ in range(3)]
         assert pool.stats().kv_bytes_now == alone
         together([first, *forks], [[7], [8], [9], [10]], 4)
-        # Each has its own last page of every KV head, and at most one more, and nothing else.
+        # Each fork has its own last page of every KV head, and at most one more.
         n_heads = 3 * 2
         page = first._slot.headwise.sharing.plan.page_bytes
         assert pool.stats().kv_bytes_now <= alone + 4 * 2 * n_heads * page < 2 * alone
         first.close()
-        rows = [fork.decode([5]) for fork in forks]  # what they share is still theirs
+        rows = [fork.decode([5]) for fork in forks]  # The shared pages are still theirs.
         for fork in forks:
             fork.close()
         assert len(rows) == 3
@@ -195,11 +197,11 @@ def test_idle_conversations_stay_in_the_pool_while_there_is_room(
         page_bytes = pool.stats().kv_bytes_now
         written(second, PROMPTS[3], 1)
         assert not first.is_live
-        assert pool.stats().kv_bytes_now > page_bytes  # both are in it
+        assert pool.stats().kv_bytes_now > page_bytes  # Both are in the pool.
         outside = pool.stats().swapped_bytes
         assert outside < page_bytes / 8
         second.reset()
-        written(second, [3] * 400, 1)  # needs the pages of the other one
+        written(second, [3] * 400, 1)  # It needs the pages of the other one.
         assert pool.stats().swapped_bytes > 2 * outside
         found = written(first, [int(row.argmax())], 5)
     with pool_of(model, n_sequences=1, kv_budget=N_CTX, policy="uniform") as single:

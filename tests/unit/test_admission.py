@@ -1,4 +1,4 @@
-"""What requests may cost, and that nobody else waits for one that is slow, long, or malformed."""
+"""Requests have limits, and a slow, long or malformed one delays no other request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from entropykv.server.turns import TurnMiddleware
 
 @dataclass(eq=False)
 class FakeLlama:
-    """Holds one conversation, or is one of those that a pool has."""
+    """Fake a model that holds one conversation, or one of several conversations of a pool."""
 
     checkpoint: Any = None
     caller: Any = None
@@ -62,7 +62,7 @@ class FakeLlama:
 
     def interrupt(self) -> None:
         self.interrupts += 1
-        if self.interrupts > 1:  # the first one came before it waited
+        if self.interrupts > 1:  # The first interruption came before the job waited.
             self.interrupted.set()
 
 
@@ -187,7 +187,7 @@ def test_a_request_may_have_so_many_jobs() -> None:
     few = Admission(Limits(max_jobs=10, max_waiting=4), n_slots=2)
     few.check(6)
     with pytest.raises(RequestError, match="6 are the most here"):
-        few.check(7)  # 429 would tell the client to try again, for ever
+        few.check(7)  # Status 429 would make the client try again forever.
 
 
 def test_prompts_times_n_are_jobs() -> None:
@@ -215,7 +215,7 @@ def test_waiting_is_counted_in_jobs() -> None:
 
 
 def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
-    """Between its last check and its waiting for room, nobody hears of a call to stop."""
+    """A call to stop is lost between the job's last check and its waiting for room."""
     llama = FakeLlama(prefix_cache=object())
     engine = engine_of(llama)
     engine.prefix_cache = None
@@ -239,7 +239,7 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
 
 
 def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends while it is being stopped makes room for another in the same model."""
+    """A job that ends while it is being stopped makes room for another one in the same model."""
     llama = FakeLlama(prefix_cache=object())
     engine = engine_of(llama)
     stopped = []
@@ -276,7 +276,7 @@ def test_seconds_of_a_request_go_by_while_it_waits() -> None:
         with pytest.raises(RequestError) as caught:
             await engine.generate_all([Job(lambda _: None, None, None)])
         assert caught.value.status_code == 504
-        assert time.monotonic() - start < 5  # and not when its turn has come
+        assert time.monotonic() - start < 5  # It must not last until the turn would have come.
         release.set()
         await first
 
@@ -314,7 +314,7 @@ def piece(body: bytes, *, more: bool = False) -> dict[str, Any]:
 
 
 async def status_of(app: Any, asked: dict[str, Any], *messages: dict[str, Any]) -> int:
-    """Return the status that an ASGI app answers; the client sends nothing after the messages."""
+    """Return the status of an ASGI app's answer; the client sends nothing after the messages."""
     rest, seen = list(messages), []
 
     async def receive() -> dict[str, Any]:
@@ -353,11 +353,11 @@ def test_bodies_have_limits_of_bytes_and_seconds() -> None:
     with admission.body() as other:
         other.add(b"1234")
         assert status(piece(b"123456789")) == 503
-    assert status(piece(b"123456789")) == 200  # nothing of those that were refused is still counted
+    assert status(piece(b"123456789")) == 200  # Refused bodies are no longer counted.
 
 
 def test_a_slow_upload_holds_nobodys_turn(tmp_path: Path) -> None:
-    """Where one model is for all, their turn was taken before the body had arrived."""
+    """With a single model, the turn was once taken before the body had arrived."""
     engine = engine_of(FakeLlama(), client_seconds=60)
     conversations = Conversations(tmp_path, 1 << 20)
     turns = TurnMiddleware(echo, engine=engine, conversations=conversations, replica="one")
@@ -374,7 +374,7 @@ def test_a_slow_upload_holds_nobodys_turn(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
-    """Its turn came all the same, and its conversation was loaded for it."""
+    """Its turn once came all the same, and its conversation was loaded for it."""
     engine = engine_of(FakeLlama())
     release = asyncio.Event()
     inside = []
@@ -437,7 +437,7 @@ def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(tmp_path: Path)
         ("127.0.0.1", None, "localhost", 200),
         ("127.0.0.1", None, "app.localhost:8000", 200),
         ("::1", None, "[::1]:8000", 200),
-        ("127.0.0.1", None, "192.168.1.5:8000", 200),  # no page's name is an address
+        ("127.0.0.1", None, "192.168.1.5:8000", 200),  # An address is never the name of a web page.
         ("127.0.0.1", None, "evil.example", 403),
         ("127.0.0.1", None, "evil.example:8000", 403),
         ("127.0.0.1", None, "localhost.evil.example", 403),

@@ -1,4 +1,4 @@
-"""Attention over pages against the numpy oracle: every kernel, every kind of layer."""
+"""Attention over pages equals the numpy oracle: every kernel, every kind of layer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_v_cannot_be_more_than_the_k_that_it_is_a_part_of() -> None:
 def test_layers_that_attend_to_the_same_entries(
     kernel: str, kv_type: str, n_readers: int, group: int, window: dict[str, Any]
 ) -> None:
-    """Each sees all that the first one sees, and what they give to an entry adds up."""
+    """Each layer sees everything that the first one sees, and what they give to an entry
+    adds up.
+    """
     layer = Layer(kernel, kv_type, group=group, readers=n_readers, slack=2.0, **window)
     layer.check([70, 1, 5, 1, 1, 1, 130])
 
@@ -99,7 +101,7 @@ def test_query_heads_share_a_kv_head(kernel: str, kv_type: str, n_head_kv: int, 
         [1] * 70,
         [130, 7, 1, 1, 33, 1],
         [1, 200, 2, 64, 65, 1, 63],
-        [MAX_TOKENS] * 4 + [1, 2, 1, 150, 1],  # beyond 1024 entries decode splits otherwise
+        [MAX_TOKENS] * 4 + [1, 2, 1, 150, 1],  # Beyond 1024 entries, decode is split differently.
     ],
     ids=lambda batches: "_".join(map(str, batches[:7])),
 )
@@ -198,9 +200,10 @@ def test_entropy_of_equal_logits_is_the_logarithm_of_what_is_seen(
 @each_type
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
 def test_large_logits(kernel: str, kv_type: str, softcap: float) -> None:
-    """Logits far beyond what e^x can hold: softmax is all but a choice of one."""
-    # float32 logits of 1000 are off by 1e-4: so is a weight, where two are close. A query of 16-bit
-    # integers (q8_0) moves them by another 1e-2, its keys of 8 bits by several.
+    """Logits are far beyond what e^x can represent: softmax nearly selects a single entry."""
+    # Float32 logits of 1000 have an error of 1e-4, and so have weights if two logits are close. A
+    # query rounded to 16-bit integers (q8_0) changes them by another 1e-2, keys rounded to 8 bits
+    # by several.
     atol, rtol = (2e-3, 1e-5) if kv_type == "f16" else (2e-2, 1e-2)
     layer = Layer(kernel, kv_type, query_size=300.0, slack=5.0, importance_rtol=rtol)
     logits = layer.normal(4) * 500
@@ -239,14 +242,15 @@ def test_kernels_agree(kv_type: str, batches: list[int]) -> None:
 
 
 def test_rounding_of_the_oracle() -> None:
-    """The oracle itself: f16 and q8_0 as ggml rounds them."""
+    """The oracle itself rounds f16 and q8_0 as ggml does."""
     values = np.array([1.0, 1.0 + 2**-11, 1.0 + 3 * 2**-11, 1e6, -1e30, 2**-25, 2**-24])
     np.testing.assert_array_equal(
         round_f16(values), [1.0, 1.0, 1.0 + 2**-9, 65504.0, -65504.0, 0.0, 2**-24]
     )
     row = np.zeros((1, 64))
-    row[0, :5] = [127.0, 0.5, -0.5, 1.49, -2.5]  # the scale is 1: halves go away from zero
-    row[0, 32] = 63.5  # another block, with a scale of a half
+    # The scale is 1: halves are rounded away from zero.
+    row[0, :5] = [127.0, 0.5, -0.5, 1.49, -2.5]
+    row[0, 32] = 63.5  # Another block, with a scale of a half.
     row[0, 33] = 0.26
     rounded = round_q8_0(row)
     np.testing.assert_array_equal(rounded[0, :5], [127.0, 1.0, -1.0, 1.0, -3.0])

@@ -1,4 +1,4 @@
-"""Plans: how a budget is read, and what it means for entries, cells and bytes."""
+"""A budget is parsed, and planned as entries, cells and bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_flat_plan_by_hand() -> None:
         positions, 4, _core.ScoreKind.streaming, 0.0, n_sinks=1, recent_window=1
     )
     assert kept.tolist() == [0, 8, 9, 20]
-    assert removed == [(1, 8)]  # holes inside a range cost nothing
+    assert removed == [(1, 8)]  # Holes inside a removed range cost nothing.
     assert _core.plan_flat_eviction([], 4, _core.ScoreKind.recency, 0.0, 1, 1)[1] == []
 
 
@@ -58,6 +58,22 @@ def test_flat_plan_is_that_of_the_oracle(
     assert not gone & set(kept.tolist())
     assert gone | set(kept.tolist()) >= set(positions)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(removed))
+
+
+@given(
+    st.sets(st.integers(0, 2**20), min_size=1, max_size=80).map(sorted),
+    st.integers(0, 90),
+    st.floats(0.0, 2.0, width=32),
+)
+def test_the_recency_score_keeps_the_newest_as_streaming_does(
+    positions: list[int], keep: int, variation: float
+) -> None:
+    """README_ENTROPY_KV's score falls with the distance, its bonus included."""
+    plans = [
+        _core.plan_flat_eviction(positions, keep, kind, variation, n_sinks=1, recent_window=1)
+        for kind in (_core.ScoreKind.streaming, _core.ScoreKind.recency)
+    ]
+    assert plans[0][0].tolist() == plans[1][0].tolist()
 
 
 # reading a budget
@@ -118,7 +134,7 @@ def test_a_headwise_plan_fits_its_bytes_and_its_pool(n_bytes: int, n_ctx: int, k
     pages = [per_page[0]] * 2 + [per_page[1]] * 4
     reference.check_shares(flat, plan.mean_entries, n_ctx, plan.protection.entries, pages)
     more = sum(_core.pages_for(plan.mean_entries + 1, n) for n in pages) * plan.page_bytes
-    assert plan.mean_entries == n_ctx or more > n_bytes  # nothing is wasted
+    assert plan.mean_entries == n_ctx or more > n_bytes  # No budget is wasted.
 
 
 @given(st.floats(0.05, 1.0), st.integers(256, 4096))
@@ -149,7 +165,7 @@ def test_bytes_for_the_whole_context_give_the_whole_context() -> None:
 
 
 def check_smallest(plan: Callable[[Budget], HeadwisePlan | FlatPlan], error: BudgetError) -> None:
-    """The tokens and the bytes that the message states work, and one less does not."""
+    """Check that the tokens and the bytes in the message work, and that one less does not."""
     match = re.search(r"is (\d+) tokens \((\d+) bytes\)", str(error))
     assert match is not None
     for budget in (Budget("tokens", int(match[1])), Budget("bytes", int(match[2]))):

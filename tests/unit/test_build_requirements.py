@@ -1,4 +1,4 @@
-"""What the build asks of the machine, and which llama-cpp-python it is built against."""
+"""The build checks the machine, and finds the llama-cpp-python to build against."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_the_users_llama_cpp_python_counts_and_not_the_builds(tmp_path: Path) -> None:
-    """Pip shows a build its own packages by PYTHONPATH."""
+    """Pip shows its own packages to a build through PYTHONPATH."""
     fake = tmp_path / "llama_cpp"
     (fake / "lib").mkdir(parents=True)
     (fake / "__init__.py").touch()

@@ -1,4 +1,6 @@
-"""CacheOptions: what every door takes, checked once, and what follows from it for a model."""
+"""CacheOptions accepts the same options at every entry point, checks them once, and resolves them
+for a model.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ NAMES = {each.name for each in dataclasses.fields(CacheOptions) if each.init}
 
 
 def test_the_names_of_arguments_are_those_of_the_fields() -> None:
-    """PoolArguments is written by hand, for type checkers: it has all fields, of their types."""
+    """PoolArguments is written by hand, for type checkers: it has all fields with their types."""
     fields = get_type_hints(CacheOptions)
     arguments = get_type_hints(PoolArguments)
     assert arguments == {name: fields[name] for name in NAMES}
@@ -138,7 +140,8 @@ def test_checkpoints_of_one_conversation_need_a_pool_of_one(tiny_llama: Path) ->
         read.append(llm.kv_stats().prompt_tokens - before)
         assert texts[0] == texts[1]
         llm.close()
-    assert read == [80, 0]  # evicted since, so that one without any reads all of it again
+    # Entries were evicted since, so that a session without checkpoints reads everything again.
+    assert read == [80, 0]
 
 
 def test_options_reach_a_session_whole(tiny_llama: Path) -> None:
@@ -160,7 +163,7 @@ def test_attach_leaves_to_the_model_what_is_its_own() -> None:
 
 
 def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
-    """Every figure of the config, before anything is loaded, is that of the session."""
+    """Every figure of the config, known before anything is loaded, equals that of the session."""
     for options in (
         CacheOptions(n_ctx=96, kv_budget=0.5),
         CacheOptions(n_ctx=96, kv_budget=48, freeze="ram"),
@@ -195,7 +198,7 @@ def test_a_recipe_refuses_what_does_not_go_together(tiny_llama: Path) -> None:
 
 
 def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Entries that are frozen change the policy that auto stands for, and the micro-batch."""
+    """Frozen entries change the policy that auto chooses, and the micro-batch."""
     common = ["plan", "-m", str(tiny_llama), "-c", "96", "--kv-budget", "0.5", "--json"]
     assert main(common) == 0
     alone = json.loads(capsys.readouterr().out)

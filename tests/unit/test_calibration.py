@@ -75,7 +75,7 @@ def test_the_beginning_of_every_text_comes_first() -> None:
     assert more[:4] == excerpts
     assert len(more) == 1 + 5 + 3 + 2
     assert sum(len(excerpt.tokens) for excerpt in more) == 109
-    for excerpt in more:  # halves are of different texts
+    for excerpt in more:  # The halves consist of different texts.
         assert excerpt.half == next(e.half for e in excerpts if e.tokens[0] == excerpt.tokens[0])
 
 

@@ -1,4 +1,4 @@
-"""The choices of one request, joined: indices, one id, and what they cost."""
+"""The choices of one request are joined: indices, a common id, and the sum of their tokens."""
 
 from __future__ import annotations
 

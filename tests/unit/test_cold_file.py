@@ -92,7 +92,7 @@ def refused(file: ColdFile, words: str) -> None:
 
 
 def rewritten(file: ColdFile, **change: Any) -> None:
-    """The same header with other fields, under a right digest."""
+    """Write the same header with other fields and a correct digest."""
     fields = {
         "magic": MAGIC,
         "version": VERSION,
@@ -256,7 +256,7 @@ def test_what_is_no_leftover_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    """Put there after the directory was listed."""
+    """The pipe is put there after the directory was listed."""
     path = tmp_path / "entropykv-1-pipe.cold"
     os.mkfifo(path)
     assert not cold_file._remove_leftover(str(path))

@@ -1,4 +1,6 @@
-"""The file of frozen entries beside those of other processes, live, killed and starting."""
+"""The file of frozen entries coexists with those of other processes: live, killed and starting
+ones.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_live_processes_side_by_side_and_one_that_was_killed(tmp_path: Path) -> 
     with process(tmp_path, WAIT) as child:
         theirs, leftovers = first_line(child)
         assert leftovers == "0"
-        more = create(tmp_path)  # of this process, too, only what nobody holds goes
+        more = create(tmp_path)  # Even of this process's files, only unlocked ones are removed.
         assert more.n_leftovers == 0
         more.close()
         assert names(tmp_path) == sorted(Path(path).name for path in (ours.path, theirs))

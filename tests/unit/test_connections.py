@@ -1,4 +1,4 @@
-"""Clients that do not take what they asked for, at a real socket."""
+"""A client that does not read its answer is disconnected, at a real socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_client_that_does_not_read_loses_its_connection() -> None:
         gone = asyncio.ensure_future(receive())
         while not (gone.done() and gone.result()["type"] == "http.disconnect"):
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
-            await asyncio.sleep(0)  # sending does not wait once the connection is lost
+            await asyncio.sleep(0)  # Sending does not wait once the connection is lost.
             if gone.done() and gone.result()["type"] == "http.request":
                 gone = asyncio.ensure_future(receive())
         ended.set()
@@ -41,7 +41,7 @@ def test_a_client_that_does_not_read_loses_its_connection() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         start = time.monotonic()
-        assert await reader.read(10)  # and not all that comes: its buffer is full soon
+        assert await reader.read(10)  # Only a part arrives, because the buffer is soon full.
         await asyncio.wait_for(ended.wait(), 20)
         seconds = time.monotonic() - start
         writer.transport.abort()

@@ -1,4 +1,4 @@
-"""What is told to llama.cpp's contexts."""
+"""Contexts of llama.cpp get the right parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from entropykv.llamacpp.context import decode_one_token
 
 
 def test_the_token_of_a_probe_lives_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is not given to what is made meanwhile."""
+    """Its memory must not be reused by objects that are created meanwhile."""
     seen = []
 
     def decode(_context: Any, batch: Any) -> int:

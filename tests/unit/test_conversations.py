@@ -25,7 +25,7 @@ from entropykv.server.users import Caller
 
 @dataclass(eq=False)
 class FakeLlama:
-    """Reads text; its sessions are that text."""
+    """Fake a model that reads text; its saved sessions are this text."""
 
     text: str = ""
     checkpoint: Any = None
@@ -126,11 +126,13 @@ def test_damage_and_failures_cost_no_answer(
 def test_least_recently_used_go_first(tmp_path: Path) -> None:
     llama, conversations = FakeLlama(), Conversations(tmp_path, 25)
     left = []
-    for number, name in enumerate("abac"):  # the second turn of a makes its file 20 bytes
+    # The second turn of conversation a makes its file 20 bytes long.
+    for number, name in enumerate("abac"):
         if not conversations.path(named(name)).exists():
             llama.text = ""
         turn(conversations, llama, name, "x" * 10)
-        os.utime(conversations.path(named(name)), ns=(number, number))  # clocks of files are coarse
+        # File times are too coarse to order the files.
+        os.utime(conversations.path(named(name)), ns=(number, number))
         left.append("".join(name for name in "abc" if conversations.path(named(name)).exists()))
     assert left == ["a", "ab", "a", "c"]
 

@@ -1,4 +1,4 @@
-"""Models of other shapes than BitNet's: llama, mistral, qwen2, qwen3; what cannot be served."""
+"""Models of other shapes than BitNet's are converted: llama, mistral, qwen2, qwen3; or refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_i2s_files_of_other_architectures(tmp_path: Path, model: I2sModel, layou
     fields = fields_of(target)
     assert fields["general.architecture"] == model.arch
     assert fields[f"{model.arch}.attention.head_count_kv"] == 2
-    assert fields["tokenizer.ggml.pre"] == "llama-bpe"  # stock llama.cpp refuses falcon_e
+    assert fields["tokenizer.ggml.pre"] == "llama-bpe"  # Stock llama.cpp refuses falcon_e.
     head = read_weights(target)["output.weight"]
     assert np.array_equal(head, model.extra["output.weight"])
 
@@ -74,7 +74,7 @@ def test_packed_directories_of_other_architectures(tmp_path: Path, model: I2sMod
     config = hf_config(model, tie_word_embeddings=False)
     source, target = write_hf(tmp_path / "hf", config, tensors), tmp_path / "o.gguf"
     convert(source, target, embedding_type="keep")
-    if model.arch == "qwen2":  # is written as llama
+    if model.arch == "qwen2":  # It is written as llama.
         heads = {"attn_q": model.n_head, "attn_k": model.n_head_kv}
         weights = read_weights(target)
         for name, ternary in model.ternary.items():
@@ -94,7 +94,8 @@ def test_packed_directories_of_other_architectures(tmp_path: Path, model: I2sMod
 def test_heads_follow_the_config(tmp_path: Path) -> None:
     tensors = hf_tensors(LLAMA) | {"lm_head.weight": LLAMA.embedding[::-1].copy()}
     target = tmp_path / "o.gguf"
-    convert(write_hf(tmp_path / "hf", hf_config(LLAMA), tensors), target)  # tied: not used
+    # With tied embeddings, the head is not used.
+    convert(write_hf(tmp_path / "hf", hf_config(LLAMA), tensors), target)
     assert "output.weight" not in read_weights(target)
     target.unlink()
     config = hf_config(LLAMA, tie_word_embeddings=False)

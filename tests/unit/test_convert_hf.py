@@ -1,4 +1,6 @@
-"""Hugging Face directories: storages, refusals, random damage. Nothing here needs torch."""
+"""Hugging Face directories are converted: storages, refusals, random damage; torch is not
+needed.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def test_bitlinear_divides_by_its_scale(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("online", [True, False])
 def test_master_weights_are_quantised_unless_dense(tmp_path: Path, online: bool) -> None:
-    """Masters that are ternary already: the mean is not their scale, the signs stay."""
+    """For masters that are already ternary, the mean is not their scale, but the signs are kept."""
     config = {**LINEAR, "quantization_mode": "online"} if online else None
     tensors = hf_tensors(TINY, packed=False)
     source = write_hf(tmp_path / "hf", hf_config(TINY, quantization_config=config), tensors)
@@ -222,7 +224,9 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
 )
 @given(data=st.data())
 def test_random_damage(tmp_path: Path, data: st.DataObject) -> None:
-    """Truncations and changed bytes of config.json, tokenizer.json and the header of the shard."""
+    """Files are truncated, and bytes of config.json, tokenizer.json and the shard's header
+    changed.
+    """
     source, target = tmp_path / "hf", tmp_path / "out.gguf"
     write_hf(source, hf_config(TINY), hf_tensors(TINY))
     name = data.draw(st.sampled_from(["config.json", "tokenizer.json", "model.safetensors"]))

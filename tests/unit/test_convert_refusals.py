@@ -1,4 +1,4 @@
-"""What convert refuses, by name and with nothing left behind."""
+"""Convert refuses by name what it cannot convert, and leaves no file behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(tiny: Path, target: Path, old: bytes, new: bytes, offset: int = 0) -> Path:
-    """A copy with `new` at `offset` behind the first `old`."""
+    """Return a copy with `new` at `offset` after the first `old`."""
     content = bytearray(tiny.read_bytes())
     start = content.index(old) + offset
     content[start : start + len(new)] = new

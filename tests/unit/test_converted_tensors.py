@@ -1,4 +1,4 @@
-"""What convert writes: exact weights, types that fit, metadata of the stock architecture."""
+"""Convert writes exact weights, types that fit, and metadata of the stock architecture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.i2s_files import I2sModel
 from tests.support.weights import assert_weights_are, read_weights
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
-WIDE = I2sModel(n_layer=1, n_embd=256, n_ff=544)  # rows of 544 need Q4_0
+WIDE = I2sModel(n_layer=1, n_embd=256, n_ff=544)  # Rows of 544 need Q4_0.
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,8 @@ def test_dense_weights_are_ternary_times_scale(tmp_path: Path, tiny: Path) -> No
     ("kind", "step"), [("q6_k", 1 / 32), ("q8_0", 1 / 127), ("f16", 0), ("f32", 0), ("keep", 0)]
 )
 def test_embeddings_are_quantised_row_by_row(tmp_path: Path, kind: str, step: float) -> None:
-    model = dataclasses.replace(WIDE, n_vocab=20_000, ternary={}, scales={})  # several chunks
+    # The embedding is read in several chunks.
+    model = dataclasses.replace(WIDE, n_vocab=20_000, ternary={}, scales={})
     source, target = model.write(tmp_path / "i2s.gguf"), tmp_path / "out.gguf"
     convert(source, target, embedding_type=kind)
     embedding = model.embedding.astype(np.float32)
@@ -80,7 +81,7 @@ def test_metadata_moves_to_the_architecture_of_stock(tmp_path: Path, tiny: Path)
     assert not [name for name in values if name.startswith("bitnet-")]
     assert values["tokenizer.ggml.pre"] == "llama-bpe"
     assert values["entropykv.activation"] == "relu2"
-    assert values["general.file_type"] == 2  # Q4_0: rows of 64 and 96
+    assert values["general.file_type"] == 2  # Q4_0, because rows have 64 and 96 values.
     assert values["tokenizer.ggml.tokens"][-1] == "<|end|>"
     assert len(values["tokenizer.ggml.tokens"]) == TINY.n_vocab
     assert values["tokenizer.ggml.merges"][0] == "a a"

@@ -1,4 +1,4 @@
-"""Arguments of the extension that cannot be: a ValueError, and the store goes on as it was."""
+"""Impossible arguments of the extension raise ValueError, and the store is unchanged."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_layer_or_head_that_is_not_there_is_named(place: int, layer: int, head
     store.track_entropy(on=True)
     store.capture_queries(on=True)
     attend(store, 5)
-    if place > 8 and 0 <= layer < 2:  # takes a layer alone
+    if place > 8 and 0 <= layer < 2:  # This function takes only a layer.
         return
     with pytest.raises(
         ValueError, match=r"layer -?\d+ of a store of 2|KV head -?\d+ of a layer of"

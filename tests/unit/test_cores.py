@@ -1,4 +1,4 @@
-"""How many threads may compute at once, on machines made of files."""
+"""Usable cores are counted on machines that are simulated by files."""
 
 from __future__ import annotations
 

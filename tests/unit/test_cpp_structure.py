@@ -1,4 +1,4 @@
-"""The house in C++: folders include those below them, and a class has a name of its own."""
+"""C++ folders include only folders below them, and every class has a unique name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ PACKAGE = ROOT / "python" / "entropykv"
 PICTURE = ROOT / "docs" / "structure.md"
 
 BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
-"""Folders whose files are compiled for several instruction sets, one of several classes of a name
-at a time."""
+"""Folders whose files are compiled once per instruction set, so that a class can exist several
+times.
+"""
 
 WRAPPED = {"Checkpoint", "FlatStore"}
-"""Classes of Python that wrap those of the same name in C++."""
+"""Python classes that wrap the C++ class of the same name."""
 
 FILES = sorted([*CPP.rglob("*.hpp"), *CPP.rglob("*.cpp")])
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(CPP).as_posix())
 
 
 def code_of(file: Path) -> str:
-    """Return the text of a file with comments and what is in quotes left out, line by line."""
+    """Return the lines of a file without comments and quoted text."""
     text = file.read_text(encoding="utf-8")
     return re.sub(
         r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'',
@@ -42,7 +43,7 @@ CONTAINER = re.compile(r"\b(namespace|class|struct|union|extern)\b")
 
 
 def kind_of(statement: str) -> str:
-    """Tell what a brace behind a statement opens: a container, a function, or values."""
+    """Tell what a brace after a statement opens: a container, a function, or values."""
     statement = statement.strip()
     statement = re.sub(r"\btemplate\s*<[^{}]*?>\s*(?=[\w\[])", "", statement)
     if CONTAINER.match(statement):
@@ -54,10 +55,10 @@ def kind_of(statement: str) -> str:
 
 
 class Definition:
-    """A function or a class of a file, and the one it stands in."""
+    """Hold a function or class of a file, and the one that contains it."""
 
     def __init__(self, kind: str, statement: str, container: Definition | None) -> None:
-        """Begin at an opening brace."""
+        """Start at an opening brace."""
         self.kind = kind
         self.statement = " ".join(statement.split())
         self.container = container
@@ -70,7 +71,7 @@ class Definition:
 
 
 def definitions(code: str) -> list[Definition]:
-    """Return functions and containers; what is inside of functions belongs to them."""
+    """Return functions and containers; nothing inside a function is returned separately."""
     reader = Reader()
     for character in code:
         reader.take(character)
@@ -78,7 +79,7 @@ def definitions(code: str) -> list[Definition]:
 
 
 class Reader:
-    """Read code character by character, and keep what its braces enclose."""
+    """Read code character by character, and collect the definitions in its braces."""
 
     def __init__(self) -> None:
         """Begin with the first line."""
@@ -120,7 +121,7 @@ class Reader:
 
 
 def folders() -> list[str]:
-    """Return the folders as the picture has them, the highest first."""
+    """Return the folders in the picture of docs/structure.md, the highest first."""
     picture = PICTURE.read_text(encoding="utf-8").split("\ncpp/\n")[1].split("```")[0]
     return re.findall(r"^  ([a-z]+)/ ", picture, flags=re.MULTILINE)
 
@@ -148,7 +149,7 @@ def classes() -> Iterator[tuple[Path, Definition]]:
 
 
 def test_a_class_name_is_there_once() -> None:
-    """Neither twice in C++ nor in C++ and in Python, unless the one wraps the other."""
+    """A class name occurs once in C++ and Python together, unless one class wraps the other."""
     ours = Counter(
         found.name
         for file, found in classes()
@@ -166,7 +167,7 @@ def test_a_class_name_is_there_once() -> None:
 
 
 def is_of_a_namespace(found: Definition) -> bool:
-    """Tell whether a class has a name of its own: neither within a class nor of one file alone."""
+    """Tell whether a class is at namespace level, neither within a class nor private to a file."""
     container = found.container
     while container is not None:
         if container.name or container.statement == "namespace":

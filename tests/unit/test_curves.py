@@ -60,7 +60,7 @@ def test_head_loss_is_that_of_the_oracle(
     np.testing.assert_allclose(loss.mass, mass, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(loss.dropped, dropped, rtol=1e-4, atol=1e-6)
     assert loss.whole == pytest.approx(whole, rel=1e-4)
-    assert loss.mass[-1] == 0.0  # more than there is: nothing is lost
+    assert loss.mass[-1] == 0.0  # More than there are entries: nothing is lost.
     assert loss.mass[0] > loss.mass[1] > loss.mass[2] > 0.0
 
 
@@ -91,7 +91,7 @@ def test_losses_of_a_layer_are_scaled_to_its_damage() -> None:
     knots, losses = scaled.knots(64, 60)
     assert (knots, losses[2::3]) == ([0.0, 8.0, 60.0], [0.0] * 6)
     of_heads = np.array(losses).reshape(3, 2, 3)
-    # 25 and 8 are what the heads of the first and the last layer lose together.
+    # The heads of the first and the last layer lose 25 and 8 together.
     expected = np.square(error) * np.array([0.5 / 25, 0.0, 2.0 / 8])[:, None, None]
     np.testing.assert_allclose(of_heads[:, :, :2], expected / expected.max())
     assert plain.knots(64, 60)[1][0] == 9.0
@@ -143,7 +143,7 @@ def test_curve_shares_are_those_of_the_oracle(
 
 
 def test_curve_shares_by_hand() -> None:
-    # the first head gains 0.1 an entry up to 4, the second 0.05 up to 10
+    # The first head gains 0.1 per entry up to 4, the second 0.05 up to 10.
     curves = [[0.5, 0.1, 0.0], [0.5, 0.3, 0.0]]
     knots = [0.0, 4.0, 10.0]
     flat = curves[0] + curves[1]
@@ -151,7 +151,7 @@ def test_curve_shares_by_hand() -> None:
     assert _core.curve_shares(knots, flat, 6.0) == pytest.approx([4.0, 2.0])
     assert _core.curve_shares(knots, flat, 16.0) == pytest.approx([6.0, 10.0])
     assert _core.curve_shares(knots, flat, 99.0) == pytest.approx([10.0, 10.0])
-    # a curve that is not convex: the hull leads over the hump
+    # A curve that is not convex: its hull skips the hump.
     assert _core.curve_shares(knots, [1.0, 1.0, 0.0, 0.9, 0.0, 0.0], 5.0) == pytest.approx([1, 4])
     # equal heads share equally
     assert _core.curve_shares([0.0, 8.0], [1.0, 0.0] * 4, 8.0) == pytest.approx([2.0] * 4)
@@ -223,7 +223,7 @@ def test_policy_profile_gives_more_where_more_is_lost() -> None:
     )
     first, second = plan.budgets[0]
     assert plan.protection.entries == 68
-    assert second == 80  # whole pages
+    assert second == 80  # Shares are whole pages.
     assert first == 176
     assert first + second <= 2 * 128
 

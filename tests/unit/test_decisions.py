@@ -1,4 +1,4 @@
-"""Pure decisions: which entries survive, and how weights become shares."""
+"""Pure decisions are right: which entries survive, and how weights become shares."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def survivors(*arguments: Any) -> list[int]:
     [
         ([5, 1, 4, 2, 3], 2, 0, 0, [0, 2]),
         ([5, 1, 4, 2, 3], 9, 0, 0, [0, 1, 2, 3, 4]),
-        ([1, 9, 9, 9, 1], 2, 0, 0, [1, 2]),  # ties: the earlier index
+        ([1, 9, 9, 9, 1], 2, 0, 0, [1, 2]),  # Of equal scores, the first index survives.
         ([1, 9, 9, 9, 1], 3, 1, 1, [0, 1, 4]),
-        ([9, 9, 9, 9, 9], 0, 1, 2, [0, 3, 4]),  # more are protected than may stay
+        ([9, 9, 9, 9, 9], 0, 1, 2, [0, 3, 4]),  # More entries are protected than may stay.
         ([0, 0, 0, 0, 0], 0, 0, 0, []),
         ([-3, -1, -2, -5, -4], 1, 0, 0, [1]),
     ],
@@ -48,7 +48,7 @@ scored = st.lists(
 def test_survivors_are_those_of_the_oracle(
     entries: list[tuple[float, int]], keep: int, n_sinks: int, recent: int
 ) -> None:
-    """Entries are in no order of positions."""
+    """Entries are not sorted by position."""
     scores = np.array([score for score, _ in entries], np.float32)
     positions = np.array([position for _, position in entries], np.int64)
     newest = int(positions.max(initial=0))
@@ -58,7 +58,8 @@ def test_survivors_are_those_of_the_oracle(
 
 
 def test_recency_score_by_hand() -> None:
-    # newest 100, no variation: alpha = 0.02, the newest tenth is a distance below 10
+    # The newest position is 100, without variation: alpha = 0.02, and the newest tenth has
+    # distances below 10.
     assert _core.recency_score(100, 100, 0.0) == pytest.approx(1.5)
     assert _core.recency_score(91, 100, 0.0) == pytest.approx(math.exp(-0.18) + 0.5)
     assert _core.recency_score(90, 100, 0.0) == pytest.approx(math.exp(-0.2))
@@ -124,7 +125,7 @@ def test_what_heads_with_a_limit_cannot_use_goes_to_the_others(
     by_curves = _core.share_by_curves(mean, most, floor, pages, knots, losses, limits)
     for budgets in (by_weights, by_curves):
         reference.check_shares(budgets, mean, most, floor, pages, limits)
-        # rounding to whole pages of entries, and within the pages of equal shares, aside
+        # Except for rounding to whole pages, and within the pages of equal shares.
         wanted = min(min(mean, most) * len(pages), sum(min(limit, most) for limit in limits))
         assert sum(budgets) >= wanted - 2 * sum(pages)
 
@@ -153,8 +154,8 @@ def test_the_head_of_another_weight_gets_no_less_or_no_more(
 
 def test_shares_follow_the_weights() -> None:
     budgets = _core.share_budget(100, 1000, 20, [4] * 4, [0.5, 0.5, 1.0, 2.0])
-    assert budgets == [60, 60, 100, 180]  # 20 + 80 * weight: whole pages as it happens
-    # a head with all it can use leaves the rest to the others
+    assert budgets == [60, 60, 100, 180]  # 20 + 80 * weight, which here are whole pages.
+    # A head that has all it can use leaves the rest to the others.
     assert _core.share_budget(100, 160, 20, [4] * 3, [1.0, 1.0, 8.0]) == [72, 68, 160]
 
 

@@ -1,4 +1,4 @@
-"""Names of the release before: they are taken once more, with a warning that says the new one."""
+"""Names of the previous release still work, with a warning that says the new name."""
 
 from __future__ import annotations
 

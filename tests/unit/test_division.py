@@ -11,7 +11,7 @@ from entropykv.policy.division import Claim, LossCurve, divide, equal_parts
 
 
 def curve(begin: float, *pieces: tuple[float, float]) -> LossCurve:
-    """Pieces of so many pages, each of which prevents so much."""
+    """Return a curve of pieces (pages, loss that a page prevents)."""
     return LossCurve(begin, *(np.array(values, float) for values in zip(*pieces, strict=True)))
 
 
@@ -99,7 +99,8 @@ def test_no_page_is_given_twice_and_nobody_gets_less_than_is_sure(
         sure = part if claim.curve is None else min(part, claim.floor)
         assert share >= min(claim.needed, sure)
     wanted = sum(claim.needed for claim in claims)
-    assert sum(found) >= min(pages, wanted) - len(claims)  # nothing that is needed lies idle
+    # No page that somebody needs is left unused.
+    assert sum(found) >= min(pages, wanted) - len(claims)
     if wanted <= pages:
         assert all(s >= c.needed for s, c in zip(found, claims, strict=True))
 

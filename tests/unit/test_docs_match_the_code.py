@@ -47,7 +47,7 @@ def test_files_that_the_code_names_are_there() -> None:
 
 
 def test_what_the_guide_does_not_run_has_a_reason() -> None:
-    """A reason that stands somewhere else than before a block would do nothing."""
+    """A reason that is not directly before a block has no effect."""
     for page in GUIDE.glob("*.md"):
         reasons = [block for block in blocks_of(page) if block.reason is not None]
         assert len(reasons) == len(REASON.findall(page.read_text(encoding="utf-8"))), page.name
@@ -60,7 +60,7 @@ def test_decisions_are_listed() -> None:
 
 
 def test_the_version_stands_once() -> None:
-    """The changelog's newest section is that of the version to come, or of the one that is."""
+    """The changelog's newest section is that of the coming version, or of the current one."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     version = re.findall(r'^version = "(.+)"$', project, flags=re.MULTILINE)
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ def test_the_version_stands_once() -> None:
 
 
 def test_pages_of_the_reference_come_from_the_code() -> None:
-    """In a process of its own: the extra docs may not be installed."""
+    """It runs in a separate process, because the extra docs may not be installed."""
     pytest.importorskip("mkdocs")
     script = (
         "import sys; sys.path.insert(0, 'docs'); import generated_pages as pages; "

@@ -1,4 +1,4 @@
-"""Pieces of `entropykv eval` that need no model."""
+"""Parts of `entropykv eval` work without a model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_metrics_are_those_computed_by_hand() -> None:
     first = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     second = 0.5 * math.log(0.5 / 0.1) + 0.5 * math.log(0.5 / 0.9)
     assert agreement.kl == pytest.approx((first + second) / 2, rel=1e-5)
-    assert agreement.top1 == 0.5  # a tie is the first one's
+    assert agreement.top1 == 0.5  # Of equal logits, the first token counts.
     assert agreement.perplexity_ratio == pytest.approx(0.5 / 0.25, rel=1e-5)
 
 

@@ -1,4 +1,6 @@
-"""The documents that the shipped model was trained on, and is asked about."""
+"""The documents that the shipped model was trained on are consistent, and so are their
+questions.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from training.words import NAMES
 
 
 def statements(words: list[str]) -> list[str]:
-    """Sentences of a document, without their ends."""
+    """Return the sentences of a document, without their full stops."""
     text = "".join(words).replace("\n", " ")
     return [sentence.strip() for sentence in text.replace(EOS, "").split(".")]
 

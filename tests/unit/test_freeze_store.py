@@ -93,15 +93,15 @@ def test_the_schedule_freezes_and_restores_as_the_document_says(
         for operation in todo:
             perform(pair, operation)
     except Undecided:
-        return  # what came before was checked
+        return  # The tokens before were checked.
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_the_schedule_by_hand(kv_type: str) -> None:
-    """Everything outside of the window is detected in every step that sees it.
+    """Every entry outside the window is detected in every step that sees it.
 
-    The 4th detection freezes for one step, the 16th for two. Frozen at t for one step: out of the
-    attention of t + 1, and back for t + 2.
+    The 4th detection freezes for one step, the 16th for two. An entry that is frozen at t for one
+    step is not seen at t + 1, and restored for t + 2.
     """
     rules = Rules("products", kv_type, N_SINKS, RECENT, schedule=Schedule(8, 1e9, 2.0, 0))
     pair = Pair(rules, [120] * len(HEADS))
@@ -112,7 +112,7 @@ def test_the_schedule_by_hand(kv_type: str) -> None:
             away.setdefault(int(position), []).append(pair.position - 1)
     assert not set(away) & set(range(N_SINKS))
     first = N_SINKS
-    # Its first detection is at first + 8; while it is frozen, there is none.
+    # Its first detection is at first + 8; while it is frozen, it is not detected.
     start, times, detections = first + 8, [], 0
     step = start
     while step < 60:
@@ -129,7 +129,9 @@ def test_the_schedule_by_hand(kv_type: str) -> None:
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_frozen_keys_turn_as_active_ones_do(where: str) -> None:
-    """Frozen, rebased and restored: the same keys as rebased without freezing."""
+    """After freezing, a rebase and restoring, keys equal those that were rebased without
+    freezing.
+    """
     rope = Rope(32)
     params = [_core.RopeParams(**rope._asdict())] * len(LAYERS)
     with tempfile.TemporaryFile() as file:
@@ -186,7 +188,7 @@ def test_no_room_changes_nothing() -> None:
     with tempfile.TemporaryFile() as file:
         store = store_of(Rules("streaming"), freeze_settings(descriptor=file.fileno()), ONE)
         store.set_budgets([20], pages_of([20], "f16", ONE), N_SINKS, RECENT)
-    # The descriptor is closed: nothing can be allocated.
+    # The descriptor is closed, so that nothing can be allocated.
     rows = np.ones((30, 2, 32), np.float32)
     with pytest.raises(_core.ColdStorageError):
         store.attend(0, rows, rows[:, :1], rows[:, :1], 1.0)

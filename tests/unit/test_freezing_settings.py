@@ -24,7 +24,7 @@ BEYOND = MOST_TOKENS + 1
 def test_the_defaults_are_the_document_s() -> None:
     freezing = Freezing()
     assert (freezing.window, freezing.rate) == (32, 2.0)
-    assert freezing.threshold is None  # that of the measure: 0.5 for the document's
+    assert freezing.threshold is None  # The default depends on the measure: 0.5 for the document's.
     assert freezing.recall_interval == 1
     assert (freezing.where, freezing.directory, freezing.limit_bytes) == ("ram", None, None)
 
@@ -94,7 +94,7 @@ def test_frozen_entries_are_never_wider_than_the_store_s(cold: str, hot: str) ->
         with pytest.raises(SettingsError, match=f"{cold}, wider than the store's {hot}; use"):
             freezing.type_for(hot)
     assert Freezing().type_for(hot) == hot
-    assert freezing.type_for("auto") == cold  # nobody knows yet
+    assert freezing.type_for("auto") == cold  # The type of the store is not known yet.
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_policy_freeze_freezes_into_memory() -> None:
 
 def test_of_several_policies_all_freeze_or_only_those_that_always_do() -> None:
     mixed = ["uniform", "rolling-freeze"]
-    assert parsed(policy=mixed) is None  # a session of policy rolling-freeze does by itself
+    assert parsed(policy=mixed) is None  # A session of policy rolling-freeze freezes by default.
     expected = Freezing(window=8, threshold=0.25, rate=1.0)
     assert parsed("--freeze", "ram", *SCHEDULE, policy=mixed) == expected
     with pytest.raises(SettingsError, match="--freeze-rate is of no use where nothing is frozen"):
@@ -172,7 +172,7 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
             assert session.freezing == expected
             assert session.stats().freeze == (None if expected is None else "ram")
             assert (session.trajectory is None) == (expected is None)
-            assert session._saved_settings().freeze == (expected and expected.kv_type)
+            assert session._saver._settings().freeze == (expected and expected.kv_type)
     with Session(
         tiny_llama, n_ctx=64, kv_type="f16", policy="rolling-freeze", n_threads=1
     ) as session:

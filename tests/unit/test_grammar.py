@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows; and that no grammar takes long, or cannot be stopped."""
+"""A grammar determines the allowed tokens; none takes long, and every search can be stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sets_of_words() -> st.SearchStrategy[Words]:
 def test_the_tokens_that_may_follow_are_those_that_words_go_on_with(
     words: Words, data: st.DataObject
 ) -> None:
-    """By derivatives, which know no stacks."""
+    """The expected tokens are computed by derivatives, which need no stacks."""
     walk = Walk(f"root ::= {words.gbnf()}", WORDS)
     for _ in range(6):
         expected = set()
@@ -134,7 +134,7 @@ def test_too_large_a_grammar_is_refused_at_once(grammar: str) -> None:
 
 
 def test_a_grammar_that_grows_ambiguous_is_refused_while_text_is_written() -> None:
-    """What a palindrome's middle may be doubles with every letter."""
+    """The number of possible middles of a palindrome doubles with every letter."""
     walk = Walk('root ::= [a] root root "b" | [a] root "b" | [a] root root "c" | [a]')
     with pytest.raises(ValueError, match="too ambiguous"):  # noqa: PT012
         for _ in range(40):
@@ -147,7 +147,7 @@ class _StopError(Exception):
 
 
 def test_a_search_is_stopped_by_what_the_poll_raises() -> None:
-    """Without any limit it would go on for hours."""
+    """Without any limit, the search would take hours."""
     stopped_at = time.monotonic() + 0.3
 
     def poll() -> None:

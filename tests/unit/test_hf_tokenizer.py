@@ -42,7 +42,7 @@ _LLAMA3 = (
 
 
 def split_first(*patterns: str, **last: Any) -> dict[str, Any]:
-    """A pre_tokenizer that splits at regular expressions, then into bytes."""
+    """Return a pre_tokenizer that splits at regular expressions, then into bytes."""
     steps = [{"type": "Split", "pattern": {"Regex": pattern}} for pattern in patterns]
     return {
         "type": "Sequence",
@@ -107,7 +107,7 @@ PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
 
 
 def sentencepiece_model(model_type: int, pieces: list[tuple[str, float, int]] = PIECES) -> bytes:
-    """The protobuf message, field by field."""
+    """Return the protobuf message, assembled field by field."""
     content = b""
     for text, score, kind in pieces:
         encoded = text.encode()
@@ -119,7 +119,7 @@ def sentencepiece_model(model_type: int, pieces: list[tuple[str, float, int]] = 
 
 
 def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    """Beside a tokenizer.json that is not byte-level, as 1bitLLM has it."""
+    """It is used next to a tokenizer.json that is not byte-level, as in 1bitLLM's models."""
     config = hf_config(TINY, bos_token_id=1, eos_token_id=2)
     source = write_hf(tmp_path / "hf", config, hf_tensors(TINY))
     write_tokenizer(source, pre_tokenizer=None)

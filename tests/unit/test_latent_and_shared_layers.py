@@ -1,4 +1,4 @@
-"""Layers whose V is a part of K, and layers with several readers, against the oracle's head."""
+"""Layers whose V is a part of K, and layers with several readers, equal the oracle."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAX_ENTRIES = 400
 N_SINKS = 3
 RECENT = 6
 N_HEAD, N_HEAD_KV = 4, 2
-OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # as in test_attention.py
+OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # The same as in test_attention.py.
 
 
 @dataclass
 class Layer:
-    """One layer in both stores, with a budget."""
+    """Hold one layer in the store and in the oracle, with a budget."""
 
     rules: Rules
     budget: int
@@ -44,7 +44,7 @@ class Layer:
     store: _core.HeadwiseStore = field(init=False)
 
     def __post_init__(self) -> None:
-        """Both empty."""
+        """Start with both empty."""
         self.random = np.random.default_rng(self.budget)
         shape = _core.LayerShape(
             N_HEAD, N_HEAD_KV, self.k_dim, self.v_dim, latent=self.latent, readers=self.readers
@@ -84,7 +84,7 @@ class Layer:
             parts = [
                 head.attend(queries[0][:, group], k[:, number], v[:, number], *self.at(options))
             ]
-            if self.latent:  # rounded as K, whose blocks are not those of V
+            if self.latent:  # V is rounded as a part of K, whose blocks differ from those of V.
                 head.v = head.k[:, : self.v_dim]
                 parts = []
             parts += [
@@ -159,7 +159,7 @@ def test_what_is_kept_is_what_the_oracle_keeps(
 
 @pytest.mark.parametrize(("latent", "readers"), [(True, 1), (False, 2)])
 def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
-    """Squared outputs that would be lost, relative to those of every reader."""
+    """Squared outputs that would be lost are relative to those of every reader."""
     rules = Rules("mass", "f16", N_SINKS, RECENT, decay=0.9, by_values=True)
     layer = Layer(rules, MAX_ENTRIES, latent, readers)
     knots = [0, 4, 16, 40]
@@ -174,7 +174,7 @@ def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
 
 
 def test_v_that_is_a_part_of_k_takes_no_bytes() -> None:
-    """An entry of multi-head latent attention is 576 values, positions and importance."""
+    """An entry of multi-head latent attention consists of 576 values, position and importance."""
     for kv_type, value_bytes in (("f16", 2.0), ("q8_0", 34 / 32)):
         latent = _core.LayerShape(16, 1, 576, 512, latent=True)
         page_bytes, (per_page,) = _core.page_geometry([latent], kv_type)

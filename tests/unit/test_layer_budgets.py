@@ -58,7 +58,9 @@ def test_heads_of_a_layer_choose_together(
     shared: bool,
     seed: int,
 ) -> None:
-    """By the sum of what they observed, half of the budget for sinks and the recent window."""
+    """They choose by the sum of what they observed; half of the budget is for sinks and recent
+    window.
+    """
     rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
     rules.observation_window = 128
     layers = Layers(rules, budgets, shared=shared, seed=seed)
@@ -108,7 +110,7 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     online = LayerEntropies(layers.store, LAYERS, MAX_ENTRIES, POLICIES[policy].rule)
     assert online.budgets(plan) is None
     observed: list[Any] = [[] for _ in LAYERS]
-    for n_tokens in (96, 40, 7, 1, 64):  # too short ones do not count
+    for n_tokens in (96, 40, 7, 1, 64):  # Micro-batches that are too short do not count.
         before = layers.position
         layers.attend(n_tokens)
         if changes_budgets(n_tokens, before, MAX_TOKENS):
@@ -134,7 +136,7 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     twin = LayerEntropies(Layers(Rules("mass"), [40] * 3).store, LAYERS, 400, POLICIES[policy].rule)
     layers.attend(1)
     online.observe(1, budgets_change=False)
-    assert online.budgets(plan) == shares  # until they change
+    assert online.budgets(plan) == shares  # The budgets have not changed yet.
     twin.load(online.state())
     assert twin.budgets(plan) == shares
     np.testing.assert_array_equal(twin.state(), online.state())

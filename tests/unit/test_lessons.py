@@ -1,4 +1,4 @@
-"""Lessons: what texts that are read twice show of KV heads, added up to loss curves."""
+"""Lessons from texts that are read twice add up to loss curves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENTROPIES = np.array([[1.0, 2.0], [3.0, 4.0]])
 
 
 def lessons_of(*seen: tuple[int, int, list[float], list[list[float]]]) -> Lessons:
-    """Two layers with two query heads and one KV head each."""
+    """Return lessons of two layers with two query heads and one KV head each."""
     lessons = Lessons(2, 2, 1)
     for n_tokens, end, knots, losses in seen:
         lessons.add(n_tokens, end, np.array(knots), np.array(losses), ENTROPIES)
@@ -19,7 +19,7 @@ def lessons_of(*seen: tuple[int, int, list[float], list[list[float]]]) -> Lesson
 
 
 def test_curves_go_by_shares_of_a_text() -> None:
-    """A text of half the length, with half as many entries, shows the same."""
+    """A text of half the length, with half as many entries, gives the same curves."""
     knots = [0.0, 256.0, 1024.0]
     losses = [[4.0, 1.0, 0.0], [1.0, 0.25, 0.0]]
     whole = lessons_of((100, LENGTH, knots, losses)).curves()
@@ -33,7 +33,9 @@ def test_curves_go_by_shares_of_a_text() -> None:
 
 
 def test_who_keeps_the_whole_text_loses_nothing() -> None:
-    """Beyond the last knot, losses fall to nothing at the text's end; knots beyond it count not."""
+    """After the last knot, losses fall to zero at the text's end; knots beyond the end do not
+    count.
+    """
     curves = lessons_of((10, LENGTH, [0.0, 512.0, 4096.0], [[1.0, 0.5, 0.9], [0.0, 0.0, 0.0]]))
     kept = np.square(curves.curves().output_error[0, 0])
     assert kept[5] == pytest.approx(0.5)

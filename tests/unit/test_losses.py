@@ -1,4 +1,4 @@
-"""What heads would lose with fewer entries, as it is measured."""
+"""Stores measure what heads would lose with fewer entries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_losses_are_those_of_the_oracle(
 def test_losses_by_hand() -> None:
     assert _core.losses_at([3.0, 1.0, 4.0, 2.0], [0, 1, 3, 4, 9]).tolist() == [10, 6, 1, 0, 0]
     assert _core.losses_at([], [0, 2]).tolist() == [0, 0]
-    # The octaves of 2 and of 0.5 have means of 3 and 0.5: that of 3 ranks below 4, above 1.
+    # The octaves of 2 and of 0.5 have means of 3 and 0.5: 3 ranks below 4 and above 1.
     assert _core.losses_at([4.0, 1.0], [0, 1, 2, 3], [2.0, 3.5, 3.5, 0.5, 0.0]).tolist() == (
         [14.5, 10.5, 7.5, 4.5]
     )
@@ -63,7 +63,7 @@ def test_measured_losses_are_those_of_the_oracle(
         np.testing.assert_allclose(actual, expected, rtol=5e-3, atol=1e-5 * expected.max())
     layers.store.measure_losses([])
     layers.attend(40)
-    assert (layers.store.losses().reshape(len(HEADS), -1) == actual).all()  # not measured
+    assert (layers.store.losses().reshape(len(HEADS), -1) == actual).all()  # Nothing was measured.
     assert not np.allclose(layers.losses, expected, rtol=1e-3)
 
 
@@ -78,7 +78,7 @@ def same_losses(layers: Layers) -> bool:
 @pytest.mark.parametrize("measure", ["mass", "attention", "expected"])
 @pytest.mark.parametrize("decay", [0.9, 0.99, 1.0])
 def test_losses_count_what_was_dropped(measure: str, decay: float) -> None:
-    """However it was dropped, and in saved sessions; but not of another text."""
+    """They count after any kind of eviction and in saved sessions, but not for another text."""
     rules = Rules(measure, "f16", N_SINKS, RECENT, decay=decay, by_values=True)
     layers = Layers(rules, [60, 30, 90], knots=KNOTS)
     layers.attend(MAX_TOKENS)

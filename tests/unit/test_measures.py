@@ -1,4 +1,4 @@
-"""Measures of importance and types of K and V: what their tables say, and what they refuse."""
+"""The tables of measures and of KV types are consistent, and unknown names are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_measure_has_a_row() -> None:
 
 
 def test_what_a_measure_means_is_not_guessed() -> None:
-    """Where Python could know better than the table, it says the same."""
+    """Where Python also knows a property, it equals that of the table."""
     facts = {m.name: (m.adds_up, m.of_echoes, m.turns_queries) for m in _core.measures()}
     assert facts == {
         "streaming": (False, False, False),
@@ -47,7 +47,7 @@ def test_what_a_measure_means_is_not_guessed() -> None:
 
 
 def test_an_unknown_measure_is_refused() -> None:
-    """Not taken for another one."""
+    """It must not be taken for another measure."""
     with pytest.raises(ValueError, match="a measure of importance that does not exist"):
         store_by(_core.ScoreKind(UNKNOWN))
     with pytest.raises(SettingsError, match="there is no measure 'weight' of importance"):

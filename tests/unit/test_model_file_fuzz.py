@@ -31,7 +31,7 @@ def header_size(tiny: Path) -> int:
 
 
 def type_offset(path: Path, tensor: str) -> int:
-    """Offset of the type number of a tensor with two dimensions."""
+    """Return the offset of the type number of a tensor with two dimensions."""
     return path.read_bytes().index(tensor.encode()) + len(tensor) + 4 + 16
 
 
@@ -55,7 +55,7 @@ def test_i2_s_files_are_told_apart(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_tensor_data_is_not_read(tmp_path: Path) -> None:
-    """8 GiB of weights that are a hole in the file cost neither time nor disk."""
+    """8 GiB of weights that are a hole in the file cost neither time nor disk space."""
     source = tmp_path / "source.gguf"
     write_llama(source, weight_type="F32")
     offset = source.read_bytes().index(b"token_embd.weight") + len(b"token_embd.weight") + 4
@@ -92,7 +92,7 @@ def test_large_arrays_are_refused_in_time(tmp_path: Path, item_type: int, count:
     start = time.process_time()
     with pytest.raises(ModelFileError, match=r"truncated or damaged|lacks general.architecture"):
         read_geometry(path)
-    assert time.process_time() - start < 5.0  # of the CPU: others do not count
+    assert time.process_time() - start < 5.0  # CPU time, so that other processes do not matter.
 
 
 def assert_read_or_refused(path: Path) -> None:

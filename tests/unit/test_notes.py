@@ -1,4 +1,4 @@
-"""Notes to the user: where lines end, and what is said of a busy machine."""
+"""Notes to the user are wrapped, and mention a busy machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTE = "the answer was cut after 1024 tokens; raise -n for longer ones, or ask a
 
 
 class Screen(io.StringIO):
-    """A terminal."""
+    """Fake a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -140,7 +140,7 @@ def test_what_a_session_is_asked_for_later(tiny_llama: Path) -> None:
 
 
 def test_an_impossible_budget_in_a_huge_context_is_refused_at_once(tiny_llama: Path) -> None:
-    """The smallest budget that would do is not looked for one by one."""
+    """The smallest possible budget is not searched one by one."""
     with pytest.raises(BudgetError, match="the smallest budget that holds them is 999999999 tok"):
         make_plan(
             tiny_llama,

@@ -1,4 +1,4 @@
-"""Budgets that follow the text: what is measured, and what follows from it."""
+"""Budgets that follow the text are computed from what is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONLINE = ("adaptive", "layer", "layer-range")
 
 
 def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
-    """Read micro-batches; the queries of KV head `loud` are spread over all, others' are not.
+    """Read micro-batches; queries of KV head `loud` attend to all entries, those of others do not.
 
     Returns the entropies of all rows, [layer][row].
     """
@@ -40,7 +40,7 @@ def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] |
             group = n_head // n_head_kv
             q = random.standard_normal((n, n_head, k_dim), np.float32) * 0.3
             k = random.standard_normal((n, n_head_kv, k_dim), np.float32)
-            k[:4, :, 0] += 40.0 if position == 0 else 0.0  # what all queries look at
+            k[:4, :, 0] += 40.0 if position == 0 else 0.0  # All queries attend to these entries.
             q[:, :, 0] = 3.0
             if loud is not None and loud[0] == layer:
                 q[:, loud[1] * group : (loud[1] + 1) * group, 0] = 0.0
@@ -78,7 +78,7 @@ def test_a_head_that_loses_more_gets_more(loud: tuple[int, int]) -> None:
 
 
 def test_losses_of_any_size_share_in_the_same_way() -> None:
-    """Only ratios count: sums of |q.k| are not limited."""
+    """Only ratios count, because sums of |q.k| have no limit."""
     plan = plan_for("adaptive", 100)
     _, online = adaptive(plan)
     losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 3)))[:, ::-1]
@@ -95,7 +95,9 @@ def test_losses_of_any_size_share_in_the_same_way() -> None:
 
 @pytest.mark.parametrize("growth", [1.0, 2.5, 7.0, 1e6])
 def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
-    """It is what is lost now by a head that keeps as small a part of what there is."""
+    """The estimate is what a head loses now if it keeps an equally small part of the text
+    so far.
+    """
     plan = plan_for("adaptive", 100)
     layers, online = adaptive(plan)
     layers.store.measure_losses(online.knots(growth))
@@ -104,7 +106,7 @@ def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
     knots, held = online.measured
     later = (knots / growth).astype(int).tolist()
     asked = sorted({*knots.astype(int).tolist(), *later})
-    measured = layers.store.losses().reshape(len(HEADS), -1)  # nothing was dropped yet
+    measured = layers.store.losses().reshape(len(HEADS), -1)  # Nothing was dropped yet.
     np.testing.assert_array_equal(measured[:, np.searchsorted(asked, knots)], held)
     foreseen = measured[:, np.searchsorted(asked, later)]
     assert online.state().tolist() == [*knots.tolist(), *foreseen.ravel().tolist()]

@@ -1,4 +1,4 @@
-"""Pictures: ticks of what is counted, and lines that can be told apart."""
+"""Figures have whole-number ticks for counts, and lines that can be told apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICIES = [f"policy {number}" for number in range(13)]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Figures instead of files."""
+    """Return a list that collects figures instead of writing files."""
     figures: list[Any] = []
     monkeypatch.setattr(plots, "_save", lambda figure, _: figures.append(figure))
     return figures
@@ -52,7 +52,7 @@ def test_policies_and_types_are_told_apart(drawn: list[Any], tmp_path: Path, fie
     assert len(set(lines.values())) == len(lines)
     for policy in POLICIES:
         f16, q8_0 = lines[f"{policy}, f16"], lines[f"{policy}, q8_0"]
-        assert f16[:2] == q8_0[:2]  # colour and marker are the policy's
+        assert f16[:2] == q8_0[:2]  # Colour and marker belong to the policy.
         assert f16[2] != q8_0[2]
     assert len({line[1] for line in lines.values()}) > 10
     full = [line for line in axes.lines if line.get_label() == "full cache"]

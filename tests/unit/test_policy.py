@@ -37,7 +37,7 @@ def named(text: str) -> Policy:
     st.integers(0, len(MODIFIERS)),
 )
 def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int) -> None:
-    """Modifiers in any order are the same policy, which its own name gives again."""
+    """Modifiers in any order give the same policy, whose own name gives it again."""
     names = set(order[:n])
     of_heads = {"values", "distinct", "predicted"}
     assume(not {"echo", "predicted"} <= names)
@@ -55,7 +55,7 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
 
 @pytest.mark.parametrize("name", ["layer", "layer-range"])
 def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
-    """Nothing of the attention of its prompt decays."""
+    """The attention of its prompt does not decay."""
     assert named(f"{name}:attention") == POLICIES[name]
     for measure in ("attention", "mass", "products"):
         assert named(f"{name}:{measure}").importance.settings(0.0).decay == 1.0
@@ -92,7 +92,7 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     policy = named("rolling-freeze")
     assert str(policy.importance) == "attention"
     assert named("rolling-freeze:attention") == policy
-    assert named("rolling-freeze:products").importance.measure == "products"  # as in the document
+    assert named("rolling-freeze:products").importance.measure == "products"  # As in the document.
     assert named("rolling-freeze:products").schedule
     assert schedules("rolling-freeze")
     assert schedules("rolling-freeze:mass")

@@ -1,4 +1,4 @@
-"""The two parts of a score: what queries gave, and the share that later ones are expected to give.
+"""A score has two parts: what queries gave, and the share that later queries are expected to give.
 
 What queries gave decays; a share stays, and an echo can only raise it.
 """
@@ -29,7 +29,7 @@ MEASURES: dict[str, dict[str, Any]] = {
 }
 each_measure = pytest.mark.parametrize("measure", MEASURES)
 GIVEN_RTOL = 2e-3
-"""Each of some micro-batches rounds what queries gave to 12 bits."""
+"""The store rounds what queries gave to 12 bits, in each of several micro-batches."""
 
 
 def layer_of(measure: str, *more: Any, **named: Any) -> PredictedLayer:
@@ -110,7 +110,7 @@ def test_what_queries_gave_decays_and_shares_stay() -> None:
     expected, _ = store.told_by_queries(0)
     np.testing.assert_array_equal(store.shares(0)[:60], shares)
     np.testing.assert_allclose(store.given(0), expected, rtol=GIVEN_RTOL, atol=2e-5)
-    # Of queries that look at nothing else, nothing is added: what is left is what decayed.
+    # The queries attend to nothing else, so that only the decay changes the values.
     alone = layer_of("attention", decay=0.8)
     alone.read(60)
     alone.core.rebase([_core.RopeParams(**alone.rope._asdict())], N_SINKS, 0, 0)
@@ -122,12 +122,12 @@ def test_what_queries_gave_decays_and_shares_stay() -> None:
 
 
 def test_losses_and_evictions_go_by_both_parts() -> None:
-    """One entry that queries looked at, and one that an echo looked up, are both kept."""
+    """An entry that queries attended to and one that an echo attended to are both kept."""
     store = layer_of("attention", budget=N_SINKS + 4 + 3)
     k = np.zeros((140, 2, 64), np.float32)
     q = np.zeros((140, 4, 64), np.float32)
-    k[20, :, 0], q[70, :, 0] = 30.0, 30.0  # a query of the text
-    k[25, :, 1], q[110, :, 1] = 30.0, 30.0  # a query of the echo
+    k[20, :, 0], q[70, :, 0] = 30.0, 30.0  # A query of the text.
+    k[25, :, 1], q[110, :, 1] = 30.0, 30.0  # A query of the echo.
     store.core.attend(0, q, k, k, 1.0, n_echo=60)
     for head in range(2):
         kept = set(store.core.positions(0, head).tolist())
@@ -178,7 +178,7 @@ def test_freezing_keeps_shares_while_what_queries_gave_decays(measure: str) -> N
 
 
 def read_layer(measure: str, **named: Any) -> PredictedLayer:
-    """Return a layer that read 110 tokens, some of them with an echo."""
+    """Return a layer that has read 110 tokens, some of them with an echo."""
     store = layer_of(measure, **named)
     store.core.set_predictor(0, store.weights())
     store.read(50, 60)
@@ -220,7 +220,9 @@ def test_what_is_stored_is_predicted_as_at_reading(
 
 @pytest.mark.parametrize("shift", [0, 25])
 def test_stored_entries_are_predicted_where_rope_has_seen_them(shift: int) -> None:
-    """Sinks stay where they are when keys are turned, and the oldest others come to be there."""
+    """Sinks keep their positions when keys are rotated, and the oldest other entries move next to
+    them.
+    """
     store = layer_of("mass")
     weights = store.weights()
     store.read(80)
@@ -232,7 +234,7 @@ def test_stored_entries_are_predicted_where_rope_has_seen_them(shift: int) -> No
         expected = store.expected(head, weights)
         np.testing.assert_allclose(store.shares(head), expected, rtol=2e-2)
     np.testing.assert_allclose(store.given(0), given, rtol=1e-5, atol=1e-6)
-    if shift > 0:  # it would have been another one
+    if shift > 0:  # The prediction would have been different.
         store.core.predict_stored(80, 0)
         assert (store.shares(head) > 1.1 * expected).any()
 
@@ -242,7 +244,7 @@ def test_larger_shares_of_an_echo_stay_when_stored_entries_are_predicted() -> No
     store.read(60, 80)
     shown = store.shares(0)
     weights = store.weights(bias=-4.0)
-    store.core.predict_stored(60, 0)  # without a predictor, nothing changes
+    store.core.predict_stored(60, 0)  # Without a predictor, nothing changes.
     np.testing.assert_array_equal(store.shares(0), shown)
     store.core.set_predictor(0, weights)
     store.core.predict_stored(60, 0)
@@ -292,7 +294,9 @@ def test_shares_are_rounded_by_no_more_than_is_said() -> None:
 
 
 def test_a_smaller_limit_of_frozen_entries_drops_those_of_small_scores() -> None:
-    """The shares of the first half are large; queries gave to the second one, but little."""
+    """The shares of the first half are large; queries gave something to the second half, but
+    little.
+    """
     store = layer_of("mass", freezing=_core.FreezeSettings("q8_0", 0, 0))
     weights = np.zeros((2, store.core.predictor_features(0)), np.float32)
     k, q = np.zeros((240, 2, 64), np.float32), np.ones((240, 4, 64), np.float32)

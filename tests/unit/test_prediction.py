@@ -1,4 +1,4 @@
-"""Scores that are predicted from keys and values, and the sums that a predictor is fitted to."""
+"""Scores are predicted from keys and values, and sums are collected to fit a predictor."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_the_largest_predictions_are_kept_and_do_not_fade(by_values: bool) -> No
         if by_values:
             scores = scores * np.linalg.norm(store.v[:, head], axis=1)
         best = np.sort(scores[N_SINKS:-4])[::-1][:33]
-        # The last eviction made room for no more than its own micro-batch. Of scores that rounding
-        # makes equal, either may be kept.
+        # The last eviction made room only for its own micro-batch. Of scores that are equal up to
+        # rounding, either entry may be kept.
         surely = np.flatnonzero(scores > best[-1] * (1 + 2 * SHARE_RTOL))
         surely = surely[(surely >= N_SINKS) & (surely < len(scores) - 4)]
         assert len(surely) >= 20
@@ -138,7 +138,9 @@ def test_impossible_weights_are_refused_and_change_nothing(change: Any) -> None:
 
 @pytest.mark.parametrize("rope", [Rope(66), Rope(3)])
 def test_rope_that_does_not_fit_is_refused(rope: Rope) -> None:
-    """By those who ask for predictions: a store that never has a predictor works without."""
+    """Only calls that need predictions refuse it; a store that never has a predictor works
+    without.
+    """
     store = PredictedLayer(rope=rope)
     store.read(20)
     assert store.core.count(0, 0) == 20
@@ -222,12 +224,12 @@ def test_losses_are_sums_of_what_is_not_kept() -> None:
     for head in range(2):
         scores = np.sort(store.expected(head, weights)[N_SINKS:-4])[::-1]
         expected = [scores[knot:].sum() for knot in knots]
-        # What was dropped is known by octaves.
+        # Dropped scores are known only by octaves.
         np.testing.assert_allclose(losses[head], expected, rtol=0.1)
 
 
 def test_predictions_take_no_echoes() -> None:
-    """Neither those that no query changes, nor those that are added to what all of them gave."""
+    """Neither as the only measure, nor added to what queries gave."""
     assert str(Importance.parse("predicted+values")) == "predicted+values"
     assert Importance.parse("predicted").predicts
     with pytest.raises(SettingsError, match=r"predicted .*takes no modifier echo"):
@@ -248,7 +250,8 @@ def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> Non
     importance = Importance.parse(text)
     assert str(importance) == name
     assert importance.predicts
-    assert not importance.of_observed  # which one choice for all heads, and a schedule, go by
+    # A common choice of all heads, and a schedule, need this property.
+    assert not importance.of_observed
     assert not importance.repeats
     assert not Importance.parse("mass+values").predicts
     shape = _core.LayerShape(4, 2, 64, 64)

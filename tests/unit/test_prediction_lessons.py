@@ -12,7 +12,7 @@ from tests.support.predicted_layers import LAYERS, N_SINKS, PredictedLayer
 from tests.support.reference import Rope, lesson_sums
 
 each_kernel = pytest.mark.parametrize("kernel", _core.available_kernels())
-TOLERANCE = {"f16": 1e-3, "q8_0": 2e-2}  # of the logarithm of small shares
+TOLERANCE = {"f16": 1e-3, "q8_0": 2e-2}  # The tolerance of the logarithm of small shares.
 each_type = pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 
 
@@ -20,7 +20,8 @@ each_type = pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @each_type
 @pytest.mark.parametrize(
     "layer",
-    [{}, LAYERS["latent"], LAYERS["odd"], LAYERS["window"]],  # what left a window got nothing
+    # Entries outside a window get no attention.
+    [{}, LAYERS["latent"], LAYERS["odd"], LAYERS["window"]],
     ids=["", "latent", "odd", "window"],
 )
 def test_lessons_are_sums_of_products_of_what_the_echo_looked_up(
@@ -29,7 +30,7 @@ def test_lessons_are_sums_of_products_of_what_the_echo_looked_up(
     rope = Rope(24, offset=40, freq_base=500.0)
     store = PredictedLayer(kernel, kv_type, rope, **layer)
     store.core.collect_lessons(on=True)
-    store.read(30)  # without an echo: of no lesson
+    store.read(30)  # Without an echo, this text gives no lessons.
     first = len(store.k)
     store.read(90, 120)
     count, sums = store.core.lessons(0)
@@ -47,7 +48,7 @@ def test_lessons_are_sums_of_products_of_what_the_echo_looked_up(
 @each_type
 @pytest.mark.parametrize("shift", [0, 25])
 def test_lessons_of_stored_text_are_those_of_text_that_is_read(kv_type: str, shift: int) -> None:
-    """An echo of older text has shown its shares, wherever RoPE has seen the keys."""
+    """An echo of older text shows its shares, at any RoPE position of the keys."""
     store = PredictedLayer(kv_type=kv_type)
     store.core.collect_lessons(on=True)
     store.read(40)
@@ -61,7 +62,7 @@ def test_lessons_of_stored_text_are_those_of_text_that_is_read(kv_type: str, shi
     assert count == 60
     np.testing.assert_allclose(stored, read, rtol=TOLERANCE[kv_type], atol=0.5)
     store.core.teach_stored(0, 3, shift)
-    assert store.core.lessons(0)[0] == 60  # sinks teach nothing
+    assert store.core.lessons(0)[0] == 60  # Sinks give no lessons.
     store.core.teach_stored(100, 90, shift)
     assert store.core.lessons(0)[0] == 60
 
@@ -120,7 +121,7 @@ def test_lessons_are_of_stores_that_predict(measure: str) -> None:
 
 
 def test_lessons_are_the_same_whether_there_is_a_predictor() -> None:
-    """They are what echoes show, and no prediction."""
+    """They contain what echoes show, and no prediction."""
     plain, predicting = PredictedLayer(), PredictedLayer()
     predicting.core.set_predictor(0, predicting.weights(bias=-1.0))
     predicting.random = np.random.default_rng(11)
@@ -153,7 +154,7 @@ def test_lessons_of_a_pool_are_one() -> None:
         count, sums = store.core.lessons(0)
         assert count == 120 - 2 * N_SINKS
         np.testing.assert_allclose(sums, alone.core.lessons(0)[1], rtol=1e-6)
-    second.core.collect_lessons(on=False)  # for all of them
+    second.core.collect_lessons(on=False)  # This applies to all stores of the pool.
     first.read(40, 40)
     assert first.core.lessons(0)[0] == 120 - 2 * N_SINKS
     second.core.clear_lessons()

@@ -23,10 +23,12 @@ N_FEATURES = 7
 
 
 class Head:
-    """Entries of a KV head: features of different size and mean, and targets that follow them."""
+    """Hold entries of a KV head: features of different size and mean, and targets that depend on
+    them.
+    """
 
     def __init__(self, n: int, seed: int = 0, noise: float = 0.5, constant: int = -1) -> None:
-        truth = np.random.default_rng(99)  # the same for every head
+        truth = np.random.default_rng(99)  # The same for every head.
         mixing = truth.standard_normal((N_FEATURES, N_FEATURES))
         slopes = truth.standard_normal(N_FEATURES)
         random = np.random.default_rng(seed)
@@ -40,7 +42,7 @@ class Head:
         return np.asarray(rows.T @ rows)
 
     def ridge_weights(self, ridge: float) -> Floats:
-        """By least squares over entries, and rows that pull standardised weights to 0."""
+        """Return the solution by least squares over entries, with additional rows for the ridge."""
         mean, deviation = self.x.mean(axis=0), self.x.std(axis=0)
         standard = (self.x - mean) / deviation
         pull = np.sqrt(ridge * len(self.x)) * np.eye(N_FEATURES)
@@ -54,7 +56,7 @@ class Head:
 
 
 def lessons(*heads: Head) -> list[tuple[int, Floats]]:
-    """Of one layer."""
+    """Return the lessons of one layer."""
     return [(len(heads[0].x), np.array([head.sums() for head in heads]))]
 
 
@@ -75,7 +77,7 @@ def test_texts_that_are_held_back_choose_the_ridge_and_show_the_quality() -> Non
     errors = [float(((other.predicted(w) - other.y) ** 2).sum()) for w in candidates]
     best = candidates[int(np.argmin(errors))]
     np.testing.assert_allclose(predictor.weights[0][0], best, rtol=1e-4, atol=1e-4)
-    assert max(errors) > 1.01 * min(errors)  # otherwise nothing was chosen
+    assert max(errors) > 1.01 * min(errors)  # Otherwise the choice would not matter.
     r = np.corrcoef(other.predicted(predictor.weights[0][0]), other.y)[0, 1]
     assert predictor.correlation == pytest.approx(r, abs=1e-4)
 
@@ -100,7 +102,7 @@ def test_targets_that_do_not_vary_are_predicted_and_correlate_with_nothing() -> 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_few_entries_make_a_predictor_of_finite_numbers(n: int) -> None:
-    """Fewer entries than features: the ridge decides, and without any, the mean."""
+    """With fewer entries than features, the ridge decides; without any entry, the mean."""
     head = Head(n)
     for held_back in (None, lessons(Head(50, 1))):
         predictor = fit_predictor(lessons(head), held_back)

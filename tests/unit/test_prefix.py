@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from entropykv.drop_in.prefix import common_prefix, continuing, control_symbol, spelling
 
 PIECES = [b"a", b"b", b" ", b"\n", b"ab", b"aba", b"ba", b" a", b"b ", b"\xc3", b"\xa9", b"<end>"]
-END, BEGIN = 100, 101  # control tokens; END's name is <end>
+END, BEGIN = 100, 101  # Control tokens; END's name is <end>.
 TEXT = [b"a", b"b", b" ", b"\n", "é".encode()]
 
 
@@ -21,7 +21,7 @@ def spelled(tokens: list[int]) -> str:
 
 
 def tokenize(text: bytes) -> list[int]:
-    """Greedy: the longest piece first. Bytes that no piece has are left out."""
+    """Return tokens greedily, the longest piece first; bytes without a piece are left out."""
     tokens: list[int] = []
     while text:
         fits = [i for i, piece in enumerate(PIECES) if text.startswith(piece)]
@@ -32,7 +32,7 @@ def tokenize(text: bytes) -> list[int]:
 
 
 def tokenize_after_a_space(text: bytes) -> list[int]:
-    """As sentencepiece does: every text begins with a space."""
+    """Tokenise as sentencepiece does: every text begins with a space."""
     return tokenize(b" " + text)
 
 
@@ -44,7 +44,9 @@ sequences = st.lists(st.integers(0, len(PIECES) - 1) | st.sampled_from([END, BEG
 def test_a_continuation_spells_the_prompt_and_begins_with_the_cache(
     cached: list[int], rest: list[int], cut: object
 ) -> None:
-    """The prompt is the same text, cut greedily between control tokens, and then `rest`."""
+    """The prompt is the same text, tokenised greedily between control tokens, followed by
+    `rest`.
+    """
     prompt: list[int] = []
     plain = b""
     for token in cached:

@@ -1,4 +1,4 @@
-"""Who computes products, by what the machine has."""
+"""The machine decides whether our kernels or llama.cpp compute products."""
 
 import llama_cpp
 import pytest

@@ -43,7 +43,7 @@ def test_files_without_the_new_parts_load() -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The example's JSON with one field set; ... removes it."""
+    """Return the example's JSON with one field changed; ... removes it."""
     data = copy.deepcopy(example().to_dict())
     *parents, last = path.split(".")
     at: Any = data
@@ -159,7 +159,7 @@ def test_damaged_parts_are_named(path: str, value: Any, message: str) -> None:
     [("mass+values+echo", "mass+values+predicted"), ("reconstruct", "predicted")],
 )
 def test_names_of_earlier_versions_mean_what_is_predicted(earlier: str, now: str) -> None:
-    """They read a text twice for what is predicted now."""
+    """These names mean a second reading of the text, for what is predicted now."""
     curves = EntropyProfile.from_dict(changed("curves.importance", earlier), "here").curves
     assert curves is not None
     assert curves.importance == now

@@ -1,4 +1,4 @@
-"""Profiles that nobody named, and the type that `auto` stands for."""
+"""Profiles are found without being named, and `auto` chooses a type."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_a_profile_beside_the_model_is_found(model: Path) -> None:
     assert found is not None
     assert found.fingerprint == profile.fingerprint
     with Session(model, n_ctx=64) as session:
-        assert session.policy.name == "adaptive:mass+values+predicted"  # it has no loss curves
+        # The profile has no loss curves.
+        assert session.policy.name == "adaptive:mass+values+predicted"
         assert session.profile is not None
     with Session(model, n_ctx=64, policy="entropy") as session:
         assert session.profile is not None

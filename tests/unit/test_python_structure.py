@@ -1,4 +1,4 @@
-"""The house: folders import those below them, and a class has a name of its own."""
+"""Python folders import only folders below them, and every class has a unique name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def rows() -> list[list[str]]:
-    """Folders of the package as the picture has them, the highest first; those of a row together.
+    """Return the folders in the picture of docs/structure.md by row, the highest first.
 
     The lowest row has the modules that are in no folder.
     """
@@ -28,7 +28,7 @@ def rows() -> list[list[str]]:
 
 
 def place(name: str) -> tuple[int, int]:
-    """Row and place in it of a folder; modules in no folder are at the bottom."""
+    """Return the row of a folder and its place in it; modules in no folder are at the bottom."""
     for row, folders in enumerate(rows()):
         if name in folders:
             return row, folders.index(name)
@@ -36,7 +36,7 @@ def place(name: str) -> tuple[int, int]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Folders of the package that a file imports, also within functions and for types alone."""
+    """Yield the folders of the package that a file imports, also within functions and for types."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -50,7 +50,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def definitions(file: Path) -> Iterator[tuple[str, ast.AST]]:
-    """Classes and functions of a file with their names, a class's before its methods'."""
+    """Yield classes and functions of a file with their names; a class comes before its methods."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
         for child in ast.iter_child_nodes(node):
@@ -71,17 +71,17 @@ def test_the_picture_has_all_folders() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
 def test_a_folder_imports_those_below_it(file: Path) -> None:
-    """In a row of several, one may import those that stand right of it."""
+    """In a row of several folders, one may import those to the right of it."""
     parts = file.relative_to(PACKAGE).parts
     if parts == ("__init__.py",):
-        return  # the package's face names what is public
+        return  # The package itself names everything that is public.
     own = parts[0] if len(parts) > 1 else ""
     above = [other for other in imported(file) if other != own and place(other) <= place(own)]
     assert not above, f"{'/'.join(parts)} imports {above}, which docs/structure.md has above it"
 
 
 def test_no_test_module_imports_from_another() -> None:
-    """What several share is in tests/support."""
+    """Code that several tests share is in tests/support."""
     tests = ROOT / "tests"
     modules = [node for folder in ("unit", "integration") for node in (tests / folder).glob("*.py")]
     for file in modules:
@@ -91,7 +91,7 @@ def test_no_test_module_imports_from_another() -> None:
 
 
 def test_a_module_s_name_tells_where_a_class_is() -> None:
-    """A class name is there once, unless it is private."""
+    """A class name occurs once, unless it is private."""
     names = [
         name.rpartition(":")[2]
         for file in FILES

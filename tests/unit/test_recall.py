@@ -1,4 +1,4 @@
-"""Recall: queries find the frozen entries that they look for, within the same step."""
+"""Recall finds the frozen entries that queries need, within the same step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.reference import (
 def store_with_a_needle(
     n_read: int, budget: int, needle: int, freezing: _core.FreezeSettings
 ) -> tuple[_core.HeadwiseStore, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A head that has read `n_read` tokens and frozen the needle; its K and V."""
+    """Return a head that has read `n_read` tokens and frozen the needle, and its K and V."""
     random = np.random.default_rng(7)
     k = random.standard_normal((n_read, 1, 32), np.float32) * np.float32(0.3)
     v = random.standard_normal((n_read, 1, 32), np.float32)
@@ -47,7 +47,7 @@ def store_with_a_needle(
     store = store_of(Rules("streaming"), freezing, ONE)
     store.set_budgets([budget], pages_of([budget], "f16", ONE), N_SINKS, RECENT)
     q = np.zeros((MAX_TOKENS, 2, 32), np.float32)
-    q[..., 3] = -1.0  # anything but the needle
+    q[..., 3] = -1.0  # The query points away from every key but the needle.
     for first in range(0, n_read, MAX_TOKENS):
         rows = slice(first, min(first + MAX_TOKENS, n_read))
         n = rows.stop - rows.start
@@ -63,7 +63,7 @@ def store_with_a_needle(
 def test_what_a_query_looks_for_is_there_in_the_same_step(
     n_tokens: int, softcap: float, where: str, needle: int
 ) -> None:
-    """By hand: the queries point at one frozen key. The head is not full: nothing is evicted."""
+    """The queries point at one frozen key. The head is not full, so nothing is evicted."""
     with tempfile.TemporaryFile() as file:
         descriptor = file.fileno() if where == "disk" else -1
         freezing = freeze_settings(recall=1, descriptor=descriptor)
@@ -92,7 +92,7 @@ def test_what_a_query_looks_for_is_there_in_the_same_step(
 def test_what_a_query_looks_for_counts_with_its_distance(
     n_tokens: int, needle: int, slope: float, found: bool
 ) -> None:
-    """By hand: ALiBi takes 54 from the logit of 32 of a needle 180 positions away, or less."""
+    """ALiBi subtracts 54 from the logit of 32 of a needle that is 180 positions away."""
     store, k, v = store_with_a_needle(240, 80, needle, freeze_settings(recall=1))
     store.set_budgets([140], pages_of([140], "f16", ONE), N_SINKS, RECENT)
     slopes = np.array([slope, 2.0], np.float32)
@@ -132,7 +132,9 @@ def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> No
 def test_recall_leaves_alone_what_the_schedule_would_freeze_again(
     measure: _core.ScoreKind,
 ) -> None:
-    """Every second entry gets a third of an even share: it is frozen, and stays so for its time."""
+    """Every second entry gets a third of an even share: it is frozen, and stays frozen for its
+    time.
+    """
     importance = _core.ImportanceSettings(measure, decay=0.998)
     freezing = freeze_settings(recall=1, schedule=_core.FreezeSchedule(4, 1.0, 2.0, 0))
     store = _core.HeadwiseStore(
@@ -157,9 +159,9 @@ def test_recall_leaves_alone_what_the_schedule_would_freeze_again(
 
 
 def test_queries_of_a_group_do_not_disturb_each_other() -> None:
-    """By hand: only the first query of two would look for what the second one has enough of.
+    """Only the first of two queries needs an entry of which the second one has enough.
 
-    The last page reaches beyond what a store of so few entries keeps room for.
+    The last page exceeds the room that a store of so few entries reserves.
     """
     shape = _core.LayerShape(2, 1, 32, 32)
     importance = _core.ImportanceSettings(_core.ScoreKind.streaming)
@@ -169,7 +171,7 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     store.set_budgets([34], 3, N_SINKS, RECENT)
     row = np.zeros((1, 1, 32), np.float32)
     keys = np.zeros((40, 1, 1, 32), np.float32)
-    keys[:, ..., 0] = 1.0  # of all, frozen ones too
+    keys[:, ..., 0] = 1.0  # Of all entries, including frozen ones.
     keys[:N_SINKS, ..., 0] = 10.0
     nothing = np.zeros((1, 2, 32), np.float32)
     for position in range(40):
@@ -177,7 +179,7 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     assert store.count(0, 0) > 32
     before = store.recalled_total
     looking = nothing.copy()
-    looking[0, :, 0] = 10.0  # both see the sinks alone
+    looking[0, :, 0] = 10.0  # Both see only the sinks.
     store.attend(0, looking, row, row, 1.0, position=40)
     assert store.recalled_total == before
 
@@ -203,7 +205,7 @@ def test_recall_loses_nothing_and_keeps_to_the_budget(
     pages: int,
     seed: int,
 ) -> None:
-    """Whatever it recalls: K and V are those of their positions, and nothing is twice.
+    """K and V belong to their positions after any recall, and no entry exists twice.
 
     pages: of cold storage for each KV head; 0: no limit.
     """

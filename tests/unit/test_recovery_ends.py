@@ -1,4 +1,6 @@
-"""How a generation with recovery ends: stopped, failed, interrupted, or going on after a rewalk."""
+"""A generation with recovery ends properly: stopped, failed, interrupted, or continued after a
+rewalk.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def test_stopping_after_a_decode_that_broke_the_session_raises_nothing() -> None
 
 @dataclass
 class Failing(FakeSession):
-    """A session that cannot restore anything, or not read what a rewalk reads again."""
+    """Fake a session that cannot restore entries, or cannot read what a rewalk reads again."""
 
     thaws_nothing: bool = False
 
@@ -62,7 +64,7 @@ def test_the_last_yielded_token_is_not_read_where_recovery_fails(
 
 
 def test_penalties_after_a_rewalk_are_those_of_the_tokens_that_stayed() -> None:
-    spikes = {20, 25, 30, 35}  # not the second time
+    spikes = {20, 25, 30, 35}  # The spikes do not occur the second time.
 
     def alike(session: FakeSession) -> np.ndarray:
         logits = np.linspace(9, 10, N_VOCAB, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""A generation that can write its last tokens again, with a session that computes nothing."""
+"""A generation can write its last tokens again; the session is a fake that computes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.ladders import (
 
 
 def random_logits(session: FakeSession) -> np.ndarray:
-    """Of the last two tokens, the position, and what was thawed."""
+    """Return logits that depend on the last two tokens, the position, and what was thawed."""
     seed = [*session.tokens[-2:], session.position, session.n_full]
     return np.random.default_rng(seed).normal(0, 3, N_VOCAB).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""The recovery ladder: what a spike is, and which rung it climbs to."""
+"""The recovery ladder detects spikes, and chooses the rung to climb to."""
 
 from __future__ import annotations
 

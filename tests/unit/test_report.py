@@ -47,7 +47,7 @@ def eval_file(path: Path, kl: float) -> Path:
 
 
 def ruler_file(path: Path, score: float) -> Path:
-    """Two tables, of two lengths, as `eval --suite ruler --json` writes them."""
+    """Write two tables for two lengths, as `eval --suite ruler --json` does."""
     rows = [
         EvalRow(
             policy,

@@ -1,4 +1,4 @@
-"""Stored keys on the circles of RoPE: angles, rotation, and where positions go."""
+"""RoPE of stored keys is right: angles, rotation, and new positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 @st.composite
 def ropes(draw: st.DrawFn, k_dim: int) -> reference.Rope:
-    """Every kind that a plain model has, and none at all."""
+    """Draw every kind of RoPE that a plain model has, or none."""
     n_dims = 2 * draw(st.integers(0, k_dim // 2))
     pairs = n_dims // 2
     yarn = n_dims > 0 and draw(st.booleans())
@@ -40,7 +40,7 @@ def core_rope(rope: reference.Rope) -> _core.RopeParams:
 
 
 class Filled:
-    """A store of one layer with two KV heads, filled with random entries."""
+    """Hold a store of one layer with two KV heads, filled with random entries."""
 
     def __init__(self, kv_type: str, k_dim: int, n: int, kernels: str | None = None) -> None:
         self.kv_type = kv_type
@@ -73,7 +73,7 @@ class Filled:
 
 
 def tolerance(keys: npt.NDArray[np.float64], kv_type: str) -> npt.NDArray[np.float64]:
-    """One step of the type: f32 against f64 may round a half the other way."""
+    """Return one rounding step of the type, because f32 and f64 may round a half differently."""
     if kv_type == "f16":
         return np.abs(keys) * 2.0**-10 + 1e-5
     return np.abs(keys).max(axis=1, keepdims=True) / 127.0 * 1.01 + np.zeros_like(keys)

@@ -1,4 +1,4 @@
-"""RULER's prompts against the templates and counts of NVIDIA/RULER."""
+"""RULER's prompts equal the templates and counts of NVIDIA/RULER."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORIGINALS = {
     "cwe": """Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often in the list are:""",  # noqa: E501
     "fwe": """Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:""",  # noqa: E501
 }
-"""Template and answer prefix of scripts/data/synthetic/constants.py, one after the other."""
+"""Template and answer prefix in scripts/data/synthetic/constants.py, joined."""
 
 
 WORDS = Vocabulary(("fox", "owl", "elk", "bee", "cat"), ("red", "old", "wet"), ("run", "see"))
@@ -31,7 +31,7 @@ ESSAY = (*SENTENCES.split(),) * 9
 
 
 def one_needle(template: str) -> str:
-    """The originals' changes where one value is asked for; their kind loses its last letter."""
+    """Apply the original code's changes for a single value; the kind loses its last letter."""
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         template = template.replace(old, new)
     return template
@@ -71,8 +71,9 @@ NEEDLES = {
     "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
     "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
 }
-"""Haystack, kinds of keys and values, and numbers of keys, values, queries of synthetic.yaml; keys
-are as many as queries at least."""
+"""Haystack, kinds of keys and values, and numbers of keys, values and queries in synthetic.yaml;
+there are at least as many keys as queries.
+"""
 
 
 PATTERNS = {
@@ -118,7 +119,7 @@ def test_needles_are_those_of_the_definition(name: str) -> None:
 
 
 def sorted_as(references: tuple[str, ...], hidden: list[tuple[str, str]], key: str) -> list[str]:
-    """The values of a key in the order of the references."""
+    """Return the values of a key in the order of the references."""
     values = {value for of, value in hidden if of == key}
     return [value for value in references if value in values]
 
@@ -164,7 +165,7 @@ def test_a_chain_and_its_example_are_those_of_the_original() -> None:
     lines = [line for line in parts["example"].splitlines() if line.startswith("VAR")]
     again = task.prompt(20, rng(4)).context.splitlines()
     shared = [line for line in lines if line in again]
-    assert not shared  # names and value change, their places do not
+    assert not shared  # Names and value change, but their places do not.
     places = [i for i, line in enumerate(again[:40]) if line.startswith("VAR")][:5]
     assert places == [i for i, line in enumerate(parts["example"].splitlines()) if line in lines]
 

@@ -1,4 +1,4 @@
-"""Who is read next, and who waits for whom: the scheduler without a model."""
+"""The scheduler chooses who is read next, without a model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nobody_waits_for_a_turn_that_is_nobodys(singles_turn: bool) -> None:
 
 
 class Recorded:
-    """A scheduler whose steps are recorded, and take some time."""
+    """Hold a scheduler whose steps are recorded, and take some time."""
 
     def __init__(
         self, seconds: float = 0.0, admit: Callable[[Work], bool] = lambda _: True
@@ -103,14 +103,15 @@ def test_writers_come_into_one_step() -> None:
 
     assert run_all([lambda n=name: write(n) for name in "abcd"]) == []
     assert sum(map(len, recorded.steps)) == 80
-    assert len(recorded.steps) < 40  # 20 were it not for the beginning, 80 one by one
+    assert len(recorded.steps) < 40  # It would be 20 without the beginning, and 80 one by one.
 
 
 def test_prompts_are_read_in_the_order_of_their_arrival_among_tokens() -> None:
-    recorded = Recorded(seconds=0.03)  # a step waits half as long for those who were in the last
+    # A step waits half as long for the sessions of the previous step.
+    recorded = Recorded(seconds=0.03)
     scheduler = recorded.scheduler
     arrivals = {name: scheduler.arrive() for name in ("first", "second", "writer")}
-    with scheduler.between_steps():  # until all of them wait
+    with scheduler.between_steps():  # Until all of them wait.
         threads = [
             threading.Thread(target=lambda n=name: read(n))
             for name in ("second", "first", "writer")
@@ -165,7 +166,7 @@ def test_what_waits_can_be_called_off() -> None:
     recorded = Recorded()
     parts = {name: part_of(1) for name in ("a", "b")}
     with recorded.scheduler.between_steps():
-        with recorded.scheduler.between_steps():  # may be nested
+        with recorded.scheduler.between_steps():  # It may be nested.
             pass
         threads = [
             threading.Thread(target=recorded.scheduler.submit, args=(name, part, 1))

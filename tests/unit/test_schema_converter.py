@@ -25,7 +25,9 @@ def optional(n: int, **more: Any) -> dict[str, Any]:
 
 
 def laughs(depth: int, name: str) -> dict[str, Any]:
-    """Each definition refers twice to the next: 2 ** depth, where each is looked at every time."""
+    """Return definitions that each refer twice to the next: 2 ** depth if each is visited every
+    time.
+    """
     defs: dict[str, Any] = {f"{name}{depth}": {"type": "null"}}
     for i in range(depth):
         ref = {"$ref": f"#/$defs/{name}{i + 1}"}
@@ -42,7 +44,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 # --- the texts that a schema allows ---------------------------------------------------------------
 
-# What must be there comes first, as grammars have it.
+# Grammars put required properties first.
 NULLS = {"b": None, "a": None, "c": None}
 TEXTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "array": (

@@ -30,7 +30,7 @@ def read(data: bytes) -> tuple[SessionReader, list[bytearray]]:
 
 
 def with_header(change: dict[str, Any]) -> bytes:
-    """A file whose header says something else, under a right digest."""
+    """Return a file with a changed header and a correct digest."""
     settings, contents = asdict(SETTINGS), CONTENTS.to_json()
     for key, value in change.items():
         (settings if key in settings else contents)[key] = value
@@ -47,7 +47,7 @@ def test_what_is_written_is_read() -> None:
     assert (reader.settings, reader.contents) == (SETTINGS, CONTENTS)
     assert sections == SECTIONS
     assert reader.contents.n_entries == 6
-    assert data == with_header({})  # as the module describes the file
+    assert data == with_header({})  # The bytes are as the module describes the file.
 
 
 @given(
@@ -118,7 +118,7 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
     ],
 )
 def test_an_impossible_header_is_damage(change: dict[str, Any]) -> None:
-    """Under a right digest, too."""
+    """The digest is correct, too."""
     with pytest.raises(SessionFileError, match="is damaged"):
         read(with_header(change))
 
@@ -190,7 +190,7 @@ def test_settings_that_may_differ() -> None:
 
 
 def store_of(kv_type: str, k_dim: int, v_dim: int, latent: bool) -> _core.HeadwiseStore:
-    """A store that evicted, so that entries are in no order."""
+    """Return a store that has evicted, so that entries are not sorted by position."""
     store = _core.HeadwiseStore(
         layers=[_core.LayerShape(2, 1, k_dim, v_dim, latent=latent)],
         kv_type=kv_type,
@@ -231,7 +231,9 @@ def test_pages_are_laid_out_as_described(
     v_dim: int,
     latent: bool,
 ) -> None:
-    """What page_layout.hpp and head_states.cpp write, in numpy: a change needs another version."""
+    """The expected bytes of page_layout.hpp and head_states.cpp are computed in numpy: a change
+    needs a new version.
+    """
     store = store_of(kv_type, k_dim, v_dim, latent)
     shape = _core.LayerShape(2, 1, k_dim, v_dim, latent=latent)
     _, (per_page,) = _core.page_geometry([shape], kv_type)

@@ -1,4 +1,4 @@
-"""A machine without memory: what needs some raises MemoryError, and nothing is lost."""
+"""On a machine without free memory, calls raise MemoryError, and nothing is lost."""
 
 from __future__ import annotations
 

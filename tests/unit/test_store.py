@@ -159,7 +159,7 @@ def test_memory_goes_back_after_a_large_shrink() -> None:
     page_bytes, (per_page,) = _core.page_geometry([shape], "f16")
     pages = _core.pages_for(20_000, per_page)
     store.set_budgets([20_000], pages, N_SINKS, RECENT)
-    assert store.mapped_bytes == 0  # nothing is taken before it is needed
+    assert store.mapped_bytes == 0  # No memory is used before it is needed.
     rows = np.ones((512, 1, 128), np.float32)
     for position in range(0, 16_384, 512):
         store.attend(0, rows, rows, rows, 0.0, position=position)
@@ -205,7 +205,7 @@ def test_a_micro_batch_of_impossible_length_is_refused(n_tokens: int) -> None:
 
 
 def test_pages_of_every_layer_have_the_same_bytes() -> None:
-    """A layer with smaller entries has more groups of 16 in a page; the largest has one."""
+    """A layer with smaller entries has more groups of 16 in a page; the largest layer has one."""
     page_bytes, per_page = _core.page_geometry(LAYERS, "f16")
     assert min(per_page) == per_page[1] == 16
     sizes = [2 * (32 + 32) + 8, 2 * (48 + 64) + 8, 2 * (16 + 32) + 8]

@@ -1,4 +1,4 @@
-"""What the headwise store keeps by each measure of importance, shown by hand."""
+"""The headwise store keeps the right entries with each measure, in examples computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.stores import (
 
 
 def test_the_entries_with_most_attention_are_kept() -> None:
-    """By hand: queries that point at the keys of two early tokens keep them; neighbours do not."""
+    """Queries point at the keys of two early tokens, which are kept; their neighbours are not."""
     store = store_of_one_head(_core.ScoreKind.mass, max_entries=128)
     store.set_budgets([FLOOR + 2], 1, N_SINKS, RECENT)
     k = np.zeros((80, 1, 32), np.float32)
@@ -37,7 +37,7 @@ def store_by(settings: _core.ImportanceSettings, budget: int, **more: Any) -> _c
 
 @pytest.mark.parametrize(("by_values", "kept"), [(False, 9), (True, 17)])
 def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept: int) -> None:
-    """By hand: token 9 gets more attention than token 17, but its value is next to nothing."""
+    """Token 9 gets more attention than token 17, but its value is nearly zero."""
     settings = _core.ImportanceSettings(_core.ScoreKind.attention, by_values=by_values)
     store = store_by(settings, FLOOR + 1)
     k = np.zeros((80, 1, 32), np.float32)
@@ -54,7 +54,9 @@ def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept:
 def test_of_two_keys_that_say_the_same_the_newer_is_kept(
     distinct: bool, expected: set[int]
 ) -> None:
-    """By hand: tokens 9 and 17 get most attention, by the same key; 25 gets less, by its own."""
+    """Tokens 9 and 17 get most attention and have the same key; 25 gets less and has its
+    own key.
+    """
     settings = _core.ImportanceSettings(_core.ScoreKind.attention, distinct=distinct)
     store = store_by(settings, FLOOR + 2)
     k = np.zeros((80, 1, 32), np.float32)
@@ -68,10 +70,10 @@ def test_of_two_keys_that_say_the_same_the_newer_is_kept(
 
 
 def test_expected_attention_follows_the_queries_to_later_positions() -> None:
-    """By hand: queries are the same but for RoPE; a key that they will point at is kept.
+    """All queries are equal except for RoPE; a key that they will point at is kept.
 
-    One pair that turns by 2 pi in 100 positions: at positions 0..79 queries pointed at the angles
-    0..0.8 of a turn, in the next 10 positions they will at 0.8..0.9.
+    One pair of values rotates by 2 pi in 100 positions: at positions 0..79, queries have pointed at
+    angles of 0..0.8 turns; in the next 10 positions they will point at 0.8..0.9.
     """
     rope = _core.RopeParams(2, freq_scale=2 * np.pi / 100)
     settings = _core.ImportanceSettings(_core.ScoreKind.expected, decay=1.0, future_positions=10)
@@ -93,7 +95,7 @@ def test_rope_that_does_not_fit_is_refused(ropes: list[_core.RopeParams]) -> Non
 
 def test_decoding_evicts_for_several_tokens_at_once() -> None:
     store = store_of_one_head(_core.ScoreKind.streaming, max_entries=200)
-    budget = FLOOR + 40  # a quarter of 40 is the room that one eviction makes
+    budget = FLOOR + 40  # One eviction makes room for a quarter of 40.
     store.set_budgets([budget], 8, N_SINKS, RECENT)
     row = np.ones((1, 1, 32), np.float32)
     counts = []

@@ -1,4 +1,4 @@
-"""Where idle sequences are kept: bytes, limits, files."""
+"""Idle sequences are swapped out: bytes, limits, files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_what_is_parked_comes_back_as_often_as_it_is_taken(on_disk: bool, tmp_pa
         assert [bytes(section) for section in taken.sections] == SECTIONS
         assert (taken.position, taken.shift, taken.evicted, taken.entries) == (17, 4, 3, [[1, 2]])
         assert taken.recalls_now
-        taken.sections[0][:1] = b"F"  # whoever loads it may change it
-    assert list(tmp_path.iterdir()) == []  # the file has no name
+        taken.sections[0][:1] = b"F"  # The code that loads it may change it.
+    assert list(tmp_path.iterdir()) == []  # The file has no name.
     copy = swap_space.copy(swapped)
     assert swap_space.take(copy) == swap_space.take(swapped)
     swap_space.drop(copy)

@@ -1,4 +1,4 @@
-"""Ternary packing: against packers written apart from it, and gguf's own dequantisers."""
+"""Ternary packing equals independently written packers, and gguf's own dequantisers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_ternary(rows: int, columns: int, seed: int = 0) -> Int8s:
     return np.random.default_rng(seed).integers(-1, 2, (rows, columns)).astype(np.int8)
 
 
-# 8 x 48 and 4 x 160: rows straddle blocks of 128 and of 64.
+# In 8 x 48 and 4 x 160, blocks of 128 and of 64 contain parts of several rows.
 @pytest.mark.parametrize("shape", [(4, 32), (8, 48), (4, 160), (16, 256), (128, 33), (4, 3 * 128)])
 @pytest.mark.parametrize("layout", ternary.I2S_LAYOUTS)
 def test_i2s_unpacks_what_the_fork_packs(layout: str, shape: tuple[int, int]) -> None:
@@ -31,7 +31,7 @@ def test_i2s_unpacks_what_the_fork_packs(layout: str, shape: tuple[int, int]) ->
 
 
 def test_i2s_bytes_by_hand() -> None:
-    """Element 0 is in the highest bits of byte 0; 3 reads as 0."""
+    """Element 0 is in the highest bits of byte 0; code 3 reads as 0."""
     codes = np.full(32, 0b01_01_01_01, dtype=np.uint8)
     codes[0] = 0b10_00_01_11
     values = ternary.unpack_i2s(codes, (1, 128), "x86")[0]

@@ -140,7 +140,7 @@ def test_a_thought_is_shown_as_it_comes() -> None:
 
 
 def counter(*, opened: bool = False, budget: int = -1) -> ThoughtCounter:
-    """A counter of texts whose tokens are bytes; the end is written as three of them."""
+    """Return a counter for texts whose tokens are bytes; the end consists of three of them."""
     tags = ThoughtTags("<", "..>")
     return ThoughtCounter(
         tags, lambda token: bytes([token]), opened=opened, budget=budget, ending=b"..>"
@@ -148,7 +148,7 @@ def counter(*, opened: bool = False, budget: int = -1) -> ThoughtCounter:
 
 
 def write(count: ThoughtCounter, text: bytes) -> bytes:
-    """What is written where the model wants a text, and the budget may want another."""
+    """Return the text that is written if the model wants `text`, and the budget may change it."""
     written = b""
     for wanted in text:
         token = wanted if count.forced is None else count.forced

@@ -1,4 +1,4 @@
-"""Fewer threads compute while others have the cores, and all of them again afterwards."""
+"""Fewer threads compute while other processes use the cores, and all of them again afterwards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from entropykv.llamacpp.threads import LONGEST_PAUSE, PREEMPTIONS, ThreadChoice
 
 STEP = 0.01
-"""Seconds of a token's work for one thread that has a core of its own."""
+"""Seconds of work for one token by one thread with its own core."""
 WAITING = 4.0
-"""How many times as long a step takes whose threads wait for one without a core."""
+"""By what factor a step takes longer if its threads wait for one without a core."""
 
 
 class Machine:
-    """Time the steps of a choice on so many cores, of which other processes have some."""
+    """Simulate steps on a number of cores, some of which other processes use."""
 
     def __init__(self, choice: ThreadChoice, cores: int) -> None:
         self.choice = choice
@@ -24,7 +24,7 @@ class Machine:
         self.waiting = WAITING
 
     def run(self, seconds: float) -> dict[int, float]:
-        """Do steps for so long; returns how many seconds which number of threads computed."""
+        """Run steps for `seconds`; returns the seconds by number of threads."""
         spent: dict[int, float] = defaultdict(float)
         while sum(spent.values()) < seconds:
             n = self.choice.n

@@ -1,4 +1,4 @@
-"""The tiny models of the tests themselves: llama.cpp loads them and decodes them sensibly."""
+"""The tiny models of the tests themselves can be loaded by llama.cpp, and give sensible logits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_impossible_shapes_are_refused(tmp_path: Path, shape: dict[str, object])
 def test_attention_is_neither_uniform_nor_a_spike(
     tmp_path: Path, architecture: str, head_dim: int
 ) -> None:
-    """Entropy of the first layer's last query, in bits, from the weights (RoPE left out)."""
+    """The entropy of the first layer's last query, in bits, is computed from the weights without
+    RoPE.
+    """
     n_head, n_head_kv, n_keys = 4, 2, 200
     path = tmp_path / "tiny.gguf"
     WRITERS[architecture](

@@ -138,7 +138,7 @@ def test_calls_are_read_whole_and_in_pieces(text: str, content: str, names: list
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "<tool_call>" + "[" * 100_000])
 def test_brackets_without_an_end_are_text(text: str) -> None:
-    """Reading them ended a generation with RecursionError."""
+    """Reading them once ended a generation with RecursionError."""
     assert USE.read(text) == (text, [])
     call = {**CALL, "function": {"name": "add", "arguments": text}}
     message = {**ASSISTANT, "tool_calls": [call]}

@@ -1,4 +1,4 @@
-"""What a session held as its text grew: recorded in bounded memory, as JSON, and as a picture."""
+"""A trajectory records entries while a text grows: in bounded memory, as JSON, and as a picture."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_lines_are_the_trajectory_s(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Frozen:
-    """The counters of a store that has cold storage, which freezes one entry a token."""
+    """Fake the counters of a store with cold storage that freezes one entry per token."""
 
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         counters = session._store.counters

@@ -1,4 +1,4 @@
-"""Users and their keys: who a request is of, and whether a server shows what texts say."""
+"""Users are recognised by their keys, and texts are shown only when allowed."""
 
 from __future__ import annotations
 

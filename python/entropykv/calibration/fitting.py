@@ -96,7 +96,7 @@ class _EchoReader:
             raise
         self._batch = MicroBatch(self._echo.n_ubatch, self._model.n_vocab)
         try:
-            self._store = HeadwiseStore(self._model, config, shared_context=self._context)
+            self._store = HeadwiseStore(self._model, config, self._context)
             self._store.sharing.keep_everything()
             self._store.prediction.collect_lessons(True)
         except BaseException:

@@ -18,6 +18,7 @@ from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, hea
 from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
+from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
@@ -69,7 +70,13 @@ class Observer:
 
     def _full_store(self, options: CacheOptions) -> HeadwiseStore:
         """Make a store that evicts nothing, and scores entries as policies by mass do."""
-        store = HeadwiseStore(self._model, config_for(options, self.geometry))
+        config = config_for(options, self.geometry)
+        self._context = HeadwiseContext(self._model, config, config.n_ubatch)
+        try:
+            store = HeadwiseStore(self._model, config, self._context)
+        except BaseException:
+            self._context.close()
+            raise
         store.sharing.keep_everything()
         return store
 
@@ -96,6 +103,7 @@ class Observer:
         """Free the context and the model."""
         self._batch.close()
         self._store.close()
+        self._context.close()
         self._model.close()
 
     @property

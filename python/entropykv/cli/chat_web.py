@@ -15,18 +15,13 @@ from entropykv.errors import ContextError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.model_options import LoadOptions
 from entropykv.session.sampling import Sampling
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.declared import declared
+from entropykv.settings.freezing import Freezing
 
 if TYPE_CHECKING:
     from entropykv.server import ModelOptions
 
-_SAME = (
-    "mmproj",
-    *("kv_budget", "policy", "store", "entropy_config", "learn", "sinks", "recent_window"),
-    "n_gpu_layers",
-    *("freeze", "freeze_limit", "freeze_type", "recall_interval", "freeze_window"),
-    *("freeze_threshold", "freeze_rate", "freeze_history", "verbose"),
-)
-"""Options of `chat` that `serve` has under the same names."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -96,18 +91,22 @@ def _check(options: argparse.Namespace, sampling: Sampling) -> None:
 def _model_options(options: argparse.Namespace) -> ModelOptions:
     from entropykv.server import ModelOptions  # noqa: PLC0415
 
-    given: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
+    given: dict[str, Any] = {
+        each.server_name: getattr(options, each.name)
+        for owner in (CacheOptions, Freezing)
+        for each in declared(owner).values()
+        if hasattr(options, each.name)
+    }
+    given["n_ubatch"] = min(options.ubatch_size, options.batch_size)
+    given["kv_type"] = kv_type_of(options)
     tuning = model_options_of(options)
     return ModelOptions(
         model=str(options.model),
-        n_ctx=options.ctx_size,
         n_batch=options.batch_size,
-        n_ubatch=min(options.ubatch_size, options.batch_size),
-        n_threads=options.threads,
-        n_threads_batch=options.threads_batch,
         use_mmap=tuning.use_mmap,
         use_mlock=tuning.use_mlock,
-        kv_type=kv_type_of(options),
+        verbose=options.verbose,
+        mmproj=options.mmproj,
         **given,
     )
 

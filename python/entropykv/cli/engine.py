@@ -124,7 +124,7 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
 
 
 def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
-    """Return the one session of a pool; one without checkpoints if the options have no pool."""
+    """Return the only session of a pool, or a session without checkpoints if no pool is needed."""
     if cache.freeze is None and cache.recovery is None and cache.store != "flat":
         pooled = dataclasses.replace(cache, n_sequences=1, checkpoints=CHECKPOINTS)
         with contextlib.suppress(UnsupportedModelError):
@@ -136,7 +136,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
     """Load the model and open a session, and print notes for the user.
 
     `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
-    back when a thought is over.
+    back at the end of a thought.
     """
     _check_flash(options)
     kv_type = kv_type_of(options)

@@ -1,4 +1,4 @@
-"""Read llama-server's presets: an INI file that names models, and the options of each."""
+"""Read llama-server's presets: an INI file with the names of models, and the options of each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from entropykv.server.fields import MOST_NAME
 from entropykv.server.options import MOST_MODELS, ModelOptions
 
 MOST_PRESET = 1 << 20
-"""Characters of a preset file."""
+"""The most characters of a preset file."""
 ALL = "*"
-"""The section whose options all models have."""
+"""The section whose options apply to all models."""
 _SECTION = re.compile(r"\[([^\]]+)\]")
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*(.*)")
 _COMMENT = re.compile(r"\s*[;#].*")
@@ -26,23 +26,24 @@ _TRUE = ("1", "on", "true", "enabled", "yes")
 _FALSE = ("0", "off", "false", "disabled", "no")
 _STARTUP = "load-on-startup"
 _SKIPPED = ("version", "stop-timeout", "tags")
-"""Keys that change nothing here; unloading never cuts an answer off, so it has no time limit."""
+"""Keys without effect here; unloading never interrupts an answer, so it needs no timeout."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Hold what a section says of a model."""
+    """Hold the options of a model in a section."""
 
     given: Mapping[str, Any]
-    """Values of fields of ModelOptions, as the command line gives them."""
+    """Values of fields of ModelOptions, as the command line would set them."""
     load_on_startup: bool = False
 
 
 def read_presets(path: str, parser: CommandParser) -> dict[str, Preset]:
-    """Return the presets of a file by their sections, with those of [*] in each of them.
+    """Return the presets of a file by section, each including the options of [*].
 
     The keys are options of `parser`, without their dashes. Raises SettingsError, which names the
-    section, for a file that cannot be read, a key that is no option of a model, and a wrong value.
+    section, for a file that cannot be read, a key that is not an option of a model, and an invalid
+    value.
     """
     text = read_text(path, SettingsError)
     if len(text) > MOST_PRESET:
@@ -60,7 +61,9 @@ def read_presets(path: str, parser: CommandParser) -> dict[str, Preset]:
 
 
 def _sections_of(path: str, text: str) -> dict[str, dict[str, str]]:
-    """Return keys and values of every section; those before the first one are of no model."""
+    """Return keys and values of every section; those before the first section belong to no
+    model.
+    """
     sections: dict[str, dict[str, str]] = {}
     keys: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -108,7 +111,7 @@ def _preset_of(path: str, name: str, keys: Mapping[str, str], parser: CommandPar
 
 
 def _words_of(key: str, value: str, parser: CommandParser) -> list[str]:
-    """Return the words of a command line that say the same; a switch has a value in a preset."""
+    """Return the equivalent words of a command line; in a preset, a switch has a value."""
     known = parser._option_string_actions  # noqa: SLF001
     names = [dashes + key for dashes in ("--", "-")]
     flag = next((name for name in names if name in known or flag_named(name)), None)

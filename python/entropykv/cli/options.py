@@ -49,7 +49,9 @@ def list_of(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
 
 
 class _Keep(argparse.Action):
-    """Read llama.cpp's --keep as --sinks, of which a model needs a few to work at all."""
+    """Read llama.cpp's --keep as --sinks, and require a few sinks, without which a model does not
+    work.
+    """
 
     def __call__(
         self,
@@ -58,7 +60,7 @@ class _Keep(argparse.Action):
         values: Any,
         option: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Protect so many first tokens; raises ArgumentError for -1, the whole prompt."""
+        """Set the number of sinks; raises ArgumentError for -1, the whole prompt."""
         if values < 0:
             raise argparse.ArgumentError(
                 self, "the length of the prompt is not known before the budget is; give a number"
@@ -91,7 +93,7 @@ def fraction(text: str) -> float:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add -m, and --demo or -hf in its place: see demo_of() and fetch_named()."""
+    """Add -m, with --demo and -hf as alternatives: see demo_of() and fetch_named()."""
     model = parser.add_mutually_exclusive_group(required=True)
     add_model_option(parser, model)
     model.add_argument(
@@ -104,7 +106,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_model_option(
     parser: argparse.ArgumentParser, group: argparse._MutuallyExclusiveGroup
 ) -> None:
-    """Add -m, and -hf with --hf-file; others of the group may take the place of both."""
+    """Add -m, and -hf with --hf-file; other options of the group are alternatives to both."""
     group.add_argument(
         "-m",
         "--model",
@@ -136,8 +138,8 @@ def add_option(
 ) -> None:
     """Add the option that the field `name` of a dataclass declares: settings/declared.py.
 
-    `other` replaces what argparse is told. Options of CacheOptions have the default of their field,
-    those of the others None, for what is not said.
+    `other` replaces arguments of add_argument(). Options of CacheOptions have the default of their
+    field; all others default to None, for values that are not given.
     """
     declared = declared_options(owner)[name]
     said: dict[str, Any] = {"help": declared.help, "metavar": declared.metavar}
@@ -172,14 +174,16 @@ def add_budget_options(
 
 
 def add_protection_options(group: argparse._ArgumentGroup, **other: Any) -> None:
-    """Add --sinks and --recent-window: entries that no eviction takes."""
+    """Add --sinks and --recent-window: entries that are protected from eviction."""
     add_option(group, CacheOptions, "n_sinks", **other)
     add_keep(group)
     add_option(group, CacheOptions, "recent_window")
 
 
 def add_store_options(group: argparse._ArgumentGroup) -> None:
-    """Add options of which store, how many threads, and how much of a prompt is read at a time."""
+    """Add options of the store, the numbers of threads, and how much of a prompt is read
+    at a time.
+    """
     add_option(group, CacheOptions, "store")
     add_threads_option(group)
     add_option(group, CacheOptions, "n_ubatch", default=_DEFAULTS.micro_batch)
@@ -191,7 +195,7 @@ def add_threads_option(group: argparse._ActionsContainer, name: str = "n_threads
 
 
 def threads(text: str) -> int:
-    """Read a number of threads, as an argparse type; -1 is llama.cpp's word for 0."""
+    """Read a number of threads, as an argparse type; llama.cpp's -1 means 0."""
     return max(0, integer(-1, MOST_THREADS)(text))
 
 
@@ -253,7 +257,7 @@ def add_no_chat(group: argparse._ActionsContainer) -> None:
 
 
 def demo_of(options: argparse.Namespace) -> Demo | None:
-    """Return the model of --demo, and put its path in the place of -m's."""
+    """Return the model of --demo, and set its path as that of -m."""
     if options.demo is None:
         return None
     demo = DEMOS[options.demo]
@@ -262,9 +266,9 @@ def demo_of(options: argparse.Namespace) -> Demo | None:
 
 
 def fetch_named(options: argparse.Namespace) -> None:
-    """Fetch the model of -hf, and put its path in the place of -m's; raises HubError.
+    """Fetch the model of -hf, and set its path as that of -m; raises HubError.
 
-    It may take long: whatever else can be wrong with the options is checked before.
+    This may take long, so all other checks of the options come before.
     """
     if options.hf_repo is None:
         if options.hf_file is not None:
@@ -280,7 +284,7 @@ def fetch_named(options: argparse.Namespace) -> None:
 
 
 def check_writable(path: str | None) -> None:
-    """Find out whether a file can be written before an hour of work, not after it."""
+    """Check that a file can be written, before an hour of work instead of after it."""
     if path is None:
         return
     try:
@@ -291,7 +295,9 @@ def check_writable(path: str | None) -> None:
 
 
 def check_output(path: str) -> None:
-    """Check as check_writable() does, but create nothing: the file appears in the end, at once."""
+    """Check a path as check_writable() does, but create nothing: the file is written at the end, at
+    once.
+    """
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise SettingsError(f"{path}: cannot be written; give a file in a writable directory")

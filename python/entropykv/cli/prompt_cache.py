@@ -14,7 +14,7 @@ from entropykv.cli.notes import say
 from entropykv.cli.saved import load_session, save_session
 from entropykv.errors import SettingsError
 from entropykv.session.file import check_target
-from entropykv.session.reuse import common_prefix
+from entropykv.session.reuse import Demand, reuse_of
 from entropykv.session.session import Session
 
 
@@ -75,15 +75,9 @@ class PromptCache:
         if not Path(self.path).exists():
             return tokens
         load_session(session, self.path)
-        is_whole = session.tokens == tokens and session.logits is not None
-        shared = (
-            len(tokens) if is_whole else min(common_prefix(session.tokens, tokens), len(tokens) - 1)
-        )
-        if shared < session.position:
-            if session.can_return_to(shared):
-                session.truncate(shared)
-            else:  # Entries that the saved text has evicted could be needed for this one.
-                session.reset()
+        reuse = reuse_of(session.held(), tokens, Demand(is_cut=False))
+        if reuse.position < session.position:
+            session.truncate(reuse.position)
         say(f"{session.position} of {len(tokens)} tokens of the prompt are in {self.path}")
         return tokens[session.position :]
 

@@ -32,9 +32,10 @@ _SUMMARY = "serve a model to OpenAI's clients inside a KV budget"
 def add_serve(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], *, chosen: bool
 ) -> None:
-    """Register the command, and its options only where it is `chosen`.
+    """Register the command, but its options only if it is `chosen`.
 
-    The options are llama_cpp.server's, whose packages take long to load and may not be installed.
+    The options include those of llama_cpp.server, whose packages take long to load and may not be
+    installed.
     """
     parser = commands.add_parser(
         "serve",
@@ -52,7 +53,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
 
     budget = parser.add_argument_group("KV budget")
-    # An option that is not given is None, since an environment variable may say it.
+    # An option that is not given is None, because an environment variable may set it.
     for name in ("kv_budget", "policy", "kv_type", "store", "entropy_config"):
         metavar = {"metavar": POLICY_SYNTAX} if name == "policy" else {}
         add_option(budget, CacheOptions, name, default=None, **metavar)
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _parser_of_models() -> CommandParser:
-    """Return what reads the options of a preset, which are those of this command."""
+    """Return the parser of a preset's options, which are options of this command."""
     parser = CommandParser(prog="entropykv serve")
     _add_options(parser)
     return parser
@@ -142,7 +143,7 @@ def _warn_of_threads(model: ModelOptions | ModelCatalog) -> None:
 
 
 def _for_replicas(model: ModelOptions | ModelCatalog) -> ModelOptions:
-    """Return the one model of replicas, which stays loaded; raises SettingsError otherwise."""
+    """Return the only model of replicas, which stays loaded; raises SettingsError for several."""
     from entropykv.server import ModelOptions  # noqa: PLC0415
 
     if not isinstance(model, ModelOptions) or model.sleep_idle_seconds >= 0:

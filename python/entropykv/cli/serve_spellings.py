@@ -15,21 +15,18 @@ from entropykv.llamacpp.model_options import (
     ROPE_SCALINGS,
     SPLIT_MODES,
 )
-from entropykv.settings.cache_options import CHECKPOINTS
+from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
+from entropykv.settings.declared import declared
 from entropykv.settings.options import KV_TYPES, MOST_BYTES
 
 _LLAMA_SERVER = {
+    **{each.server_name: each.flags for each in declared(CacheOptions).values()},
     "model": ("-m",),
     "hf_repo": ("-hf", "-hfr"),
     "hf_file": ("-hff",),
     "mmproj": ("-mm",),
     "model_alias": ("-a", "--alias"),
-    "n_ctx": ("-c", "--ctx-size"),
     "n_batch": ("-b", "--batch-size"),
-    "n_ubatch": ("-ub", "--ubatch-size"),
-    "n_threads": ("-t", "--threads"),
-    "n_threads_batch": ("-tb", "--threads-batch"),
-    "n_gpu_layers": ("-ngl", "--gpu-layers"),
     "split_mode": ("-sm",),
     "tensor_split": ("-ts",),
     "main_gpu": ("-mg",),
@@ -37,7 +34,6 @@ _LLAMA_SERVER = {
     "flash_attn": ("-fa",),
     "seed": ("-s",),
     "lora_path": ("--lora",),
-    "parallel": ("-np",),
     "ssl_keyfile": ("--ssl-key-file",),
     "ssl_certfile": ("--ssl-cert-file",),
     "root_path": ("--api-prefix",),

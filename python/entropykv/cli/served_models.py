@@ -1,4 +1,4 @@
-"""Read which models `entropykv serve` has: from -m and -hf, a directory, and a preset file."""
+"""Determine the models of `entropykv serve`: from -m and -hf, a directory, and a preset file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", "ModelOptions", "ServerOptions")
 _OF_ONE = ("model", "hf_repo", "hf_file", "hf_model_repo_id", "model_alias")
-"""Fields of ModelOptions that name one model, and so cannot be those of several."""
+"""Fields of ModelOptions that name a single model, and are not allowed with several."""
 
 
 def models_of(
     options: argparse.Namespace, server: ServerOptions, parser: CommandParser
 ) -> ModelOptions | ModelCatalog:
-    """Return the options of the one model that is named, or the catalog of several.
+    """Return the options of a single model, or the catalog of several.
 
-    Options of the command line precede those of a preset's section, and these those of its [*], as
-    at llama-server. Raises SettingsError.
+    As in llama-server, options of the command line take precedence over a preset's section, and its
+    section over [*]. Raises SettingsError.
     """
     from entropykv.server import ModelCatalog, ModelOptions  # noqa: PLC0415
 
@@ -75,7 +75,9 @@ def _add(places: dict[str, dict[str, Any]], name: str, place: dict[str, Any]) ->
 def _served(
     name: str, given: dict[str, Any], place: Mapping[str, Any] | None, *, load_on_startup: bool
 ) -> ServedModel:
-    """Return a model of several; without a `place`, its preset or its name says where it is."""
+    """Return one of several models; without a `place`, its preset or its name determines
+    the file.
+    """
     from entropykv.hub.model_choice import Reference  # noqa: PLC0415
     from entropykv.server import ModelOptions, ServedModel  # noqa: PLC0415
 
@@ -93,7 +95,7 @@ def _served(
             raise SettingsError(
                 f"the preset [{name}] says no model; give it a line such as model = FILE.gguf"
             )
-    # What is left out would come from variables such as ENTROPYKV_MODEL.
+    # Otherwise, missing values would be read from variables such as ENTROPYKV_MODEL.
     given = {"model": "", "hf_repo": None, "hf_file": None, "hf_model_repo_id": None, **given}
     try:
         options = _checked(ModelOptions, given)
@@ -105,7 +107,7 @@ def _served(
 
 
 def read_options(kind: type[Options], options: argparse.Namespace) -> Options:
-    """Return settings with what was given of their fields; raises SettingsError."""
+    """Return settings from the options that were given; raises SettingsError."""
     return _checked(kind, _given(kind, options))
 
 

@@ -1,4 +1,4 @@
-"""Show what a model thinks before it answers: apart from the answer, which alone is on stdout."""
+"""Show what a model thinks before it answers on stderr; only the answer is written to stdout."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _switch(text: str) -> str:
 
 
 def use_in_template(options: argparse.Namespace) -> None:
-    """Add what the options say of thoughts to what the chat template is told."""
+    """Add the options about thoughts to the variables of the chat template."""
     arguments = dict(options.chat_template_kwargs or {})
     if options.reasoning != "auto":
         arguments.update(template_switch(thinks=options.reasoning == "on"))
@@ -77,7 +77,7 @@ def use_in_template(options: argparse.Namespace) -> None:
 
 
 def thinking_options_of(options: argparse.Namespace) -> ThinkingOptions:
-    """Return what the options say of thoughts; raises SettingsError."""
+    """Return the settings of thoughts in the options; raises SettingsError."""
     message = options.reasoning_budget_message
     if len(message) > MOST_MESSAGE:
         raise SettingsError(
@@ -87,7 +87,7 @@ def thinking_options_of(options: argparse.Namespace) -> ThinkingOptions:
 
 
 class ShownThought:
-    """Show an answer with its thought, and follow how long that is."""
+    """Show an answer and its thought, and count the tokens of the thought."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ShownThought:
         *,
         folded: bool = False,
     ) -> None:
-        """Begin after a prompt; `folded`: of the thought, only its length is shown."""
+        """Start after a prompt; `folded`: only the length of the thought is shown."""
         self._session = session
         self._tags = tags
         self._options = options
@@ -119,17 +119,17 @@ class ShownThought:
     def of(
         cls, session: Session, options: ThinkingOptions, prompt: str, *, folded: bool = False
     ) -> ShownThought | None:
-        """Return one for an answer to a prompt; None where the model does not think."""
+        """Return an object for an answer to a prompt; None if the model does not think."""
         tags = session.thought_tags
         return None if tags is None else cls(session, tags, options, prompt, folded=folded)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a token; those of a tag, too, where that is a control token."""
+        """Return the bytes of a token, including those of a tag that is a control token."""
         text = self._control.get(token)
         return self._session.token_bytes(token) if text is None else text.encode()
 
     def before_answer(self, sampling: Sampling) -> Sampling:
-        """Return the sampling; a grammar is that of what comes behind the thought."""
+        """Return the sampling; a grammar applies to the text after the thought."""
         if sampling.grammar is None:
             return sampling
         texts = set(self._control.values())
@@ -137,11 +137,11 @@ class ShownThought:
         return dataclasses.replace(sampling, grammar=grammar, grammar_root=ROOT)
 
     def take(self, text: str) -> str:
-        """Take the next piece of the text in, show its thought, and return what goes to stdout."""
+        """Add the next piece of the text, show its thought, and return the text for stdout."""
         return self._show(self._reader.take(text), text)
 
     def finish(self) -> str:
-        """Show the rest of the thought, and return the rest of what goes to stdout."""
+        """Show the rest of the thought, and return the rest for stdout."""
         shown = self._show(self._reader.finish(), "")
         self._end()
         return shown
@@ -158,14 +158,14 @@ class ShownThought:
         return parts.answer
 
     def _write(self, text: str) -> None:
-        """Write to stderr, dim where that is a terminal."""
+        """Write to stderr, in a dim colour if that is a terminal."""
         self._is_shown = True
         dim, plain = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
         sys.stderr.write(f"{dim}{text}{plain}")
         sys.stderr.flush()
 
     def _end(self) -> None:
-        """End what is shown of the thought, once."""
+        """End the shown thought, once."""
         n_tokens, folds = self.counter.n_tokens, self._folded and not self.answer
         if folds and n_tokens and self._options.separates:
             self._write(f"[thought for {n_tokens} tokens]")

@@ -81,7 +81,7 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
         if isinstance(llm.chat_handler, BudgetImageHandler):
             llm.chat_handler = llm.chat_handler.handler
         llm.__dict__.pop("_image_prompt", None)
-        del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch, llm._alike
+        del llm._budget, llm._guard, llm._reader, llm._alike
         stock = cast(llama_cpp.Llama, llm)
         stock.__class__ = llama_cpp.Llama
     stock._ctx = stock._stack.enter_context(contextlib.closing(context))

@@ -110,6 +110,11 @@ class BudgetContext(internals.LlamaContext):
         return self.session.context
 
     @property
+    def weights(self) -> Weights:
+        """Return what keeps the model within `with`; entering raises EntropyKVError once closed."""
+        return SharedModel.of(self.model).weights
+
+    @property
     def is_open(self) -> bool:
         """Tell whether there is a session."""
         return self._session is not None

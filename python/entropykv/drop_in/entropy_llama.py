@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import re
 import sys
-import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 from llama_cpp.llama import LlamaState
+from llama_cpp.llama_grammar import LlamaGrammar
+from llama_cpp.llama_tokenizer import LlamaTokenizer
 from typing_extensions import Self
 
 from entropykv.drop_in.arguments import (
@@ -22,22 +28,29 @@ from entropykv.drop_in.arguments import (
     check_draft_model,
     split_arguments,
 )
+from entropykv.drop_in.call_guard import CallGuard
 from entropykv.drop_in.chat_schemas import checked_schemas
-from entropykv.drop_in.completing import CompletingLlama
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
 from entropykv.drop_in.image_handlers import BudgetImageHandler
-from entropykv.errors import ModelFileError, SettingsError
+from entropykv.drop_in.prefix import continuing, control_symbol, spelling
+from entropykv.drop_in.reading import PromptReader
+from entropykv.drop_in.sampler import SamplerOfSequence
+from entropykv.errors import ContextError, EntropyKVError, ModelFileError, SettingsError
+from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.session.file import SavedContents
-from entropykv.session.images import ImagePrompt
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.images import ImageLimits, ImagePrompt, Images
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 
+_GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
-class EntropyLlama(CompletingLlama):
+
+class EntropyLlama(llama_cpp.Llama):
     """A llama_cpp.Llama whose KV cache never exceeds a budget.
 
     Takes every argument of llama_cpp.Llama, and those of CacheOptions: as keyword arguments, or
@@ -65,6 +78,15 @@ class EntropyLlama(CompletingLlama):
     FreezeError.
     """
 
+    _ctx: BudgetContext
+    """Stands in the place of the stock context, over the session."""
+    _budget: BudgetArguments
+    _guard: CallGuard
+    """Lets calls take turns."""
+    _reader: PromptReader
+    """Reads prompts into the session."""
+    _pieces: dict[int, bytes] | None = None
+    """Texts of tokens that were asked for, for all that share a vocabulary; None while it loads."""
     _pool: Pool | None = None
     _image_prompt: ImagePrompt | None = None
     """The last prompt with images, which are held for it."""
@@ -187,15 +209,16 @@ class EntropyLlama(CompletingLlama):
 
     def _take(self, session: Session) -> None:
         """Hold a session's sequence, which has read nothing."""
-        self._lock = threading.RLock()
-        self._sampled = self._generation = self._watch = None
+        self._guard = CallGuard()
         self._ctx = BudgetContext(self, session)
+        self._reader = PromptReader(self._ctx, self._budget)
         start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
 
     def _hold(self, session: Session) -> None:
         """Hold another sequence, and go on from what was read of it."""
-        self._sampled = self._generation = self._watch = None
+        self._guard.end_answer()
         self._ctx = BudgetContext(self, session)
+        self._reader = PromptReader(self._ctx, self._budget)
         self.n_tokens = session.position
         self.input_ids[: session.position] = session.tokens
         self._requires_eval = session.logits is None
@@ -236,7 +259,7 @@ class EntropyLlama(CompletingLlama):
             super().close()
             return
         context.refuse()
-        with self._lock:
+        with self._guard.lock:
             context.close_session()
             self._alike.discard(self)
             if not self._alike:
@@ -254,6 +277,228 @@ class EntropyLlama(CompletingLlama):
             context.close()
             self._pool = None
         self.close()
+
+    # --- read and write ---------------------------------------------------------------------------
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the model; raise EntropyKVError once closed, or where another thread calls it."""
+        return self._guard.call(self._ctx)
+
+    @property
+    def _session(self) -> Session:
+        return self._ctx.session
+
+    def open_projector(
+        self, path: str | os.PathLike[str], limits: ImageLimits | None = None
+    ) -> Images:
+        """Open the model's projector: see Session.open_projector()."""
+        on_device = bool(self.model_params.n_gpu_layers)
+        return self._session.open_projector(path, limits, use_gpu=on_device)
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads prompts with images; None while no projector is open."""
+        return self._session.images
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Return a text's tokens, as llama_cpp.Llama does; raises EntropyKVError once closed."""
+        _ = self._session  # raises once closed, where llama-cpp-python would crash
+        return super().tokenize(text, add_bos, special)
+
+    def detokenize(
+        self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
+    ) -> bytes:
+        """Return the text of tokens, as llama_cpp.Llama does.
+
+        Texts of tokens are kept: Llama asks for all of an answer with every token of it, and each
+        call of llama.cpp would let the threads of a pool take turns.
+        """
+        tokens = [token for token in tokens if not is_placeholder(token)]
+        pieces = self._pieces
+        if special or pieces is None or not isinstance(self.tokenizer_, LlamaTokenizer):
+            return super().detokenize(tokens, prev_tokens, special)
+        for token in tokens:
+            if token not in pieces:
+                pieces[token] = self._model.detokenize([token])
+        text = b"".join([pieces[token] for token in tokens])
+        begins = len(tokens) > 0 and tokens[0] == self.token_bos()
+        return text[1:] if begins and text.startswith(b" ") else text
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Read tokens after the first n_tokens of input_ids, which are read again if they must be.
+
+        Raises ContextError for more than n_ctx tokens.
+        """
+        with self._alone():
+            self._reader.eval(self, [int(token) for token in tokens])
+
+    def reset(self) -> None:
+        """Forget every token; kv_stats() goes on counting."""
+        with self._alone():
+            self.n_tokens = 0
+            self._requires_eval = True
+            self._session.truncate(0)
+
+    def sample(self, *arguments: Any, **options: Any) -> int:
+        """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample."""
+        start = time.perf_counter()
+        with self._alone():
+            token: int = super().sample(*arguments, **options)
+            self._reader.note_sampled(token, time.perf_counter() - start)
+        return token
+
+    def generate(self, tokens: Sequence[int], *arguments: Any, **options: Any) -> Any:
+        """Yield tokens that follow `tokens`; see llama_cpp.Llama.generate.
+
+        Where `tokens` begin with the text of what was read, spelled otherwise, that is not read
+        again. Not with logits_all: the rows of `scores` are those of `tokens`.
+        """
+        bound = _GENERATE.bind(self, tokens, *arguments, **options)
+        with self._alone():
+            answer = self._guard.begin_answer()
+            prompt = self._prepared(list(tokens), resets=bound.arguments.get("reset", True))
+        stream: Generator[int, Any, None] = super().generate(prompt, *arguments, **options)
+        sent = None
+        with closing(stream), self._resting():
+            while True:
+                _check_attached(self)
+                with self._alone():
+                    _ = self._session  # raises once closed
+                    self._guard.check_goes_on(answer)
+                    try:
+                        token = stream.send(sent)
+                    except StopIteration:
+                        return
+                sent = yield token
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """In the end, let no other sequence of a pool wait for more of this one."""
+        try:
+            yield
+        finally:
+            if isinstance(self._ctx, BudgetContext):
+                self._ctx.rest()
+
+    def _prepared(self, prompt: list[int], *, resets: bool) -> list[int]:
+        """Return the tokens to read for a prompt, once what they depart from is forgotten."""
+        self._reader.begin_answer(self)
+        if resets and not self._logits_all:
+            prompt = self._continuing(prompt) or prompt
+        if resets and self._budget.repeatable:
+            self._reader.go_back_for(self, prompt)
+        return prompt
+
+    def _continuing(self, prompt: list[int]) -> list[int] | None:
+        """Return the prompt as tokens that begin with those read; None if they begin it anyway."""
+        cached = self._input_ids
+        if len(cached) == 0 or np.array_equal(cached, prompt[: len(cached)]):
+            return None
+        found = continuing(cached.tolist(), prompt, self._spell, self._tokenize_text)
+        return found if found and len(found) < self._n_ctx else None
+
+    def _goes_on_from(self, held: list[int], prompt: list[int]) -> bool:
+        """Tell whether a prompt begins with the text of tokens, however it is spelled."""
+        return continuing(held, prompt, self._spell, self._tokenize_text) is not None
+
+    def _spell(self, token: int) -> str:
+        piece = self._session.token_bytes(token)
+        return spelling(piece) if piece else control_symbol(token)
+
+    def _tokenize_text(self, text: bytes) -> list[int]:
+        return self.tokenize(text, add_bos=False, special=False)
+
+    # --- complete ---------------------------------------------------------------------------------
+
+    def _create_completion(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        """Complete as Llama does; while something is computed, nobody frees what it reads."""
+        with closing(self._completion(*arguments, **options)) as stream:
+            while True:
+                with self._ctx.weights:
+                    response = next(stream, None)
+                if response is None:
+                    return
+                yield response
+
+    def _completion(
+        self,
+        prompt: str | list[int],
+        suffix: str | None = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Generator[Any, None, None]:
+        """Complete as Llama does, and pass tokens instead of the text where those read can stay.
+
+        That way usage, positions of logprobs and the limit of n_ctx are those of what is read.
+        """
+        given = prompt
+        given_limit = arguments[0] if arguments else options.get("max_tokens")
+        reader = self._reader
+        reader.max_tokens = given_limit if given_limit and given_limit > 0 else None
+        if suffix is None and (isinstance(prompt, list) or options.get("logprobs") is None):
+            prompt = self._continuing(self._tokens_of(prompt)) or prompt
+        echoed = isinstance(given, str) and prompt is not given and options.get("echo")
+        if echoed:  # Llama cannot echo tokens
+            options["echo"] = False
+        try:
+            for response in super()._create_completion(prompt, suffix, *arguments, **options):
+                if echoed and not options.get("stream"):
+                    response["choices"][0]["text"] = f"{given}{response['choices'][0]['text']}"
+                yield response
+        except ValueError as error:
+            if "exceed context window" not in str(error):
+                raise
+            text = re.sub(r"window of \d+", f"window of {self._n_ctx}", str(error))
+            raise ContextError(f"{text}; shorten the prompt or raise n_ctx") from None
+        finally:
+            reader.max_tokens = None
+
+    def _tokens_of(self, prompt: str | list[int]) -> list[int]:
+        """Return the tokens that Llama makes of a prompt; [] if it appends to them."""
+        model = self._model
+        if not isinstance(prompt, str):
+            return prompt
+        if model.add_eos_token() or model.token_sep() != -1 or not prompt:
+            return []
+        begins = [self.token_bos()] if model.add_bos_token() and self.token_bos() != -1 else []
+        return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
+
+    def _init_sampler(
+        self, *arguments: Any, grammar: LlamaGrammar | None = None, **options: Any
+    ) -> Any:
+        """Make the chain of samplers; in a pool, it reads this sequence's logits, not the last.
+
+        A grammar is ours, which has limits and can be stopped, in the place of llama.cpp's.
+        """
+        ours = None if grammar is None else self._grammar_sampler(grammar)
+        sampler = super()._init_sampler(*arguments, **options)
+        if ours is None and self._session.is_alone:
+            return sampler
+        return SamplerOfSequence(sampler, self._logits_at, self.token_eos(), ours)
+
+    def _logits_at(self, row: int) -> npt.NDArray[np.float32]:
+        return self._reader.logits_at(self, row)
+
+    def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
+        """Return what leaves only tokens that a grammar allows; raises SettingsError."""
+        session = self._session
+        itself = weakref.ref(self)  # the sampler is a part of it
+
+        def poll() -> None:
+            llama = itself()
+            if llama is not None:
+                llama._while_sampling()
+
+        return GrammarSampler(
+            grammar._grammar,
+            session.vocabulary,
+            session.token_trie,
+            root=grammar._root,
+            poll=poll,
+        )
+
+    def _while_sampling(self) -> None:
+        """Do what must be done every few milliseconds while a grammar is searched: nothing."""
 
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
         """Answer a chat as llama_cpp.Llama does.
@@ -320,7 +565,7 @@ class EntropyLlama(CompletingLlama):
             )
         contents = self._session.load(path)
         self._requires_eval = True
-        self._sampled = None
+        self._reader.forget_sampled()
         self.n_tokens = contents.position
         self.input_ids[: contents.position] = self._session.tokens[: contents.position]
         return contents
@@ -330,6 +575,11 @@ class EntropyLlama(CompletingLlama):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["type_k"], state["type_v"]
         return {**state, **self._budget.keywords()}
+
+
+def _check_attached(llm: llama_cpp.Llama) -> None:
+    if not isinstance(llm, EntropyLlama):
+        raise EntropyKVError("the model was detached before this answer was complete; ask again")
 
 
 def start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Say what the names given to `--policy` mean."""
+"""Define the names that `--policy` accepts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
-"""The default: `profile` where the model has one with loss curves, else `adaptive`. Entries are
-ranked by a predictor, in the way that the profile says: that of the profile, or one that is fitted
-to the first texts, which are read twice for it. Where a model's keys before RoPE are not known,
-nothing can be predicted, and all texts are read twice. `uniform` where entries are frozen: what a
-head needs comes back, and every head needs room for it; `recency` on the flat store."""
+"""The default policy. It is `profile` if the model has a profile with loss curves, else `adaptive`.
+Entries are ranked by a predictor, with the measure that the profile names: the profile's predictor,
+or one that is fitted to the first texts, which are read twice for it. If a model's keys before RoPE
+are not known, nothing can be predicted, and all texts are read twice. With frozen entries it is
+`uniform`, because needed entries return and every head needs room for them; on the flat store it is
+`recency`.
+"""
 FAST = "fast"
-"""The default without predictions and echoes: what queries of the text give ranks entries."""
+"""The default without predictions and echoes: only the queries of the text rank entries."""
 EARLIER_NAMES = {"freeze": "rolling-freeze", "adaptive-heads": "adaptive"}
-"""Names that policies had before version 0.2.0; they are taken for one more release."""
+"""Names of policies before version 0.2.0, which work for one more release."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
-"""What takes the place of a measure of IMPORTANCES where nothing can be predicted."""
+"""The measure that replaces each of IMPORTANCES if nothing can be predicted."""
 
 
 POLICIES = {
@@ -88,13 +90,14 @@ def policy_named(
     recurrent: bool = False,
     predictable: bool = True,
 ) -> Policy:
-    """Return the policy of that name, which may be `auto` or `fast`, or that of an own policy.
+    """Return the policy with this name, which may be `auto` or `fast`, or the policy of a user's
+    object.
 
-    `freezes`: what is evicted is frozen. `recurrent`: the model has recurrent layers, which cannot
-    read a text twice. `predictable`: its keys before RoPE are known, which predictors need.
-    `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
-    order of MODIFIERS, and without a measure that is the default. Raises SettingsError for a name
-    that does not exist or that the store cannot follow.
+    `freezes`: evicted entries are frozen. `recurrent`: the model has recurrent layers, which cannot
+    read a text twice. `predictable`: its keys before RoPE are known, which predictors need. `name`:
+    NAME[:MEASURE[+MODIFIER...]]; the policy's own name has its modifiers in the order of MODIFIERS,
+    and no measure if it is the default. Raises SettingsError for an unknown name, and for one that
+    the store does not support.
     """
     if not isinstance(name, str):
         policy = _own(name)
@@ -120,23 +123,22 @@ def policy_named(
 
 
 def current_name(text: str) -> str:
-    """Return the name of a policy today, where `text` may begin with an earlier one."""
+    """Return the current name of a policy, where `text` may begin with an earlier name."""
     base, colon, measure = text.partition(":")
     return f"{EARLIER_NAMES.get(base, base)}{colon}{measure}"
 
 
 def learns_predictor(policy: Policy, profile: EntropyProfile | None) -> bool:
-    """Tell whether a policy predicts, and nobody has fitted a predictor to the model yet."""
+    """Tell whether a policy needs a predictor that has not been fitted to the model yet."""
     known = profile is not None and profile.predictor is not None
     return policy.importance.predicts and not known
 
 
 def takes_profile(name: str | OwnPolicy) -> bool:
-    """Tell whether a policy of that name goes by the model's profile, if it has one.
+    """Tell whether a policy uses the model's profile, if the model has one.
 
-    It shares budgets by the profile's heads, or ranks entries by the profile's predictor.
-
-    An own policy does not count: it may use the profile that it is given.
+    It uses the profile to share the budget, or its predictor to rank entries. A user's own policy
+    does not count: it gets the profile that is given with it.
     """
     if not isinstance(name, str):
         return False
@@ -148,7 +150,7 @@ def takes_profile(name: str | OwnPolicy) -> bool:
 
 
 def schedules(name: str | OwnPolicy) -> bool:
-    """Tell whether a policy of that name freezes and restores by the freeze document's schedule."""
+    """Tell whether a policy freezes and restores by the freeze document's schedule."""
     if not isinstance(name, str):
         return False
     base = current_name(name).partition(":")[0]
@@ -182,9 +184,9 @@ def _chosen(
     foresees: bool,
     predictable: bool,
 ) -> str:
-    """Return the policy that `auto` or `fast` stands for.
+    """Return the policy that `auto` or `fast` chooses.
 
-    `foresees`: whether entries are ranked by what a repetition of the text would look up, too.
+    `foresees`: entries are also ranked by what a repetition of the text would attend to.
     """
     if store == "flat":
         return "recency"
@@ -226,7 +228,7 @@ def _parsed(text: str) -> Policy:
             f"policy {name} goes by what each step's queries find, and {importance} does not; use "
             f"--policy {name}, or measure mass, attention or products"
         )
-    # The policy's decay stays, whatever the measure: one may add up all that queries gave.
+    # Keep the policy's decay with any measure, because a policy may need the sum over all queries.
     importance = replace(importance, decay=policy.importance.decay)
     if importance == policy.importance:
         return policy

@@ -1,4 +1,6 @@
-"""Let budgets follow the text, by what every micro-batch of it shows about the KV heads."""
+"""Let budgets follow the text: share them again by what every micro-batch shows about the
+KV heads.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,20 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy
 
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
-"""Where losses are measured: entries beyond the floor, as factors of the mean budget's."""
+"""Where losses are measured: numbers of entries beyond the floor, as factors of the mean
+budget's.
+"""
 LEAST_TOKENS = 32
-"""Budgets change after so many tokens, not sooner: a few queries say little."""
+"""Budgets change at most once in so many tokens, because a few queries show little."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def is_observed(n_tokens: int, n_ubatch: int) -> bool:
-    """Tell whether a micro-batch is looked at: it has LEAST_TOKENS, or is as large as they get.
+    """Tell whether a micro-batch is observed: it has LEAST_TOKENS tokens, or is as large as
+    possible.
 
-    Single tokens of an answer are not, unless the prompt, too, was read one by one.
+    Single tokens of an answer are not observed, unless the prompt is also read one by one.
     """
     return n_tokens >= min(LEAST_TOKENS, n_ubatch)
 
@@ -37,56 +42,58 @@ def is_observed(n_tokens: int, n_ubatch: int) -> bool:
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
     """Tell whether budgets change after a micro-batch at `position`.
 
-    Each that is observed changes them, or one every LEAST_TOKENS where they are smaller than that.
-
-    It hangs on places in the text alone, so that a session that was loaded keeps step.
+    Every observed micro-batch changes them; smaller ones change them once in LEAST_TOKENS tokens.
+    This depends only on positions in the text, so that a loaded session behaves equally.
     """
     crosses = position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
     return crosses and is_observed(n_tokens, n_ubatch)
 
 
 class OnlineBudgets(Protocol):
-    """Keep what was seen of a text, and say which budgets follow from it."""
+    """Define how to record what a text shows, and derive budgets from it."""
 
     tracks_entropies: bool
-    """Whether the store must measure the entropies of attention rows."""
+    """True if the store must measure the entropies of attention rows."""
 
     def expect(self, plan: HeadwisePlan) -> None:
         """Take the plan whose budgets will be shared."""
 
     def knots(self, growth: float) -> list[int]:
-        """Return at how many entries beyond the floor the store must measure losses; maybe none.
+        """Return the numbers of entries beyond the floor at which the store must measure losses;
+        may be empty.
 
-        It is asked before every micro-batch after which budgets change. `growth`: how many times as
-        long the text will be once all of it is read: 1 or more.
+        It is called before every micro-batch after which budgets change. `growth`: by what factor
+        the text will be longer once all of it is read: 1 or more.
         """
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
-        """Take in what an observed micro-batch has shown: see is_observed()."""
+        """Record what an observed micro-batch has shown: see is_observed()."""
 
     def observe_again(self) -> None:
-        """Take in what an echo has shown of text that was observed before."""
+        """Record what an echo has shown of text that was observed before."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return entries of every KV head, all layers in order; None before anything was seen."""
+        """Return the entries of every KV head in the order of layers; None before anything was
+        observed.
+        """
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
         """Return what the text loses with fewer pages; the same object until it changes.
 
-        None where it is not known.
+        Returns None if that is not known.
         """
 
     def forget(self) -> None:
-        """Forget what was seen, since another text begins."""
+        """Forget all records, because another text begins."""
 
     def state(self) -> Floats:
-        """Return all that was seen, for session files."""
+        """Return everything that was recorded, for session files."""
 
     def problem(self, state: Floats) -> str | None:
-        """Return what is wrong with a state; None where nothing is."""
+        """Return why a state is invalid; None if it is valid."""
 
     def load(self, state: Floats) -> None:
-        """Go on from a state without problems."""
+        """Load a valid state."""
 
 
 def online_budgets(
@@ -96,7 +103,7 @@ def online_budgets(
     n_ctx: int,
     profile: EntropyProfile | None = None,
 ) -> OnlineBudgets | None:
-    """Return the online budgets of a policy, or None where budgets do not follow the text."""
+    """Return the online budgets of a policy, or None if its budgets do not follow the text."""
     if policy.own is not None:
         follows = type(policy.own).observe is not OwnPolicy.observe
         return OwnBudgets(policy.own, store, layers, n_ctx, profile) if follows else None
@@ -108,11 +115,12 @@ def online_budgets(
 
 
 class MeasuredLosses:
-    """Share for the least summed loss, by what heads would have lost in the last micro-batch.
+    """Share for the smallest total loss, by what heads would have lost in the last micro-batch.
 
-    The loss of dropping an entry is its score: with `mass+values` the squared norm of what it gave
-    to the outputs, relative to theirs. Between numbers of entries that were measured it is taken to
-    be linear. The idea is that of Ada-KV (Feng et al. 2024, arXiv:2407.11550), across layers too.
+    The loss of dropping an entry is its score; with `mass+values`, this is the squared norm of its
+    contribution to the outputs, relative to theirs. Losses are interpolated linearly between the
+    measured numbers of entries. The idea is that of Ada-KV (Feng et al. 2024, arXiv:2407.11550),
+    also across layers.
     """
 
     tracks_entropies = False
@@ -126,21 +134,29 @@ class MeasuredLosses:
         self._n_heads = sum(shape.n_head_kv for shape in layers)
         self._next_knots: list[int] = []
         self._asked: list[int] = []
-        """Where the store measures: at the knots, and at those that stand for them later."""
+        """The numbers of entries at which the store measures: the knots, and their substitutes for
+        a longer text.
+        """
         self._growth = 1.0
         self._next_floor = self._floor = 0
-        """Entries of every KV head that knots are beyond: those of the next losses, and of now."""
+        """The floor of every KV head, beyond which knots count: for the next losses, and for the
+        current ones.
+        """
         self._curve: LossCurve | None = None
         self._knots: Floats
         self._losses: Floats
-        """Of every KV head at the knots, what was dropped before included, once all is read."""
+        """The losses of every KV head at the knots, including dropped entries, for the text once
+        all is read.
+        """
         self._losses_of_held: Floats
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Ask for losses at multiples of what the plan's mean budget leaves beyond the floor.
+        """Measure losses at multiples of the entries that the plan's mean budget leaves beyond the
+        floor.
 
-        Nothing where every KV head may keep the whole context: nobody will lose anything.
+        Nothing is measured if every KV head may keep the whole context, because nothing will be
+        lost.
         """
         beyond = max(1, plan.mean_entries - plan.floor_entries)
         factors = KNOT_FACTORS if plan.mean_entries < self._n_ctx else ()
@@ -148,18 +164,18 @@ class MeasuredLosses:
         self._next_floor = plan.floor_entries
 
     def knots(self, growth: float) -> list[int]:
-        """Return the knots of expect(), and those that stand for them in a longer text.
+        """Return the knots of expect(), and their substitutes for a longer text.
 
-        Of a text that will be longer, a KV head can keep a smaller part than of what there is. What
-        it will lose then is foreseen: what it would lose if it kept as small a part now. So heads
-        that lose much have their room before the text has outgrown equal budgets.
+        Of a longer text, a KV head can keep only a smaller fraction than of the text so far. Its
+        later loss is estimated as the loss that it would have now with an equally small fraction.
+        Therefore heads that lose much get their room before the text has outgrown equal budgets.
         """
         later = {int(knot / growth) for knot in self._next_knots}
         self._asked, self._growth = sorted({*self._next_knots, *later}), growth
         return self._asked
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
-        """Take over the losses, if any were measured."""
+        """Record the losses, if any were measured."""
         if not budgets_change:
             return
         self._knots = np.array(self._next_knots, np.float64)
@@ -179,11 +195,11 @@ class MeasuredLosses:
         return losses.reshape(self._n_heads, len(self._asked))
 
     def observe_again(self) -> None:
-        """Take over the losses by the new scores."""
+        """Record the losses by the new scores."""
         self.observe(0, budgets_change=True)
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return shares for the least summed loss."""
+        """Return shares for the smallest total loss."""
         if not self._knots.size:
             return None
         most = max(1, self._n_ctx - plan.floor_entries)
@@ -191,7 +207,7 @@ class MeasuredLosses:
         knots = [*self._knots[inside].tolist(), float(most)]
         nothing = np.zeros((self._n_heads, 1))
         losses = np.concatenate([self._losses[:, inside], nothing], axis=1)
-        losses /= losses.max() or 1.0  # only ratios count, and sums of |q.k| have no limit
+        losses /= losses.max() or 1.0  # Only ratios matter, and sums of |q.k| have no limit.
         return _core.share_by_curves(
             plan.mean_entries,
             self._n_ctx,
@@ -203,10 +219,10 @@ class MeasuredLosses:
         )
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
-        """Join the losses of all KV heads, as they were measured, of what is held alone.
+        """Join the measured losses of all KV heads, only of entries that are still held.
 
-        What was dropped before would have a text that has dropped much take pages from others that
-        lose more by what they still hold. Files of sessions do not have these losses.
+        If dropped entries counted, a text that has dropped many would take pages from others that
+        lose more of what they still hold. Session files do not contain these losses.
         """
         if self._curve is None and self._losses_of_held.shape[1] > 1:
             floors = np.minimum(self._floor, plan.limits)
@@ -215,16 +231,18 @@ class MeasuredLosses:
         return self._curve
 
     def forget(self) -> None:
-        """Forget what was measured, since another text begins."""
+        """Forget all measurements, because another text begins."""
         self._knots, self._curve = np.empty(0), None
         self._losses = self._losses_of_held = np.empty((self._n_heads, 0))
 
     def state(self) -> Floats:
-        """Return the knots, then the losses of every head."""
+        """Return the knots, followed by the losses of every head."""
         return np.concatenate([self._knots, self._losses.ravel()])
 
     def problem(self, state: Floats) -> str | None:
-        """Find knots that do not ascend from 0, or losses that cannot be."""
+        """Return why knots or losses are invalid: knots must ascend from 0; None if they
+        are valid.
+        """
         n_knots, rest = divmod(state.size, self._n_heads + 1)
         knots, losses = state[:n_knots], state[n_knots:]
         ascend = n_knots == 0 or (knots[0] == 0.0 and bool(np.all(np.diff(knots) >= 1.0)))
@@ -233,7 +251,7 @@ class MeasuredLosses:
         return None
 
     def load(self, state: Floats) -> None:
-        """Take over knots and losses."""
+        """Load knots and losses."""
         n_knots = state.size // (self._n_heads + 1)
         self._knots = state[:n_knots].copy()
         self._losses = state[n_knots:].reshape(self._n_heads, n_knots).copy()

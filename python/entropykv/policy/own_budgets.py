@@ -1,4 +1,4 @@
-"""Let budgets follow the text by a policy of the user's own."""
+"""Let budgets follow the text according to a user's own policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from entropykv.settings.own_policy import BudgetToShare, Floats, MicroBatchSeen,
 
 
 class OwnBudgets:
-    """Ask an OwnPolicy that observes for shares; every text has a copy of it."""
+    """Get the shares from an OwnPolicy that observes the text; every text has a copy of
+    the object.
+    """
 
     tracks_entropies = True
 
@@ -26,7 +28,7 @@ class OwnBudgets:
         n_ctx: int,
         profile: EntropyProfile | None,
     ) -> None:
-        """Ask `own` for shares; see online_budgets()."""
+        """Use `own` for the shares; see online_budgets()."""
         self._given = own
         self._store = store
         self._heads_per_layer = tuple(shape.n_head_kv for shape in layers)
@@ -35,14 +37,14 @@ class OwnBudgets:
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Prepare nothing: entropies are tracked, whatever the budgets are."""
+        """Do nothing: entropies are measured with any budgets."""
 
     def knots(self, growth: float) -> list[int]:  # noqa: ARG002
-        """Return nothing: no losses are asked for."""
+        """Return an empty list, because no losses are needed."""
         return []
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
-        """Show the policy what the store knows of a micro-batch."""
+        """Pass what the store has measured in a micro-batch to the policy."""
         store = self._store
         self._policy.observe(
             MicroBatchSeen(
@@ -55,10 +57,10 @@ class OwnBudgets:
         )
 
     def observe_again(self) -> None:
-        """Show nothing of an echo: entropies of a text are those of its own queries."""
+        """Do nothing after an echo, because entropies belong to the text's own queries."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return what the policy shares after all that it was shown."""
+        """Return the shares of the policy after all its observations."""
         ask = BudgetToShare(
             self._n_ctx,
             plan.mean_entries,
@@ -70,19 +72,19 @@ class OwnBudgets:
         return own_shares(self._policy, ask, plan.entries_per_page)
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
-        """Return nothing: what a policy weighs need not be a loss."""
+        """Return None, because the weights of a policy need not be losses."""
         return None
 
     def forget(self) -> None:
-        """Begin another text with a copy of what the user gave."""
+        """Start another text with a new copy of the user's object."""
         self._policy = copy.deepcopy(self._given)
 
     def state(self) -> Floats:
-        """Return what the policy has noted."""
+        """Return what the policy has recorded."""
         return self._policy.state()
 
     def problem(self, state: Floats) -> str | None:
-        """Say what is wrong with a state: its policy cannot go on from it."""
+        """Return why the policy cannot load a state; None if it can."""
         try:
             copy.deepcopy(self._given).load(state)
         except ValueError as error:
@@ -90,6 +92,6 @@ class OwnBudgets:
         return None
 
     def load(self, state: Floats) -> None:
-        """Go on from a state without problems."""
+        """Load a valid state."""
         self._policy = copy.deepcopy(self._given)
         self._policy.load(state)

@@ -1,4 +1,6 @@
-"""Plan from a budget what every KV head may keep: pure decisions, for sessions and `plan`."""
+"""Plan how many entries every KV head may keep: pure decisions, for sessions and
+`entropykv plan`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _BytesOf = Callable[[int], int]
 
 @dataclass(frozen=True)
 class ProtectedEntries:
-    """Hold which entries no eviction takes: the first `n_sinks`, the newest `recent_window`."""
+    """Hold which entries are protected from eviction: the first `n_sinks`, the newest
+    `recent_window`.
+    """
 
     n_sinks: int
     recent_window: int
@@ -31,7 +35,7 @@ class ProtectedEntries:
     def for_budget(
         cls, mean_entries: int, n_sinks: int, recent_window: int | None
     ) -> ProtectedEntries:
-        """Make it for a budget: the recent window is half of the mean unless it is given."""
+        """Return it for a budget: the recent window is half of the mean unless it is given."""
         return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
 
     @property
@@ -42,30 +46,30 @@ class ProtectedEntries:
 
 @dataclass(frozen=True)
 class HeadwisePlan:
-    """Hold entries per KV head, and the pool that holds them."""
+    """Hold the entries per KV head, and the size of the pool."""
 
     budgets: tuple[tuple[int, ...], ...]
-    """Entries of each KV head, as [layer][KV head]."""
+    """The entries of each KV head, as [layer][KV head]."""
     mean_entries: int
     floor_entries: int
     """The least entries of a KV head."""
     entries_per_page: tuple[int, ...]
-    """Entries that fill a page, of every KV head, all layers in order."""
+    """How many entries of every KV head fill a page, in the order of layers."""
     limits: tuple[int, ...]
-    """Entries that each KV head can use: all of the context, or a window."""
+    """How many entries each KV head can use: the whole context, or a window."""
     protection: ProtectedEntries
     pool_pages: int
     page_bytes: int
     longest: int
-    """Tokens of the longest text that it is for."""
+    """The length in tokens of the longest text that it is made for."""
 
     @property
     def holds_all(self) -> bool:
-        """Tell whether no text that it is for evicts anything."""
+        """Tell whether no text up to `longest` ever evicts an entry."""
         return self.mean_entries >= self.longest
 
     def pages_of(self, entries: int) -> int:
-        """Return the pages for so many entries of every KV head, as far as each can use them."""
+        """Return the pages for `entries` entries of every KV head, as far as each can use them."""
         pairs = zip(self.limits, self.entries_per_page, strict=True)
         return sum(_core.pages_for(min(entries, most), per_page) for most, per_page in pairs)
 
@@ -77,7 +81,7 @@ class HeadwisePlan:
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """Hold the entries that the flat store keeps, and the cells that hold them."""
+    """Hold the entries that the flat store keeps, and the cells that they need."""
 
     entries: int
     cells: int
@@ -96,9 +100,9 @@ def plan_headwise(
 ) -> HeadwisePlan:
     """Share a budget among the KV heads.
 
-    `layers` are the model's attention layers. Those with a window get no more than it holds, and
-    the others what is left. Raises BudgetError where the budget cannot hold
-    sinks and recent window in every KV head, ProfileError where the policy needs loss curves.
+    `layers` are the model's attention layers. Layers with a window get no more than it holds, and
+    the others get the rest. Raises BudgetError if the budget cannot hold sinks and recent window in
+    every KV head, and ProfileError if the policy needs loss curves.
     """
     page_bytes, per_head = _page_geometry(layers, kv_type)
 
@@ -136,10 +140,10 @@ def plan_headwise(
 
 
 def own_shares(own: OwnPolicy, ask: BudgetToShare, per_page: Sequence[int]) -> list[int]:
-    """Return entries of every KV head, all layers in order, by a policy of the user's.
+    """Return the entries of every KV head, in the order of layers, by a user's own policy.
 
-    `per_page`: entries of every KV head that fill a page. SettingsError for what share() must not
-    return.
+    `per_page`: how many entries of every KV head fill a page. Raises SettingsError for invalid
+    results of share().
     """
     weights = checked_weights(own, ask)
     shares = _core.share_budget(
@@ -160,14 +164,14 @@ def own_windows(policy: Policy, recent_window: int | None) -> bool:
 def by_layer(
     of_heads: Sequence[int], layers: Sequence[_core.LayerShape]
 ) -> Iterator[tuple[int, ...]]:
-    """Cut values of all KV heads into those of each layer."""
+    """Split a list over all KV heads into one tuple per layer."""
     heads = iter(of_heads)
     for shape in layers:
         yield tuple(itertools.islice(heads, shape.n_head_kv))
 
 
 def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
-    """Return shapes of the layers that have KV heads, by the file's header; maybe none."""
+    """Return the shapes of the layers that have KV heads, by the file's header; may be empty."""
     if geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
         return []
     return [
@@ -182,10 +186,10 @@ def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
 
 
 def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: int) -> str:
-    """Return the type that `auto` stands for; any other is itself.
+    """Return the type that `auto` chooses; any other type is returned unchanged.
 
-    f16 where a budget in bytes holds the whole context, else q8_0: it keeps 1.8 times as many
-    entries in the same bytes, which is worth more than what rounding loses.
+    It is f16 if a budget in bytes holds the whole context, else q8_0, which keeps 1.8 times as many
+    entries in the same bytes. This gains more than its rounding loses.
     """
     if kv_type != "auto":
         return kv_type
@@ -197,7 +201,9 @@ def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: in
 
 
 def _page_geometry(layers: Sequence[_core.LayerShape], kv_type: str) -> tuple[int, list[int]]:
-    """Return bytes of a page, and entries of every KV head that fill one, all layers in order."""
+    """Return the bytes of a page, and how many entries of every KV head fill one, in the order of
+    layers.
+    """
     page_bytes, per_page = _core.page_geometry(layers, kv_type)
     return page_bytes, [
         entries for entries, s in zip(per_page, layers, strict=True) for _ in range(s.n_head_kv)
@@ -205,7 +211,7 @@ def _page_geometry(layers: Sequence[_core.LayerShape], kv_type: str) -> tuple[in
 
 
 def _pages(entries: int, per_head: Sequence[int]) -> int:
-    """Return how many pages hold so many entries of every KV head."""
+    """Return how many pages hold `entries` entries of every KV head."""
     return sum(_core.pages_for(entries, per_page) for per_page in per_head)
 
 
@@ -217,9 +223,9 @@ def plan_flat(
     n_sinks: int,
     recent_window: int | None,
 ) -> FlatPlan:
-    """Turn a budget into entries and cells; a byte budget includes the cells of one micro-batch.
+    """Convert a budget to entries and cells; a byte budget includes the cells of one micro-batch.
 
-    `cell_bytes`: K and V of one token in all layers. Raises BudgetError as plan_headwise.
+    `cell_bytes`: K and V of one token in all layers. Raises BudgetError as plan_headwise() does.
     """
 
     def cells(entries: int) -> int:
@@ -236,10 +242,10 @@ def plan_flat(
 
 def _mean_entries(budget: Budget, n_ctx: int, bytes_of: _BytesOf) -> int:
     if budget.kind == "fraction":
-        return int(round(budget.value * n_ctx, 9))  # 0.29 of 100 is 29
+        return int(round(budget.value * n_ctx, 9))  # For example, 0.29 of 100 is 29.
     if budget.kind == "tokens":
         return min(int(budget.value), n_ctx)
-    if bytes_of(n_ctx) <= budget.value:  # the whole context needs no room for a micro-batch
+    if bytes_of(n_ctx) <= budget.value:  # The whole context needs no room for a micro-batch.
         return n_ctx
     return bisect.bisect_right(range(n_ctx), budget.value, key=bytes_of) - 1
 
@@ -259,7 +265,8 @@ def _protection(
     def holds_them(n: int) -> bool:
         return n >= min(ProtectedEntries.for_budget(n, n_sinks, recent_window).entries, n_ctx)
 
-    least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)  # the context does
+    # The whole context is always enough.
+    least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)
     needed = ProtectedEntries.for_budget(least, n_sinks, recent_window)
     raise BudgetError(
         f"a KV budget of {budget} leaves {mean} entries per KV head, fewer than {needed.n_sinks} "
@@ -277,7 +284,7 @@ def _share(
     per_page: list[int],
     limits: list[int],
 ) -> list[int]:
-    """Return the entries of every KV head, all layers in order."""
+    """Return the entries of every KV head, in the order of layers."""
     if policy.rule is not BudgetRule.PROFILE_CURVES:
         by_entropy = policy.rule is BudgetRule.PROFILE_ENTROPY
         weights = weights_of(profile) if by_entropy and profile else []

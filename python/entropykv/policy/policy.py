@@ -1,4 +1,4 @@
-"""Define what a policy is: how it shares a budget among the KV heads, and what ranks entries."""
+"""Define a policy: how it shares a budget among the KV heads, and what ranks entries."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class BudgetRule(Enum):
     LOSSES = auto()
     """Share by what heads lose in this text."""
     OWN = auto()
-    """Share as an object of the user's says: see settings/own_policy.py."""
+    """Share by the weights of a user's object: see settings/own_policy.py."""
     OWN_BY_LAYER = auto()
-    """Share as an object of the user's says, with one choice for all heads of a layer."""
+    """Share by the weights of a user's object, with one choice for all heads of a layer."""
 
     @property
     def by_profile(self) -> bool:
@@ -52,15 +52,15 @@ class BudgetRule(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """Say how budgets are shared and which entries are kept."""
+    """Hold how a budget is shared, and which entries are kept."""
 
     name: str
     summary: str
     importance: Importance = field(default_factory=Importance)
     flat: bool = False
-    """True where the flat store can follow it: it needs no choice of its own per head."""
+    """True if the flat store supports it, because heads need no choices of their own."""
     rule: BudgetRule = BudgetRule.EQUAL
     schedule: bool = False
-    """True where entries below a threshold are frozen for a while, whatever the budget."""
+    """True if entries below a threshold are frozen for some steps, whatever the budget."""
     own: OwnPolicy | None = None
-    """The user's object that shares the budget; None for a policy of entropykv's."""
+    """The user's object that shares the budget; None for one of entropykv's policies."""

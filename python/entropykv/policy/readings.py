@@ -1,4 +1,4 @@
-"""Name what policies read of a store after a micro-batch; they change nothing of it."""
+"""Define what policies read from a store after a micro-batch; they change nothing in it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import numpy.typing as npt
 
 
 class StoreReadings(Protocol):
-    """Read what the last micro-batch has shown; the headwise store of the extension has this."""
+    """Define how to read measurements of the last micro-batch; the extension's headwise store does
+    so.
+    """
 
     def row_entropies(self, layer: int) -> npt.NDArray[np.float32]:
         """Return the entropies of attention rows in bits, (n_tokens, query heads).
 
-        They are measured where OnlineBudgets.tracks_entropies asks for it.
+        They are measured if OnlineBudgets.tracks_entropies is true.
         """
 
     def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
-        """Return losses at OnlineBudgets.knots(), [KV head of all layers][knot] in a row.
+        """Return losses at OnlineBudgets.knots(), a flat array [KV head of all layers][knot].
 
-        `of_held`: of the entries that are held alone, without those that were dropped before.
+        `of_held`: only of entries that are still held, without those that were dropped before.
         """
 
     def positions(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:

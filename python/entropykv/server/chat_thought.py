@@ -1,4 +1,6 @@
-"""Let a chat think: what its template is told, what of the text is thought, where it is shown."""
+"""Handle a chat of a model that thinks: template arguments, the end of a thought, and where it is
+shown.
+"""
 
 from __future__ import annotations
 
@@ -22,41 +24,41 @@ if TYPE_CHECKING:
     from entropykv.server.loading import ServedLlama
 
 _MOST_FRAMES = 64
-"""Frames that are remembered, one for each set of arguments that requests give a template."""
+"""How many frames are cached, one for each set of template arguments in requests."""
 
 
 class ThinkingTemplate:
-    """Know the chat template of a model that thinks."""
+    """Hold the chat template of a model that thinks."""
 
     def __init__(self, template: str, tags: ThoughtTags, llama: ServedLlama) -> None:
-        """Take a template's text and the tags in it."""
+        """Use a template's text and the tags in it."""
         self.tags = tags
         self._formatter: Any = Jinja2ChatFormatter(template, eos_token="", bos_token="")
         self._frames: dict[str, AnswerFrame] = {}
         self._ids = {text: _token_of(llama, text) for text in tags.control}
         self.control = {token: text for text, token in self._ids.items() if token is not None}
-        """The control tokens that are tags, and their texts."""
+        """The control tokens that are tags, with their texts."""
 
     @classmethod
     def of(cls, llama: ServedLlama) -> ThinkingTemplate | None:
-        """Return what is known of a model's template; None where the model does not think."""
+        """Return the template of a model; None if the model does not think."""
         template = template_of(llama)
         tags = tags_of(template)
         return None if template is None or tags is None else cls(template, tags, llama)
 
     def is_token(self, text: str) -> bool:
-        """Tell whether a tag is one token of the vocabulary."""
+        """Tell whether a tag is a single token of the vocabulary."""
         return self._ids.get(text) is not None
 
     def is_open_after(
         self, messages: Sequence[Any], tools: Any, arguments: Mapping[str, Any]
     ) -> bool:
-        """Tell whether a prompt ends within a thought; raises what the template raises."""
+        """Tell whether a prompt ends within a thought; raises the errors of the template."""
         prompt = self._formatter(messages=messages, tools=tools, **arguments).prompt
         return self.tags.is_open_after(prompt)
 
     def frame(self, arguments: Mapping[str, Any]) -> AnswerFrame:
-        """Return what the template writes before an answer, told these arguments."""
+        """Return what the template writes before an answer, with these arguments."""
         key = json.dumps(arguments, sort_keys=True, default=str)
         found = self._frames.get(key)
         if found is None:
@@ -66,7 +68,7 @@ class ThinkingTemplate:
                 found = frame_of(lambda m: str(self._formatter(messages=m, **arguments).prompt))
             except (
                 Exception
-            ):  # a template is a program of the model's maker, and may raise anything
+            ):  # A template is a program of the model's author, and may raise anything.
                 found = AnswerFrame()
             self._frames[key] = found
         return found
@@ -79,15 +81,15 @@ def _token_of(llama: ServedLlama, text: str) -> int | None:
 
 @dataclass
 class ChatThought:
-    """Follow the thoughts of one chat, and tell them from its answer."""
+    """Follow the thoughts of one chat, and separate them from its answer."""
 
     template: ThinkingTemplate
     options: ThinkingOptions
     counter: ThoughtCounter
     opened: bool
-    """True where the prompt ends within the thought."""
+    """True if the prompt ends within the thought."""
     opening: str
-    """The end of the prompt that a later turn of the conversation will not have."""
+    """The end of the prompt that later turns of the conversation will not contain."""
 
     @classmethod
     def begin(
@@ -97,7 +99,7 @@ class ChatThought:
         tools: Any,
         options: ThinkingOptions,
     ) -> ChatThought | None:
-        """Begin a chat of a model that thinks; None for others."""
+        """Start a chat of a model that thinks; returns None for other models."""
         template = llama.thinking
         if template is None:
             return None
@@ -114,7 +116,7 @@ class ChatThought:
         return cls(template, options, counter, opened, template.frame(arguments).opening)
 
     def force(self, _: Any, scores: Any) -> Any:
-        """Leave only the token that ends the thought, where it has to end (a logits processor)."""
+        """Allow only the token that ends the thought, when it has to end (a logits processor)."""
         token = self.counter.forced
         if token is not None:
             scores[:] = -float("inf")
@@ -122,7 +124,7 @@ class ChatThought:
         return scores
 
     def before_answer(self, grammar: LlamaGrammar) -> LlamaGrammar:
-        """Return a grammar of the thought, and then what `grammar` allows."""
+        """Return a grammar of the thought, followed by `grammar`."""
         text = thought_grammar.with_thought(
             grammar._grammar, self.template.tags, self.template.is_token, opened=self.opened
         )
@@ -131,7 +133,7 @@ class ChatThought:
         return wrapped
 
     def tokens_before_answer(self, tokens: Sequence[int], llama: ServedLlama) -> int:
-        """Return how many tokens at the end of a prompt its later turns will not have."""
+        """Return how many tokens at the end of a prompt its later turns will not contain."""
         opening, text, count = self.opening.encode(), b"", 0
         while len(text) < len(opening) and count < len(tokens):
             count += 1
@@ -139,7 +141,7 @@ class ChatThought:
         return count if text.endswith(opening) else 0
 
     def in_whole(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Return an answer with its thought apart."""
+        """Return an answer whose thought is in a separate field."""
         details = {"reasoning_tokens": self.counter.n_tokens}
         answer = {**answer, "usage": {**answer["usage"], "completion_tokens_details": details}}
         if not self.options.separates:
@@ -157,9 +159,9 @@ class ChatThought:
         return {**answer, "choices": [{**choice, "message": message}]}
 
     def in_chunks(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of an answer with its thought apart.
+        """Yield the chunks of an answer whose thought is in separate fields.
 
-        llama.cpp's format deepseek-legacy leaves thoughts within a streamed answer.
+        llama.cpp's format deepseek-legacy leaves thoughts in a streamed answer.
         """
         if self.options.format in ("none", "deepseek-legacy"):
             yield from chunks

@@ -1,4 +1,4 @@
-"""Join the choices of one request, which are written side by side, into one answer."""
+"""Join the choices of one request, which are written at the same time, into one answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MOST_SEEDS = 2**32
 def seeds(seed: int | None, n: int) -> list[int | None]:
     """Return the seeds of n choices of one prompt.
 
-    The first has the request's seed, those after it the numbers after that: otherwise all of them
-    would be the same.
+    The first choice has the request's seed, the others the following numbers, because equal seeds
+    would give equal choices.
     """
     if seed is None:
         return [None] * n
@@ -23,7 +23,7 @@ def seeds(seed: int | None, n: int) -> list[int | None]:
 
 
 def with_usage(chunks: Iterator[dict[str, Any]], llama: ServedLlama) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of one choice, then one that says what it cost."""
+    """Yield the chunks of one choice, then one with its numbers of tokens."""
     head: dict[str, Any] = {}
     for chunk in chunks:
         head = head or _head(chunk)
@@ -36,25 +36,27 @@ def with_usage(chunks: Iterator[dict[str, Any]], llama: ServedLlama) -> Iterator
 class Choices:
     """Join `n` choices of every prompt; each is an answer of one choice, or its chunks.
 
-    A prompt counts once, however many choices it has. `usage`: whether the end of a stream says
-    what it cost.
+    The tokens of a prompt count once for all its choices. `usage`: whether the end of a stream has
+    the numbers of tokens.
     """
 
     n: int
     usage: bool = False
     _shown: dict[str, Any] = field(default_factory=dict)
-    """Id and time of the first chunk, which all have."""
+    """Id and time of the first chunk, which all chunks get."""
     _costs: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Of every choice that has ended."""
+    """The numbers of tokens of every choice that has ended."""
 
     def whole(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one answer."""
+        """Return the joined answer."""
         choices = [{**each["choices"][0], "index": i} for i, each in enumerate(answers)]
         self._costs = {i: each["usage"] for i, each in enumerate(answers)}
         return {**answers[0], "choices": choices, "usage": self._cost()}
 
     def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a chunk of a choice as one of the whole answer; None: it is for the end."""
+        """Return a chunk of a choice as a chunk of the joined answer; None if it belongs to the
+        end.
+        """
         if not chunk["choices"]:
             self._costs[index] = chunk["usage"]
             return None
@@ -64,7 +66,7 @@ class Choices:
         return {**chunk, **self._shown, "choices": [choice], **usage}
 
     def end(self) -> dict[str, Any] | None:
-        """Return what comes after the chunks of all choices, if anything does."""
+        """Return a last chunk after those of all choices; None if there is none."""
         return {**self._shown, "choices": [], "usage": self._cost()} if self.usage else None
 
     def _cost(self) -> dict[str, Any]:
@@ -83,7 +85,9 @@ def _head(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(n_prompt: int, n_generated: int, n_thought: int | None) -> dict[str, Any]:
-    """Return OpenAI's figures; `n_thought`: tokens of thoughts, None where the model has none."""
+    """Return OpenAI's numbers of tokens; `n_thought`: tokens of thoughts, None if the model has
+    none.
+    """
     usage: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_generated,

@@ -1,8 +1,8 @@
-"""Say how long each field of a request may be.
+"""Define how long each field of a request may be.
 
-Texts that the model reads (prompts, messages) have no limit of their own: the body's bytes and the
-context's tokens bound them. Lists are checked up to their first error, since a body of a megabyte
-has room for hundreds of thousands.
+Texts that the model reads (prompts, messages) have no limit of their own: the bytes of the body and
+the tokens of the context limit them. Lists are validated up to their first error, because a body of
+a megabyte can hold hundreds of thousands of invalid items.
 """
 
 from __future__ import annotations
@@ -17,40 +17,46 @@ from entropykv.server.errors import RequestError
 from entropykv.thinking.options import MOST_MESSAGE
 
 MOST_NAME = 256
-"""Characters of a name or an id: model, user, a conversation, a function, a call."""
+"""The most characters of a name or an id: model, user, conversation, function, call."""
 MOST_DESCRIPTION = 65_536
-"""Characters of what is said about a tool or a schema."""
+"""The most characters of a description of a tool or a schema."""
 MOST_STOPS, MOST_STOP = 64, 1_024
-"""Strings of `stop`, and characters of each: all of them are looked for with every token."""
+"""The most strings of `stop`, and characters of each: all are searched after every token."""
 MOST_BIASES = 4_096
-"""Tokens of `logit_bias`."""
+"""The most tokens of `logit_bias`."""
 MOST_METADATA = 16
-"""Entries of `metadata`, whose names have 64 characters and whose values 512, as at OpenAI."""
+"""The most entries of `metadata`; names have up to 64 characters, values 512, as in
+OpenAI's API.
+"""
 MOST_MESSAGES = 4_096
-"""Messages of a chat, items of a response's input, and parts of a message."""
+"""The most messages of a chat, items of a response's input, and parts of a message."""
 MOST_TOOLS = 128
-"""Tools of a request, and calls of a message, as at OpenAI."""
+"""The most tools of a request, and calls of a message, as in OpenAI's API."""
 MOST_LOGPROBS = 100
-"""Alternatives of a token."""
+"""The most alternatives of a token."""
 MOST_GRAMMAR = 1 << 20
-"""Characters of `grammar`; what it may mean is limited where it is parsed."""
+"""The most characters of `grammar`; its complexity is limited by the parser."""
 MOST_SUFFIX = 65_536
-"""Characters of `suffix`, which is a part of every choice."""
+"""The most characters of `suffix`, which is a part of every choice."""
 MOST_TEMPLATE_ARGUMENTS = 64
-"""Members of `chat_template_kwargs`."""
+"""The most members of `chat_template_kwargs`."""
 MOST_TOKENS = (1 << 31) - 1
 MOST_PIECES = 65_536
-"""Tokens that /tokenize gives with their pieces: each is an object of its own."""
+"""The most tokens that /tokenize returns with their pieces; each is a separate object."""
 MOST_DEPTH = 128
-"""Objects and lists within each other, in a body: templates and tools read it recursively."""
+"""The deepest nesting of objects and lists in a body, because templates and tools read it
+recursively.
+"""
 MOST_VALUES = 50_000
-"""Objects, lists and members of objects, in a body: in memory they are up to 30 times as large."""
+"""The most objects, lists and members of objects in a body; in memory they take up to 30 times its
+bytes.
+"""
 FIRST_ERROR = Field(fail_fast=True)
-"""Marks a list that is checked up to its first error."""
+"""Marks a list that is validated up to its first error."""
 
 
 def _few(most: int) -> BeforeValidator:
-    """Refuse an object of more members than `most` before any of them is looked at."""
+    """Refuse an object with more than `most` members before any of them is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -90,11 +96,11 @@ _OF_TEMPLATES = frozenset(
     {"messages", "tools", "functions", "function_call", "tool_choice", "bos_token", "eos_token"}
     | {"add_generation_prompt", "raise_exception", "strftime_now", "llama", "self"}
 )
-"""What a chat template is told by the server itself."""
+"""Variables of a chat template that the server sets itself."""
 
 
 def _free_names(value: Any) -> Any:
-    """Refuse arguments of a chat template that have a name which the server uses."""
+    """Refuse template arguments with a name that the server uses."""
     taken = sorted(_OF_TEMPLATES & value.keys()) if isinstance(value, dict) else []
     if taken:
         raise PydanticCustomError(
@@ -115,7 +121,7 @@ ThoughtEnding = Annotated[str, Field(max_length=MOST_MESSAGE)]
 def check_values(body: Any) -> None:
     """Raise RequestError (400) for JSON that is nested too deeply, or has too many values.
 
-    Numbers and texts in a list do not count: a prompt may be a list of tokens.
+    Numbers and texts in a list do not count, because a prompt may be a list of tokens.
     """
     n_values = 0
     rest = [(body, 1)]

@@ -1,4 +1,6 @@
-"""Find who holds entries of the KV cache: the one conversation of a server, or all of its pool."""
+"""Find the conversations that hold entries of the KV cache: a server's only one, or all of its
+pool.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _COUNTERS = (
 
 @contextlib.contextmanager
 def between_steps(llama: ServedLlama) -> Iterator[None]:
-    """Keep every sequence from reading meanwhile; one that is alone reads in the calling thread."""
+    """Prevent all sequences from reading in the `with` block; a single session reads in the calling
+    thread anyway.
+    """
     if llama.pool is None:
         yield
         return
@@ -36,9 +40,9 @@ def between_steps(llama: ServedLlama) -> Iterator[None]:
 
 
 def conversations(llama: ServedLlama, user: str) -> dict[str, Session]:
-    """Return a user's sessions that have read something, by the id that routes know them by.
+    """Return a user's sessions that have read something, by their id in routes.
 
-    Without a pool there is one, which is there even before anybody's text was read.
+    Without a pool there is always exactly one, even before any text was read.
     """
     if llama.pool is None:
         is_seen = llama.tenant is None or llama.tenant.user == user
@@ -52,19 +56,19 @@ def conversations(llama: ServedLlama, user: str) -> dict[str, Session]:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Hold a conversation's figures at one moment."""
+    """Hold the figures of a conversation at one moment."""
 
     id: str
     name: str | None
-    """What its client calls it."""
+    """Its name, as the client has given it."""
     position: int
     pool_status: PoolStatus | None
-    """How it stands among the others of a pool; None: it is alone."""
+    """Its status among the other sessions of a pool; None without a pool."""
     stats: SessionStats
 
     @classmethod
     def of(cls, name: str, session: Session) -> Holder:
-        """Look at a session, between two steps."""
+        """Read the figures of a session, between two steps."""
         client, pool_status = None, None
         if not session.is_alone:
             client, pool_status = session.name, session.pool_status()
@@ -72,18 +76,20 @@ class Holder:
 
     @property
     def is_swapped_out(self) -> bool:
-        """Tell whether it holds nothing that can be looked at until its next turn."""
+        """Tell whether it is swapped out, so that nothing can be shown before its next turn."""
         return self.pool_status is not None and self.pool_status.is_swapped_out
 
     def key(self) -> tuple[Any, ...]:
-        """Return what differs where something has changed that a viewer sees."""
+        """Return a key that differs if anything has changed that a viewer sees."""
         told = self.pool_status and dataclasses.replace(self.pool_status, idle_seconds=0.0)
         stats = self.stats
         counts = tuple(getattr(stats, name) for name in _COUNTERS)
         return self.id, self.position, told, stats.kv_bytes_budget, stats.entries_kept, counts
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON for the page; entries of one that is swapped out are those that come back."""
+        """Return JSON for the page; for a swapped out conversation, entries are those that will
+        return.
+        """
         stats, pool_status = self.stats, self.pool_status
         return {
             "id": self.id,
@@ -110,7 +116,7 @@ class Holder:
 
 
 def pool_figures(llama: ServedLlama) -> dict[str, Any]:
-    """Return what the conversations of all users share, as JSON: sums that name nobody."""
+    """Return the figures that all users share, as JSON: sums without names."""
     if llama.pool is None:
         stats = llama._session.stats()
         return {

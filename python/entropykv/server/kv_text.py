@@ -1,4 +1,4 @@
-"""Show the text that the KV cache holds: tokens, and how many KV heads hold each of them."""
+"""Show the text in the KV cache: its tokens, and how many KV heads hold each of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entropykv.session.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class HeldTokens:
-    """Hold tokens of a range of positions, and how many KV heads hold each of them."""
+    """Hold the tokens of a range of positions, and how many KV heads hold each of them."""
 
     session: Session
     position: int
@@ -26,10 +26,10 @@ class HeldTokens:
     held: list[int]
     frozen: list[int]
     swapped: bool
-    """True where its conversation is swapped out, so that no KV head is counted."""
+    """True if its conversation is swapped out, so that no KV head is counted."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON; a character of several tokens is in the text of the last one."""
+        """Return JSON; the text of a character that has several tokens is at the last of them."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts = (self.session.token_bytes(token, special=True) for token in self.tokens)
         return {
@@ -46,9 +46,9 @@ class HeldTokens:
 def held_tokens(
     llama: ServedLlama, user: str, name: str | None, first: int, count: int
 ) -> HeldTokens:
-    """Look at a range of positions; raises RequestError where a user has no such conversation.
+    """Return the tokens of a range of positions; raises RequestError for an unknown conversation.
 
-    `name` is the conversation's id; None takes the user's first.
+    `name` is the conversation's id; None means the user's first one.
     """
     with between_steps(llama):
         sessions = conversations(llama, user)

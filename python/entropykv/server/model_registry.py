@@ -1,7 +1,7 @@
-"""Load the models of a server when requests ask for them, and unload those that nobody uses.
+"""Load the models of a server when requests need them, and unload unused ones.
 
-The event loop alone changes what is loaded. Loading and freeing take place in threads, one at a
-time, while the other models go on answering.
+Only the event loop changes which models are loaded. Loading and freeing take place in threads, one
+at a time, while the other models continue to answer.
 """
 
 from __future__ import annotations
@@ -38,66 +38,68 @@ from entropykv.server.options import ModelOptions
 _logger = logging.getLogger("entropykv.server")
 _LEASES = "entropykv.leases"
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s]+/)+")
-"""The folders of a path, which clients need not know."""
+"""The folders of a path, which clients must not see."""
 _MOST_NAMED = 20
-"""How many models an error names."""
+"""The most models that an error names."""
 Result = TypeVar("Result")
 
 
 class ModelState(Enum):
-    """Say whether a model is in memory, by llama-server's words."""
+    """Name whether a model is in memory, in llama-server's words."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
     LOADED = "loaded"
     SLEEPING = "sleeping"
-    """It was unloaded because nobody asked for it; the next request loads it again."""
+    """It was unloaded because nobody used it; the next request loads it again."""
 
 
 @dataclass(eq=False)
 class HeldModel:
-    """Hold what a server knows of one of its models at the moment."""
+    """Hold the server's current state of one of its models."""
 
     served: ServedModel
     state: ModelState = ModelState.UNLOADED
     engine: Engine | None = None
-    """What answers requests; None: the model is not in memory, or about to leave it."""
+    """The engine that answers requests; None if the model is not in memory, or about to be
+    unloaded.
+    """
     failure: RequestError | None = None
-    """Why the latest attempt to load it failed; None: it did not."""
+    """Why the latest attempt to load it failed; None if it did not."""
     estimate: MemoryEstimate | None = None
-    """What it takes while it is loaded, as far as it was asked."""
+    """The estimated memory while it is loaded; None if not estimated yet."""
     about: dict[str, Any] | None = None
-    """What its routes told of it when it was loaded last."""
+    """The description in its routes when it was last loaded."""
     users: int = 0
-    """How many requests it answers, or is about to."""
+    """How many requests it answers, or is about to answer."""
     waiting: int = 0
     """How many requests wait until it is loaded."""
     leaves: bool = False
-    """Whether it is unloaded once its last request has its answer, and takes no new one."""
+    """True if it accepts no new requests, and is unloaded after its last one."""
     last_used: float = field(default_factory=time.monotonic)
     loads: int = 0
     """How often it was loaded."""
     opening: asyncio.Task[None] | None = None
-    """What loads it."""
+    """The task that loads it."""
     wanted: bool = False
-    """Whether it is to be loaded also where no request waits for it."""
+    """True if it is to be loaded even if no request waits for it."""
     timer: asyncio.TimerHandle | None = None
     """What lets it sleep after a while without requests."""
 
     @property
     def name(self) -> str:
-        """Return what clients call it."""
+        """Return the name that clients use."""
         return self.served.name
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether no request uses it, and none that waited for it is about to."""
+        """Tell whether no request uses it, and none is about to."""
         return self.users == 0 and (self.waiting == 0 or self.leaves)
 
     def count_bytes(self) -> int:
-        """Return the estimated bytes that it takes, with what it has swapped out to memory.
+        """Return the estimated bytes that it takes, including those swapped out to memory.
 
-        It may wait for a step of the model: call it outside of the event loop.
+        It may wait for a step of the model, so it must not be called in the event loop.
         """
         total = 0 if self.estimate is None else self.estimate.total
         pool = None if self.engine is None else self.engine.moment().pool
@@ -106,7 +108,7 @@ class HeldModel:
 
 @dataclass(frozen=True)
 class Room:
-    """Say how many models may be in memory, and how many bytes they may take; None: any."""
+    """Hold how many models may be in memory, and their most bytes; None: no limit."""
 
     models: int | None = None
     memory: int | None = None
@@ -125,14 +127,15 @@ class ModelRegistry:
         limits: Limits,
         autoload: bool = True,
     ) -> None:
-        """Load nothing yet. `open_model` loads a model, and `describe` says what is kept of it.
+        """Create the registry without loading. `open_model` loads a model, `describe` returns what
+        is kept of it.
 
-        `autoload`: whether a request loads the model that it asks for.
+        `autoload`: whether a request loads the model that it names.
         """
         self.catalog = catalog
         self.created = int(time.time())
         self.admission = Admission(limits, 0)
-        """Counts the bodies of all requests."""
+        """Limits the bodies of all requests."""
         self.room = room
         self.autoload = autoload
         self._open_model = open_model
@@ -142,28 +145,28 @@ class ModelRegistry:
             alias: self._held[model.name] for model in catalog.models for alias in model.aliases
         }
         self._turn = asyncio.Lock()
-        """Held by who loads or unloads: one model at a time."""
+        """Held while a model is loaded or unloaded, one at a time."""
         self._changed = asyncio.Event()
-        """Set, and replaced, whenever a model may have become another state."""
+        """Set and replaced whenever the state of a model may have changed."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._opened = threading.Lock()
-        """Held while it is decided who frees a model that was loaded during the shutdown."""
+        """Held to decide which thread frees a model that was loaded during the shutdown."""
         self._threads: set[threading.Thread] = set()
 
     # --- which models there are -------------------------------------------------------------------
 
     @property
     def has_several(self) -> bool:
-        """Tell whether requests say which model they want, as at llama-server's router."""
+        """Tell whether requests must name a model, as with llama-server's router."""
         return not self.catalog.any_name
 
     def all(self) -> list[HeldModel]:
-        """Return all models, in the order of the catalog."""
+        """Return all models in the order of the catalog."""
         return list(self._held.values())
 
     def loaded(self) -> list[tuple[HeldModel, Engine]]:
-        """Return the models that are in memory, with what answers for them."""
+        """Return the models in memory, with their engines."""
         return [(each, each.engine) for each in self._held.values() if each.engine is not None]
 
     @property
@@ -172,7 +175,7 @@ class ModelRegistry:
         return bool(self._threads)
 
     def find(self, name: str | None) -> HeldModel:
-        """Return the model of a name or alias, or the default; raises RequestError (400, 404)."""
+        """Return the model with a name or alias, or the default; raises RequestError (400, 404)."""
         if self.catalog.any_name or (name is None and self.catalog.default is not None):
             return self._held[str(self.catalog.default)]
         if name is None:
@@ -184,7 +187,7 @@ class ModelRegistry:
         return self.named(name)
 
     def named(self, name: str) -> HeldModel:
-        """Return the model that has exactly this name or alias; raises RequestError (404)."""
+        """Return the model with exactly this name or alias; raises RequestError (404)."""
         held = self._held.get(name) or self._by_alias.get(name)
         if held is None:
             verb = "is" if len(self._held) == 1 else "are"
@@ -203,9 +206,9 @@ class ModelRegistry:
         return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
     def engine_of(self, name: str | None) -> Engine:
-        """Return what answers for a model that is in memory; raises RequestError for others.
+        """Return the engine of a model that is in memory; raises RequestError for others.
 
-        Nothing is loaded, and nothing keeps the model from being unloaded: for those who watch.
+        It loads nothing, and does not keep the model from being unloaded: it is meant for viewers.
         """
         held = self.find(name)
         if held.engine is None:
@@ -215,11 +218,11 @@ class ModelRegistry:
     # --- requests that use a model ----------------------------------------------------------------
 
     async def use(self, request: Request, name: str | None) -> Engine:
-        """Return what answers for a model, which stays in memory until the response was sent.
+        """Return the engine of a model, which stays in memory until the response was sent.
 
-        It is loaded where it is not; the request waits, as long as its client does. Raises
-        RequestError for an unknown model, one that cannot be loaded, too many that wait (429), or
-        too long a time (504).
+        If necessary, the model is loaded; the request waits as long as its client is connected.
+        Raises RequestError for an unknown model, one that cannot be loaded, too many waiting
+        requests (429), or a timeout (504).
         """
         held = self.find(name)
         stack: ExitStack = request.scope[_LEASES]
@@ -265,11 +268,11 @@ class ModelRegistry:
             raise RequestError(CLIENT_GONE, "the client has gone")
 
     async def _until_loaded(self, held: HeldModel, stack: ExitStack) -> None:
-        """Wait for a model, and take it before anybody else can unload it again."""
+        """Wait for a model, and count as its user before it can be unloaded again."""
         while held.engine is None or held.leaves:
             if self._closing:
                 raise shutting_down()
-            if held.engine is not None:  # it is about to leave
+            if held.engine is not None:  # It is about to be unloaded.
                 await self._changed.wait()
                 continue
             await asyncio.wait({self._begin_loading(held)})
@@ -280,7 +283,7 @@ class ModelRegistry:
     # --- loading ----------------------------------------------------------------------------------
 
     def load(self, name: str) -> None:
-        """Begin to load a model; raises RequestError for one that is loaded already, or unknown."""
+        """Start loading a model; raises RequestError for one that is already loaded, or unknown."""
         held = self.named(name)
         if held.engine is not None or held.opening is not None:
             raise RequestError(400, f"the model {held.name!r} is already loaded, or loading")
@@ -288,9 +291,9 @@ class ModelRegistry:
         self._begin_loading(held)
 
     def load_now(self) -> None:
-        """Load the one model of the catalog in this thread, before requests come.
+        """Load the only model of the catalog in this thread, before requests arrive.
 
-        Raises what loading raises, and SettingsError where it takes more than the room for models.
+        Raises the errors of loading, and SettingsError if it takes more than the room for models.
         """
         (held,) = self._held.values()
         if self.room.memory is not None:
@@ -300,7 +303,7 @@ class ModelRegistry:
         self._adopt(held, self._open_model(held.served))
 
     def begin(self) -> None:
-        """Load what is to be loaded on startup, and let idle models sleep; in the event loop."""
+        """Load the models for startup, and start the sleep timers; called in the event loop."""
         for held in self._held.values():
             if held.engine is not None:
                 self._sleep_later(held)
@@ -316,7 +319,7 @@ class ModelRegistry:
         return held.opening
 
     async def _load(self, held: HeldModel) -> None:
-        """Load a model into the room for models; where it fails, note why."""
+        """Load a model into the room for models; if it fails, record why."""
         try:
             options = await self._in_thread(lambda: _with_path(held.served.options))
             held.estimate = await self._in_thread(
@@ -329,7 +332,7 @@ class ModelRegistry:
                     return
                 served = ServedModel(held.name, options, held.served.aliases)
                 self._adopt(held, await self._in_thread(lambda: self._open_for(served)))
-        except Exception as error:  # it is that of one model, whatever it is
+        except Exception as error:  # An error of any kind concerns only this model.
             held.failure = _failure_of(held, error)
         finally:
             held.opening = None
@@ -340,7 +343,7 @@ class ModelRegistry:
             self._sleep_later(held)
 
     def _open_for(self, served: ServedModel) -> Engine:
-        """Load a model, in a thread; it is freed again where the server was closed meanwhile."""
+        """Load a model, in a thread; it is freed again if the server was closed meanwhile."""
         engine = self._open_model(served)
         with self._opened:
             if self._closing:
@@ -366,10 +369,10 @@ class ModelRegistry:
         )
 
     async def _make_room(self, held: HeldModel) -> bool:
-        """Unload idle models until another one fits; False: nobody waits for it any more.
+        """Unload idle models until another one fits; returns False if nobody waits for it any more.
 
-        Where all are busy, the least recently used one takes no new requests, so that its turn to
-        leave comes.
+        If all are busy, the least recently used one accepts no new requests, so that it becomes
+        idle.
         """
         leaving: HeldModel | None = None
         try:
@@ -404,9 +407,9 @@ class ModelRegistry:
     # --- unloading --------------------------------------------------------------------------------
 
     def unload(self, name: str) -> None:
-        """Unload a model once its requests have their answers; RequestError where it is not loaded.
+        """Unload a model after its requests were answered; raises RequestError if it is not loaded.
 
-        One that is loading is unloaded then.
+        A model that is being loaded is unloaded afterwards.
         """
         held = self.named(name)
         if held.engine is None and held.opening is None:
@@ -427,7 +430,7 @@ class ModelRegistry:
             self._tell()
 
     def _sleep_later(self, held: HeldModel) -> None:
-        """Look again after --sleep-idle-seconds whether the model was idle all the time."""
+        """Check after --sleep-idle-seconds whether the model was idle all the time."""
         seconds = held.served.options.sleep_idle_seconds
         if seconds < 0 or held.engine is None or held.users or self._closing:
             return
@@ -447,7 +450,7 @@ class ModelRegistry:
                 await self._free(held, ModelState.SLEEPING)
 
     async def _free(self, held: HeldModel, state: ModelState) -> None:
-        """Free an idle model, whose conversations are gone with it; `_turn` must be held."""
+        """Free an idle model with its conversations; `_turn` must be held."""
         engine = held.engine
         if engine is None or self._closing:
             return
@@ -459,14 +462,16 @@ class ModelRegistry:
     # --- the end ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Refuse requests that wait and that come; see Engine.stop()."""
+        """Refuse waiting and new requests; see Engine.stop()."""
         self._closing = True
         for _, engine in self.loaded():
             engine.stop()
         self._tell()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop, then free all models; `wait`: also for one that is being loaded. In a thread."""
+        """Stop, then free all models; `wait`: also wait for one that is being loaded. Called in a
+        thread.
+        """
         with self._opened:
             self._closing = True
         for _, engine in self.loaded():
@@ -477,18 +482,18 @@ class ModelRegistry:
     # --- how all of this takes place --------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Let all who wait for a change look again."""
+        """Wake all tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)  # the event loop alone would not keep it
+        self._tasks.add(task)  # The event loop alone would not keep a reference to it.
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
-        """Call a function in a daemon thread: the process ends without waiting for it."""
+        """Call a function in a daemon thread, for which the process does not wait at its end."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
@@ -505,9 +510,9 @@ class ModelRegistry:
             result, failed = None, None
             try:
                 result = function()
-            except BaseException as error:  # the task that waits raises it
+            except BaseException as error:  # The waiting task raises it again.
                 failed = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # The loop was closed meanwhile.
                 loop.call_soon_threadsafe(finish, result, failed)
 
         thread = threading.Thread(target=run, name="entropykv-load", daemon=True)
@@ -517,7 +522,9 @@ class ModelRegistry:
 
 
 class Leases:
-    """Let a model stay in memory while a request uses it: until its response was sent (ASGI)."""
+    """Keep a model in memory while a request uses it, until its response was sent (ASGI
+    middleware).
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap an app whose routes use models."""
@@ -531,22 +538,24 @@ class Leases:
 
 
 def _with_path(options: ModelOptions) -> ModelOptions:
-    """Return the options with the path of the model's file; one of the hub is fetched."""
+    """Return the options with the path of the model's file, which is fetched from the hub if
+    necessary.
+    """
     path = path_of(options)
     return options.model_copy(update={"model": str(path), "hf_repo": None, "hf_file": None})
 
 
 def _close(engine: Engine) -> None:
-    """Free a model, and give the memory back that it took."""
+    """Free a model, and return its memory to the system."""
     engine.close()
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # A function of glibc.
     if trim is not None:
         trim(0)
 
 
 def _failure_of(held: HeldModel, error: Exception) -> RequestError:
-    """Return what clients are told, without the paths of this machine."""
+    """Return the error for clients, without paths of this machine."""
     if isinstance(error, RequestError):
         return error
     if not isinstance(error, EntropyKVError):
@@ -558,7 +567,9 @@ def _failure_of(held: HeldModel, error: Exception) -> RequestError:
 
 
 def _again(error: RequestError) -> RequestError:
-    """Return an error anew for each request that it answers: a traceback belongs to one."""
+    """Return a copy of an error for each request that it answers, because a traceback belongs to
+    one.
+    """
     details = error.body["error"]
     return RequestError(error.status_code, str(details["message"]), code=details["code"])
 

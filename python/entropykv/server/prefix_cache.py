@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from entropykv.drop_in.reading import LEAST_SPARED
 from entropykv.errors import ContextError, EntropyKVError, PoolError
 from entropykv.server.users import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
-from entropykv.session.reuse import common_prefix
+from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, common_prefix, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
@@ -196,12 +195,15 @@ class PrefixCache:
         leads_back = runner.checkpoints.limit_bytes > 0 and runner.config.freezing is None
         best, most = None, 0
         for each in self._of(caller):
-            shared = common_prefix(each.tokens, tokens)
-            kept = 0
-            if 0 < shared == len(each.tokens) or (shared and continues and continues(each.tokens)):
+            held = each.session.held()
+            reuse = reuse_of(held, tokens, Demand(is_cut=False, needs_logits=False))
+            shared, kept = reuse.shared, 0
+            if reuse.source is ReuseSource.WHOLE or (
+                shared and continues and continues(each.tokens)
+            ):
                 kept = len(each.tokens)
             elif leads_back and 0 < each.session.end_of_prompt <= shared:
-                kept = shared if each.session.can_return_to(shared) else 0
+                kept = shared if held.can_return_to(shared) else 0
             if kept > most:
                 best, most = each, kept
         return best
@@ -477,14 +479,8 @@ def _place_in(session: Session, tokens: list[int], *, is_read: bool = False) -> 
     session's own prompt is just being read, and has been cut as any reading of it. With freezing, a
     text that is cut short is as one that was read from 0 only while nothing of it is frozen.
     """
-    held = session.tokens
-    shared = common_prefix(held, tokens)
-    if shared == len(held):
-        return shared if shared < len(tokens) or session.logits is not None else 0
-    shared = min(shared, len(tokens) - 1)
-    if is_read and session.freezing is None:
-        return session.cut_before(shared)
-    return session.repeatable_from(shared, len(tokens))
+    end = None if is_read and session.freezing is None else len(tokens)
+    return reuse_of(session.held(), tokens, Demand(end=end)).position
 
 
 def _go_back(copy: Session, position: int) -> None:

@@ -1,4 +1,6 @@
-"""Read what all requests share, and completions: the arguments of llama-cpp-python they become."""
+"""Define the fields common to all requests, and completions, and convert them for
+llama-cpp-python.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,25 @@ from entropykv.server.fields import (
 from entropykv.server.loading import ServedLlama
 
 MOST_CHOICES = 128
-"""The most choices of one prompt, as OpenAI has it."""
+"""The most choices of one prompt, as in OpenAI's API."""
 _ARGUMENTS = frozenset(
     {"model", "suffix", "max_tokens", "temperature", "top_p", "min_p", "echo", "stop", "stream"}
     | {"logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "top_k"}
     | {"repeat_penalty", "mirostat_mode", "mirostat_tau", "mirostat_eta"}
 )
-"""Fields of a request that are arguments of llama-cpp-python as they are."""
+"""Fields of a request that are passed to llama-cpp-python unchanged."""
 
 
 class StreamOptions(BaseModel):
-    """Whether the last chunk of a stream says how many tokens there were."""
+    """Hold whether the last chunk of a stream has the numbers of tokens."""
 
     include_usage: bool = False
 
 
 class Request(BaseModel):
-    """What completions and chats have in common. A field that is null has its default."""
+    """Define the fields that completions and chats have in common. A null field gets its
+    default.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -59,7 +63,7 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request, CreateCompletionRequest):
-    """A completion of llama_cpp.server's, without values that it would misunderstand."""
+    """Define a completion as in llama_cpp.server, without values that it would misunderstand."""
 
     model: Name | None = None
     prompt: Prompt = Field(  # type: ignore[assignment]
@@ -81,18 +85,20 @@ class CompletionRequest(Request, CreateCompletionRequest):
 
     @property
     def n_jobs(self) -> int:
-        """Return how many choices it asks for, of all of its prompts."""
+        """Return how many choices all of its prompts have together."""
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return self.n if one else self.n * len(self.prompt)
 
     def call(self, llama: ServedLlama) -> Any:
-        """Generate one choice of one prompt, and return a response or its chunks; RequestError."""
+        """Generate one choice of one prompt; returns a response or its chunks. Raises
+        RequestError.
+        """
         (only,) = self._prompts()
         llama.thought = None
         prompt = _checked(only, llama)
         check_logprobs(llama, self.logprobs is not None)
         arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}
-        if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo texts only
+        if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo only texts.
             shown = prompt[1:] if prompt[0] == llama.token_bos() else prompt
             text = llama.detokenize(shown, special=True).decode("utf-8", errors="replace")
             answer = _echoed(text, llama.create_completion(**{**arguments, "echo": False}))
@@ -121,7 +127,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
 
 
 def _checked(prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
-    """Return a prompt of one token or more, all in the vocabulary; raises RequestError."""
+    """Return a prompt with at least one token, all in the vocabulary; raises RequestError."""
     if isinstance(prompt, list):
         check_tokens(prompt, llama, "prompt")
     begins = llama._model.add_bos_token() and llama.token_bos() != -1
@@ -138,7 +144,7 @@ def check_tokens(tokens: list[int], llama: EntropyLlama, param: str) -> None:
 
 
 def _echoed(text: str, answer: Any) -> Any:
-    """Put the prompt's text before an answer, whole or in pieces."""
+    """Prepend the prompt's text to an answer, whole or in chunks."""
     if not isinstance(answer, Iterator):
         choice = answer["choices"][0]
         return {**answer, "choices": [{**choice, "text": text + choice["text"]}]}
@@ -155,7 +161,7 @@ def _echoed_chunks(text: str, chunks: Iterator[Any]) -> Iterator[Any]:
 def sampling_arguments(
     request: CompletionRequest | CreateChatCompletionRequest, llama: ServedLlama
 ) -> dict[str, Any]:
-    """Return what llama-cpp-python is given of a request, without its prompt and its seed."""
+    """Return the sampling arguments for llama-cpp-python, without prompt and seed."""
     arguments = request.model_dump(include=set(_ARGUMENTS))
     for name, value in llama.request_defaults.items():
         if name not in request.model_fields_set:
@@ -167,7 +173,7 @@ def sampling_arguments(
     if request.min_tokens > 0:
         processors.append(llama_cpp.MinTokensLogitsProcessor(request.min_tokens, llama.token_eos()))
     if processors:
-        # Not as logit_bias: llama-cpp-python drops both where there is another processor.
+        # Do not pass them as logit_bias: llama-cpp-python ignores it if there is another processor.
         arguments["logits_processor"] = llama_cpp.LogitsProcessorList(processors)
     if request.grammar is not None:
         arguments["grammar"] = LlamaGrammar.from_string(request.grammar, verbose=False)
@@ -175,7 +181,7 @@ def sampling_arguments(
 
 
 def check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
-    """Raise RequestError where logprobs are wanted and the server does not keep logits."""
+    """Raise RequestError if logprobs are requested and the server does not keep logits."""
     if wanted and not llama._logits_all:
         raise RequestError(
             400, "logprobs: only a server started with --logits_all true has them", param="logprobs"
@@ -185,7 +191,7 @@ def check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
 def _token_biases(
     request: CompletionRequest | CreateChatCompletionRequest, llama: EntropyLlama
 ) -> dict[int, float]:
-    """Return what is added to the logits of tokens; raises RequestError for unknown ones."""
+    """Return the values to add to the logits of tokens; raises RequestError for unknown tokens."""
     biases: dict[int, float] = {}
     for key, bias in (request.logit_bias or {}).items():
         if request.logit_bias_type == "tokens":

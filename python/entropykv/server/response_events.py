@@ -1,4 +1,4 @@
-"""Make what a response of the Responses API consists of, and the events of a streamed one."""
+"""Make the items of a response (Responses API), and the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def message_item(item_id: str, text: str | None) -> dict[str, Any]:
-    """Return a message; without text, one that has only begun."""
+    """Return a message item; without text, one that has just begun."""
     return {
         "id": item_id,
         "type": "message",
@@ -25,7 +25,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def thought_item(item_id: str, text: str | None) -> dict[str, Any]:
-    """Return what was thought; without text, an item that has only begun."""
+    """Return a reasoning item; without text, one that has just begun."""
     part = {"type": "reasoning_text", "text": text}
     return {
         "id": item_id,
@@ -38,7 +38,7 @@ def thought_item(item_id: str, text: str | None) -> dict[str, Any]:
 
 
 def call_item(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a function call, from one of a chat completion."""
+    """Return a function call item, from a call of a chat completion."""
     return {
         "id": f"fc_{uuid.uuid4().hex}",
         "type": "function_call",
@@ -52,7 +52,7 @@ def call_item(call: dict[str, Any]) -> dict[str, Any]:
 def with_end(
     head: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a response with its output, and why it ended."""
+    """Return a response with its output, and the reason why it ended."""
     details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     whole = reason != "length"
     return {
@@ -71,18 +71,20 @@ def with_end(
 
 
 def events(head: dict[str, Any], chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a response, numbered, from the chunks of a chat completion with usage."""
+    """Yield the numbered events of a response, from the chunks of a chat completion with usage."""
     for number, event in enumerate(_Events(head).of(chunks)):
         yield {**event, "sequence_number": number}
 
 
 class _Events:
-    """Make the events of one response: those of its texts as they are written, then its calls."""
+    """Make the events of one response: first those of its texts while they are written, then its
+    calls.
+    """
 
     def __init__(self, head: dict[str, Any]) -> None:
         self._head = head
         self._output: list[dict[str, Any]] = []
-        """The items that are complete."""
+        """The completed items."""
         self._open: _TextItem | None = None
         self._calls: list[dict[str, Any]] = []
         self._reason = "stop"
@@ -123,31 +125,31 @@ class _Events:
 
 
 class _TextItem(ABC):
-    """Make the events of one item that is written as text."""
+    """Make the events of one item whose text is streamed."""
 
     kind: str
-    """The name of its events, as OpenAI has it."""
+    """The name of its events in OpenAI's API."""
 
     def __init__(self, index: int) -> None:
-        """Begin the item of this index in the output."""
+        """Start the item with this index in the output."""
         self._index = index
         self._id = f"{self.prefix}_{uuid.uuid4().hex}"
         self._text = ""
 
     prefix: str
-    """What its id begins with."""
+    """The beginning of its id."""
 
     @abstractmethod
     def make(self, text: str | None) -> dict[str, Any]:
-        """Return the item; without text, one that has only begun."""
+        """Return the item; without text, one that has just begun."""
 
     @abstractmethod
     def part(self, text: str) -> dict[str, Any]:
-        """Return the one part of the item."""
+        """Return the only part of the item."""
 
     @property
     def item(self) -> dict[str, Any]:
-        """Return the item as it is now."""
+        """Return the item in its current state."""
         return self.make(self._text)
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -160,7 +162,7 @@ class _TextItem(ABC):
         return {"type": f"{self.kind}.delta", **self._place(), "delta": text, **self.extra}
 
     extra: Mapping[str, Any] = MappingProxyType({})
-    """Further fields of its events."""
+    """Additional fields of its events."""
 
     def end(self) -> Iterator[dict[str, Any]]:
         yield {"type": f"{self.kind}.done", **self._place(), "text": self._text, **self.extra}

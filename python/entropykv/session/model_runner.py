@@ -137,7 +137,7 @@ class ModelRunner:
                 return FlatStore(self.model, self.config, self.budget)
             if self._context is None:
                 self._context = self._make_context()
-            return HeadwiseStore(self.model, self.config, self.budget, shared_context=self._context)
+            return HeadwiseStore(self.model, self.config, self._context, self.budget)
         except MemoryError:
             raise self.too_large(self.budget) from None
 

@@ -22,7 +22,7 @@ from entropykv.settings.renamed import warn_of_name
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Hold figures of a pool at one moment."""
+    """Hold the figures of a pool at one moment."""
 
     kv_bytes_budget: int
     """The bytes that all conversations together can never exceed."""
@@ -30,64 +30,64 @@ class PoolStats:
     kv_bytes_peak: int
     """The most bytes that were in use."""
     kv_bytes_staging: int
-    """Bytes besides the pool: one micro-batch of one layer."""
+    """Bytes outside the pool: one micro-batch of one layer."""
     kv_bytes_scratch: int
-    """Bytes besides both: what the threads of the attention op work with."""
+    """Bytes outside both: working memory of the attention op's threads."""
     sessions: int
     """How many sessions are open."""
     live: int
     """How many of them hold entries in the pool."""
     swapped_out: int
-    """How many of them are kept outside of it."""
+    """How many of them are swapped out."""
     swapped_bytes: int
     waiting: int
     """How many of them have tokens that wait to be read."""
     entries_kept: int
-    """How many entries all that are live hold, in all KV heads."""
+    """How many entries all live sessions hold in all KV heads."""
     evictions: int
-    """How many entries were evicted so far, of all that are or were open."""
+    """How many entries were evicted so far, including closed sessions."""
     checkpoints: int
     """How many checkpoints of all sessions are kept."""
     checkpoint_bytes: int
-    """The bytes that checkpoints take besides the pool."""
+    """The bytes that checkpoints take outside the pool."""
     text_bytes: int
     """The bytes of the tokens and logits of all sessions, swapped out or not."""
 
     @property
     def parked(self) -> int:
-        """Return swapped_out, under the name that it had before version 0.2.0."""
+        """Return swapped_out, under its name before version 0.2.0."""
         warn_of_name("PoolStats.parked", "swapped_out")
         return self.swapped_out
 
     @property
     def parked_bytes(self) -> int:
-        """Return swapped_bytes, under the name that it had before version 0.2.0."""
+        """Return swapped_bytes, under its name before version 0.2.0."""
         warn_of_name("PoolStats.parked_bytes", "swapped_bytes")
         return self.swapped_bytes
 
 
 class Pool:
-    """One model, and one budget of bytes for all sessions that session() makes.
+    """Hold one model, and one budget of bytes for all sessions that session() makes.
 
-    Each session has the interface of Session, and may be used by a thread of its own: the tokens of
-    all that are waiting are read together. The pool lives as long as one of them, unless it is
-    closed. `options`, or keyword arguments of the same names: see
-    CacheOptions. `n_sequences`: how many conversations hold entries at a time (4 unless given);
-    there may be more sessions, which are swapped out while they are idle: what they hold goes to
-    `swap`, `ram` or `disk:DIR`, of at most `swap_limit` bytes, and nothing of it is read again.
-    Those that hold entries share the budget: `kv_budget` is that of all together (a fraction is
-    that of n_sequences contexts), and each has an equal part of it, but for weights. Another one
-    that comes costs the others their least important entries; one that goes, or is swapped out,
-    leaves its part to them. At the end of every prompt and answer, a session keeps a checkpoint
-    (see checkpoints.py): in the pool as long as it has room, and in up to `checkpoints` bytes
-    besides it; 0: none. `recovery` is that of sessions that get no other.
+    Each session has the interface of Session, and may be used by its own thread: the tokens of all
+    waiting sessions are read together. The pool lives until its last session ends, or until it is
+    closed. `options`, or keyword arguments of the same names: see CacheOptions.
 
-    Raises what Session raises, and UnsupportedModelError where only the flat store serves the
-    model, which holds one conversation.
+    `n_sequences`: how many conversations hold entries at a time (4 by default). There may be more
+    sessions; idle ones are swapped out to `swap` (`ram` or `disk:DIR`), at most `swap_limit` bytes,
+    and nothing needs to be read again. Live sessions share the budget: `kv_budget` is for all
+    together (a fraction refers to n_sequences contexts), and shares are equal except for weights. A
+    new session shrinks the shares of the others, which lose their least important entries; a
+    session that ends or is swapped out leaves its share to the others. At the end of every prompt
+    and answer, a session keeps a checkpoint (see checkpoints.py): in free pages of the pool, and in
+    up to `checkpoints` bytes outside; 0: none. `recovery` is the default of its sessions.
+
+    Raises the errors of Session, and UnsupportedModelError if only the flat store can serve the
+    model, because it holds a single conversation.
     """
 
     _closed = True
-    """True until it holds something, so that close() works even where __init__ raises."""
+    """True until the pool holds something, so that close() works even if __init__ raises."""
 
     @shows(PoolArguments)
     def __init__(
@@ -98,13 +98,15 @@ class Pool:
         verbose: bool = False,
         **arguments: Unpack[PoolArguments],
     ) -> None:
-        """Load the model; `n_ubatch` tokens of a prompt are read between two tokens of writers."""
+        """Load the model; up to `n_ubatch` tokens of a prompt are read between two tokens of other
+        sessions.
+        """
         asked = CacheOptions.of(options, arguments).pooled()
         self._runner = ModelRunner(model, asked, verbose=verbose)
         self._closed = False
 
     def __enter__(self) -> Pool:
-        """Use the pool as a context manager: it closes at the end."""
+        """Return the pool itself; leaving the `with` block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,17 +114,17 @@ class Pool:
         self.close()
 
     def __del__(self) -> None:
-        """Free what nobody has closed."""
+        """Free the pool if it was not closed."""
         self.close()
 
     @property
     def runner(self) -> ModelRunner:
-        """Return the model, the context and the steps that the sessions share."""
+        """Return the model runner, which all sessions share."""
         return self._runner
 
     @property
     def host(self) -> ModelRunner:
-        """Return `runner` under the name that it had before version 0.2.0."""
+        """Return `runner`, under its name before version 0.2.0."""
         warn_of_name("Pool.host", "runner")
         return self._runner
 
@@ -134,22 +136,22 @@ class Pool:
         on_climb: Callable[[Climb], object] | None = None,
         tenant: Hashable = None,
     ) -> Session:
-        """Make a session; close() gives its part of the budget to the others.
+        """Make a session; its close() leaves its share of the budget to the others.
 
-        `weight`: its part, relative to those of the others. `recovery` None: that of the pool.
-        `on_climb`: see Session. `tenant`: whose texts it may go on from, such as a user's name: it
-        finds the checkpoints of sessions of the same tenant alone.
+        `weight`: its weight, relative to the others. `recovery` None: that of the pool. `on_climb`:
+        see Session. `tenant`: whose texts it may continue from, for example the name of a user: it
+        finds only checkpoints of sessions of the same tenant.
         """
         recovery = recovery or self._runner.config.options.recovery
         return Session.of_pool(self, self._runner, recovery, on_climb, weight=weight, tenant=tenant)
 
     def sessions(self) -> list[Session]:
-        """Return the sessions that are open, in the order in which they came."""
+        """Return the open sessions, in the order in which they were made."""
         there = (reference() for reference in self._runner.sessions.valuerefs())
         return [each for each in there if each is not None and not each.is_closed]
 
     def session_for(self, tokens: Sequence[int], tenant: Hashable = None) -> Session:
-        """Make a session that goes on from what any other one of the tenant has read of a text.
+        """Make a session that reuses what another session of the tenant has read of a text.
 
         Its position says how many tokens need not be read: those of the nearest checkpoint.
         """
@@ -158,15 +160,15 @@ class Pool:
         return session
 
     def resize(self, kv_budget: Budget | str | float) -> None:
-        """Change the budget of all: it grows at once, and shrinks by evicting.
+        """Change the budget of the pool: a larger one takes effect at once, a smaller one evicts.
 
-        BudgetError where it would not hold those that are being read; idle ones are swapped out
-        before.
+        Idle sessions are swapped out first if necessary. Raises BudgetError if the sessions that
+        are being read would not fit.
         """
         self._runner.resize(Budget.parse(kv_budget))
 
     def stats(self) -> PoolStats:
-        """Return counts and bytes of the moment."""
+        """Return current counts and bytes."""
         runner, shared = self._runner, self._runner.shared
         core = shared.core
         if runner.closed or core is None:
@@ -194,8 +196,8 @@ class Pool:
     def close(self) -> None:
         """Free everything; the sessions cannot be used any more.
 
-        It waits for the step that is being made. Threads that read, write or wait get an
-        EntropyKVError that says that the pool is closed.
+        It waits for the running step. Threads that read, write or wait get an EntropyKVError that
+        says that the pool is closed.
         """
         if not self._closed:
             self._closed = True

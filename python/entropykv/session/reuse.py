@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from entropykv.session.sequence import ReadParts, TokenSequence
@@ -54,6 +54,8 @@ class Reuse:
     """How many tokens of the prompt are not read again."""
     n_read: int
     """How many tokens of the prompt are left to read."""
+    shared: int
+    """How many tokens the prompt and the text that is held have in common."""
     source: ReuseSource
     why: str
 
@@ -100,6 +102,12 @@ class HeldText:
             n_sure,
             n_ctx,
         )
+
+    def until(self, position: int) -> HeldText:
+        """Return the same for a text that ends before, as it will once it is truncated."""
+        if position == self.position:
+            return self
+        return replace(self, tokens=self.tokens[:position], position=position, has_logits=False)
 
     def can_return_to(self, position: int) -> bool:
         """Tell whether truncating to a position leaves the entries that were there then."""
@@ -158,25 +166,25 @@ def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
     without the last token of the prompt, whose logits are needed.
     """
     tokens = prompt if isinstance(prompt, array) else array("i", prompt)
-    shared = common_prefix(held.tokens, tokens)
-    has_end = shared < len(tokens) or held.has_logits or not demand.needs_logits
+    shared, n_tokens = common_prefix(held.tokens, tokens), len(tokens)
+
+    def reuse(position: int, source: ReuseSource, why: str) -> Reuse:
+        return Reuse(position, n_tokens - position, shared, source, why)
+
+    has_end = shared < n_tokens or held.has_logits or not demand.needs_logits
     if 0 < shared == held.position and has_end:
-        return _reuse(shared, tokens, ReuseSource.WHOLE, "the prompt begins with all that was read")
-    if demand.knows_prompt and shared == len(tokens):
+        return reuse(shared, ReuseSource.WHOLE, "the prompt begins with all that was read")
+    if demand.knows_prompt and shared == n_tokens:
         end = shared if demand.end is None else demand.end
         if held.leads_back_to_prompt(shared, end):
-            return _reuse(shared, tokens, ReuseSource.PROMPT, "the prompt is the last one again")
+            return reuse(shared, ReuseSource.PROMPT, "the prompt is the last one again")
     if demand.end is not None and not held.keeps_all_until(demand.end):
-        return _reuse(0, tokens, ReuseSource.NOTHING, "entries may be evicted before the end")
-    place = min(shared, len(tokens) - 1)
+        return reuse(0, ReuseSource.NOTHING, "entries may be evicted before the end")
+    place = min(shared, n_tokens - 1)
     if demand.is_cut:
         place = held.parts.begin_before(place)
     if place <= 0:
-        return _reuse(0, tokens, ReuseSource.NOTHING, "the texts begin differently")
+        return reuse(0, ReuseSource.NOTHING, "the texts begin differently")
     if not held.can_return_to(place):
-        return _reuse(0, tokens, ReuseSource.NOTHING, "what was held there is gone")
-    return _reuse(place, tokens, ReuseSource.PART, "the texts part after this place")
-
-
-def _reuse(position: int, prompt: Sequence[int], source: ReuseSource, why: str) -> Reuse:
-    return Reuse(position, len(prompt) - position, source, why)
+        return reuse(0, ReuseSource.NOTHING, "what was held there is gone")
+    return reuse(place, ReuseSource.PART, "the texts part after this place")

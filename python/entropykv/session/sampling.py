@@ -1,4 +1,4 @@
-"""Choose the next token by a chain of llama.cpp's own samplers, in llama-cli's order."""
+"""Choose the next token with a chain of llama.cpp's own samplers, in llama-cli's order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLERS = (
     "xtc",
     "temperature",
 )
-"""The samplers' names in their default order, as llama-cli has them."""
+"""The names of the samplers in their default order, as in llama-cli."""
 
 _MIROSTAT_CANDIDATES = 100
 _IN_UNIT = ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
@@ -46,15 +46,16 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """Say how the next token is chosen; llama-cli's names and defaults, but greedy unless asked.
+    """Hold how the next token is chosen; names and defaults are llama-cli's, except that sampling
+    is greedy by default.
 
-    temperature 0 or less: the most probable token, after penalties and grammar. Off are: top_k 0,
-    top_p 1, min_p 0, typical_p 1, top_n_sigma -1, xtc_probability 0, dynatemp_range 0, mirostat 0,
-    repeat_penalty 1, the other penalties 0, dry_multiplier 0. `repeat_last_n`: how many tokens
-    penalties look back at (0: none, -1: the whole context). `samplers`: which ones, in which order.
-    `grammar`: GBNF, whose rule `grammar_root` is the answer. `logit_bias`: pairs of a token and
-    what is added to its logit. seed None: another one every time. Raises SettingsError for
-    impossible values.
+    With temperature 0 or less, the most probable token after penalties and grammar is chosen.
+    Values that switch a sampler off: top_k 0, top_p 1, min_p 0, typical_p 1, top_n_sigma -1,
+    xtc_probability 0, dynatemp_range 0, mirostat 0, repeat_penalty 1, the other penalties 0,
+    dry_multiplier 0. `repeat_last_n`: how many of the newest tokens penalties consider (0: none,
+    -1: the whole context). `samplers`: the names of samplers in order. `grammar`: GBNF, whose rule
+    `grammar_root` is the answer. `logit_bias`: pairs of a token and the value to add to its logit.
+    seed None: a random one. Raises SettingsError for impossible values.
     """
 
     temperature: float = 0.0
@@ -113,12 +114,12 @@ class Sampling:
 
     @property
     def needs_vocabulary(self) -> bool:
-        """Tell whether the chain reads the texts of tokens."""
+        """Tell whether the chain needs the texts of tokens."""
         return self.grammar is not None or self.dry_multiplier != 0.0
 
     @property
     def penalizes(self) -> bool:
-        """Tell whether tokens that were read count."""
+        """Tell whether the chain has penalties, which depend on earlier tokens."""
         penalties = (self.presence_penalty, self.frequency_penalty)
         return self.repeat_penalty != 1.0 or penalties != (0.0, 0.0)
 
@@ -136,7 +137,7 @@ class SamplerChain:
     ) -> None:
         """Make the samplers; raises SettingsError for a grammar that cannot be used.
 
-        `trie` has the texts of tokens: a grammar needs them.
+        `trie` has the texts of tokens, which a grammar needs.
         """
         self._sampling = sampling
         self._trie = trie
@@ -157,25 +158,25 @@ class SamplerChain:
         llama_cpp.llama_sampler_free(self.handle)
 
     def check(self) -> None:
-        """Raise what went wrong within the latest apply or accept; see GrammarSampler.check."""
+        """Raise an error of the latest apply or accept; see GrammarSampler.check()."""
         if self._grammar is not None:
             self._grammar.check()
 
     @property
     def remembers(self) -> bool:
-        """Tell whether the chain depends on what was read before."""
+        """Tell whether the chain depends on tokens that were read before."""
         return bool(self._remembering)
 
     @property
     def looks_back(self) -> int:
-        """Return how many tokens it remembers at most."""
+        """Return the most earlier tokens that it depends on."""
         windows = (self._sampling.repeat_last_n, self._sampling.dry_penalty_last_n)
         return max(self._window(window) for window in windows)
 
     def remember(self, tokens: list[int]) -> None:
-        """Penalize these tokens, and no others.
+        """Apply penalties to exactly these tokens.
 
-        The rest of the chain is not reset: a seed would give the same random numbers again.
+        The rest of the chain is not reset, because a seed would give the same random numbers again.
         """
         for sampler in self._remembering:
             llama_cpp.llama_sampler_reset(sampler)
@@ -207,7 +208,9 @@ class SamplerChain:
             self._add(llama_cpp.llama_sampler_init_dist(self._seed))
 
     def _makers(self) -> dict[str, Callable[[], None]]:
-        """Return what adds each sampler; a greedy chain has only those that change the order."""
+        """Map sampler names to functions that add them to the chain; a greedy chain needs only
+        those that change the order.
+        """
         sampling = self._sampling
         history: dict[str, Callable[[], None]] = {"penalties": self._penalties, "dry": self._dry}
         if sampling.temperature <= 0.0:
@@ -242,7 +245,7 @@ class SamplerChain:
         if not sampling.penalizes or sampling.repeat_last_n == 0:
             return
         init = llama_cpp.llama_sampler_init_penalties
-        # From llama-cpp-python 0.3.35 on, it wants to know how many tokens there are.
+        # From llama-cpp-python 0.3.35 on, the first argument is the size of the vocabulary.
         vocabulary = [self._n_vocab] if len(init.argtypes) > 4 else []
         self._remembering.append(
             init(

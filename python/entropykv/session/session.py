@@ -30,7 +30,7 @@ from entropykv.session.model_runner import ModelRunner
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb
-from entropykv.session.reuse import Demand, Reuse, reuse_of
+from entropykv.session.reuse import HeldText
 from entropykv.session.rollback import Rollback
 from entropykv.session.sampling import Sampling
 from entropykv.session.saving import Saver
@@ -542,7 +542,7 @@ class Session:
         After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
         session that never read on would have, until reset().
         """
-        return self._rollback.held().reusable_from
+        return self.held().reusable_from
 
     @property
     def end_of_prompt(self) -> int:
@@ -555,14 +555,14 @@ class Session:
         Always so for 0. Where it is False, the tokens must be read again. With freezing, which of
         them are frozen may be others.
         """
-        return self._rollback.held().can_return_to(position)
+        return self.held().can_return_to(position)
 
     def cut_before(self, position: int) -> int:
         """Return the last place up to `position` where a reading of the text was cut.
 
         It is 0 where the session cannot return there: see can_return_to().
         """
-        return self._rollback.held().cut_before(position)
+        return self.held().cut_before(position)
 
     def repeatable_from(self, position: int, end: int) -> int:
         """Return where to truncate to, so that the text after it is read as it would be from 0.
@@ -571,11 +571,11 @@ class Session:
         long it may get. It is 0 where something may be evicted before `end`: what is kept then
         depends on all queries that were ever asked.
         """
-        return self._rollback.held().repeatable_from(position, end)
+        return self.held().repeatable_from(position, end)
 
-    def reuse(self, prompt: Sequence[int], demand: Demand) -> Reuse:
-        """Decide what of the text a prompt can go on from; nothing changes: see reuse.py."""
-        return reuse_of(self._rollback.held(), prompt, demand)
+    def held(self) -> HeldText:
+        """Return what is held of the text, of which reuse_of() decides what can be gone on from."""
+        return self._rollback.held()
 
     def truncate(self, position: int) -> None:
         """Go back to `position` tokens; 0 is possible after a decode that failed, too.

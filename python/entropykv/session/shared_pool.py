@@ -1,6 +1,7 @@
-"""Share the pages of a pool among its sequences: who is live, who is swapped out, who has what.
+"""Share the pages of a pool among its sequences: which are live, which are swapped out, and their
+shares.
 
-All of it happens between two steps: see Scheduler.between_steps().
+Everything happens between two steps: see Scheduler.between_steps().
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from entropykv.settings.options import Budget
 
 
 class SharedPool:
-    """Hold the budget of a runner, and the sequences that have a share of it or are swapped out.
+    """Hold the budget of a model runner, and the sequences that are live or swapped out.
 
-    A session alone is a pool of one: it is live from the start and keeps its place.
+    A single session is a pool of one: it is live from the start and stays so.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class SharedPool:
         slots: list[SequenceSlot],
         is_waiting: Callable[[SequenceSlot], bool],
     ) -> None:
-        """Share the pages of `core` by the config's budget; None: one store has pages of its own.
+        """Share the pages of `core` by the config's budget; None: a single store has its own pages.
 
-        `slots`: all sequences, as they come and go; `swap_space`: where idle ones go; `is_waiting`:
-        whether tokens of one wait to be read.
+        `slots`: all sequences, a list that changes; `swap_space`: keeps idle ones; `is_waiting`:
+        tells whether tokens of a sequence wait to be read.
         """
         self.core = core
         self.swap_space = swap_space
@@ -46,7 +47,7 @@ class SharedPool:
         self._n_sequences = config.options.n_sequences or 1
         self._free_numbers = list(range(self._n_sequences))
         self.evicted_by_gone = 0
-        """How many entries were evicted of texts whose place others took."""
+        """How many entries were evicted from sequences that no longer exist."""
         self._budget = config.options.budget
         self._shares: Shares = WholeBudget()
         if core is not None:
@@ -55,7 +56,9 @@ class SharedPool:
 
     @property
     def is_private(self) -> bool:
-        """Tell whether one session has the pool for itself, and no other can take its place."""
+        """Tell whether the pool belongs to a single session, so that no other can take its
+        place.
+        """
         return self._shares.keeps_places
 
     @property
@@ -64,7 +67,7 @@ class SharedPool:
         return [slot for slot in self._slots if slot.live]
 
     def forget(self, slot: SequenceSlot) -> None:
-        """Drop what a sequence has read, and leave its place to others that may come."""
+        """Drop what a sequence has read, and free its place for others."""
         if slot.swapped is not None:
             self.swap_space.drop(slot.swapped)
             slot.swapped = None
@@ -76,14 +79,14 @@ class SharedPool:
             self.share()
 
     def _vacate(self, slot: SequenceSlot) -> None:
-        """Take a sequence's pages and its number; what it held is kept elsewhere, or not needed."""
+        """Free a sequence's pages and its number; its content is kept elsewhere, or not needed."""
         store = slot.headwise
         store.set_aside()
         self._free_numbers.append(store.sequence)
         slot.live = False
 
     def swap_out(self, slot: SequenceSlot) -> None:
-        """Keep what a sequence holds elsewhere, and give its pages to others; raises PoolError."""
+        """Swap a sequence out, and free its pages for others; raises PoolError."""
         self._check_shared("be swapped out")
         if not slot.live:
             return
@@ -93,7 +96,9 @@ class SharedPool:
         slot.swapped = swapped
 
     def _kept(self, slot: SequenceSlot) -> SwappedSequence:
-        """Keep what a live sequence holds; its pages are shared, frozen ones copied. PoolError."""
+        """Keep the content of a live sequence: pages are shared, frozen entries copied. Raises
+        PoolError.
+        """
         store = slot.headwise
         pages = store.checkpoint()
         if pages is None:
@@ -107,12 +112,14 @@ class SharedPool:
             )
 
     def somebody_else_reads(self, slot: SequenceSlot) -> bool:
-        """Tell whether it is worth waiting: another live sequence is in use."""
+        """Tell whether waiting makes sense, because another live sequence is in use."""
         now = time.monotonic()
         return any(not each.is_idle(now) for each in self.live if each is not slot)
 
     def make_live(self, slot: SequenceSlot) -> None:
-        """Give a sequence a share, first of the idle ones', then of all; raises PoolError."""
+        """Give a sequence a share, by swapping out idle ones, then by shrinking all; raises
+        PoolError.
+        """
         now = time.monotonic()
         full: PoolError | None = None
         for each in self.live:
@@ -144,7 +151,7 @@ class SharedPool:
         store, n_swapped = slot.headwise, swapped.n_entries
         with self.swap_space.staying(swapped):
             done = swapped.pages is not None and store.go_on_from(swapped.pages, ends=True)
-        if not done:  # its pages are needed to make it smaller
+        if not done:  # Its pages are needed to shrink it.
             self.swap_space.leave_pool(swapped)
             store.load_state(self.swap_space.take(swapped))
         if swapped.awaits_prediction:
@@ -154,12 +161,12 @@ class SharedPool:
         slot.swapped = None
 
     def kept_of(self, slot: SequenceSlot) -> SwappedSequence:
-        """Keep what a sequence holds for another one, in pages of both; raises PoolError."""
+        """Keep the content of a sequence for another one, in pages of both; raises PoolError."""
         self._check_shared("be forked")
         return self._kept(slot) if slot.swapped is None else self.swap_space.copy(slot.swapped)
 
     def give(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
-        """Let a sequence go on from what was kept, in the place of what it has read.
+        """Replace the content of a sequence by what was kept.
 
         It is swapped out until it reads.
         """
@@ -172,7 +179,9 @@ class SharedPool:
         slot.inherited = swapped.evicted
 
     def checkpoint_of(self, slot: SequenceSlot) -> SwappedSequence | None:
-        """Return what a sequence holds now, its pages shared; None: they are not in the pool."""
+        """Return the current content of a sequence with shared pages; None if it is not in the
+        pool.
+        """
         store = slot.headwise
         if slot.swapped is None:
             pages = store.checkpoint() if slot.live else None
@@ -183,7 +192,7 @@ class SharedPool:
         return self.swap_space.hold(slot.position, pages, store.state_of, spare=True)
 
     def describe(self) -> str:
-        """Return a sentence that says what each conversation gets while all hold entries."""
+        """Return a sentence that says how much each conversation gets while all hold entries."""
         n_sequences, n_bytes = self._n_sequences, self.core.budget_bytes if self.core else 0
         head = f"{n_sequences} conversations at a time share {n_bytes / 2**20:.1f} MiB of KV cache"
         try:
@@ -198,24 +207,26 @@ class SharedPool:
         )
 
     def share(self) -> None:
-        """Give every live sequence its share; those that get less evict first."""
+        """Set the share of every live sequence; those that shrink evict first."""
         self._shares.give(self.live)
 
     def note_growth(self, slot: SequenceSlot) -> None:
-        """Prepare for how long a live sequence's text is expected to get; it may evict."""
+        """Prepare for the expected growth of a live sequence's text, which may evict entries."""
         self._shares.note_growth(slot, self.live)
 
     def holds_whole(self, slot: SequenceSlot) -> bool:
-        """Tell whether a live sequence's share will hold all of its text as it is expected."""
+        """Tell whether a live sequence's share will hold its whole expected text."""
         return self._shares.hold_whole(slot, self.live)
 
     def note_losses(self, slots: Sequence[SequenceSlot]) -> None:
-        """Share again where prompts have shown what their sequences lose with fewer pages."""
+        """Share again if prompts have shown what their sequences lose with fewer pages."""
         if self._shares.learn(slots):
             self._shares.give(self.live, LEAST_CHANGE)
 
     def resize(self, budget: Budget) -> None:
-        """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
+        """Change the pool's bytes: larger shares take effect at once, smaller ones evict; raises
+        BudgetError.
+        """
         now = time.monotonic()
         for slot in self.live:
             if not self._shares.are_possible(self.live, budget) and slot.is_idle(now):

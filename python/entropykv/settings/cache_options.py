@@ -1,7 +1,7 @@
-"""Hold all that a user can say about the cache, checked once; the defaults stand here alone.
+"""Define all options of the cache, checked once; this is the only place of their defaults.
 
-Session, Pool, EntropyLlama, attach(), the server and the command line make a CacheOptions, and hand
-it on whole. What follows from it for a model is a ResolvedConfig: see policy/resolved_config.py.
+Session, Pool, EntropyLlama, attach(), the server and the command line make a CacheOptions, and pass
+it on unchanged. policy/resolved_config.py derives a ResolvedConfig from it for a model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from entropykv.settings.renamed import with_current_names
 
 MICRO_BATCH = 512
 MICRO_BATCH_OF_POOL = 128
-"""Tokens of a prompt that a pool reads at a time: between two of them, others write a token."""
+"""How many tokens of a prompt a pool reads at a time; after each chunk, other sessions write a
+token.
+"""
 SEQUENCES_OF_POOL = 4
 CHECKPOINTS = "64MiB"
 MOST_SEQUENCES = 256
-"""The most sequences that a llama_context takes."""
+"""The most sequences that a llama_context accepts."""
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -44,7 +46,7 @@ Options = TypeVar("Options")
 
 
 def _takes_earlier_names(options: type[Options]) -> type[Options]:
-    """Let a dataclass be made with the names that its fields had before: see renamed.py."""
+    """Let a dataclass accept the names that its fields had before: see renamed.py."""
     make = options.__init__
 
     @functools.wraps(make)
@@ -56,7 +58,7 @@ def _takes_earlier_names(options: type[Options]) -> type[Options]:
 
 
 class CacheArguments(TypedDict, total=False):
-    """Name the fields of CacheOptions that a loaded model leaves open, besides the budget."""
+    """List the fields of CacheOptions that can be set for a loaded model, besides the budget."""
 
     policy: str | OwnPolicy
     kv_type: str
@@ -70,7 +72,7 @@ class CacheArguments(TypedDict, total=False):
 
 
 class SessionArguments(CacheArguments, total=False):
-    """Name the fields of CacheOptions that Session takes."""
+    """List the fields of CacheOptions that Session accepts."""
 
     kv_budget: Budget | str | float
     n_ctx: int
@@ -81,7 +83,7 @@ class SessionArguments(CacheArguments, total=False):
 
 
 class PoolArguments(SessionArguments, total=False):
-    """Name all fields of CacheOptions: Pool takes them."""
+    """List all fields of CacheOptions, which Pool accepts."""
 
     n_sequences: int | None
     swap: str
@@ -92,7 +94,7 @@ class PoolArguments(SessionArguments, total=False):
 @_takes_earlier_names
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """Hold what is asked of the cache; raises BudgetError or SettingsError for impossible values.
+    """Hold the options of the cache; raises BudgetError or SettingsError for impossible values.
 
     Every field is declared with its help, its limits, and its names at the command line and in the
     server's settings; docs/reference/options.md has the table. In Python, `policy` may also be an
@@ -218,7 +220,7 @@ class CacheOptions:
         metavar="N",
         kind=int,
         least=-1,
-        most=2**31 - 1,  # llama.cpp has this number for all layers
+        most=2**31 - 1,  # llama.cpp uses this number for all layers.
     )
     n_sequences: int | None = option(
         None,
@@ -249,9 +251,9 @@ class CacheOptions:
         instead=f"{CHECKPOINTS} in a pool, and none of one conversation alone",
     )
     budget: Budget = field(init=False, repr=False, compare=False)
-    """What `kv_budget` says, as a Budget."""
+    """The value of `kv_budget` as a Budget."""
     freezing: Freezing | None = field(init=False, repr=False, compare=False)
-    """What `freeze` says, as a Freezing; None where nothing freezes."""
+    """The value of `freeze` as a Freezing; None if nothing freezes."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -268,7 +270,7 @@ class CacheOptions:
 
     @staticmethod
     def of(options: CacheOptions | None, arguments: Mapping[str, Any]) -> CacheOptions:
-        """Return `options`, or the defaults, with keyword arguments in their place."""
+        """Return `options`, or the defaults, with values replaced by keyword arguments."""
         return replace(options or CacheOptions(), **with_current_names(arguments))
 
     @staticmethod
@@ -282,33 +284,35 @@ class CacheOptions:
 
     @property
     def micro_batch(self) -> int:
-        """Return how many tokens of a prompt are asked to be read at a time."""
+        """Return how many tokens of a prompt are requested to be read at a time."""
         if self.n_ubatch is not None:
             return self.n_ubatch
         return MICRO_BATCH if self.n_sequences is None else MICRO_BATCH_OF_POOL
 
     @property
     def threads(self) -> int:
-        """Return the threads that write: the cores that this process may use unless set."""
+        """Return the number of threads that write: unless set, the cores that this process
+        may use.
+        """
         return self.n_threads or usable_cores()
 
     @property
     def threads_batch(self) -> int:
-        """Return the threads that read prompts: as many unless set."""
+        """Return the number of threads that read prompts: unless set, the same number."""
         return self.n_threads_batch or self.threads
 
     @property
     def most_threads(self) -> int:
-        """Return the most threads that an op of the model's graph has."""
+        """Return the largest number of threads of any op in the model's graph."""
         return max(self.threads, self.threads_batch)
 
     @property
     def in_pool(self) -> bool:
-        """Tell whether the budget is that of a pool, and not of one session."""
+        """Tell whether the budget belongs to a pool instead of a single session."""
         return self.n_sequences is not None
 
     def alone(self) -> CacheOptions:
-        """Return these options for one session; raises SettingsError where they ask for a pool."""
+        """Return these options for one session; raises SettingsError if they ask for a pool."""
         of_pool = (self.n_sequences, self.swap, self.swap_limit, self.checkpoints)
         if of_pool != (None, "ram", None, None):
             raise SettingsError(
@@ -320,24 +324,30 @@ class CacheOptions:
 
     @property
     def checkpoint_limit(self) -> str | int:
-        """Return the bytes of checkpoints besides the pool; a session alone keeps none."""
+        """Return the limit of checkpoints in bytes outside the pool; a single session
+        keeps none.
+        """
         of_all = CHECKPOINTS if self.in_pool else 0
         return of_all if self.checkpoints is None else self.checkpoints
 
     def going_back(self) -> CacheOptions:
-        """Return these options, for a pool of one conversation where only checkpoints need one."""
+        """Return these options for a pool of one conversation, if only its checkpoints
+        need a pool.
+        """
         alone = self.in_pool or self.checkpoints is None
         return self if alone else replace(self, n_sequences=1)
 
     def pooled(self) -> CacheOptions:
-        """Return these options for a pool: of SEQUENCES_OF_POOL conversations unless it is said."""
+        """Return these options for a pool: of SEQUENCES_OF_POOL conversations unless a number is
+        given.
+        """
         return self if self.in_pool else replace(self, n_sequences=SEQUENCES_OF_POOL)
 
 
 def shows(arguments: type) -> Callable[[Function], Function]:
-    """Let help() list the options that `arguments` names in the place of a function's **arguments.
+    """Let help() list the options in `arguments` instead of a function's **arguments.
 
-    Type checkers read the same from its annotation, Unpack[CacheArguments].
+    Type checkers get the same information from the annotation Unpack[CacheArguments].
     """
 
     def decorate(function: Function) -> Function:

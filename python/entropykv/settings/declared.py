@@ -1,8 +1,9 @@
-"""Declare an option once, at the field that holds it: help, limits, and its names at each door.
+"""Declare an option once, at the field that holds it: help, limits, and its names at each entry
+point.
 
-CacheOptions, Freezing and Recovery declare their fields by option(). The arguments of the command
+CacheOptions, Freezing and Recovery declare their fields with option(). The arguments of the command
 line (cli/options.py), the settings of the server (server/options.py), the checks of the dataclasses
-and the table of the docs (docs/generated_pages.py) follow from it.
+and the table of the docs (docs/generated_pages.py) are generated from it.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ _AS_FIELD = object()
 
 @dataclass(frozen=True)
 class Option:
-    """Say how users name an option, what it does, and which values it takes."""
+    """Hold the names of an option, what it does, and which values it accepts."""
 
     help: str
     """What it does, without the default."""
     flags: tuple[str, ...] = ()
-    """Its names at the command line; none: it is a keyword argument and a setting alone."""
+    """Its names at the command line; empty: it exists only as a keyword argument and a setting."""
     setting: str = ""
     """Its name in the server's settings; by default the name at the command line."""
     metavar: str | None = None
     kind: type = str
-    """The type of what users type: str, int, float, or bool for a switch."""
+    """The type of the value that users type: str, int, float, or bool for a switch."""
     choices: tuple[str, ...] = ()
     least: int | None = None
-    """The least integer; None: it is no integer, or is checked elsewhere."""
+    """The least integer; None: it is not an integer, or is checked elsewhere."""
     most: int = MOST_TOKENS
     default: Any = None
     """The default of the field."""
     instead: str | None = None
-    """What None, or another default that says little, stands for."""
+    """What None, or another special default, means."""
     at_server: Any = _AS_FIELD
-    """The default of the server, where it is another one."""
+    """The default of the server, if it differs."""
     label: str = ""
-    """What errors call it, where that is not the name of the field."""
+    """Its name in errors, if that is not the name of the field."""
     of_schedule: bool = False
-    """Whether it belongs to the schedule of policy rolling-freeze."""
+    """True if it belongs to the schedule of policy rolling-freeze."""
 
     @property
     def name(self) -> str:
@@ -65,7 +66,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """Return what --help and the docs say of the default."""
+        """Return the text about the default in --help and the docs."""
         return str(self.default) if self.instead is None else self.instead
 
 
@@ -86,7 +87,7 @@ def declared(owner: _Dataclass | type[_Dataclass]) -> dict[str, Option]:
 
 
 def check_declared(values: _Dataclass) -> None:
-    """Raise SettingsError for a value outside of the limits or choices of its option."""
+    """Raise SettingsError for a value outside the limits or choices of its option."""
     for name, each in declared(values).items():
         value = getattr(values, name)
         if value is None and each.default is None:

@@ -45,21 +45,19 @@ class HeadwiseStore(Store):
         self,
         model: Model,
         config: ResolvedConfig,
+        shared_context: HeadwiseContext,
         budget: Budget | None = None,
-        *,
-        shared_context: HeadwiseContext | None = None,
     ) -> None:
-        """Make a store in a context; None makes one of its own, which it frees.
+        """Make a store in a context.
 
         `budget` None takes that of the config. In a context of several sequences, it is that of all
-        together, and the store holds nothing before resize() gives it a share. Raises
+        together, and the store holds nothing before take_share(). Raises
         UnsupportedModelError where the model's graph has something that this store does not serve,
         SettingsError where the policy needs what the model does not have.
         """
         options, policy = config.options, config.policy
         self._config = config
-        self._owns_context = shared_context is None
-        self._shared_context = shared_context or HeadwiseContext(model, config, config.n_ubatch)
+        self._shared_context = shared_context
         self.hook = self._shared_context.hook
         self.context = self._shared_context.handle
         self.layers = self._shared_context.layers
@@ -313,9 +311,7 @@ class HeadwiseStore(Store):
         return self.cold.thaw(rung, window, position)
 
     def close(self) -> None:
-        """Free the context, if it is the store's own, and remove the file of what is frozen."""
-        if self._owns_context:
-            self._shared_context.close()
+        """Remove the file of what is frozen; the context is freed by whoever made it."""
         self.context = None
         if hasattr(self, "cold"):
             self.cold.close()

@@ -1,4 +1,4 @@
-"""Say what the KV heads of the headwise store may hold: a plan, and the shares of it."""
+"""Set how many entries the KV heads of the headwise store may hold: a plan, and its shares."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 
 _LEAST_FORESIGHT = 2 * LEAST_TOKENS
-"""Entries beyond the floor that say what those of a longer text will be like; fewer say little."""
+"""The least entries beyond the floor from which those of a longer text are estimated."""
 
 
 class HeadwiseBudgets:
-    """Hold the budgets of all KV heads of a store, which follow the plan and maybe the text."""
+    """Hold the budgets of all KV heads of a store, which follow a plan and possibly the text."""
 
     plan: HeadwisePlan
-    """The plan that is followed now."""
+    """The current plan."""
     _lessons: Lessons | None = None
-    """Where what is measured is added up, for a profile."""
+    """Where measurements are added up for a profile; None without learning."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class HeadwiseBudgets:
         layers: Sequence[_core.LayerShape],
         online: OnlineBudgets | None,
     ) -> None:
-        """Take a store; `online` are budgets that follow the text, None keeps those of the plan."""
+        """Use a store; `online` are budgets that follow the text, None keeps those of the plan."""
         self._store = store
         self._config = config
         self._layers = layers
@@ -53,17 +53,19 @@ class HeadwiseBudgets:
         self._of_policy: HeadwisePlan | None = None
         """The plan for texts that the bytes cannot hold whole; None in a pool."""
         self._whole_texts: WholeTexts | None = None
-        """Those that they can; None where the plan is the same for them, and in a pool."""
+        """The texts that they can hold whole; None if the plan is the same for them, and
+        in a pool.
+        """
         self._of_whole_texts: HeadwisePlan | None = None
-        """The plan for these."""
+        """The plan for these texts."""
         self._expected = 0
         self.whole_entries = 0
-        """How long a text may get before the plan that is followed evicts; n_ctx: never."""
+        """The length that a text may reach before the current plan evicts; n_ctx: never."""
         if online and online.tracks_entropies:
             store.track_entropy(True)
 
     def take(self, plan: HeadwisePlan) -> None:
-        """Share a budget that the store has alone; heads that hold more evict."""
+        """Use a budget that only this store has; heads that hold more evict."""
         self._of_policy, self._whole_texts, self._of_whole_texts = plan, None, None
         if self._config.freezing is None and not plan.holds_all:
             self._whole_texts = WholeTexts(plan.pool_pages, plan.longest, plan.pages_of)
@@ -71,7 +73,7 @@ class HeadwiseBudgets:
         self.follow(self._fitting(plan))
 
     def expect(self, n_tokens: int) -> None:
-        """Keep all of a text of so many tokens if the bytes hold it, else what the policy says."""
+        """Keep a text of n_tokens whole if the bytes hold it, or else follow the policy."""
         self._expected = n_tokens
         plan = self._fitting(self._of_policy) if self._of_policy else self.plan
         if plan is not self.plan:
@@ -79,7 +81,7 @@ class HeadwiseBudgets:
 
     @contextmanager
     def expecting(self, n_tokens: int) -> Iterator[None]:
-        """Replace the text by one of so many tokens inside; an error leaves the plan as it was."""
+        """Replace the text by one of n_tokens in the `with` block; an error restores the plan."""
         before = self._expected, self.plan
         self._expected = n_tokens
         if self._of_policy:
@@ -93,7 +95,7 @@ class HeadwiseBudgets:
 
     @property
     def longest_whole(self) -> int:
-        """Return how long a text may get that is kept whole once it is expected; 0: see plan."""
+        """Return the longest text that is kept whole if it is expected; 0: follow the plan."""
         return self._whole_texts.longest if self._whole_texts else 0
 
     def _fitting(self, of_policy: HeadwisePlan) -> HeadwisePlan:
@@ -101,7 +103,7 @@ class HeadwiseBudgets:
         return self._of_whole_texts if keeps_all and self._of_whole_texts else of_policy
 
     def follow(self, plan: HeadwisePlan) -> None:
-        """Share a budget by another plan; heads that hold more evict."""
+        """Follow another plan; heads that hold more evict."""
         self._go_by(plan)
         self.share()
 
@@ -111,12 +113,14 @@ class HeadwiseBudgets:
             self._online.expect(plan)
 
     def await_share(self, plan: HeadwisePlan, budget: Budget) -> None:
-        """Hold nothing yet: `budget` is that of a pool, and `plan` what it means for one text."""
+        """Hold nothing yet: `budget` belongs to a pool, and `plan` is what it means for
+        one text.
+        """
         self.plan = plan
         self._least_sure = self._sure_in_company(budget)
 
     def shares(self) -> list[int]:
-        """Return the budgets of the plan, or those that follow from the text."""
+        """Return the budgets of the plan, or those that follow the text."""
         follows = self._online is not None and not self.plan.holds_all
         online = self._online.budgets(self.plan) if self._online and follows else None
         return online or [entries for layer in self.plan.budgets for entries in layer]
@@ -126,13 +130,15 @@ class HeadwiseBudgets:
         self._set(self.shares(), self.plan.pool_pages)
 
     def keep_everything(self) -> None:
-        """Drop nothing, not even what has left a window, for those who look at whole texts."""
+        """Drop nothing, not even entries outside a window, for callers that examine whole texts."""
         n_ctx = self._config.n_ctx
         pages = sum(_core.pages_for(n_ctx, n) for n in self.plan.entries_per_page)
         self._set([n_ctx] * len(self.plan.limits), pages)
 
     def limit_layer(self, layer: int, recent_window: int) -> None:
-        """Drop what the KV heads of a layer hold besides sinks and newest; the others keep all."""
+        """Drop the entries of a layer's KV heads except sinks and newest ones; other layers keep
+        everything.
+        """
         n_sinks = self.plan.protection.n_sinks
         budgets = [
             n_sinks + recent_window if number == layer else self._config.n_ctx
@@ -145,8 +151,7 @@ class HeadwiseBudgets:
     def _set(self, budgets: list[int], pages: int) -> None:
         protection = self.plan.protection
         self._store.set_budgets(budgets, pages, protection.n_sinks, protection.recent_window)
-        # Keep the figure: every token asks for it, and looking at all KV heads each time takes
-        # longer.
+        # Cache this figure, because every token needs it, and examining all KV heads takes longer.
         limits = self.plan.limits
         short = (n for n, limit in zip(budgets, limits, strict=True) if n < limit)
         self.whole_entries = min(short, default=self.plan.longest)
@@ -154,7 +159,7 @@ class HeadwiseBudgets:
     def prepare(self, n_tokens: int, position: int, n_echo: int) -> None:
         """Begin a micro-batch of `n_tokens` of text and `n_echo` of an echo.
 
-        0 tokens of text: the echo is that of text that was read before.
+        With 0 tokens of text, the echo repeats text that was read before.
         """
         n_ubatch, repeats = self._config.n_ubatch, self._config.policy.importance.repeats
         self._overflows = position + n_tokens > self.whole_entries
@@ -163,15 +168,16 @@ class HeadwiseBudgets:
         self._budgets_change = n_tokens == 0 or changes
         self._end = position + n_tokens
         if self._online:
-            # Losses are measured only before budgets change, since it takes time.
+            # Measure losses only for steps after which budgets are shared again; measuring is slow.
             knots = self._online.knots(self._growth()) if self._budgets_change else []
             self._store.measure_losses(knots)
 
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many of the next `n_tokens`, from `position` on, to read at once.
 
-        Where budgets follow the losses of the text and all of it is still there, it is what the
-        bytes hold whole: so that what they show shares the budget before anything is evicted.
+        If budgets follow the losses of the text and all of it is still held, these are the tokens
+        that the bytes hold whole. Then the budget is shared by their losses before anything is
+        evicted.
         """
         room = self.whole_entries - position
         if self._config.policy.rule.by_losses and LEAST_TOKENS <= room < n_tokens:
@@ -179,16 +185,16 @@ class HeadwiseBudgets:
         return n_tokens
 
     def _growth(self) -> float:
-        """Return how many times as long, beyond the floor, all of the text will be that is read.
+        """Return by what factor the text will grow, beyond the floor, once all of it is read.
 
-        In a pool it is 1: what a checkpoint holds must not depend on what was read after it.
+        In a pool it is 1, because the content of a checkpoint must not depend on later text.
         """
         beyond = self._end - self.plan.floor_entries
         longer = self._expected - self.plan.floor_entries
         return longer / beyond if longer > beyond >= _LEAST_FORESIGHT else 1.0
 
     def observe(self, n_tokens: int) -> bool:
-        """Take in what the micro-batch has shown; returns whether to share the budget again."""
+        """Record what the micro-batch has shown; returns whether to share the budget again."""
         if self._online is None:
             return False
         if n_tokens == 0:
@@ -202,12 +208,12 @@ class HeadwiseBudgets:
         return self._budgets_change
 
     def teach(self, lessons: Lessons) -> None:
-        """Add up what texts show of the KV heads from now on, for a profile."""
+        """From now on, add up what texts show of the KV heads, for a profile."""
         self._store.track_entropy(True)
         self._lessons = lessons
 
     def _add_to(self, lessons: Lessons, n_tokens: int) -> None:
-        """Add up what the micro-batch has shown, if it measured anything."""
+        """Add what the micro-batch has shown, if it measured anything."""
         if isinstance(self._online, MeasuredLosses) and self._online.measured[0].size:
             knots, losses = self._online.measured
             layers = range(len(self._layers))
@@ -215,18 +221,20 @@ class HeadwiseBudgets:
             lessons.add(n_tokens, self._end, knots, losses, np.array(rows, np.float64))
 
     def loss_curve(self) -> LossCurve | None:
-        """Return what the text loses with fewer pages, where that was measured."""
+        """Return what the text loses with fewer pages, if that was measured."""
         return self._online.loss_curve(self.plan) if self._online else None
 
     def forget(self) -> None:
-        """Forget what was seen, since another text begins."""
+        """Forget all measurements, because another text begins."""
         if self._online:
             self._online.forget()
             self.share()
 
     @property
     def sure_entries(self) -> int:
-        """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
+        """Return how many of the newest tokens every KV head certainly keeps; n_ctx if nothing is
+        evicted.
+        """
         if self._whole_texts is not None:
             return self.longest_whole
         return self._sure_of(self.plan) if self._least_sure is None else self._least_sure
@@ -237,12 +245,12 @@ class HeadwiseBudgets:
         return self._config.n_ctx if plan.mean_entries >= self._config.n_ctx else plan.floor_entries
 
     def _sure_in_company(self, budget: Budget) -> int:
-        """Return what sure_entries is in the smallest share that a sequence may come down to."""
+        """Return sure_entries for the smallest share that a sequence may get."""
         try:
             least = self._config.equal_share(budget, self._layers)
             if self._config.policy.rule.by_losses and not least.holds_all:
                 least = self._plan_of(least.pages_of(least.floor_entries), least.page_bytes)
-        except BudgetError:  # so many sequences never hold entries together
+        except BudgetError:  # So many sequences never hold entries together.
             return 0
         return self._sure_of(least)
 
@@ -252,6 +260,8 @@ class HeadwiseBudgets:
 
 
 def _all_of(plan: HeadwisePlan, longest: int, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:
-    """Return the plan for texts of up to `longest` tokens, whose entries a plan's pages hold."""
+    """Return the plan for texts of up to `longest` tokens, for whose entries the pages are
+    enough.
+    """
     budgets = tuple(by_layer([min(limit, longest) for limit in plan.limits], layers))
     return replace(plan, budgets=budgets, mean_entries=longest, longest=longest)

@@ -1,1 +1,1 @@
-"""Tell what a model thinks before it answers from its answer, and bound how long it thinks."""
+"""Separate a model's thoughts from its answer, and limit the length of thoughts."""

@@ -1,4 +1,4 @@
-"""Count the tokens of a thought as they are written, and end it where its budget is used up."""
+"""Count the tokens of a thought while they are written, and end it when its budget is used up."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from entropykv.thinking.tags import ThoughtTags
 
 _REMEMBERED = 128
-"""Bytes at the end of the text in which tags are looked for: more than the longest tag has."""
+"""Bytes at the end of the text that are searched for tags: more than the longest tag has."""
 
 
 class ThoughtCounter:
     """Follow one text token by token, as llama.cpp's reasoning budget does.
 
-    The budget counts the tokens behind the first tag. Once it is used up, and no character is
-    half-written, `forced` is the next token of `ending`, which closes the thought. A further
-    thought of the same text has the whole budget again.
+    The budget counts the tokens after the opening tag. Once it is used up, and no character is
+    incomplete, `forced` is the next token of `ending`, which closes the thought. A further thought
+    in the same text has the whole budget again.
     """
 
     def __init__(
@@ -27,9 +27,10 @@ class ThoughtCounter:
         budget: int = -1,
         ending: Sequence[int] = (),
     ) -> None:
-        """Begin a text; `piece` returns the bytes of a token, those of tags included.
+        """Start a text; `piece` returns the bytes of a token, including tags.
 
-        `opened`: the prompt ends within a thought. `budget`: tokens of a thought; -1: any number.
+        `opened`: the prompt ends within a thought. `budget`: the most tokens of a thought; -1: no
+        limit.
         """
         self._begin, self._end = tags.begin.encode(), tags.end.encode()
         self._piece = piece
@@ -40,7 +41,7 @@ class ThoughtCounter:
         self._left = budget
         self._n_forced: int | None = 0 if opened and budget == 0 else None
         self.n_tokens = 0
-        """How many tokens of thoughts were written so far, their last tags included."""
+        """How many tokens of thoughts were written so far, including their closing tags."""
 
     @property
     def is_bounded(self) -> bool:
@@ -54,13 +55,13 @@ class ThoughtCounter:
 
     @property
     def forced(self) -> int | None:
-        """Return the token that must come next; None where any may."""
+        """Return the token that must follow; None if any token may."""
         if self._n_forced is None or self._n_forced >= len(self._ending):
             return None
         return self._ending[self._n_forced]
 
     def accept(self, token: int) -> None:
-        """Take the next token of the text in."""
+        """Record the next token of the text."""
         self._tail = (self._tail + self._piece(token))[-_REMEMBERED:]
         if not self._thinks:
             if self._begin in self._tail:

@@ -1,4 +1,4 @@
-"""Let a thought stand before an answer that a grammar describes."""
+"""Extend a grammar of an answer by a thought before the answer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from entropykv.thinking.tags import ThoughtTags
 
 ROOT = "answer-behind-thought"
-"""The rule of a text with its thought; the rule `root` is the answer alone."""
+"""The rule of a text with its thought; the rule `root` is only the answer."""
 _BLANKS = r"[ \n]{0,2}"
 
 
 def with_thought(
     grammar: str, tags: ThoughtTags, is_token: Callable[[str], bool], *, opened: bool
 ) -> str:
-    """Return a grammar whose rule ROOT lets a thought stand before what `root` allows.
+    """Return a grammar whose rule ROOT allows a thought before the text that `root` allows.
 
     `is_token` tells whether a text is one token of the vocabulary. `opened`: the prompt ends within
-    the thought, which must then come to its end; otherwise there may be none.
+    the thought, which must then be closed; otherwise a thought is optional.
     """
 
     def written(text: str) -> str:
@@ -37,7 +37,9 @@ def with_thought(
 
 
 def _without(end: str, is_token: Callable[[str], bool]) -> str:
-    """Return what any text without a tag is, as far as its first two characters tell."""
+    """Return a rule for any text without the tag `end`, which it recognises by its first two
+    characters.
+    """
     if is_token(end):
         return f"!{end}*"
     first, second = (_in_brackets(character) for character in end[:2])

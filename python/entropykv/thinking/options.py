@@ -1,4 +1,4 @@
-"""Hold what a user says of thoughts: where they are shown, and how long they may be."""
+"""Define the options of thoughts: where they are shown, and how long they may be."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Literal, get_args
 
 ThoughtFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 FORMATS: tuple[ThoughtFormat, ...] = get_args(ThoughtFormat)
-"""llama.cpp's names: `none` leaves thoughts in the answer, `auto` is as `deepseek`."""
+"""llama.cpp's names: `none` leaves thoughts in the answer, `auto` means `deepseek`."""
 MOST_MESSAGE = 4_096
-"""Characters of the message that ends a thought."""
+"""The most characters of the message that ends a thought."""
 
 
 @dataclass(frozen=True)
 class ThinkingOptions:
-    """Say where thoughts are shown, and how many tokens one may have (-1: any number).
+    """Hold where thoughts are shown, and how many tokens one may have (-1: no limit).
 
-    `message` is written where the budget is used up, before the tag that ends the thought.
+    `message` is written when the budget is used up, before the tag that ends the thought.
     """
 
     format: ThoughtFormat = "auto"
@@ -25,10 +25,10 @@ class ThinkingOptions:
 
     @property
     def separates(self) -> bool:
-        """Tell whether thoughts are shown apart from the answer."""
+        """Tell whether thoughts are shown separately from the answer."""
         return self.format != "none"
 
 
 def template_switch(*, thinks: bool) -> dict[str, Any]:
-    """Return what tells a chat template to let its model think, or not, by the names in use."""
+    """Return the template variables that switch thinking on or off, under all names in use."""
     return {"enable_thinking": thinks, "thinking": thinks}

@@ -1,4 +1,4 @@
-"""Tell thoughts from the answer while a text is written."""
+"""Separate thoughts from the answer while a text is written."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from entropykv.thinking.tags import ThoughtTags
 
 
 class Parts(NamedTuple):
-    """Hold what a piece of a text adds to the thought, and to the answer."""
+    """Hold what a piece of text adds to the thought, and to the answer."""
 
     thought: str = ""
     answer: str = ""
 
 
 class ThoughtReader(Protocol):
-    """Take a text piece by piece; blanks around tags belong to neither part."""
+    """Define a reader of a text in pieces; white space around tags belongs to neither part."""
 
     def take(self, text: str) -> Parts:
-        """Take the next piece in; return what can be told of it now."""
+        """Add the next piece; returns the parts that are certain now."""
 
     def finish(self) -> Parts:
         """Return the rest."""
@@ -32,7 +32,7 @@ def reader_of(tags: ThoughtTags, *, opened: bool) -> ThoughtReader:
 
 
 def read_whole(tags: ThoughtTags, text: str, *, opened: bool) -> Parts:
-    """Return the thought and the answer of a text that is complete."""
+    """Return the thought and the answer of a complete text."""
     reader = reader_of(tags, opened=opened)
     some, rest = reader.take(text), reader.finish()
     return Parts(some.thought + rest.thought, some.answer + rest.answer)
@@ -41,7 +41,7 @@ def read_whole(tags: ThoughtTags, text: str, *, opened: bool) -> Parts:
 class _TagReader:
     """Read a text that may begin with a thought between two tags.
 
-    Tags later in the text are a part of the answer, which may be about tags.
+    Later tags are a part of the answer, which may be about tags.
     """
 
     def __init__(self, tags: ThoughtTags, opened: bool) -> None:
@@ -114,9 +114,9 @@ def _begun(text: str, tags: tuple[str, ...]) -> int:
 
 
 class _ChannelReader:
-    """Read messages of gpt-oss: `analysis` is thought, what goes to a function is a call.
+    """Read messages of gpt-oss: channel `analysis` is a thought, a message to a function is a call.
 
-    A call is shown as other models write calls, between <tool_call> and </tool_call>.
+    A call is written as other models write calls, between <tool_call> and </tool_call>.
     """
 
     _ENDS = ("<|end|>", "<|start|>", "<|channel|>")
@@ -126,7 +126,7 @@ class _ChannelReader:
     def __init__(self) -> None:
         self._held = ""
         self._header: str | None = ""
-        """What stands before the message that is being read; None while its body is read."""
+        """The header of the current message; None while its body is read."""
         self._channel = "final"
         self._function: str | None = None
         self._call = ""
@@ -143,7 +143,7 @@ class _ChannelReader:
             answer += more.answer
 
     def _next(self) -> Parts | None:
-        """Return what the next part of the text adds; None where more of it must come first."""
+        """Return what the next part of the text adds; None if more text is needed first."""
         if self._header is not None:
             return self._read_header(self._header)
         ends = [(self._held.find(tag), tag) for tag in self._ENDS if tag in self._held]
@@ -161,7 +161,7 @@ class _ChannelReader:
         begins = "<|start|>", "<|channel|>"
         text = self._held.lstrip() if not header else self._held
         is_tag = not text or any(text.startswith(tag) or tag.startswith(text) for tag in begins)
-        if not is_tag and "<|message|>" not in text:  # a text without any header is an answer
+        if not is_tag and "<|message|>" not in text:  # A text without any header is an answer.
             self._header, self._channel, self._function = None, "final", None
             return Parts()
         before, found, rest = text.partition("<|message|>")

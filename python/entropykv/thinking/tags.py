@@ -1,6 +1,7 @@
 """Find out from a chat template how a model marks its thoughts.
 
-The tags are facts of the models' makers; llama.cpp has the same ones (common/chat, common/parsers).
+The tags are defined by the models' makers; llama.cpp has the same ones (common/chat,
+common/parsers).
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ from typing import Any
 
 _ANSWER = "entropykv-answer"
 _LONGEST = 256
-"""The most characters that can be a frame: more of them are a template that shows other texts."""
+"""The most characters of a frame; a longer text means that the template shows other texts."""
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ThoughtTags:
-    """Hold what stands before a thought and after it, in the text that a model writes."""
+    """Hold the tags before and after a thought in the text that a model writes."""
 
     begin: str
     end: str
     around: tuple[str, ...] = ()
-    """Tags around the answer, which are no part of it."""
+    """Tags around the answer, which do not belong to it."""
     channels: bool = False
-    """True for harmony, the form of gpt-oss: every message names the channel that it is of."""
+    """True for harmony, the format of gpt-oss: every message names its channel."""
 
     @property
     def control(self) -> tuple[str, ...]:
-        """Return the texts that may be control tokens, and must be seen to tell the parts."""
+        """Return the texts that may be control tokens, and must be visible to separate the
+        parts.
+        """
         if self.channels:
             return ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
         return (self.begin, self.end, *self.around)
 
     def is_open_after(self, prompt: str) -> bool:
-        """Tell whether a prompt ends within a thought: some templates write the first tag."""
+        """Tell whether a prompt ends within a thought, because some templates write the opening
+        tag.
+        """
         return prompt.rstrip().endswith(self.begin)
 
 
@@ -66,11 +71,11 @@ _TAGS = (
     ("<think>", _THINK),
     ("</think>", _THINK),
 )
-"""What a template's text has, and the tags that its model then writes; the first one counts."""
+"""A text in a template, and the tags that its model then writes; the first match counts."""
 
 
 def tags_of(template: str | None) -> ThoughtTags | None:
-    """Return the tags that a chat template's text names; None: its model does not think."""
+    """Return the tags that a chat template's text indicates; None if its model does not think."""
     if template is None:
         return None
     return next((tags for text, tags in _TAGS if text in template), None)
@@ -78,18 +83,20 @@ def tags_of(template: str | None) -> ThoughtTags | None:
 
 @dataclass(frozen=True)
 class AnswerFrame:
-    """Hold what a template writes before an answer: at first, and once there are later turns."""
+    """Hold what a template writes before an answer: in the prompt, and once there are
+    later turns.
+    """
 
     opening: str = ""
     """The end of a prompt that later turns leave out, such as <think> and a line end."""
     lead: str = ""
-    """What later turns have in its place, before the text of the answer."""
+    """The text that later turns have instead, before the text of the answer."""
 
 
 def frame_of(render: Callable[[Messages], str]) -> AnswerFrame:
-    """Return the frame of a template's answers; `render` makes a prompt of messages.
+    """Return the frame of a template's answers; `render` makes a prompt from messages.
 
-    The frame is empty where the template leaves out former answers.
+    The frame is empty if the template leaves out former answers.
     """
     question = {"role": "user", "content": "Hi"}
     first = render([question])
@@ -105,7 +112,7 @@ def frame_of(render: Callable[[Messages], str]) -> AnswerFrame:
 
 
 def _before_tag(text: str) -> int:
-    """Return the length of a text without a tag that has no end in it."""
+    """Return the length of a text before an incomplete tag at its end."""
     begins = [
         text.rfind(left) for left, right in ("<>", "[]") if text.rfind(left) > text.rfind(right)
     ]

@@ -1,1 +1,3 @@
-"""Hold what the three source documents prescribe, one file each: docs/background/sources.md."""
+"""Implement what the three source documents prescribe, one file each:
+docs/background/sources.md.
+"""

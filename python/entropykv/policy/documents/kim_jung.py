@@ -75,7 +75,7 @@ class LayerEntropies:
         """Do nothing: entropies are measured with any budgets."""
 
     def knots(self, growth: float) -> list[int]:  # noqa: ARG002
-        """Return nothing: no losses are asked for."""
+        """Return an empty list, because no losses are needed."""
         return []
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:

@@ -1,0 +1,52 @@
+"""Let calls of one EntropyLlama take turns, and keep its model while one of them lasts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from entropykv.drop_in.context import BudgetContext
+from entropykv.errors import EntropyKVError
+
+
+class CallGuard:
+    """Refuse calls that would use a sequence while another call does."""
+
+    def __init__(self) -> None:
+        """Begin with nobody within a call."""
+        self.lock = threading.RLock()
+        self._answer: object = None
+        """What identifies the answer that is written now: an earlier one must not go on."""
+
+    @contextmanager
+    def call(self, context: BudgetContext) -> Iterator[None]:
+        """Keep the model inside; EntropyKVError once closed, or where another thread calls it."""
+        if not self.lock.acquire(blocking=False):
+            _ = context.session  # raises where the other thread closes it
+            raise EntropyKVError(
+                "another thread is using this EntropyLlama, which holds one sequence; let calls "
+                "take turns with a lock, or give each thread a model of its own"
+            )
+        try:
+            with context.weights:
+                yield
+        finally:
+            self.lock.release()
+
+    def begin_answer(self) -> object:
+        """Return what identifies a new answer; earlier ones end where they go on."""
+        self._answer = object()
+        return self._answer
+
+    def check_goes_on(self, answer: object) -> None:
+        """Raise EntropyKVError where another call has used the sequence since an answer began."""
+        if self._answer is not answer:
+            raise EntropyKVError(
+                "another call has used this EntropyLlama, which holds one sequence, before this "
+                "answer was complete; end one answer before the next, or use two models"
+            )
+
+    def end_answer(self) -> None:
+        """Let no answer go on that has begun."""
+        self._answer = None

@@ -1,0 +1,101 @@
+"""What of a text that was read a prompt goes on from: the decision, without a model."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+
+from entropykv.session.reuse import Demand, HeldText, ReuseSource, common_prefix, reuse_of
+from entropykv.session.sequence import TokenSequence
+
+N_UBATCH = 8
+TEXT = list(range(100, 130))
+
+
+def held(
+    n_prompt: int = 20,
+    *,
+    logits: bool = True,
+    reusable_from: int = 0,
+    returns_from: int = 0,
+    n_sure: int = 64,
+    is_whole: bool = True,
+) -> HeldText:
+    """A prompt that was read in micro-batches, and an answer that was written after it."""
+    row = np.zeros(4, np.float32)
+    text = TokenSequence(N_UBATCH)
+    for first in range(0, n_prompt, N_UBATCH):
+        part = TEXT[first : min(first + N_UBATCH, n_prompt)]
+        text.add(part, row, is_prompt=True)
+    for token in TEXT[n_prompt:]:
+        text.add([token], row, is_prompt=False)
+    text.logits = row if logits else None
+    text.reusable_from = reusable_from
+    return HeldText.of(
+        text, lambda position: position >= returns_from, is_whole=is_whole, n_sure=n_sure, n_ctx=64
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "prompt", "demand", "position", "source"),
+    [
+        # The prompt goes on after all that was read.
+        ({}, [*TEXT, 7], Demand(), 30, ReuseSource.WHOLE),
+        ({}, TEXT, Demand(), 30, ReuseSource.WHOLE),
+        ({"logits": False}, TEXT, Demand(), 29, ReuseSource.PART),
+        ({"logits": False}, TEXT, Demand(needs_logits=False), 30, ReuseSource.WHOLE),
+        ({"n_sure": 8}, [*TEXT, 7], Demand(end=40), 30, ReuseSource.WHOLE),
+        # It is the last one again.
+        ({}, TEXT[:20], Demand(knows_prompt=True, end=40), 20, ReuseSource.PROMPT),
+        ({}, TEXT[:20], Demand(end=40), 16, ReuseSource.PART),
+        ({"n_sure": 8}, TEXT[:20], Demand(knows_prompt=True, end=40), 0, ReuseSource.NOTHING),
+        ({}, TEXT[:19], Demand(knows_prompt=True, end=40), 16, ReuseSource.PART),
+        # The texts part: within the prompt that was read, or within the answer.
+        ({}, [*TEXT[:13], 7, 8], Demand(), 8, ReuseSource.PART),
+        ({}, [*TEXT[:13], 7, 8], Demand(is_cut=False), 13, ReuseSource.PART),
+        ({}, [*TEXT[:16], 7, 8], Demand(), 16, ReuseSource.PART),
+        ({}, [*TEXT[:20], 7, 8], Demand(), 16, ReuseSource.PART),
+        ({}, [*TEXT[:25], 7, 8], Demand(), 25, ReuseSource.PART),
+        ({}, TEXT[:25], Demand(is_cut=False), 24, ReuseSource.PART),
+        ({"n_sure": 29}, [*TEXT[:25], 7], Demand(end=30), 0, ReuseSource.NOTHING),
+        ({"n_sure": 30}, [*TEXT[:25], 7], Demand(end=30), 25, ReuseSource.PART),
+        # What was there is gone: evicted, out of a window, or lost in a decode that failed.
+        ({"reusable_from": 26}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),
+        ({"reusable_from": 25}, [*TEXT[:25], 7], Demand(), 25, ReuseSource.PART),
+        ({"returns_from": 26}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),
+        ({"is_whole": False}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),
+        # Nothing is common.
+        ({}, [7, *TEXT], Demand(), 0, ReuseSource.NOTHING),
+        ({}, TEXT[:1], Demand(), 0, ReuseSource.NOTHING),
+    ],
+)
+def test_a_prompt_goes_on_from_what_is_sure_to_be_there(
+    change: dict[str, int | bool],
+    prompt: list[int],
+    demand: Demand,
+    position: int,
+    source: ReuseSource,
+) -> None:
+    reuse = reuse_of(held(**change), prompt, demand)  # type: ignore[arg-type]
+    assert (reuse.position, reuse.source) == (position, source), reuse.why
+    assert reuse.n_read == len(prompt) - position
+    assert reuse.shared == common_prefix(TEXT, prompt)
+
+
+def test_a_text_that_will_be_truncated_ends_there() -> None:
+    whole = held()
+    assert whole.until(30) is whole
+    part = whole.until(25)
+    assert reuse_of(part, [*TEXT[:25], 7], Demand()).source is ReuseSource.WHOLE
+    assert reuse_of(part, TEXT[:25], Demand()).position == 24
+    assert not part.can_return_to(26)
+
+
+def test_tokens_in_common_are_found_in_lists_and_arrays() -> None:
+    long = list(range(1000))
+    for n in (0, 1, 255, 256, 257, 999, 1000):
+        other = [*long[:n], -1]
+        assert common_prefix(long, other) == n
+        assert common_prefix(array("i", long), array("i", other)) == n
