@@ -72,8 +72,10 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
 }
 
 void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_position,
-                      int n_echo, int n_drafts) {
-    if (n_drafts < 0 || (n_drafts > 0 && (n_text != 1 + n_drafts || n_echo > 0 ||
+                      int n_echo, bool see_all, int n_drafts) {
+    if (see_all && n_echo > 0)
+        throw std::invalid_argument("tokens that all see each other have no echo");
+    if (n_drafts < 0 || (n_drafts > 0 && (n_text != 1 + n_drafts || n_echo > 0 || see_all ||
                                           n_drafts > most_drafts(n_drafts))))
         throw std::invalid_argument("a run with drafts that cannot be undone");
     if (n_text < 0 || n_echo < 0 || n_text + n_echo < 1 ||
@@ -94,6 +96,7 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     step_.n_text = n_text;
     step_.n_drafts = n_drafts;
     step_.base_position = base_position;
+    step_.see_all = see_all;
     const bool predicts = step_.importance.predicts();
     // With predicted scores, the queries of an echo only raise predicted shares. An echo of a
     // single token is ignored, because one query shows too little.

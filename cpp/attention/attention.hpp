@@ -38,14 +38,16 @@ public:
     // asks the model to repeat the text and then repeats it. Its tokens attend to the text and to
     // each other like any others, and their queries count towards importance (measure reconstruct
     // counts no others), but their K and V are not kept. An echo may come alone, for a text that
-    // was read before. No later call allocates memory.
+    // was read before. With see_all, every token attends to all tokens of the micro-batch, also to
+    // later ones, as those of some images do; there is no echo then. No later call allocates
+    // memory.
     //
     // The last n_drafts of the text's tokens are drafts, which may turn out to be wrong. Such a run
     // has one token before them and no echo; each of its tokens attends to what is left after the
     // commit of the one before, as if they were read one by one: see HeadStore::commit_token().
     // settle_drafts() must follow. n_drafts must not exceed most_drafts().
     void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0,
-               int n_drafts = 0);
+               bool see_all = false, int n_drafts = 0);
     // Returns how many drafts may follow the next token, at most `wanted`.
     int most_drafts(int wanted) const;
     void settle_drafts(int n_accepted) { store_.settle_drafts(n_accepted); }

@@ -430,11 +430,13 @@ class AttentionBatch:
         position: int,
         rope_position: int,
         n_echo: int = 0,
+        see_all: bool = False,
         n_drafts: int = 0,
     ) -> None:
         """Add the next tokens, and get all that they need; single tokens come first.
 
-        `n_echo`: as in HeadwiseStore.begin(). `n_drafts`: how many tokens, the last ones, are
+        `n_echo`: as in HeadwiseStore.begin(). `see_all`: each of the tokens attends to all of them,
+        also to later ones, and there is no echo. `n_drafts`: how many tokens, the last ones, are
         drafts; one token comes before them. Each token attends to what is left after the eviction
         of the one before, as if they were read one by one. HeadwiseStore.settle_drafts() must
         follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more.

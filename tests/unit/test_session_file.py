@@ -31,7 +31,7 @@ def read(data: bytes) -> tuple[SessionReader, list[bytearray]]:
 
 def with_header(change: dict[str, Any]) -> bytes:
     """Return a file with a changed header and a correct digest."""
-    settings, contents = asdict(SETTINGS), asdict(CONTENTS)
+    settings, contents = asdict(SETTINGS), CONTENTS.to_json()
     for key, value in change.items():
         (settings if key in settings else contents)[key] = value
     header = json.dumps({"settings": settings, "contents": contents}).encode()
@@ -109,6 +109,8 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
         {"entries": [3]},
         {"entries": [[-1]]},
         {"entries": [[None]]},
+        {"images": [[1, 2]]},
+        {"images": [[1, 2, -1]]},
         {"chat": 1},
         {"sections": [[7]]},
         {"sections": [-7, 7, 9]},
@@ -167,6 +169,14 @@ def test_frozen_entries_must_be_of_the_same_type(
     check_settings(saved, replace(saved, n_ctx=9), "x.ekv")
     with pytest.raises(SessionFileError, match=rf"^x\.ekv: .*{words}"):
         check_settings(saved, replace(saved, freeze=ours), "x.ekv")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "current"),
+    [("freeze:products", "rolling-freeze:products"), ("adaptive-heads", "adaptive")],
+)
+def test_a_policy_of_an_earlier_name_is_the_same(earlier: str, current: str) -> None:
+    check_settings(replace(SETTINGS, policy=earlier), replace(SETTINGS, policy=current), "x.ekv")
 
 
 def test_settings_that_may_differ() -> None:

@@ -1,4 +1,4 @@
-"""Read prompts into a session for a llama_cpp.Llama, and nothing twice that need not be."""
+"""Read prompts into a session for a llama_cpp.Llama, and reuse what was read before."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from entropykv.drop_in.arguments import BudgetArguments, EvictionEvent
 from entropykv.drop_in.context import BudgetContext
+from entropykv.drop_in.read_ahead import ReadAhead
+from entropykv.drop_in.sampler import SamplerOfSequence
 from entropykv.errors import EntropyKVError
 from entropykv.session.recovery import Watch
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
@@ -21,10 +23,10 @@ from entropykv.session.session import Session
 
 
 class PromptReader:
-    """Read the tokens of one session, and fill what a Llama shows of them.
+    """Read tokens into one session, and keep n_tokens, input_ids and scores of a Llama up to date.
 
-    Methods take the Llama, whose n_tokens, input_ids and scores follow the session. Nothing here
-    refers to it or to the session, so that both are freed as soon as nobody uses them.
+    Methods take the Llama as an argument: a reference would be a cycle, and keep the memory of a
+    deleted Llama until the garbage collector runs.
     """
 
     def __init__(self, context: BudgetContext, budget: BudgetArguments) -> None:
@@ -33,8 +35,11 @@ class PromptReader:
         self._budget = budget
         self._sampled: int | None = None
         """The token that was sampled last, until it is read."""
+        self._n_sampled = 0
+        """How many tokens the answer has that is written now."""
         self._watch: Watch | None = None
         """The recovery ladder of the answer that is written now."""
+        self._ahead = ReadAhead()
         self.max_tokens: int | None = None
         """How many tokens the answer that is written may have; None where that is not known."""
 
@@ -47,6 +52,10 @@ class PromptReader:
         written = self._sampled is not None and ids[:1] == [self._sampled]
         self._sampled = None
         session = self._session
+        if written and self._ahead.goes_on_with(session, llama.n_tokens, ids):
+            self._advance(llama, ids[0], self._ahead.next_row())
+            return
+        self._ahead.forget()
         if not session.can_return_to(llama.n_tokens):
             ids = llama.input_ids[: llama.n_tokens].tolist() + ids
             found = not llama._logits_all and session.return_to_checkpoint(
@@ -76,6 +85,9 @@ class PromptReader:
         """
         session, all_logits = self._session, llama._logits_all
         llama._requires_eval = True
+        if written and session.drafting is not None and self._reads_ahead(llama):
+            self._read_ahead(llama, ids[0])
+            return
         first = llama.n_tokens
         for logits in session.decode_micro_batches(ids, all_logits=all_logits, writes=written):
             begin, end = llama.n_tokens, session.position
@@ -87,14 +99,52 @@ class PromptReader:
             llama.n_tokens = end
         llama._requires_eval = False
 
+    # --- drafts -----------------------------------------------------------------------------------
+
+    def _reads_ahead(self, llama: llama_cpp.Llama) -> bool:
+        """Tell whether drafts can be verified: by samplers that use nothing but logits."""
+        sampler = getattr(llama, "_sampler", None)
+        plain = isinstance(sampler, SamplerOfSequence) and not sampler.has_processors
+        return plain and self._watch is None and not llama._logits_all
+
+    def _read_ahead(self, llama: llama_cpp.Llama, token: int) -> None:
+        """Read a token that was sampled, and the drafts behind it that are sampled, too."""
+        session, sampler, ahead = self._session, llama._sampler, self._ahead
+        most = session.n_ctx
+        if self.max_tokens is not None:
+            most = self.max_tokens - self._n_sampled - 1
+        drafts = session.propose_drafts(token, most)
+
+        def verify(rows: npt.NDArray[np.float32]) -> int:
+            return ahead.verify(rows, drafts, sampler.sample_from, session.is_end)
+
+        session.decode_drafts(token, drafts, verify)
+        self._advance(llama, token, ahead.first_row(session.logits))
+
+    @staticmethod
+    def _advance(
+        llama: llama_cpp.Llama, token: int, logits: npt.NDArray[np.float32] | None
+    ) -> None:
+        """Let a Llama know of a token that the session has read, and of the logits behind it."""
+        llama.input_ids[llama.n_tokens] = token
+        llama.n_tokens += 1
+        if logits is not None:
+            llama.scores[:1] = logits
+        llama._requires_eval = False
+
+    def sampled_ahead(self) -> int | None:
+        """Return the next token if it was sampled already; raises what sampling it raised."""
+        return self._ahead.take()
+
     def note_sampled(self, token: int, seconds: float) -> None:
-        """Know that a token was sampled, in so many seconds: what is read next was written."""
+        """Remember a sampled token, and count it: if it is read next, it was generated."""
         self._sampled = token
+        self._n_sampled += 1
         if not self._session.is_end(token):
             self._session.count_generated(1, seconds)
 
     def forget_sampled(self) -> None:
-        """Know that what was sampled last does not belong to the text any more."""
+        """Forget the last sampled token, which the text does not contain any more."""
         self._sampled = None
 
     def logits_at(self, llama: llama_cpp.Llama, row: int) -> npt.NDArray[np.float32]:
@@ -112,6 +162,8 @@ class PromptReader:
     def begin_answer(self, llama: llama_cpp.Llama) -> None:
         """Forget what an earlier answer sampled, which does not continue the next prompt."""
         self.forget_sampled()
+        self._ahead.forget()
+        self._n_sampled = 0
         recovery = self._session.recovery
         self._watch = Watch(self._session, recovery, llama._n_vocab) if recovery else None
 

@@ -46,7 +46,15 @@ class SamplerOfSequence:
 
         Raises what GrammarSampler.check() does.
         """
-        logits = self._logits_at(row)
+        return self.sample_from(self._logits_at(row))
+
+    @property
+    def has_processors(self) -> bool:
+        """Tell whether functions of the user's take part, which may read the text."""
+        return len(self._chain.custom_samplers) > 0
+
+    def sample_from(self, logits: npt.NDArray[np.float32]) -> int:
+        """Choose a token by logits, (n_vocab,), and tell the chain: see sample()."""
         if self._data.size != logits.size:
             self._data = np.zeros(logits.size, _KIND)
             self._ids = np.arange(logits.size, dtype=np.int32)

@@ -27,7 +27,7 @@ _ECHO_DECAY = 0.9995
 """With echoes, importance decays less, so that what was repeated long ago is not forgotten."""
 
 
-_EXPECTED_LOOKUPS = 0.2
+EXPECTED_LOOKUPS = 0.2
 """How many later queries, each as strong as predicted, count beside what queries of the text gave.
 
 With more of them, more facts of long ago are kept, and a text goes on less as with a full cache;
@@ -110,6 +110,11 @@ class Importance:
         return self._row.predicts or "predicted" in self.modifiers
 
     @property
+    def adds_predictions(self) -> bool:
+        """Tell whether what is predicted is added to what queries gave."""
+        return "predicted" in self.modifiers
+
+    @property
     def threshold(self) -> float:
         """Return what the schedule of freezing calls little, unless somebody says otherwise."""
         return self._row.threshold
@@ -143,7 +148,7 @@ class Importance:
             observation_window=self.observation_window,
             by_values="values" in self.modifiers,
             distinct="distinct" in self.modifiers,
-            expected_lookups=_EXPECTED_LOOKUPS if "predicted" in self.modifiers else 0.0,
+            expected_lookups=EXPECTED_LOOKUPS if self.adds_predictions else 0.0,
         )
 
 

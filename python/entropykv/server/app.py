@@ -19,7 +19,7 @@ from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
 from entropykv.errors import SettingsError
-from entropykv.server.admission import Limits
+from entropykv.server.admission import IMAGE_BODIES, IMAGE_BODY, Limits
 from entropykv.server.api_key_check import ApiKeyCheck
 from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
@@ -34,6 +34,7 @@ from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.model_catalog import ModelCatalog, ServedModel
 from entropykv.server.model_registry import Leases, ModelRegistry, Room
 from entropykv.server.model_routes import model_routes
+from entropykv.server.ollama_routes import OllamaErrors, ollama_routes
 from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import RequestLog
@@ -42,7 +43,7 @@ from entropykv.server.users import Keys, shows_text, user_of
 from entropykv.server.web_page import WebDefaults, web_routes
 
 _DESCRIPTION = (
-    "A model inside a KV budget, for clients of OpenAI, llama-server and llama_cpp.server."
+    "A model inside a KV budget, for clients of OpenAI, Ollama, llama-server and llama_cpp.server."
 )
 
 
@@ -62,6 +63,7 @@ class _Detokenize(DetokenizeInputRequest):
 _LIMITS = (
     *("max_jobs", "max_waiting", "max_body", "max_bodies"),
     *("client_seconds", "request_seconds", "drain_seconds"),
+    *("max_images", "max_image_bytes", "max_image_pixels"),
 )
 """The fields of ServerOptions that are fields of Limits, too."""
 
@@ -114,6 +116,7 @@ def create_app(
     _add_middleware(app, server, models, keys)
     add_error_handlers(app)
     app.include_router(openai_routes(models, ping=not server.disable_ping_events))
+    app.include_router(ollama_routes(models))
     app.include_router(model_routes(models))
     app.include_router(llama_server_routes(models))
     app.include_router(slot_file_routes(models, server.slot_save_path))
@@ -130,13 +133,22 @@ def create_app(
     return app
 
 
+def _limits_of(catalog: ModelCatalog, server: ServerOptions) -> Limits:
+    """Return what requests may take: bodies with images are larger, unless the options say it."""
+    given = {name: getattr(server, name) for name in _LIMITS}
+    if any(each.options.projector for each in catalog.models):
+        larger = {"max_body": IMAGE_BODY, "max_bodies": IMAGE_BODIES}
+        given.update({n: size for n, size in larger.items() if n not in server.model_fields_set})
+    return Limits(**given)
+
+
 def _registry(catalog: ModelCatalog, server: ServerOptions) -> ModelRegistry:
-    limits = Limits(**{name: getattr(server, name) for name in _LIMITS})
+    limits = _limits_of(catalog, server)
 
     def open_model(model: ServedModel) -> Engine:
         """Load a model, in a thread."""
         return Engine(
-            load_llama(model.options),
+            load_llama(model.options, limits.images),
             interrupt=server.interrupt_requests,
             limits=replace(limits, conversations=model.options.conversations),
             shared_prefixes=server.shared_prefixes,
@@ -174,6 +186,7 @@ def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, 
             allow_headers=["*"],
         )
     app.add_middleware(HostHeaderCheck, host=server.host, allowed=server.allowed_hosts)
+    app.add_middleware(OllamaErrors, root_path=server.root_path)
     app.add_middleware(RequestLog)
 
 

@@ -30,6 +30,7 @@ from entropykv.server.fields import (
     ThoughtEnding,
     TokenCount,
 )
+from entropykv.server.image_parts import ImageParts
 from entropykv.server.loading import ServedLlama
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.requests import (
@@ -87,6 +88,12 @@ class SchemaFormat(BaseModel):
     json_schema: JsonSchema
 
 
+class Reasoning(BaseModel):
+    """How much the model thinks before it answers; none: not at all."""
+
+    effort: Name | None = None
+
+
 class ChatRequest(Request, CreateChatCompletionRequest):
     """A chat completion of llama_cpp.server's, as OpenAI's clients know it today."""
 
@@ -109,6 +116,9 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     reasoning_effort: Name | None = Field(
         default=None,
         description="How much a model thinks that knows several degrees; none: not at all.",
+    )
+    reasoning: Reasoning = Field(
+        default=Reasoning(), description="The same as an object, as some clients send it."
     )
     reasoning_budget_tokens: ThoughtBudget | None = Field(
         default=None, description="Tokens of a thought at most; -1: as the server was started."
@@ -150,7 +160,8 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         arguments = sampling_arguments(self, llama)
         asked = self.max_tokens or self.max_completion_tokens
         arguments["max_tokens"] = asked or arguments["max_tokens"]
-        arguments["messages"] = self.shown_messages(llama, use)
+        images = ImageParts(llama.images)
+        arguments["messages"] = self.shown_messages(llama, use, images)
         llama.template_arguments = self.template_arguments(llama)
         reader = use
         if llama.traits.own_tools:
@@ -168,7 +179,8 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             processors = arguments.get("logits_processor", ())
             arguments["logits_processor"] = LogitsProcessorList([*processors, thought.force])
 
-        answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
+        with images.shown(llama):
+            answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
         if not self.stream:
             legacy = self.functions is not None
             answer = answer if thought is None else thought.in_whole(answer)
@@ -182,10 +194,11 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     def template_arguments(self, llama: ServedLlama) -> dict[str, Any]:
         """Return what the chat template is told besides the messages; raises RequestError."""
         given = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort == "none":
+        effort = self.reasoning_effort or self.reasoning.effort
+        if effort == "none":
             given.update(template_switch(thinks=False))
-        elif self.reasoning_effort is not None:
-            given["reasoning_effort"] = self.reasoning_effort
+        elif effort is not None:
+            given["reasoning_effort"] = effort
         if not isinstance(given.get("enable_thinking", True), bool):
             raise RequestError(
                 400,
@@ -218,12 +231,13 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             return ToolUse.of(tools, NamedTool(function=self.function_call))
         return ToolUse.of(tools, self.function_call)
 
-    def shown_messages(self, llama: ServedLlama, use: ToolUse | None) -> list[dict[str, Any]]:
+    def shown_messages(
+        self, llama: ServedLlama, use: ToolUse | None, images: ImageParts
+    ) -> list[dict[str, Any]]:
         """Return the messages as the model's chat template gets them; raises RequestError."""
         told = use is not None and not llama.traits.shows_tools
-        return template_messages(
-            self.messages, llama.traits, use.instructions() if use is not None and told else None
-        )
+        instructions = use.instructions() if use is not None and told else None
+        return template_messages(self.messages, llama.traits, instructions, images)
 
     def _own_tools(self, use: ToolUse | None) -> dict[str, Any]:
         """Return the arguments of a format that writes and reads calls by itself."""

@@ -15,7 +15,8 @@ from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_PIECES, Name, Tokens
-from entropykv.server.model_registry import ModelRegistry, ModelState
+from entropykv.server.held_model import ModelState
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.requests import check_tokens
 from entropykv.server.template_traits import template_of
 from entropykv.server.users import user_of
@@ -144,7 +145,7 @@ def _props(engine: Engine) -> dict[str, Any]:
         "total_slots": engine.n_slots,
         "model_alias": llama.served_name,
         "model_path": llama.served_name,  # a name instead of a path of the machine
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": llama.images is not None, "audio": False},
         "chat_template": template_of(llama) or "",
         "bos_token": _symbol(engine, llama.token_bos()),
         "eos_token": _symbol(engine, llama.token_eos()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.drafting import Drafting, NgramDrafter
 from entropykv.session.echo import LEAST_TOKENS, Echo
+from entropykv.session.image_spans import is_placeholder, text_before_image
+from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.rollback import Rollback
 from entropykv.session.sequence_slot import SequenceSlot
@@ -48,7 +51,10 @@ class SequenceReader:
         self._runner.check_usable(self._slot)
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
-        self._runner.model.check_tokens(ids)
+        text = [token for token in ids if not is_placeholder(token)]
+        self._runner.model.check_tokens(text)
+        if len(text) < len(ids) and self._runner.images is None:
+            raise no_projector()
         self._rollback.note_turn(writes=len(ids) == 1 if writes is None else writes)
         arrival = self._runner.scheduler.arrive()
         slot = self._slot
@@ -59,11 +65,16 @@ class SequenceReader:
         while ids:
             # Echoes may end within the text, once the predictor is fitted.
             repeats = self._echo if echoes else None
-            size = repeats.chunk if repeats else self._largest_chunk(len(ids))
+            image = self._image_part(ids) if is_placeholder(ids[0]) else None
+            if image is None:
+                size = repeats.chunk if repeats else self._largest_chunk(len(ids))
+                size = text_before_image(ids, size)
+            else:
+                repeats, size = None, image.n_tokens
             part, ids = ids[:size], ids[size:]
             echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
             n_rows = len(part) if all_logits else int(not ids)
-            yield self._read_micro_batch(part, n_rows, echo, arrival)
+            yield self._read_micro_batch(part, n_rows, echo, arrival, image)
             if ids:
                 self._rollback.note_interval(len(part))
 
@@ -72,7 +83,8 @@ class SequenceReader:
         if self.drafting is None or most < 1:
             return []
         tokens = np.append(np.array(self._slot.text.tokens, np.int32), np.int32(token))
-        return self.drafting.propose(tokens, most)
+        drafts = self.drafting.propose(tokens, most)
+        return list(itertools.takewhile(lambda draft: not is_placeholder(draft), drafts))
 
     def read_drafts(
         self, token: int, drafts: Sequence[int], verify: Callable[[Logits], int]
@@ -92,8 +104,8 @@ class SequenceReader:
         self._rollback.note_turn(writes=True)
         slot.expected = max(slot.expected, text.position + 1)
         tokens = [token, *drafts]
-        part = Part(self._store, tokens, text.position, len(tokens))
-        part.n_drafts, part.verify = len(tokens) - 1, verify
+        part = Part(self._store, tokens, text.position, len(tokens), lag=text.images.lag)
+        part.n_drafts, part.verify = len(drafts), verify
         logits = self._decode(part, runner.scheduler.arrive())
         for i in range(part.n_read if logits is not None else 0):
             text.add([tokens[i]], logits[i].copy(), is_prompt=False)
@@ -122,6 +134,14 @@ class SequenceReader:
         position = self._slot.text.position
         return min(self._runner.config.n_ubatch, self._store.whole_before(position, n_tokens))
 
+    def _image_part(self, ids: list[int]) -> ImagePart:
+        """Return the rows of an image that are read next, in the place of the first tokens."""
+        images, text = self._runner.images, self._slot.text
+        if images is None:
+            raise no_projector()
+        n_ubatch = self._runner.config.n_ubatch
+        return images.next_part(ids, text.position, text.images, n_ubatch, self._largest_chunk)
+
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
             raise ContextError("there is nothing to read; give at least one token")
@@ -140,12 +160,21 @@ class SequenceReader:
             )
 
     def _read_micro_batch(
-        self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
+        self,
+        tokens: list[int],
+        n_rows: int,
+        echo: list[int],
+        arrival: int,
+        image: ImagePart | None = None,
     ) -> Logits | None:
         slot, text = self._slot, self._slot.text
-        part = Part(self._store, tokens, text.position, n_rows, echo)
+        embedded = None if image is None else image.embedded
+        lag = text.images.lag if image is None else image.lag
+        part = Part(self._store, tokens, text.position, n_rows, echo, embedded, lag)
         logits = self._decode(part, arrival)
-        if echo:
+        if image is not None:
+            text.add_image(image.first, image.n_tokens, image.behind)
+        elif echo:
             text.echoed = text.position + len(tokens)
         last = None if logits is None else logits[-1].copy()
         text.add(tokens, last, is_prompt=not slot.writes)

@@ -6,8 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,8 @@ from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.drafting import Drafting
 from entropykv.session.file import SavedContents
 from entropykv.session.generate import generate
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.predictor_fit import PredictorFit
@@ -33,6 +34,7 @@ from entropykv.session.reuse import HeldText
 from entropykv.session.rollback import Rollback
 from entropykv.session.sampling import Sampling
 from entropykv.session.saving import Saver
+from entropykv.session.shared_pool import PoolStatus
 from entropykv.session.stats import SessionCounts, SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
@@ -42,26 +44,6 @@ from entropykv.settings.recovery import Recovery, Rung
 from entropykv.settings.renamed import warn_of_name
 from entropykv.store.protocol import CacheLook, Logits
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
-
-
-@dataclass(frozen=True)
-class PoolStatus:
-    """Say how a session stands among the others of its pool."""
-
-    state: Literal["active", "idle", "swapped_out", "waiting"]
-    """What it does; `waiting`: for room in the pool, `idle`: it may be swapped out for another."""
-    idle_seconds: float
-    """Seconds since tokens of it were read."""
-    given_up: int
-    """How many entries left because its share became smaller, for the sake of others."""
-    is_swapped_out: bool = False
-    """True where it has no share; it may still wait for one."""
-    swapped_entries: int = 0
-    """How many entries of all KV heads come back with its next token."""
-    pages_bytes: int = 0
-    """Bytes of pages that it has in the pool while it is swapped out, shared ones included."""
-    swapped_bytes: int = 0
-    """Bytes that are kept outside of the pool meanwhile."""
 
 
 class Session:
@@ -321,11 +303,17 @@ class Session:
         return self._model.tokenize(text, add_bos=add, special=special)
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens; control tokens are left out unless `special`."""
-        return self._model.detokenize(tokens, special=special)
+        """Return the text of tokens, without images; `special`: with control tokens."""
+        text = [token for token in tokens if not is_placeholder(token)]
+        return self._model.detokenize(text, special=special)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of a token, for output as it comes; `special`: of control tokens."""
+        """Return the bytes of a token, for output as it comes; `special`: of control tokens.
+
+        Those of an image have none.
+        """
+        if is_placeholder(token):
+            return b""
         return self._model.token_bytes(token, special=special)
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
@@ -364,6 +352,26 @@ class Session:
     def token_trie(self) -> TokenTrie:
         """Return the texts of all tokens, for grammars."""
         return self._model.token_trie
+
+    def open_projector(
+        self,
+        path: str | os.PathLike[str],
+        limits: ImageLimits | None = None,
+        *,
+        use_gpu: bool = False,
+    ) -> Images:
+        """Open the model's projector (mmproj file), and return what reads prompts with images.
+
+        It serves all sessions of the model, and is closed with the model, or where another file
+        takes its place. Raises ModelFileError and UnsupportedModelError: see Projector.
+        """
+        self._runner.check_open(self._slot)
+        return self._runner.open_projector(path, limits, use_gpu=use_gpu)
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads prompts with images; None before open_projector()."""
+        return self._runner.images
 
     # --- what was read ----------------------------------------------------------------------------
 
@@ -572,7 +580,7 @@ class Session:
         return self.held().repeatable_from(position, end)
 
     def held(self) -> HeldText:
-        """Return what is held of the text, of which reuse_of() decides what can be gone on from."""
+        """Describe the text that was read, for reuse_of() in reuse.py."""
         return self._rollback.held()
 
     def truncate(self, position: int) -> None:
@@ -699,24 +707,7 @@ class Session:
         Only then does what it holds stay where it is: a step may hand its pages to another one.
         """
         with self._runner.scheduler.between_steps():
-            return self._status_between_steps()
-
-    def _status_between_steps(self) -> PoolStatus:
-        slot, scheduler, now = self._slot, self._runner.scheduler, time.monotonic()
-        idle_seconds = now - slot.last_step
-        swapped = slot.swapped
-        if swapped is not None:
-            return PoolStatus(
-                "waiting" if scheduler.is_waiting(slot) else "swapped_out",
-                idle_seconds,
-                slot.given_up,
-                is_swapped_out=True,
-                swapped_entries=swapped.n_entries,
-                pages_bytes=swapped.n_pages * slot.headwise.sharing.plan.page_bytes,
-                swapped_bytes=swapped.n_bytes,
-            )
-        is_idle = slot.is_idle(now) and not scheduler.is_waiting(slot)
-        return PoolStatus("idle" if is_idle else "active", idle_seconds, slot.given_up)
+            return self._runner.shared.status_of(self._slot)
 
     def park(self) -> None:
         """Swap out, under the name that it had before version 0.2.0."""
@@ -739,33 +730,26 @@ class Session:
             policy=self.policy.name,
             kv_budget=str(self._runner.budget),
             n_ctx=self.n_ctx,
-            prompt_tokens=self._counts.prompt_tokens,
-            generated_tokens=self._counts.generated_tokens,
-            prompt_seconds=self._counts.prompt_seconds,
-            decode_seconds=self._counts.decode_seconds,
             kv_bytes_full=self.position * store.bytes_full_per_token,
             entries_full=self.position * store.n_kv_heads,
             peak_rss_bytes=peak_rss_bytes(),
             freeze=self.freezing.where if self.freezing else None,
-            climbs=dict(self._counts.climbs),
+            **self._counts.figures(),
             **store.counters(),
         )
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as generated."""
-        self._counts.generated_tokens += n_tokens
-        self._counts.decode_seconds += seconds
+        self._counts.add_generated(n_tokens, seconds)
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as prompt."""
-        self._counts.prompt_tokens += n_tokens
-        self._counts.prompt_seconds += seconds
+        self._counts.add_prompt(n_tokens, seconds)
 
     def note_climb(self, climb: Climb) -> None:
         """Take down a climb of the recovery ladder, and tell `on_climb`."""
         name = climb.rung.name.lower()
-        climbs = self._counts.climbs
-        climbs[name] = climbs.get(name, 0) + 1
+        self._counts.add_climb(name)
         if self.trajectory:
             self.trajectory.mark(climb.position, name)
         if self.on_climb:

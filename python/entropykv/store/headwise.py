@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import ContextError
+from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
@@ -76,7 +77,9 @@ class HeadwiseStore(Store):
             self._store = _core_of(config, self._shared_context, self.cold, plan)
             self.prediction = ScorePrediction(self._store, len(self.layers))
             if policy.importance.predicts and config.profile and config.profile.predictor:
-                self.prediction.adopt(config.profile.predictor)
+                predictor = config.profile.predictor
+                beside = policy.importance.adds_predictions
+                self.prediction.adopt(predictor.beside_queries() if beside else predictor)
             self.rollback = RollbackRange(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
             online = online_budgets(policy, self._store, self.layers, config.n_ctx, config.profile)
@@ -114,7 +117,15 @@ class HeadwiseStore(Store):
         """Return the extension's store, for those who look at attention rows."""
         return self._store
 
-    def before(self, n_tokens: int, position: int, n_echo: int = 0, n_drafts: int = 0) -> None:
+    def before(
+        self,
+        n_tokens: int,
+        position: int,
+        n_echo: int = 0,
+        n_drafts: int = 0,
+        *,
+        embedded: Embedded | None = None,
+    ) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
@@ -126,9 +137,11 @@ class HeadwiseStore(Store):
         self.sharing.prepare(n_tokens - n_drafts, position, n_echo)
         with self.cold.growing():
             rope_position = self.rope_position(position)
-            self._shared_context.batch.add(
-                self._store, n_tokens, position, rope_position, n_echo, n_drafts
-            )
+            batch = self._shared_context.batch
+            if embedded is not None and embedded.sees_all:
+                batch.add(self._store, n_tokens, position, rope_position, see_all=True)
+            else:
+                batch.add(self._store, n_tokens, position, rope_position, n_echo, n_drafts=n_drafts)
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow a token: only as long as nothing else would change.

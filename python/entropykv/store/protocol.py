@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import EntropyKVError, FreezeError, PoolError, UnsupportedModelError
-from entropykv.llamacpp.batch import SEQUENCE, BatchPart, MicroBatch
+from entropykv.llamacpp.batch import SEQUENCE, BatchPart, Embedded, MicroBatch
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
@@ -88,6 +88,8 @@ class Store(ABC):
     """How often stored keys were moved to other positions."""
     sequence: int = SEQUENCE
     """llama.cpp's number of the store's sequence."""
+    masked_by_llama: bool = False
+    """True where llama.cpp's own attention says which tokens see each other."""
 
     @property
     @abstractmethod
@@ -119,11 +121,21 @@ class Store(ABC):
         return
 
     @abstractmethod
-    def before(self, n_tokens: int, position: int, n_echo: int = 0, n_drafts: int = 0) -> None:
+    def before(
+        self,
+        n_tokens: int,
+        position: int,
+        n_echo: int = 0,
+        n_drafts: int = 0,
+        *,
+        embedded: Embedded | None = None,
+    ) -> None:
         """Make room for a micro-batch, below the positions that RoPE may see.
 
         `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then. The last
         `n_drafts` of the tokens are drafts, at most most_drafts(): settle() follows the decode.
+        `embedded`: what is read in the place of the tokens; UnsupportedModelError where that cannot
+        be.
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:  # noqa: ARG002
@@ -251,6 +263,10 @@ class Part:
     """Returns how many drafts are right, by the logits of all tokens; it must not raise."""
     n_right: int = field(default=0, init=False)
     """How many of the drafts were right, and are read."""
+    embedded: Embedded | None = None
+    """Embeddings that are read in the place of the tokens, without an echo."""
+    lag: int = 0
+    """How far RoPE's position is behind that of the text, by images before."""
     logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
     """Logits, (n_rows, n_vocab); None for n_rows 0."""
     error: BaseException | None = field(default=None, init=False)
@@ -260,7 +276,7 @@ class Part:
     @property
     def is_single(self) -> bool:
         """Tell whether it is one token, as those that are written, with its drafts."""
-        return len(self.tokens) - self.n_drafts + len(self.echo) == 1
+        return len(self.tokens) - self.n_drafts + len(self.echo) == 1 and self.embedded is None
 
     @property
     def n_read(self) -> int:
@@ -308,10 +324,12 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
             [
                 BatchPart(
                     part.tokens,
-                    part.store.rope_position(part.position),
+                    part.store.rope_position(part.position) - part.lag,
                     part.n_rows,
                     part.echo,
                     part.store.sequence,
+                    part.embedded,
+                    part.store.masked_by_llama,
                 )
                 for part in ready
             ],
@@ -326,8 +344,14 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
 
 def _made_room(part: Part, model_name: str) -> bool:
     try:
-        part.store.before(len(part.tokens), part.position, len(part.echo), part.n_drafts)
-    except (FreezeError, PoolError) as error:
+        part.store.before(
+            len(part.tokens),
+            part.position,
+            len(part.echo),
+            part.n_drafts,
+            embedded=part.embedded,
+        )
+    except (FreezeError, PoolError, UnsupportedModelError) as error:
         part.error = error
     except Exception as error:
         part.untouched = False
