@@ -16,6 +16,7 @@ def stats_rows(stats: SessionStats) -> list[Row]:
         ("model", f"{stats.model}, {stats.store} store, policy {stats.policy}, {stats.kv_type}"),
         ("prompt", f"{stats.prompt_tokens} tokens, {stats.prompt_speed:.1f} tokens/s"),
         ("generated", f"{stats.generated_tokens} tokens, {stats.decode_speed:.1f} tokens/s"),
+        *_draft_rows(stats),
         (
             "KV cache",
             f"{_mib(stats.kv_bytes_peak)} at most of a budget of {_mib(stats.kv_bytes_budget)}; "
@@ -30,6 +31,13 @@ def stats_rows(stats: SessionStats) -> list[Row]:
         *([("positions", f"re-based {stats.rebases} times")] if stats.rebases else []),
         ("peak RSS", _mib(stats.peak_rss_bytes)),
     ]
+
+
+def _draft_rows(stats: SessionStats) -> list[Row]:
+    """Return how many drafts were right; empty if there were none."""
+    if not stats.drafted_tokens:
+        return []
+    return [("drafts", f"{stats.accepted_drafts} of {stats.drafted_tokens} accepted")]
 
 
 def _frozen_rows(stats: SessionStats) -> list[Row]:

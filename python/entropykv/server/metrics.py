@@ -28,6 +28,8 @@ _METRICS = (
     ("rebases_total", "counter", "rebases", "Times that stored keys were rotated."),
     ("prompt_tokens_total", "counter", "prompt_tokens", "Tokens of prompts that were read."),
     ("generated_tokens_total", "counter", "generated_tokens", "Tokens generated."),
+    ("drafted_tokens_total", "counter", "drafted_tokens", "Tokens guessed ahead and read."),
+    ("accepted_drafts_total", "counter", "accepted_drafts", "Guessed tokens that were right."),
     ("prompt_seconds_total", "counter", "prompt_seconds", "Seconds of reading prompts."),
     ("decode_seconds_total", "counter", "decode_seconds", "Seconds of generating tokens."),
 )

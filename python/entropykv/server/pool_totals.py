@@ -17,6 +17,8 @@ class Totals:
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
 

@@ -734,6 +734,7 @@ class Session:
             entries_full=self.position * store.n_kv_heads,
             peak_rss_bytes=peak_rss_bytes(),
             freeze=self.freezing.where if self.freezing else None,
+            **(self.drafting.counts.figures() if self.drafting else {}),
             **self._counts.figures(),
             **store.counters(),
         )

@@ -91,6 +91,10 @@ class SessionStats:
     """Working memory of our kernels' threads. It depends on the micro-batch, the widest row of
     weights and the threads.
     """
+    drafted_tokens: int = 0
+    """How many tokens were guessed and read: see docs/background/drafts.md."""
+    accepted_drafts: int = 0
+    """How many of them were right."""
     freeze: str | None = None
     """Where evicted entries are frozen, ram or disk:DIR; None: they are dropped."""
     frozen_entries: int = 0
