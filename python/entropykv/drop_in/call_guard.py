@@ -1,4 +1,4 @@
-"""Let calls of one EntropyLlama take turns, and keep its model while one of them lasts."""
+"""Allow one call of an EntropyLlama at a time, and keep its model during the call."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from entropykv.errors import EntropyKVError
 
 
 class CallGuard:
-    """Refuse calls that would use a sequence while another call does."""
+    """Refuse calls that would use a sequence while another call uses it."""
 
     def __init__(self) -> None:
-        """Begin with nobody within a call."""
+        """Start without a running call."""
         self.lock = threading.RLock()
         self._answer: object = None
-        """What identifies the answer that is written now: an earlier one must not go on."""
+        """Identifies the current answer; an earlier one must not continue."""
 
     @contextmanager
     def call(self, context: BudgetContext) -> Iterator[None]:
-        """Keep the model inside; EntropyKVError once closed, or where another thread calls it."""
+        """Keep the model in the `with` block; raises EntropyKVError if closed, or if another thread
+        calls it.
+        """
         if not self.lock.acquire(blocking=False):
-            _ = context.session  # raises where the other thread closes it
+            _ = context.session  # Raises if another thread closes it.
             raise EntropyKVError(
                 "another thread is using this EntropyLlama, which holds one sequence; let calls "
                 "take turns with a lock, or give each thread a model of its own"
@@ -35,12 +37,12 @@ class CallGuard:
             self.lock.release()
 
     def begin_answer(self) -> object:
-        """Return what identifies a new answer; earlier ones end where they go on."""
+        """Return an object that identifies a new answer; earlier answers end when they continue."""
         self._answer = object()
         return self._answer
 
     def check_goes_on(self, answer: object) -> None:
-        """Raise EntropyKVError where another call has used the sequence since an answer began."""
+        """Raise EntropyKVError if another call has used the sequence since an answer began."""
         if self._answer is not answer:
             raise EntropyKVError(
                 "another call has used this EntropyLlama, which holds one sequence, before this "
@@ -48,5 +50,5 @@ class CallGuard:
             )
 
     def end_answer(self) -> None:
-        """Let no answer go on that has begun."""
+        """Prevent all earlier answers from continuing."""
         self._answer = None

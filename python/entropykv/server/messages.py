@@ -1,4 +1,4 @@
-"""Read the messages of a chat as clients send them, and turn them into what a template can show."""
+"""Read the messages of a chat, and convert them to what a template can show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entropykv.server.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
 from entropykv.server.template_traits import TemplateTraits
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The field that has the text of a content part, by the part's type."""
+"""The field with the text of a content part, by the part's type."""
 
 
 class CalledFunction(BaseModel):
@@ -32,9 +32,10 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; `content` is text, a list of text parts, or null beside tool calls."""
+    """One message; `content` is text, a list of text parts, or null with tool calls."""
 
-    model_config = ConfigDict(extra="allow")  # templates may show fields that only some clients add
+    # Templates may show fields that only some clients add.
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
@@ -50,9 +51,10 @@ class Message(BaseModel):
     function_call: CalledFunction | None = None
 
     def text(self, place: str) -> str | None:
-        """Return the text, parts joined by line ends as llama-server does.
+        """Return the text, with parts joined by line ends as in llama-server.
 
-        `place` names the message in a RequestError: for parts that are no text, or no content.
+        `place` names the message in a RequestError, for parts that are not text, or missing
+        content.
         """
         if self.content is None:
             if self.role == "assistant" and (self.tool_calls or self.function_call):
@@ -67,7 +69,7 @@ class Message(BaseModel):
         )
 
     def calls(self) -> list[ToolCall]:
-        """Return the calls, also those of the older `function_call`."""
+        """Return the calls, including those of the older `function_call`."""
         if self.tool_calls:
             return self.tool_calls
         return [ToolCall(function=self.function_call)] if self.function_call else []
@@ -92,10 +94,11 @@ def _text_of(part: dict[str, Any], place: str) -> str:
 def template_messages(
     messages: Sequence[Message], traits: TemplateTraits, instructions: str | None
 ) -> list[dict[str, Any]]:
-    """Return what the chat template is given; raises RequestError for what cannot be shown.
+    """Return the messages for the chat template; raises RequestError for content that cannot be
+    shown.
 
-    `instructions` go before everything else, into the system message. The role developer is the
-    newer name of system. A template that does not know tools is shown calls and results as text.
+    `instructions` are put at the beginning, into the system message. The role developer is the
+    newer name of system. For a template without tools, calls and results are shown as text.
     """
     shown = []
     for index, message in enumerate(messages):
@@ -121,7 +124,7 @@ def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> d
 
 
 def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str, Any]:
-    """Return a message of the roles and of the text that every template shows."""
+    """Return a message with only the roles and the text that every template shows."""
     if message.role in ("tool", "function"):
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     role = "system" if message.role == "developer" else message.role
@@ -137,7 +140,9 @@ def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str,
 
 
 def _arguments(arguments: str | dict[str, Any], *, as_object: bool) -> Any:
-    """Return the arguments of a call as JSON text or as an object; text that is no JSON stays."""
+    """Return the arguments of a call as JSON text or as an object; text that is not JSON is
+    unchanged.
+    """
     if not as_object:
         return arguments if isinstance(arguments, str) else json.dumps(arguments)
     if isinstance(arguments, str):
@@ -156,7 +161,7 @@ def _with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[s
 
 
 def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join all system messages: llama-cpp-python's own formats show the first one only."""
+    """Join all system messages, because llama-cpp-python's own formats show only the first one."""
     system = [str(message["content"]) for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else others
