@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter, TokenType
 
 from tests.support.chats import Chat, piped
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.thinking import CLOSING, OPENING
+from tests.support.tiny_models import write_llama
 
 THOUGHT = 40
 SYSTEM = {"role": "system", "content": "The quiet barn stood below the square. " * 12}
@@ -186,6 +188,7 @@ def test_what_cannot_be_is_refused_by_name(
 def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
     """The thought before evicts what the prompt left; a checkpoint before it brings that back."""
     messages = [SYSTEM]
+    n_kept = len(asked.server.kv()["conversations"])
     read, lengths, answers = [], [], []
     for turn in range(3):
         messages.append(question(f"Where is the garden? {turn}"))
@@ -201,6 +204,7 @@ def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
     for turn in (1, 2):
         new = lengths[turn] - lengths[turn - 1]
         assert new < read[turn] < new + 12  # the tag that begins the thought is read anew
+    assert len(asked.server.kv()["conversations"]) == n_kept + 1  # earlier turns are forgotten
     again = asked.message(*messages[:-1], min_tokens=70)
     assert again["content"] == answers[-1]
 
@@ -258,3 +262,47 @@ def test_thoughts_are_no_part_of_plain_text(capsys: pytest.CaptureFixture[str]) 
     plain = capsys.readouterr().out
     assert main([*command, "--reasoning-budget", "0"]) == 0
     assert capsys.readouterr().out == plain
+
+
+# --- tags that are control tokens -----------------------------------------------------------------
+
+
+@pytest.fixture
+def magistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model whose vocabulary has [THINK] and [/THINK] as control tokens."""
+    tags = {"<unused0>": "[THINK]", "<unused1>": "[/THINK]"}
+    places: list[int] = []
+    add_list, add_types = GGUFWriter.add_token_list, GGUFWriter.add_token_types
+
+    def with_tags(writer: GGUFWriter, tokens: list[str]) -> None:
+        places.extend(place for place, token in enumerate(tokens) if token in tags)
+        add_list(writer, [tags.get(token, token) for token in tokens])
+
+    def with_types(writer: GGUFWriter, types: list[int]) -> None:
+        kinds = [TokenType.CONTROL if i in places else kind for i, kind in enumerate(types)]
+        add_types(writer, [int(kind) for kind in kinds])
+
+    monkeypatch.setattr(GGUFWriter, "add_token_list", with_tags)
+    monkeypatch.setattr(GGUFWriter, "add_token_types", with_types)
+    path = tmp_path / "tiny.gguf"
+    write_llama(path, n_vocab=340)
+    return path
+
+
+def test_tags_that_are_control_tokens_are_seen(magistral: Path, tmp_path: Path) -> None:
+    template = OPENING.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    path = template_file(tmp_path, template)
+    options = ("--chat-template-file", path, "--reasoning-budget", 20, "--api-key", KEY)
+    server = Server(*options, model=magistral, usual=("--n_ctx", 512, "-t", 1))
+    try:
+        message = Asked(server).message(min_tokens=60, max_tokens=60)
+        assert message["reasoning_content"]
+        assert message["content"]
+        assert "THINK" not in message["content"] + message["reasoning_content"]
+        raw = Asked(server).message(min_tokens=60, max_tokens=60, reasoning_format="none")
+        assert "[/THINK]" in raw["content"]
+        form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+        chosen = Asked(server).message(response_format=form)
+        assert json.loads(chosen["content"]) in ("yes", "no")
+    finally:
+        assert server.end()[0] == 0

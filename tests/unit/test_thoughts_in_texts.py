@@ -191,7 +191,8 @@ def test_without_a_budget_thoughts_are_counted_alone() -> None:
 
 
 def test_a_grammar_behind_a_thought_names_tags_as_the_vocabulary_does() -> None:
-    tokens = with_thought('root ::= "a"', THINK, lambda _: True, opened=False)
-    assert "!</think>* </think>" in tokens
-    texts = with_thought('root ::= "a"', THINK, lambda _: False, opened=True)
+    tokens = {"<think>": 7, "</think>": 8}
+    named = with_thought('root ::= "a"', THINK, tokens.get, opened=False)
+    assert "<[7]> !<[8]>* <[8]>" in named
+    texts = with_thought('root ::= "a"', THINK, lambda _: None, opened=True)
     assert '([^<] | "<" [^</])* "</think>"' in texts

@@ -90,7 +90,7 @@ async function answer(id: string): Promise<void> {
         pending = undefined;
         show();
       },
-      Math.max(LEAST_MS, message.text.length / 50),
+      Math.max(LEAST_MS, (message.text.length + (message.thought?.length ?? 0)) / 50),
     );
   };
   try {
@@ -104,14 +104,19 @@ async function answer(id: string): Promise<void> {
       if (event.data === "[DONE]") break;
       const chunk = JSON.parse(event.data);
       if (chunk.error) throw new ApiError(500, chunk.error.message);
-      const text: string | undefined = chunk.choices?.[0]?.delta?.content;
-      if (text) {
+      const delta = chunk.choices?.[0]?.delta ?? {};
+      if (delta.reasoning_content || delta.content) {
         figures.note();
-        message.text += text;
+        if (delta.reasoning_content)
+          message.thought = (message.thought ?? "") + delta.reasoning_content;
+        message.text += delta.content ?? "";
         showSoon();
       }
       if (chunk.choices?.[0]?.finish_reason === "length") figures.ending = "cut off";
-      if (chunk.usage) figures.tokens = chunk.usage.completion_tokens;
+      if (chunk.usage) {
+        figures.tokens = chunk.usage.completion_tokens;
+        figures.thought = chunk.usage.completion_tokens_details?.reasoning_tokens ?? 0;
+      }
     }
   } catch (error) {
     if (controller.signal.aborted) figures.ending = "stopped";
@@ -132,6 +137,7 @@ function sentence(error: unknown): string {
 
 class Figures {
   tokens = 0;
+  thought = 0;
   ending = "";
   private first = 0;
   private last = 0;
@@ -148,6 +154,7 @@ class Figures {
     const seconds = (this.last - this.first) / 1000;
     const parts = [];
     if (tokens) parts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
+    if (this.thought) parts.push(`${this.thought} of them thought`);
     if (seconds > 0 && tokens > 1) parts.push(`${((tokens - 1) / seconds).toFixed(1)} per second`);
     if (this.ending) parts.push(this.ending);
     return parts.join(" · ");

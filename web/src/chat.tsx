@@ -178,10 +178,16 @@ function Answer({ message, isWritten, canRepeat }: AnswerProps): JSX.Element {
   const html = useMemo(() => render(message.text), [message.text]);
   return (
     <article class="turn answer" aria-label="Answer">
+      {message.thought && (
+        <details class="thought">
+          <summary>{isWritten && !message.text ? "Thinking…" : "Thought"}</summary>
+          <div class="plain">{message.thought}</div>
+        </details>
+      )}
       {message.text ? (
         <div class="markdown" dangerouslySetInnerHTML={{ __html: html }} />
       ) : (
-        isWritten && <p class="thinking">Reading…</p>
+        isWritten && !message.thought && <p class="thinking">Reading…</p>
       )}
       {message.error && (
         <p class="error" role="alert">

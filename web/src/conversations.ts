@@ -21,6 +21,8 @@ export interface Attachment {
 export interface Message {
   role: "user" | "assistant";
   text: string;
+  // What the model thought before this answer; it is not sent again.
+  thought?: string;
   attachments?: Attachment[];
   // What an answer cost, and why it ended.
   note?: string;

@@ -132,8 +132,8 @@ class ShownThought:
         """Return the sampling; a grammar applies to the text after the thought."""
         if sampling.grammar is None:
             return sampling
-        texts = set(self._control.values())
-        grammar = with_thought(sampling.grammar, self._tags, texts.__contains__, opened=self.opened)
+        tokens = {text: token for token, text in self._control.items()}
+        grammar = with_thought(sampling.grammar, self._tags, tokens.get, opened=self.opened)
         return dataclasses.replace(sampling, grammar=grammar, grammar_root=ROOT)
 
     def take(self, text: str) -> str:

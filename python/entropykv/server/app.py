@@ -35,6 +35,7 @@ from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.model_catalog import ModelCatalog, ServedModel
 from entropykv.server.model_registry import Leases, ModelRegistry, Room
 from entropykv.server.model_routes import model_routes
+from entropykv.server.ollama_routes import OllamaErrors, ollama_routes
 from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import RequestLog
@@ -43,7 +44,7 @@ from entropykv.server.users import Keys, shows_text, user_of
 from entropykv.server.web_page import WebDefaults, web_routes
 
 _DESCRIPTION = (
-    "A model inside a KV budget, for clients of OpenAI, llama-server and llama_cpp.server."
+    "A model inside a KV budget, for clients of OpenAI, Ollama, llama-server and llama_cpp.server."
 )
 
 
@@ -115,6 +116,7 @@ def create_app(
     _add_middleware(app, server, models, keys)
     add_error_handlers(app)
     app.include_router(openai_routes(models, ping=not server.disable_ping_events))
+    app.include_router(ollama_routes(models))
     app.include_router(model_routes(models))
     app.include_router(llama_server_routes(models))
     app.include_router(slot_file_routes(models, server.slot_save_path))
@@ -175,6 +177,7 @@ def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, 
             allow_headers=["*"],
         )
     app.add_middleware(HostHeaderCheck, host=server.host, allowed=server.allowed_hosts)
+    app.add_middleware(OllamaErrors, root_path=server.root_path)
     app.add_middleware(RequestLog)
 
 

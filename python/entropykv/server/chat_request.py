@@ -89,6 +89,12 @@ class SchemaFormat(BaseModel):
     json_schema: JsonSchema
 
 
+class Reasoning(BaseModel):
+    """How much the model thinks before it answers; none: not at all."""
+
+    effort: Name | None = None
+
+
 class ChatRequest(Request, CreateChatCompletionRequest):
     """A chat completion of llama_cpp.server, extended by the fields of OpenAI's current clients."""
 
@@ -111,6 +117,9 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     reasoning_effort: Name | None = Field(
         default=None,
         description="How much a model thinks that knows several degrees; none: not at all.",
+    )
+    reasoning: Reasoning = Field(
+        default=Reasoning(), description="The same as an object, as some clients send it."
     )
     reasoning_budget_tokens: ThoughtBudget | None = Field(
         default=None, description="Tokens of a thought at most; -1: as the server was started."
@@ -184,10 +193,11 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     def template_arguments(self, llama: ServedLlama) -> dict[str, Any]:
         """Return the variables of the chat template besides the messages; raises RequestError."""
         given = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort == "none":
+        effort = self.reasoning_effort or self.reasoning.effort
+        if effort == "none":
             given.update(template_switch(thinks=False))
-        elif self.reasoning_effort is not None:
-            given["reasoning_effort"] = self.reasoning_effort
+        elif effort is not None:
+            given["reasoning_effort"] = effort
         if not isinstance(given.get("enable_thinking", True), bool):
             raise RequestError(
                 400,

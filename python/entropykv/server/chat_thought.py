@@ -46,9 +46,9 @@ class ThinkingTemplate:
         tags = tags_of(template)
         return None if template is None or tags is None else cls(template, tags, llama)
 
-    def is_token(self, text: str) -> bool:
-        """Tell whether a tag is a single token of the vocabulary."""
-        return self._ids.get(text) is not None
+    def token_of(self, text: str) -> int | None:
+        """Return the token that a tag is; None if it is not exactly one."""
+        return self._ids.get(text)
 
     def is_open_after(
         self, messages: Sequence[Any], tools: Any, arguments: Mapping[str, Any]
@@ -126,7 +126,7 @@ class ChatThought:
     def before_answer(self, grammar: LlamaGrammar) -> LlamaGrammar:
         """Return a grammar of the thought, followed by `grammar`."""
         text = thought_grammar.with_thought(
-            grammar._grammar, self.template.tags, self.template.is_token, opened=self.opened
+            grammar._grammar, self.template.tags, self.template.token_of, opened=self.opened
         )
         wrapped = LlamaGrammar.from_string(text, verbose=False)
         wrapped._root = thought_grammar.ROOT

@@ -204,7 +204,14 @@ class ServedLlama(EntropyLlama):
                 session.close()
             else:
                 self.latest = session
-                self.prefix_cache.put(session, caller)
+                self.prefix_cache.put(session, caller, self._answer_place(session))
+
+    def _answer_place(self, session: Session) -> int:
+        """Return where the next turn will continue that lacks the last thought; 0: none was had."""
+        if self.thought is None or self.thought.counter.n_tokens == 0:
+            return 0
+        prompt = session.tokens[: session.end_of_prompt]
+        return len(prompt) - self.thought.tokens_before_answer(prompt, self)
 
     def generate(
         self,

@@ -29,6 +29,8 @@ class _Conversation:
     caller: Caller
     tokens: list[int]
     last_use: float
+    answer_place: int = 0
+    """The position at which later turns continue, because they lack its thought; 0: it has none."""
 
 
 @dataclass(eq=False)
@@ -354,15 +356,24 @@ class PrefixCache:
     def _of(self, caller: Caller) -> list[_Conversation]:
         return [each for each in self._free if each.caller == caller]
 
-    def put(self, session: Session, caller: Caller) -> None:
-        """Keep a conversation for its next turn."""
+    def put(self, session: Session, caller: Caller, answer_place: int = 0) -> None:
+        """Keep a conversation for its next turn.
+
+        `answer_place`: the position at which its next turn continues if its answer begins with a
+        thought. The caller's conversations of which it is a later turn are then forgotten: no
+        further turn has their thoughts, and checkpoints have what was read before them.
+        """
         if session.position == 0:
             session.close()
             return
         session.rest()
-        kept = _Conversation(session, caller, session.tokens, time.monotonic())
+        kept = _Conversation(session, caller, session.tokens, time.monotonic(), answer_place)
         with self._lock:
+            earlier = [each for each in self._of(caller) if _is_earlier_turn(each, kept)]
+            self._free = [each for each in self._free if each not in earlier]
             self._free.append(kept)
+        for each in earlier:
+            each.session.close()
         while len(self._free) > self._most and self.forget_one():
             pass
 
@@ -479,6 +490,14 @@ class PrefixCache:
         """Drop all conversations."""
         while self.forget_one():
             self.forgotten -= 1
+
+
+def _is_earlier_turn(other: _Conversation, kept: _Conversation) -> bool:
+    """Tell whether a conversation's text parts from a kept one's within its last thought."""
+    if not other.answer_place:
+        return False
+    shared = common_prefix(other.tokens, kept.tokens)
+    return other.answer_place <= shared < len(other.tokens)
 
 
 def _place_in(session: Session, tokens: list[int], *, is_read: bool = False) -> int:

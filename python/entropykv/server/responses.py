@@ -16,6 +16,7 @@ from entropykv.server.chat_request import (
     ChatRequest,
     JsonSchema,
     ObjectFormat,
+    Reasoning,
     SchemaFormat,
     TextFormat,
 )
@@ -64,12 +65,6 @@ class NamedChoice(BaseModel):
 
     type: Literal["function"]
     name: Name
-
-
-class Reasoning(BaseModel):
-    """How much the model thinks before it answers; none: not at all."""
-
-    effort: Name | None = None
 
 
 class ResponsesRequest(Request):

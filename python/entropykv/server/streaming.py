@@ -58,6 +58,7 @@ async def stream(
     caller: Caller = SOMEBODY,
     *,
     ping: bool,
+    lines: bool = False,
 ) -> Response:
     """Return the chunks of calls as events; raises RequestError if one fails before the first
     chunk.
@@ -87,7 +88,7 @@ async def stream(
         chunks.put_nowait(_END)
 
     work.add_done_callback(ended)
-    events = _Events(chunks, work, ping=ping)
+    events = _Lines(chunks, work, ping=False) if lines else _Events(chunks, work, ping=ping)
     try:
         there, _ = await unless_gone(request.receive, events.wait_for_first())
     except BaseException:
@@ -141,13 +142,20 @@ class _Events(Response):
         await send({"type": "http.response.start", **start})
         item = self._first
         while item is not _END:
-            await self._send(send, ": ping\n\n" if item is None else _event(item))
+            await self._send(send, self._ping() if item is None else self._text_of(item))
             item = await self._next(self._ping_interval)
-        await self._send(send, f"data: {self._last()}\n\n", more=False)
-
-    def _last(self) -> str:
         error = self._work.exception()
-        return json.dumps(error.body) if isinstance(error, RequestError) else "[DONE]"
+        last = self._last(error if isinstance(error, RequestError) else None)
+        await self._send(send, last, more=False)
+
+    def _ping(self) -> str:
+        return ": ping\n\n"
+
+    def _text_of(self, item: Any) -> str:
+        return _event(item)
+
+    def _last(self, error: RequestError | None) -> str:
+        return f"data: {'[DONE]' if error is None else json.dumps(error.body)}\n\n"
 
     @staticmethod
     async def _send(send: Send, text: str, *, more: bool = True) -> None:
@@ -166,6 +174,21 @@ class _Events(Response):
             return chunk.result() if done else None
         finally:
             chunk.cancel()
+
+
+class _Lines(_Events):
+    """Send chunks as lines of JSON, as Ollama does; an error is the last of them."""
+
+    media_type = "application/x-ndjson"
+
+    def _ping(self) -> str:
+        return ""
+
+    def _text_of(self, item: Any) -> str:
+        return f"{json.dumps(item)}\n"
+
+    def _last(self, error: RequestError | None) -> str:
+        return "" if error is None else f"{json.dumps({'error': error.detail})}\n"
 
 
 def _event(item: Any) -> str:

@@ -23,6 +23,8 @@ from entropykv.server.users import Caller, user_of
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
+"""The types of answers that are sent while the model generates."""
 _CHECK_INTERVAL = 0.01
 """Seconds between two checks of a waiting request whether the conversation is free."""
 
@@ -200,7 +202,7 @@ class _Turn:
 
     async def _headers(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         own = [(REPLICA_HEADER, self._replica)]
-        if headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+        if headers.get(b"content-type", b"").startswith(_STREAMS):
             return own  # The model may be busy, and asking it would have to wait.
         return [*own, (TOKENS_READ_HEADER, str(await self.tokens_read()).encode())]
 

@@ -13,35 +13,36 @@ _BLANKS = r"[ \n]{0,2}"
 
 
 def with_thought(
-    grammar: str, tags: ThoughtTags, is_token: Callable[[str], bool], *, opened: bool
+    grammar: str, tags: ThoughtTags, token_of: Callable[[str], int | None], *, opened: bool
 ) -> str:
     """Return a grammar whose rule ROOT allows a thought before the text that `root` allows.
 
-    `is_token` tells whether a text is one token of the vocabulary. `opened`: the prompt ends within
-    the thought, which must then be closed; otherwise a thought is optional.
+    `token_of` returns the token of the vocabulary that a text is; None if it is not exactly one.
+    `opened`: the prompt ends within the thought, which must then be closed; otherwise a thought is
+    optional.
     """
 
     def written(text: str) -> str:
-        return text if is_token(text) else json.dumps(text, ensure_ascii=False)
+        token = token_of(text)
+        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
+    within = f"{_without(tags.end, token_of(tags.end))} {written(tags.end)}"
     if tags.channels:
-        within = f"{_without(tags.end, is_token)} {written(tags.end)}"
-        header = '<|channel|> "analysis" <|message|>'
-        next_one = '<|start|> "assistant" '
-        thought = f"({header} {within} {next_one})?"
-        return f'{grammar}\n{ROOT} ::= {thought} <|channel|> "final" <|message|> root\n'
-    within = f"{_without(tags.end, is_token)} {written(tags.end)} {_BLANKS}"
+        channel, message = written("<|channel|>"), written("<|message|>")
+        begin = f'{channel} "analysis" {message}'
+        thought = f'({begin} {within} {written("<|start|>")} "assistant")?'
+        return f'{grammar}\n{ROOT} ::= {thought} {channel} "final" {message} root\n'
     first = f"{_BLANKS} {written(tags.begin)}"
     thought = f"({first})? {within}" if opened else f"({first} {within})?"
-    return f"{grammar}\n{ROOT} ::= {thought} root\n"
+    return f"{grammar}\n{ROOT} ::= {thought} {_BLANKS} root\n"
 
 
-def _without(end: str, is_token: Callable[[str], bool]) -> str:
+def _without(end: str, token: int | None) -> str:
     """Return a rule for any text without the tag `end`, which it recognises by its first two
-    characters.
+    characters, or by its token.
     """
-    if is_token(end):
-        return f"!{end}*"
+    if token is not None:
+        return f"!<[{token}]>*"
     first, second = (_in_brackets(character) for character in end[:2])
     return f"([^{first}] | {json.dumps(end[0])} [^{first}{second}])*"
 

