@@ -39,7 +39,7 @@ from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget, at_least
 from entropykv.settings.recovery import Recovery, Rung
 from entropykv.settings.renamed import warn_of_name
-from entropykv.store.protocol import CacheMap
+from entropykv.store.protocol import CacheMapFunction
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
 
 
@@ -474,7 +474,7 @@ class Session:
         with self._runner.live_store(self._slot) as store:
             return store.entries(layer, kv_head)
 
-    def cache_map(self) -> CacheMap:
+    def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what all KV heads hold, for viewers.
 
         look(first, per_column, n_columns) returns three arrays of bytes, (KV heads of all layers,

@@ -32,7 +32,7 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import (
-    CacheMap,
+    CacheMapFunction,
     DamagedState,
     SavedState,
     Shares,
@@ -227,7 +227,7 @@ class FlatStore(Store):
         """Return the kept positions, ascending: the same for every layer and head."""
         return self._store.positions
 
-    def cache_map(self) -> CacheMap:
+    def cache_map(self) -> CacheMapFunction:
         """Return a function that shows one row: every KV head keeps the same, and nothing is
         frozen.
         """

@@ -24,7 +24,7 @@ from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
 from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
-from entropykv.store.protocol import CacheMap, SavedState, Store, StoreState
+from entropykv.store.protocol import CacheMapFunction, SavedState, Store, StoreState
 from entropykv.store.score_prediction import ScorePrediction
 
 
@@ -197,7 +197,7 @@ class HeadwiseStore(Store):
         """Return the positions that a KV head keeps, ascending."""
         return self._store.positions(layer, kv_head)
 
-    def cache_map(self) -> CacheMap:
+    def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what is held: a row for every KV head of all layers."""
         return partial(_core.CacheMap().count, self._store)
 

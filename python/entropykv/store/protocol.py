@@ -19,7 +19,7 @@ from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
 
 Shares = npt.NDArray[np.uint8]
-CacheMap = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
+CacheMapFunction = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
 """Shows what a store holds when it is called: see Session.cache_map() for its arguments."""
 
 
@@ -186,7 +186,7 @@ class Store(ABC):
         """Return the positions that a KV head keeps, ascending."""
 
     @abstractmethod
-    def cache_map(self) -> CacheMap:
+    def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what is held: see Session.cache_map()."""
 
     @abstractmethod
