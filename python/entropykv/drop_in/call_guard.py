@@ -1,4 +1,4 @@
-"""Allow one call of an EntropyLlama at a time, and keep its model during the call."""
+"""Allow one call of an EntropyLlama at a time, and keep its model until the call ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from entropykv.errors import EntropyKVError
 
 
 class CallGuard:
-    """Refuse calls that would use a sequence while another call uses it."""
+    """Refuse a call while another thread is within one."""
 
     def __init__(self) -> None:
-        """Start without a running call."""
+        """Make the lock; no call and no answer has begun."""
         self.lock = threading.RLock()
         self._answer: object = None
         """Identifies the current answer; an earlier one must not continue."""
@@ -37,7 +37,7 @@ class CallGuard:
             self.lock.release()
 
     def begin_answer(self) -> object:
-        """Return an object that identifies a new answer; earlier answers end when they continue."""
+        """Return an object that identifies a new answer; earlier answers become invalid."""
         self._answer = object()
         return self._answer
 
@@ -50,5 +50,5 @@ class CallGuard:
             )
 
     def end_answer(self) -> None:
-        """Prevent all earlier answers from continuing."""
+        """Invalidate the answer that has begun: it raises an error when it is continued."""
         self._answer = None

@@ -1,8 +1,8 @@
-"""Decide how much of a text that was read a prompt can reuse: the only place of this decision.
+"""Decide which part of a text that was read before a prompt can continue from.
 
-EntropyLlama asks for its own sequence, a pool for its checkpoints, the server for its kept
-conversations, --prompt-cache for a file. Each passes the state of a text as a HeldText, and applies
-the Reuse that reuse_of() returns. Nothing is changed here.
+EntropyLlama asks this for its own sequence, a pool for its checkpoints, the server for the
+conversations that it keeps, and --prompt-cache for its file. Each caller describes a text as a
+HeldText, and applies the Reuse that reuse_of() returns. Nothing here changes a sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 from entropykv.session.sequence import ReadParts, TokenSequence
 
 LEAST_SPARED = 32
-"""The least tokens that a checkpoint or a copy must save; reading fewer is just as quick."""
+"""The fewest tokens for which a checkpoint or a copy is used: fewer are read just as quickly."""
 _BLOCK = 256
 """How many tokens of two texts are compared at once."""
 
@@ -50,7 +50,7 @@ class ReuseSource(Enum):
 
 @dataclass(frozen=True)
 class Reuse:
-    """Hold a decision: from which position of the prompt and from what to continue, and why."""
+    """Hold a decision: from which position a prompt is read, what it continues from, and why."""
 
     position: int
     """How many tokens of the prompt are not read again."""
@@ -62,11 +62,9 @@ class Reuse:
     why: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, since one is made with every token
 class HeldText:
-    """Hold the state of a text that was read: plain values, and where its store can be rolled back
-    to.
-    """
+    """Describe a text that was read, and the positions that its store can go back to."""
 
     tokens: array[int]
     position: int
@@ -77,11 +75,11 @@ class HeldText:
     reusable_from: int
     """Where the text ended when an entry was last evicted; 0 if none ever was."""
     store_can_return_to: Callable[[int], bool]
-    """Tells whether windows and recurrent layers can be rolled back to an earlier position."""
+    """A function that tells whether windows and recurrent layers can go back to a position."""
     is_whole: bool = True
-    """False if a decode has failed half-way, so that only position 0 is possible."""
+    """False after a decode that failed half-way: then only position 0 can be reached."""
     n_sure: int = 0
-    """The longest text of which every KV head certainly keeps everything."""
+    """The longest text of which every KV head keeps all entries for certain, in tokens."""
     n_ctx: int = 0
 
     @classmethod
@@ -108,7 +106,7 @@ class HeldText:
         )
 
     def until(self, position: int) -> HeldText:
-        """Return the state that the text will have after it is truncated to a position."""
+        """Return the description that the text will have once it is truncated to a position."""
         if position == self.position:
             return self
         return replace(self, tokens=self.tokens[:position], position=position, has_logits=False)
@@ -122,7 +120,7 @@ class HeldText:
         return position == self.position or self.store_can_return_to(position)
 
     def keeps_all_until(self, end: int) -> bool:
-        """Tell whether certainly nothing is evicted before the text has `end` tokens."""
+        """Tell whether it is certain that nothing is evicted before the text has `end` tokens."""
         return min(end, self.n_ctx) <= self.n_sure
 
     def cut_before(self, position: int) -> int:
@@ -134,7 +132,7 @@ class HeldText:
         return begin if self.can_return_to(begin) else 0
 
     def repeatable_from(self, position: int, end: int) -> int:
-        """Return where to continue, up to `position`, so that the text is read as it is from 0.
+        """Return the last place up to `position` from which the text is read as it is from 0.
 
         It is 0 if something may be evicted before `end`, because then the kept entries depend on
         all earlier queries.
@@ -151,7 +149,7 @@ class HeldText:
 
 @dataclass(frozen=True)
 class Demand:
-    """Hold the conditions for reusing a text for a prompt."""
+    """Say what a prompt requires of the text that it continues from."""
 
     is_cut: bool = True
     """True if a part of the text must end where a reading from 0 would also start a micro-batch, so
@@ -170,10 +168,10 @@ class Demand:
 
 
 def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
-    """Decide from which position a prompt continues in a text.
+    """Decide from which position a prompt is read, where a text is held.
 
-    It is the whole text if the prompt begins with it. Otherwise it is a part of their common
-    beginning, without the last token of the prompt, whose logits are needed.
+    If the prompt begins with the text, all of the text is reused. Otherwise it is a part of the
+    common beginning, without the last token of the prompt, whose logits are needed.
     """
     tokens = prompt if isinstance(prompt, array) else array("i", prompt)
     shared, n_tokens = common_prefix(held.tokens, tokens), len(tokens)
