@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from entropykv.session.reuse import common_prefix
 
 _BYTES = 256
+_IMAGES = 0x100000
+"""The first of 65,536 characters that no vocabulary is large enough for."""
 
 
 def spelling(piece: bytes) -> str:
@@ -21,9 +23,13 @@ def spelling(piece: bytes) -> str:
 
 
 def control_symbol(token: int) -> str:
-    """Return a control token's symbol, which differs from every text, including the token's own
-    name.
+    """Return a control token's symbol, which differs from every text, including its own name.
+
+    Placeholders of images are below -1. Their symbols are two characters that no vocabulary has.
     """
+    if token < 0:
+        high, low = divmod(-token, 1 << 16)
+        return chr(_IMAGES + high) + chr(_IMAGES + low)
     return chr(_BYTES + token)
 
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from entropykv.server.errors import RequestError
+from entropykv.session.images import ImageLimits
 
+IMAGE_BODY = 16 << 20
+"""The most bytes of one request's body on a server that reads images, unless an option sets it: an
+image of 8 MiB, which base64 makes a third larger.
+"""
+IMAGE_BODIES = 128 << 20
+"""The most bytes of all bodies together on a server that reads images."""
 RETRY_AFTER = 5
 """After how many seconds a client should try again if too many requests wait."""
 _ARRIVAL = "entropykv.arrival"
@@ -40,8 +47,19 @@ class Limits:
     """The most seconds of a request from its arrival to the end of its answer; None: no limit."""
     drain_seconds: float = 0.0
     """The most seconds that running requests may take after stop()."""
+    max_images: int = 8
+    """The most images of one request."""
+    max_image_bytes: int = 8 << 20
+    """The most bytes of one image file."""
+    max_image_pixels: int = 32 << 20
+    """The most pixels of a request's images together; each takes 3 bytes while they are decoded."""
     conversations: int = 64
     """How many conversations are kept for their next turn, if the server keeps several."""
+
+    @property
+    def images(self) -> ImageLimits:
+        """Return the limits for the images of one prompt."""
+        return ImageLimits(self.max_images, self.max_image_bytes, self.max_image_pixels)
 
 
 class Admission:

@@ -48,12 +48,14 @@ class Work:
 def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> list[Work]:
     """Return the works of one step: all single tokens, then the first piece of a prompt.
 
-    Without `together`, it is either the one or the other, in turns, because recurrent layers accept
-    only sequences of equal length at a time.
+    Without `together`, it is either the one or the other, in turns: recurrent layers accept only
+    sequences of equal length, and llama.cpp reads either tokens or embeddings in one step.
     """
     singles = [work for work in waiting if work.is_single]
     pieces = [work for work in waiting if not work.is_single]
     first = sorted(pieces, key=lambda work: work.arrival)[:1]
+    if first and first[0].part.embedded is not None:
+        together = False
     if together or not singles or not first:
         return [*singles, *first]
     return singles if singles_turn else first

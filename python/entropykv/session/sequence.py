@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.llamacpp.distributions import Logits
+from entropykv.session.image_spans import ImageSpans
 
 
 class TokenSequence:
@@ -35,6 +36,8 @@ class TokenSequence:
         """The logits of the last token, (n_vocab,); None without tokens and after truncate()."""
         self.echoed = 0
         """For how many of the first tokens echoes have scored the entries: see echo.py."""
+        self.images = ImageSpans()
+        """The positions of images in the text, whose tokens there are placeholders."""
         self.parts = ReadParts(n_ubatch)
         self.reusable_from = 0
         """The position at the end of the last eviction; 0 if nothing was ever evicted."""
@@ -51,6 +54,15 @@ class TokenSequence:
         self.position += len(tokens)
         self.tokens.extend(tokens)
 
+    def add_image(self, first: int, n_tokens: int, behind: int) -> None:
+        """Record that rows of an image, from row `first` on, are added next: see ImageSpans.
+
+        Images are never echoed, so their tokens count as echoed if all text before them was.
+        """
+        self.images.note(self.position, first, n_tokens, behind)
+        if self.echoed == self.position:
+            self.echoed += n_tokens
+
     def note_evictions(self, evicted: int) -> None:
         """Record where the text ended if entries were evicted; `evicted`: how many so far."""
         if evicted != self.evicted_before:
@@ -62,6 +74,7 @@ class TokenSequence:
         del self.tokens[position - self.position :]
         self.position, self.logits = position, None
         self.parts.truncate(position)
+        self.images.truncate(position)
         self.echoed = min(self.echoed, position)
         if position == 0:
             self.reusable_from = 0
@@ -79,6 +92,7 @@ class TokenSequence:
         other = TokenSequence(0)
         other.tokens, other.position, other.logits = self.tokens[:], self.position, self.logits
         other.echoed, other.parts = self.echoed, self.parts.copy()
+        other.images = self.images.copy()
         other.reusable_from = self.reusable_from
         other.evicted_before = self.evicted_before
         return other
