@@ -129,10 +129,11 @@ class HeadwiseStore(Store):
         self.sharing.prepare(n_tokens, position, n_echo)
         with self.cold.growing():
             rope_position = self.rope_position(position)
-            sees_all = embedded is not None and embedded.sees_all
-            self._shared_context.batch.add(
-                self._store, n_tokens, position, rope_position, n_echo, sees_all
-            )
+            batch = self._shared_context.batch
+            if embedded is not None and embedded.sees_all:
+                batch.add(self._store, n_tokens, position, rope_position, see_all=True)
+            else:
+                batch.add(self._store, n_tokens, position, rope_position, n_echo)
 
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many tokens to read before budgets are shared: see HeadwiseBudgets."""
