@@ -27,8 +27,8 @@ _ECHO_DECAY = 0.9995
 """With echoes, importance decays less, so that text that was repeated long ago is not forgotten."""
 
 
-_EXPECTED_LOOKUPS = 0.2
-"""The weight of predicted attention, in later queries, relative to what the queries of the text
+EXPECTED_LOOKUPS = 0.2
+"""The weight of the attention predicted for later queries, relative to what the queries of the text
 gave.
 
 With a larger weight, more old facts are kept, but continuations are less close to those with a full
@@ -111,6 +111,11 @@ class Importance:
         return self._row.predicts or "predicted" in self.modifiers
 
     @property
+    def adds_predictions(self) -> bool:
+        """Tell whether it adds predicted attention to the attention that queries gave."""
+        return "predicted" in self.modifiers
+
+    @property
     def threshold(self) -> float:
         """Return the default threshold of the freeze schedule."""
         return self._row.threshold
@@ -146,7 +151,7 @@ class Importance:
             observation_window=self.observation_window,
             by_values="values" in self.modifiers,
             distinct="distinct" in self.modifiers,
-            expected_lookups=_EXPECTED_LOOKUPS if "predicted" in self.modifiers else 0.0,
+            expected_lookups=EXPECTED_LOOKUPS if self.adds_predictions else 0.0,
         )
 
 

@@ -77,7 +77,9 @@ class HeadwiseStore(Store):
             self._store = _core_of(config, self._shared_context, self.cold, plan)
             self.prediction = ScorePrediction(self._store, len(self.layers))
             if policy.importance.predicts and config.profile and config.profile.predictor:
-                self.prediction.adopt(config.profile.predictor)
+                predictor = config.profile.predictor
+                beside = policy.importance.adds_predictions
+                self.prediction.adopt(predictor.beside_queries() if beside else predictor)
             self.rollback = RollbackRange(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
             online = online_budgets(policy, self._store, self.layers, config.n_ctx, config.profile)
