@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropykv import (
-    Session,
-)
+from entropykv import PoolError, Session
 from tests.architectures import ARCHITECTURES
 from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Steps, pool_of, together, written
@@ -181,3 +179,30 @@ def test_frozen_entries_are_each_their_own(model: Path) -> None:
             session.decode([1])
             for row, other in zip(rows, written(session, prompt, 20), strict=True):
                 np.testing.assert_array_equal(row, other)
+
+
+@pytest.mark.parametrize("store", ["headwise", "flat"])
+def test_a_session_alone_is_live_and_shares_with_nobody(model: Path, store: str) -> None:
+    """It keeps its place and its budget, whatever it is asked for."""
+    with Session(model, n_ctx=N_CTX, kv_budget=128, store=store, n_threads=1) as session:
+        budgets = session.budgets()
+        assert session.is_alone
+        assert min(map(min, budgets)) > 0
+        session.decode(PROMPTS[0])
+        expected = session.decode([7])
+        for leave in (session.fork, session.swap_out):
+            with pytest.raises(PoolError, match="alone"):
+                leave()
+        session.keep_checkpoint()
+        assert not session.return_to_checkpoint(PROMPTS[0])
+        assert session.pool_status().state == "active"
+        session.rest()
+        assert session.pool_status().state == "idle"
+        session.reset()
+        assert session.is_live
+        assert session.budgets() == budgets
+        session.decode(PROMPTS[0])
+        np.testing.assert_array_equal(session.decode([7]), expected)
+    assert session.is_closed
+    with pool_of(model, n_sequences=1) as pool:
+        assert not pool.session().is_alone

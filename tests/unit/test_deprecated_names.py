@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from entropykv import CacheOptions, Pool
+from entropykv import CacheOptions, Pool, Session
 from entropykv.policy.names import policy_named
+from entropykv.session import pool as pool_module
 from entropykv.session.model_runner import ModelRunner
 
 
@@ -45,3 +46,13 @@ def test_attributes_have_their_earlier_names(tiny_llama: Path) -> None:
             assert pool.stats().parked == 1
         with pytest.warns(DeprecationWarning, match="parked_bytes is called swapped_bytes"):
             assert pool.stats().parked_bytes == pool.stats().swapped_bytes
+
+
+def test_sessions_of_a_pool_have_no_class_of_their_own_any_more(tiny_llama: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="PoolSession is called Session"):
+        earlier = pool_module.PoolSession
+    assert earlier is Session
+    with Pool(tiny_llama, n_ctx=64, kv_budget=1.0, n_threads=1, n_sequences=1) as pool:
+        assert type(pool.session()) is Session
+    with pytest.raises(AttributeError, match="no attribute 'Pond'"):
+        pool_module.Pond  # noqa: B018

@@ -1,4 +1,4 @@
-"""Let calls of one EntropyLlama take turns, and keep its model while one of them lasts."""
+"""Allow one call of an EntropyLlama at a time, and keep its model until the call ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from entropykv.errors import EntropyKVError
 
 
 class CallGuard:
-    """Refuse calls that would use a sequence while another call does."""
+    """Refuse a call while another thread is within one."""
 
     def __init__(self) -> None:
-        """Begin with nobody within a call."""
+        """Make the lock; no call and no answer has begun."""
         self.lock = threading.RLock()
         self._answer: object = None
         """What identifies the answer that is written now: an earlier one must not go on."""
@@ -35,7 +35,7 @@ class CallGuard:
             self.lock.release()
 
     def begin_answer(self) -> object:
-        """Return what identifies a new answer; earlier ones end where they go on."""
+        """Return an object that identifies a new answer; earlier answers become invalid."""
         self._answer = object()
         return self._answer
 
@@ -48,5 +48,5 @@ class CallGuard:
             )
 
     def end_answer(self) -> None:
-        """Let no answer go on that has begun."""
+        """Invalidate the answer that has begun: it raises an error when it is continued."""
         self._answer = None

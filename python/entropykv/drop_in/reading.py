@@ -1,4 +1,4 @@
-"""Read prompts into a session for a llama_cpp.Llama, and nothing twice that need not be."""
+"""Read prompts into a session for a llama_cpp.Llama, and reuse what was read before."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from entropykv.session.session import Session
 
 
 class PromptReader:
-    """Read the tokens of one session, and fill what a Llama shows of them.
+    """Read tokens into one session, and keep n_tokens, input_ids and scores of a Llama up to date.
 
-    Methods take the Llama, whose n_tokens, input_ids and scores follow the session. Nothing here
-    refers to it or to the session, so that both are freed as soon as nobody uses them.
+    Methods take the Llama as an argument: a reference would be a cycle, and keep the memory of a
+    deleted Llama until the garbage collector runs.
     """
 
     def __init__(self, context: BudgetContext, budget: BudgetArguments) -> None:
@@ -88,13 +88,13 @@ class PromptReader:
         llama._requires_eval = False
 
     def note_sampled(self, token: int, seconds: float) -> None:
-        """Know that a token was sampled, in so many seconds: what is read next was written."""
+        """Remember a sampled token, and count it: if it is read next, it was generated."""
         self._sampled = token
         if not self._session.is_end(token):
             self._session.count_generated(1, seconds)
 
     def forget_sampled(self) -> None:
-        """Know that what was sampled last does not belong to the text any more."""
+        """Forget the last sampled token, which the text does not contain any more."""
         self._sampled = None
 
     def logits_at(self, llama: llama_cpp.Llama, row: int) -> npt.NDArray[np.float32]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from entropykv.server.loading import ServedLlama
 from entropykv.server.users import Caller
-from entropykv.session.session import PoolStatus, Session
+from entropykv.session.session import Session
+from entropykv.session.shared_pool import PoolStatus
 from entropykv.session.stats import SessionStats
 
 _ALONE = "0"

@@ -15,7 +15,8 @@ from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_PIECES, Name, Tokens
-from entropykv.server.model_registry import ModelRegistry, ModelState
+from entropykv.server.held_model import ModelState
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.requests import check_tokens
 from entropykv.server.template_traits import template_of
 from entropykv.server.users import user_of

@@ -19,6 +19,8 @@ _FIXED = 32 << 20
 """Bytes of vocabulary, graph and threads, whatever the model."""
 _VALUE = 4
 """Bytes of a value of llama.cpp's intermediate results, which are f32."""
+_EMBEDDINGS, _FEED_FORWARDS = 4, 3
+"""How many of them llama.cpp's graph holds at a time for a token, besides its logits."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
     if attention_layers(geometry):
         plan = make_plan(path, asked)
         cache = plan.budget_bytes + _beside_the_budget(asked, plan.saved_bytes)
+    values = geometry.n_vocab + _EMBEDDINGS * geometry.n_embd + _FEED_FORWARDS * geometry.n_ff
     return MemoryEstimate(
         weights=sum(part.stat().st_size for part in parts_of(path)),
         cache=cache,
-        overhead=_FIXED + n_ubatch * geometry.n_vocab * _VALUE,
+        overhead=_FIXED + n_ubatch * values * _VALUE,
     )
 
 

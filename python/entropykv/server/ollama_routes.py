@@ -26,7 +26,8 @@ from entropykv.server.admission import arrival_of
 from entropykv.server.bodies import BodyRoute
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import Name
-from entropykv.server.model_registry import HeldModel, ModelRegistry
+from entropykv.server.held_model import HeldModel
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.ollama_requests import (
     OllamaChat,
     OllamaGenerate,

@@ -1,8 +1,8 @@
-"""Decide what of a text that was read a prompt can go on from: one decision, for all that ask.
+"""Decide which part of a text that was read before a prompt can continue from.
 
-EntropyLlama asks for its own sequence, a pool for its checkpoints, the server for the conversations
-that it keeps, --prompt-cache for a file. Each passes what is held, as a HeldText, and applies the
-Reuse that reuse_of() returns. Nothing is changed here.
+EntropyLlama asks this for its own sequence, a pool for its checkpoints, the server for the
+conversations that it keeps, and --prompt-cache for its file. Each caller describes a text as a
+HeldText, and applies the Reuse that reuse_of() returns. Nothing here changes a sequence.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from enum import Enum
 from entropykv.session.sequence import ReadParts, TokenSequence
 
 LEAST_SPARED = 32
-"""Tokens that a checkpoint or a copy must spare reading to be worth its while: fewer are read as
-quickly."""
+"""The fewest tokens for which a checkpoint or a copy is used: fewer are read just as quickly."""
 _STRETCH = 256
-"""Tokens of two texts that are compared at once."""
+"""How many tokens of two texts are compared at once."""
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -34,7 +33,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class ReuseSource(Enum):
-    """Name what a prompt goes on from."""
+    """Name what a prompt continues from."""
 
     NOTHING = "nothing"
     """Nothing is reused: the prompt is read from its start."""
@@ -48,7 +47,7 @@ class ReuseSource(Enum):
 
 @dataclass(frozen=True)
 class Reuse:
-    """Hold a decision: where to go on in a prompt, from what, and why."""
+    """Hold a decision: from which position a prompt is read, what it continues from, and why."""
 
     position: int
     """How many tokens of the prompt are not read again."""
@@ -60,9 +59,9 @@ class Reuse:
     why: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, since one is made with every token
 class HeldText:
-    """Hold what is known of a text that was read: plain values, and where its store can go back."""
+    """Describe a text that was read, and the positions that its store can go back to."""
 
     tokens: array[int]
     position: int
@@ -73,11 +72,11 @@ class HeldText:
     reusable_from: int
     """Where the text ended when an entry was last evicted; 0 if none ever was."""
     store_can_return_to: Callable[[int], bool]
-    """Tells whether windows and recurrent layers can go back to a position before the end."""
+    """A function that tells whether windows and recurrent layers can go back to a position."""
     is_whole: bool = True
-    """False where a decode has failed half-way, so that only position 0 is left."""
+    """False after a decode that failed half-way: then only position 0 can be reached."""
     n_sure: int = 0
-    """How long a text may get of which every KV head keeps everything."""
+    """The longest text of which every KV head keeps all entries for certain, in tokens."""
     n_ctx: int = 0
 
     @classmethod
@@ -104,7 +103,7 @@ class HeldText:
         )
 
     def until(self, position: int) -> HeldText:
-        """Return the same for a text that ends before, as it will once it is truncated."""
+        """Return the description that the text will have once it is truncated to a position."""
         if position == self.position:
             return self
         return replace(self, tokens=self.tokens[:position], position=position, has_logits=False)
@@ -118,7 +117,7 @@ class HeldText:
         return position == self.position or self.store_can_return_to(position)
 
     def keeps_all_until(self, end: int) -> bool:
-        """Tell whether nothing is evicted for sure before the text has `end` tokens."""
+        """Tell whether it is certain that nothing is evicted before the text has `end` tokens."""
         return min(end, self.n_ctx) <= self.n_sure
 
     def cut_before(self, position: int) -> int:
@@ -130,7 +129,7 @@ class HeldText:
         return begin if self.can_return_to(begin) else 0
 
     def repeatable_from(self, position: int, end: int) -> int:
-        """Return where to go on, up to `position`, so that the text is read as it is from 0.
+        """Return the last place up to `position` from which the text is read as it is from 0.
 
         It is 0 where something may be evicted before `end`: what is kept then depends on all
         queries that were ever asked.
@@ -145,7 +144,7 @@ class HeldText:
 
 @dataclass(frozen=True)
 class Demand:
-    """Hold what a prompt asks of the text that it goes on from."""
+    """Say what a prompt requires of the text that it continues from."""
 
     is_cut: bool = True
     """Whether a part of the text must end where a reading from 0 would be cut, too, so that asking
@@ -160,10 +159,10 @@ class Demand:
 
 
 def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
-    """Decide from where a prompt goes on in a text that is held.
+    """Decide from which position a prompt is read, where a text is held.
 
-    All of the text, where the prompt begins with it. Otherwise a part of what both have in common,
-    without the last token of the prompt, whose logits are needed.
+    If the prompt begins with the text, all of the text is reused. Otherwise it is a part of the
+    common beginning, without the last token of the prompt, whose logits are needed.
     """
     tokens = prompt if isinstance(prompt, array) else array("i", prompt)
     shared, n_tokens = common_prefix(held.tokens, tokens), len(tokens)

@@ -6,8 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from entropykv.session.reuse import HeldText
 from entropykv.session.rollback import Rollback
 from entropykv.session.sampling import Sampling
 from entropykv.session.saving import Saver
+from entropykv.session.shared_pool import PoolStatus
 from entropykv.session.stats import SessionCounts, SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
@@ -41,26 +41,6 @@ from entropykv.settings.recovery import Recovery, Rung
 from entropykv.settings.renamed import warn_of_name
 from entropykv.store.protocol import CacheLook
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
-
-
-@dataclass(frozen=True)
-class PoolStatus:
-    """Say how a session stands among the others of its pool."""
-
-    state: Literal["active", "idle", "swapped_out", "waiting"]
-    """What it does; `waiting`: for room in the pool, `idle`: it may be swapped out for another."""
-    idle_seconds: float
-    """Seconds since tokens of it were read."""
-    given_up: int
-    """How many entries left because its share became smaller, for the sake of others."""
-    is_swapped_out: bool = False
-    """True where it has no share; it may still wait for one."""
-    swapped_entries: int = 0
-    """How many entries of all KV heads come back with its next token."""
-    pages_bytes: int = 0
-    """Bytes of pages that it has in the pool while it is swapped out, shared ones included."""
-    swapped_bytes: int = 0
-    """Bytes that are kept outside of the pool meanwhile."""
 
 
 class Session:
@@ -546,7 +526,7 @@ class Session:
         return self.held().repeatable_from(position, end)
 
     def held(self) -> HeldText:
-        """Return what is held of the text, of which reuse_of() decides what can be gone on from."""
+        """Describe the text that was read, for reuse_of() in reuse.py."""
         return self._rollback.held()
 
     def truncate(self, position: int) -> None:
@@ -673,24 +653,7 @@ class Session:
         Only then does what it holds stay where it is: a step may hand its pages to another one.
         """
         with self._runner.scheduler.between_steps():
-            return self._status_between_steps()
-
-    def _status_between_steps(self) -> PoolStatus:
-        slot, scheduler, now = self._slot, self._runner.scheduler, time.monotonic()
-        idle_seconds = now - slot.last_step
-        swapped = slot.swapped
-        if swapped is not None:
-            return PoolStatus(
-                "waiting" if scheduler.is_waiting(slot) else "swapped_out",
-                idle_seconds,
-                slot.given_up,
-                is_swapped_out=True,
-                swapped_entries=swapped.n_entries,
-                pages_bytes=swapped.n_pages * slot.headwise.sharing.plan.page_bytes,
-                swapped_bytes=swapped.n_bytes,
-            )
-        is_idle = slot.is_idle(now) and not scheduler.is_waiting(slot)
-        return PoolStatus("idle" if is_idle else "active", idle_seconds, slot.given_up)
+            return self._runner.shared.status_of(self._slot)
 
     def park(self) -> None:
         """Swap out, under the name that it had before version 0.2.0."""
@@ -713,33 +676,26 @@ class Session:
             policy=self.policy.name,
             kv_budget=str(self._runner.budget),
             n_ctx=self.n_ctx,
-            prompt_tokens=self._counts.prompt_tokens,
-            generated_tokens=self._counts.generated_tokens,
-            prompt_seconds=self._counts.prompt_seconds,
-            decode_seconds=self._counts.decode_seconds,
             kv_bytes_full=self.position * store.bytes_full_per_token,
             entries_full=self.position * store.n_kv_heads,
             peak_rss_bytes=peak_rss_bytes(),
             freeze=self.freezing.where if self.freezing else None,
-            climbs=dict(self._counts.climbs),
+            **self._counts.figures(),
             **store.counters(),
         )
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as generated."""
-        self._counts.generated_tokens += n_tokens
-        self._counts.decode_seconds += seconds
+        self._counts.add_generated(n_tokens, seconds)
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as prompt."""
-        self._counts.prompt_tokens += n_tokens
-        self._counts.prompt_seconds += seconds
+        self._counts.add_prompt(n_tokens, seconds)
 
     def note_climb(self, climb: Climb) -> None:
         """Take down a climb of the recovery ladder, and tell `on_climb`."""
         name = climb.rung.name.lower()
-        climbs = self._counts.climbs
-        climbs[name] = climbs.get(name, 0) + 1
+        self._counts.add_climb(name)
         if self.trajectory:
             self.trajectory.mark(climb.position, name)
         if self.on_climb:

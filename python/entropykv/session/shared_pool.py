@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
@@ -18,10 +20,30 @@ from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import Budget
 
 
+@dataclass(frozen=True)
+class PoolStatus:
+    """Say how a session stands among the others of its pool."""
+
+    state: Literal["active", "idle", "swapped_out", "waiting"]
+    """What it does; `waiting`: for room in the pool, `idle`: it may be swapped out for another."""
+    idle_seconds: float
+    """Seconds since tokens of it were read."""
+    given_up: int
+    """How many entries left because its share became smaller, for the sake of others."""
+    is_swapped_out: bool = False
+    """True where it has no share; it may still wait for one."""
+    swapped_entries: int = 0
+    """How many entries of all KV heads come back with its next token."""
+    pages_bytes: int = 0
+    """Bytes of pages that it has in the pool while it is swapped out, shared ones included."""
+    swapped_bytes: int = 0
+    """Bytes that are kept outside of the pool meanwhile."""
+
+
 class SharedPool:
     """Hold the budget of a model runner, and the sequences that are live or swapped out.
 
-    A single session is a pool of one: it is live from the start and stays so.
+    A session alone is a pool of one sequence, which is live from the start and keeps its place.
     """
 
     def __init__(
@@ -190,6 +212,23 @@ class SharedPool:
         if pages is None:
             return None
         return self.swap_space.hold(slot.position, pages, store.state_of, spare=True)
+
+    def status_of(self, slot: SequenceSlot) -> PoolStatus:
+        """Return the status of a sequence among the others."""
+        now, is_waiting = time.monotonic(), self._is_waiting(slot)
+        idle_seconds, swapped = now - slot.last_step, slot.swapped
+        if swapped is not None:
+            return PoolStatus(
+                "waiting" if is_waiting else "swapped_out",
+                idle_seconds,
+                slot.given_up,
+                is_swapped_out=True,
+                swapped_entries=swapped.n_entries,
+                pages_bytes=swapped.n_pages * slot.headwise.sharing.plan.page_bytes,
+                swapped_bytes=swapped.n_bytes,
+            )
+        is_idle = slot.is_idle(now) and not is_waiting
+        return PoolStatus("idle" if is_idle else "active", idle_seconds, slot.given_up)
 
     def describe(self) -> str:
         """Return a sentence that says how much each conversation gets while all hold entries."""

@@ -6,6 +6,7 @@ import resource
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass
@@ -18,6 +19,24 @@ class SessionCounts:
     decode_seconds: float = 0.0
     climbs: dict[str, int] = field(default_factory=dict)
     """How often each rung of the recovery ladder was climbed."""
+
+    def add_prompt(self, n_tokens: int, seconds: float) -> None:
+        """Count tokens of a prompt that were read in so many seconds."""
+        self.prompt_tokens += n_tokens
+        self.prompt_seconds += seconds
+
+    def add_generated(self, n_tokens: int, seconds: float) -> None:
+        """Count tokens that were generated in so many seconds."""
+        self.generated_tokens += n_tokens
+        self.decode_seconds += seconds
+
+    def add_climb(self, rung: str) -> None:
+        """Count a climb to a rung of the recovery ladder."""
+        self.climbs[rung] = self.climbs.get(rung, 0) + 1
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts by their names, as SessionStats has them."""
+        return {**vars(self), "climbs": dict(self.climbs)}
 
 
 @dataclass(frozen=True)
