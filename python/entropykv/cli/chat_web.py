@@ -47,6 +47,7 @@ _ELSEWHERE = {
     "ignore_eos": "--ignore-eos",
     "recovery": "--recovery",
     "show_thoughts": "--show-thoughts",
+    "image": "--image",
 }
 """Options that the page does not support, or that `serve` names differently, each with advice."""
 
@@ -112,6 +113,7 @@ def _model_options(options: argparse.Namespace) -> ModelOptions:
         use_mmap=tuning.use_mmap,
         use_mlock=tuning.use_mlock,
         verbose=options.verbose,
+        mmproj=options.mmproj,
         **given,
     )
 
