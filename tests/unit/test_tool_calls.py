@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("fastapi")
 
 from entropykv.server.chat_request import _chunks_with_calls
 from entropykv.server.errors import RequestError
+from entropykv.server.image_parts import ImageParts
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.schema_grammar import grammar_of
 from entropykv.server.template_traits import TemplateTraits, _Probe
@@ -38,7 +40,9 @@ USE = ToolUse([ADD, WALK])
 
 
 def shown(*messages: dict[str, Any], traits: TemplateTraits = PLAIN) -> list[dict[str, Any]]:
-    return template_messages([Message.model_validate(each) for each in messages], traits, None)
+    return template_messages(
+        [Message.model_validate(each) for each in messages], traits, None, ImageParts(None)
+    )
 
 
 def test_text_parts_are_joined_and_the_developer_is_the_system() -> None:
@@ -48,7 +52,13 @@ def test_text_parts_are_joined_and_the_developer_is_the_system() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "unheard-of", None])
+def test_an_image_is_refused_without_a_projector() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(RequestError, match=r"messages\.0\.content\.0: .* --mmproj FILE"):
+        shown({"role": "user", "content": [part]})
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "file", "unheard-of", None])
 def test_a_part_that_is_no_text_is_refused_by_name(kind: str | None) -> None:
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind}]
     with pytest.raises(RequestError, match=rf"messages\.0\.content\.1: parts of type {kind!r}"):
@@ -74,6 +84,16 @@ def test_a_template_with_tools_gets_arguments_as_it_needs_them(as_object: bool) 
     arguments = call["tool_calls"][0]["function"]["arguments"]
     assert arguments == ({"a": 1} if as_object else '{"a": 1}')
     assert result == RESULT
+
+
+def test_the_thought_before_a_call_goes_where_the_template_looks_for_it() -> None:
+    thought = {**ASSISTANT, "reasoning_content": "Add them."}
+    traits = replace(PLAIN, shows_calls=True, thinking_field=True)
+    (message,) = shown(thought, traits=traits)
+    assert message["thinking"] == "Add them."
+    assert "reasoning_content" not in message
+    (other,) = shown(thought, traits=replace(PLAIN, shows_calls=True))
+    assert other["reasoning_content"] == "Add them."
 
 
 def test_a_template_of_texts_shows_no_tools_and_no_null() -> None:

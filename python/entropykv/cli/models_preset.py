@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from entropykv.cli.llama_flags import flag_named
@@ -38,8 +38,20 @@ class Preset:
     load_on_startup: bool = False
 
 
-def read_presets(path: str, parser: CommandParser) -> dict[str, Preset]:
-    """Return the presets of a file by section, each including the options of [*].
+@dataclass(frozen=True)
+class Presets:
+    """Hold what a file says of all models, and of each that has a section of its own."""
+
+    common: Preset = Preset({})
+    sections: Mapping[str, Preset] = field(default_factory=dict)
+
+    def of(self, name: str) -> Preset:
+        """Return what it says of a model."""
+        return self.sections.get(name, self.common)
+
+
+def read_presets(path: str, parser: CommandParser) -> Presets:
+    """Return the presets of a file; what [*] says is in each of them.
 
     The keys are options of `parser`, without their dashes. Raises SettingsError, which names the
     section, for a file that cannot be read, a key that is not an option of a model, and an invalid
@@ -57,7 +69,7 @@ def read_presets(path: str, parser: CommandParser) -> dict[str, Preset]:
         own = _preset_of(path, name, keys, parser)
         starts = own.load_on_startup if _STARTUP in keys else common.load_on_startup
         presets[name] = Preset({**common.given, **own.given}, starts)
-    return presets
+    return Presets(common, presets)
 
 
 def _sections_of(path: str, text: str) -> dict[str, dict[str, str]]:

@@ -32,7 +32,7 @@ def models_of(
     if server.models_dir is None and server.models_preset is None and len(named) < 2:
         options.model = named[0] if named else None
         return read_options(ModelOptions, options)
-    from entropykv.cli.models_preset import read_presets  # noqa: PLC0415  # it needs the server
+    from entropykv.cli.models_preset import Presets, read_presets  # noqa: PLC0415  # it needs the server
     from entropykv.server.model_catalog import models_in, name_of  # noqa: PLC0415
 
     if options.model_alias is not None:
@@ -50,17 +50,16 @@ def models_of(
     for name, path in models_in(server.models_dir).items() if server.models_dir else ():
         _add(places, name, {"model": str(path)})
     preset = server.models_preset
-    presets = {} if preset is None else read_presets(preset, parser)
+    presets = Presets() if preset is None else read_presets(preset, parser)
     own = {
         name: value for name, value in _given(ModelOptions, options).items() if name not in _OF_ONE
     }
     models = []
-    for name in dict.fromkeys([*places, *presets]):
-        given: Mapping[str, Any] = {}
-        starts = False
-        if name in presets:
-            given, starts = presets[name].given, presets[name].load_on_startup
-        models.append(_served(name, {**given, **own}, places.get(name), load_on_startup=starts))
+    for name in dict.fromkeys([*places, *presets.sections]):
+        said = presets.of(name)
+        given = {**said.given, **own}
+        starts = said.load_on_startup
+        models.append(_served(name, given, places.get(name), load_on_startup=starts))
     return ModelCatalog.of_several(models, default)
 
 

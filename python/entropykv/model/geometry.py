@@ -15,6 +15,7 @@ from entropykv.model.header import (
     HeaderReader,
     check_prefix,
     damage_named,
+    integers,
     number,
     per_layer,
     required,
@@ -71,6 +72,10 @@ class ModelGeometry:
     """True if some or all layers carry a state from token to token."""
     window_head_dims: tuple[int, ...] = ()
     """The sizes of K and V in layers with a sliding window, if they differ from other layers."""
+    n_embd: int = 0
+    """The values of one token between two layers."""
+    n_ff: int = 0
+    """The values of one token within the largest feed-forward layer; 0 if the header omits it."""
 
     @property
     def cached_values(self) -> int:
@@ -160,7 +165,14 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
         latent=bool(number(reader, f"{architecture}.attention.key_length_mla")),
         recurrent=any(reader.get_field(f"{architecture}.{key}") for key in _RECURRENT_KEYS),
         window_head_dims=_window_head_dims(reader, architecture),
+        n_embd=n_embd,
+        n_ff=_largest(reader, f"{architecture}.feed_forward_length"),
     )
+
+
+def _largest(reader: HeaderReader, key: str) -> int:
+    values = integers(reader, key)
+    return 0 if values is None or values.size == 0 else int(values.max())
 
 
 def _window_head_dims(reader: HeaderReader, architecture: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Read the messages of a chat as clients send them, and turn them into what a template can show."""
+"""Read the messages of a chat, and convert them to what a template can show."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
+from entropykv.server.image_parts import KINDS, ImageParts
 from entropykv.server.template_traits import TemplateTraits
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The field that has the text of a content part, by the part's type."""
+"""The field with the text of a content part, by the part's type."""
 
 
 class CalledFunction(BaseModel):
@@ -32,9 +33,10 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; `content` is text, a list of text parts, or null beside tool calls."""
+    """One message; `content` is text, a list of text parts, or null with tool calls."""
 
-    model_config = ConfigDict(extra="allow")  # templates may show fields that only some clients add
+    # Templates may show fields that only some clients add.
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
@@ -49,10 +51,11 @@ class Message(BaseModel):
     tool_call_id: Name | None = None
     function_call: CalledFunction | None = None
 
-    def text(self, place: str) -> str | None:
-        """Return the text, parts joined by line ends as llama-server does.
+    def text(self, place: str, images: ImageParts) -> str | None:
+        """Return the text, with parts joined by line ends as in llama-server.
 
-        `place` names the message in a RequestError: for parts that are no text, or no content.
+        `images` collects the images of a user, and returns their markers for the text. `place`
+        names the message in a RequestError, for parts of another kind, or missing content.
         """
         if self.content is None:
             if self.role == "assistant" and (self.tool_calls or self.function_call):
@@ -62,12 +65,16 @@ class Message(BaseModel):
             )
         if isinstance(self.content, str):
             return self.content
+        parts = [(part, f"{place}.content.{i}") for i, part in enumerate(self.content)]
         return "\n".join(
-            _text_of(part, f"{place}.content.{i}") for i, part in enumerate(self.content)
+            images.take(part, where)
+            if self.role == "user" and part.get("type") in KINDS
+            else _text_of(part, where)
+            for part, where in parts
         )
 
     def calls(self) -> list[ToolCall]:
-        """Return the calls, also those of the older `function_call`."""
+        """Return the calls, including those of the older `function_call`."""
         if self.tool_calls:
             return self.tool_calls
         return [ToolCall(function=self.function_call)] if self.function_call else []
@@ -80,7 +87,7 @@ def _text_of(part: dict[str, Any], place: str) -> str:
         raise RequestError(
             400,
             f"{place}: parts of type {kind!r} are not possible inside a KV budget; send text "
-            "(type 'text') only",
+            "(type 'text'), or images (type 'image_url') of the user",
             param=place,
         )
     text = part.get(field)
@@ -90,16 +97,21 @@ def _text_of(part: dict[str, Any], place: str) -> str:
 
 
 def template_messages(
-    messages: Sequence[Message], traits: TemplateTraits, instructions: str | None
+    messages: Sequence[Message],
+    traits: TemplateTraits,
+    instructions: str | None,
+    images: ImageParts,
 ) -> list[dict[str, Any]]:
-    """Return what the chat template is given; raises RequestError for what cannot be shown.
+    """Return the messages for the chat template; raises RequestError for content that cannot be
+    shown.
 
-    `instructions` go before everything else, into the system message. The role developer is the
-    newer name of system. A template that does not know tools is shown calls and results as text.
+    `instructions` are put at the beginning, into the system message; `images` collects the images.
+    The role developer is the newer name of system. For a template without tools, calls and results
+    are shown as text.
     """
     shown = []
     for index, message in enumerate(messages):
-        text = message.text(f"messages.{index}")
+        text = message.text(f"messages.{index}", images)
         show = _with_tools if traits.shows_calls else _as_text
         shown.append(show(message, text, traits))
     if instructions is not None:
@@ -113,6 +125,8 @@ def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> d
     entry["role"] = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     entry["content"] = "" if text is None and not traits.null_content else text
     calls = [call.model_dump(exclude_none=True) for call in message.calls()]
+    if traits.thinking_field and calls and entry.get("reasoning_content"):
+        entry["thinking"], entry["content"] = entry.pop("reasoning_content"), ""
     for call in calls:
         call["function"]["arguments"] = _arguments(
             call["function"]["arguments"], as_object=traits.object_arguments
@@ -121,7 +135,7 @@ def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> d
 
 
 def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str, Any]:
-    """Return a message of the roles and of the text that every template shows."""
+    """Return a message with only the roles and the text that every template shows."""
     if message.role in ("tool", "function"):
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     role = "system" if message.role == "developer" else message.role
@@ -137,7 +151,9 @@ def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str,
 
 
 def _arguments(arguments: str | dict[str, Any], *, as_object: bool) -> Any:
-    """Return the arguments of a call as JSON text or as an object; text that is no JSON stays."""
+    """Return the arguments of a call as JSON text or as an object; text that is not JSON is
+    unchanged.
+    """
     if not as_object:
         return arguments if isinstance(arguments, str) else json.dumps(arguments)
     if isinstance(arguments, str):
@@ -156,7 +172,7 @@ def _with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[s
 
 
 def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join all system messages: llama-cpp-python's own formats show the first one only."""
+    """Join all system messages, because llama-cpp-python's own formats show only the first one."""
     system = [str(message["content"]) for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else others

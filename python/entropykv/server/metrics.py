@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from entropykv.server.engine import Engine
-from entropykv.server.model_registry import HeldModel, ModelRegistry
+from entropykv.server.held_model import HeldModel
+from entropykv.server.model_registry import ModelRegistry
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 

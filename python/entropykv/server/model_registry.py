@@ -11,99 +11,35 @@ import contextlib
 import ctypes
 import gc
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.errors import SettingsError
 from entropykv.server.admission import Admission, Limits, arrival_of, too_late
 from entropykv.server.client_presence import CLIENT_GONE, unless_gone
+from entropykv.server.daemon_threads import DaemonThreads
 from entropykv.server.engine import Engine, shutting_down
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_NAME
+from entropykv.server.held_model import HeldModel, ModelState, again, failure_of, not_loaded
 from entropykv.server.loading import path_of
-from entropykv.server.memory_estimate import MemoryEstimate, estimate_memory
+from entropykv.server.memory_estimate import estimate_memory
 from entropykv.server.model_catalog import ModelCatalog, ServedModel
 from entropykv.server.options import ModelOptions
 
 _logger = logging.getLogger("entropykv.server")
 _LEASES = "entropykv.leases"
-_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s]+/)+")
-"""The folders of a path, which clients must not see."""
 _MOST_NAMED = 20
 """The most models that an error names."""
 Result = TypeVar("Result")
-
-
-class ModelState(Enum):
-    """Name whether a model is in memory, in llama-server's words."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    LOADED = "loaded"
-    SLEEPING = "sleeping"
-    """It was unloaded because nobody used it; the next request loads it again."""
-
-
-@dataclass(eq=False)
-class HeldModel:
-    """Hold the server's current state of one of its models."""
-
-    served: ServedModel
-    state: ModelState = ModelState.UNLOADED
-    engine: Engine | None = None
-    """The engine that answers requests; None if the model is not in memory, or about to be
-    unloaded.
-    """
-    failure: RequestError | None = None
-    """Why the latest attempt to load it failed; None if it did not."""
-    estimate: MemoryEstimate | None = None
-    """The estimated memory while it is loaded; None if not estimated yet."""
-    about: dict[str, Any] | None = None
-    """The description in its routes when it was last loaded."""
-    users: int = 0
-    """How many requests it answers, or is about to answer."""
-    waiting: int = 0
-    """How many requests wait until it is loaded."""
-    leaves: bool = False
-    """True if it accepts no new requests, and is unloaded after its last one."""
-    last_used: float = field(default_factory=time.monotonic)
-    loads: int = 0
-    """How often it was loaded."""
-    opening: asyncio.Task[None] | None = None
-    """The task that loads it."""
-    wanted: bool = False
-    """True if it is to be loaded even if no request waits for it."""
-    timer: asyncio.TimerHandle | None = None
-    """What lets it sleep after a while without requests."""
-
-    @property
-    def name(self) -> str:
-        """Return the name that clients use."""
-        return self.served.name
-
-    @property
-    def is_idle(self) -> bool:
-        """Tell whether no request uses it, and none is about to."""
-        return self.users == 0 and (self.waiting == 0 or self.leaves)
-
-    def count_bytes(self) -> int:
-        """Return the estimated bytes that it takes, including those swapped out to memory.
-
-        It may wait for a step of the model, so it must not be called in the event loop.
-        """
-        total = 0 if self.estimate is None else self.estimate.total
-        pool = None if self.engine is None else self.engine.moment().pool
-        return total + (pool.swapped_bytes if pool is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +88,7 @@ class ModelRegistry:
         self._closing = False
         self._opened = threading.Lock()
         """Held to decide which thread frees a model that was loaded during the shutdown."""
-        self._threads: set[threading.Thread] = set()
+        self._threads = DaemonThreads("entropykv-load")
 
     # --- which models there are -------------------------------------------------------------------
 
@@ -172,7 +108,7 @@ class ModelRegistry:
     @property
     def is_loading(self) -> bool:
         """Tell whether a thread is loading a model, which cannot be stopped."""
-        return bool(self._threads)
+        return self._threads.are_busy
 
     def find(self, name: str | None) -> HeldModel:
         """Return the model with a name or alias, or the default; raises RequestError (400, 404)."""
@@ -212,7 +148,7 @@ class ModelRegistry:
         """
         held = self.find(name)
         if held.engine is None:
-            raise _not_loaded(held)
+            raise not_loaded(held)
         return held.engine
 
     # --- requests that use a model ----------------------------------------------------------------
@@ -228,7 +164,7 @@ class ModelRegistry:
         stack: ExitStack = request.scope[_LEASES]
         if held.engine is None or held.leaves:
             if not self._loads(request):
-                raise _not_loaded(held)
+                raise not_loaded(held)
             await self._wait_until_loaded(held, request, stack)
         else:
             stack.enter_context(self._lease(held))
@@ -272,12 +208,11 @@ class ModelRegistry:
         while held.engine is None or held.leaves:
             if self._closing:
                 raise shutting_down()
-            if held.engine is not None:  # It is about to be unloaded.
-                await self._changed.wait()
-                continue
-            await asyncio.wait({self._begin_loading(held)})
-            if held.failure is not None:
-                raise _again(held.failure)
+            # A model that is about to be unloaded is loaded again after that.
+            attempt = self._begin_loading(held) if held.engine is None else None
+            await self._changed.wait()
+            if attempt not in (None, held.opening) and held.failure is not None:
+                raise again(held.failure)
         stack.enter_context(self._lease(held))
 
     # --- loading ----------------------------------------------------------------------------------
@@ -321,8 +256,8 @@ class ModelRegistry:
     async def _load(self, held: HeldModel) -> None:
         """Load a model into the room for models; if it fails, record why."""
         try:
-            options = await self._in_thread(lambda: _with_path(held.served.options))
-            held.estimate = await self._in_thread(
+            options = await self._threads.call(lambda: _with_path(held.served.options))
+            held.estimate = await self._threads.call(
                 lambda: estimate_memory(Path(options.model), options)
             )
             if (refusal := self._too_large(held)) is not None:
@@ -331,9 +266,9 @@ class ModelRegistry:
                 if not await self._make_room(held) or self._closing:
                     return
                 served = ServedModel(held.name, options, held.served.aliases)
-                self._adopt(held, await self._in_thread(lambda: self._open_for(served)))
+                self._adopt(held, await self._threads.call(lambda: self._open_for(served)))
         except Exception as error:  # An error of any kind concerns only this model.
-            held.failure = _failure_of(held, error)
+            held.failure = failure_of(held, error)
         finally:
             held.opening = None
             held.wanted = False
@@ -384,8 +319,11 @@ class ModelRegistry:
                 if idle is not None:
                     await self._free(idle, ModelState.UNLOADED)
                     continue
-                if leaving is None:
-                    leaving = next((each for each in there if not each.leaves), None)
+                if (
+                    leaving is None
+                ):  # A model that was just loaded first answers the requests that waited.
+                    busy = (each for each in there if each.users and not each.leaves)
+                    leaving = next(busy, None)
                     if leaving is not None:
                         leaving.leaves = True
                 await self._changed.wait()
@@ -419,12 +357,16 @@ class ModelRegistry:
     async def _unload_when_idle(self, held: HeldModel) -> None:
         if held.opening is not None:
             await asyncio.wait({held.opening})
-        held.leaves = True
+        engine = held.engine
+        held.leaves = engine is not None
         try:
-            while not held.is_idle and not self._closing:
-                await self._changed.wait()
-            async with self._turn:
-                await self._free(held, ModelState.UNLOADED)
+            while engine is not None and held.engine is engine and not self._closing:
+                if not held.is_idle:
+                    await self._changed.wait()
+                    continue
+                async with self._turn:
+                    if held.engine is engine and held.is_idle:
+                        await self._free(held, ModelState.UNLOADED)
         finally:
             held.leaves = False
             self._tell()
@@ -454,9 +396,10 @@ class ModelRegistry:
         engine = held.engine
         if engine is None or self._closing:
             return
-        held.engine = None
-        held.state = state
-        await asyncio.to_thread(_close, engine)
+        held.engine, held.state = None, state
+        await asyncio.to_thread(engine.close)
+        del engine  # Its memory is returned only when nothing refers to it.
+        await asyncio.to_thread(_give_memory_back)
         self._tell()
 
     # --- the end ----------------------------------------------------------------------------------
@@ -476,8 +419,8 @@ class ModelRegistry:
             self._closing = True
         for _, engine in self.loaded():
             engine.close()
-        for thread in list(self._threads) if wait else ():
-            thread.join()
+        if wait:
+            self._threads.join()
 
     # --- how all of this takes place --------------------------------------------------------------
 
@@ -491,34 +434,6 @@ class ModelRegistry:
         self._tasks.add(task)  # The event loop alone would not keep a reference to it.
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _in_thread(self, function: Callable[[], Result]) -> Result:
-        """Call a function in a daemon thread, for which the process does not wait at its end."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Result] = loop.create_future()
-
-        def finish(result: Any, error: BaseException | None) -> None:
-            self._threads.discard(thread)
-            if done.cancelled():
-                return
-            if error is None:
-                done.set_result(result)
-            else:
-                done.set_exception(error)
-
-        def run() -> None:
-            result, failed = None, None
-            try:
-                result = function()
-            except BaseException as error:  # The waiting task raises it again.
-                failed = error
-            with contextlib.suppress(RuntimeError):  # The loop was closed meanwhile.
-                loop.call_soon_threadsafe(finish, result, failed)
-
-        thread = threading.Thread(target=run, name="entropykv-load", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-        return await done
 
 
 class Leases:
@@ -545,42 +460,12 @@ def _with_path(options: ModelOptions) -> ModelOptions:
     return options.model_copy(update={"model": str(path), "hf_repo": None, "hf_file": None})
 
 
-def _close(engine: Engine) -> None:
-    """Free a model, and return its memory to the system."""
-    engine.close()
+def _give_memory_back() -> None:
+    """Return freed memory to the system, including that of objects in reference cycles."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # A function of glibc.
     if trim is not None:
         trim(0)
-
-
-def _failure_of(held: HeldModel, error: Exception) -> RequestError:
-    """Return the error for clients, without paths of this machine."""
-    if isinstance(error, RequestError):
-        return error
-    if not isinstance(error, EntropyKVError):
-        _logger.error("the model %s cannot be loaded", held.name, exc_info=error)
-    said = _FOLDERS.sub("", str(error))
-    return RequestError(
-        500, f"the model {held.name!r} cannot be loaded: {said}", code="model_load_failed"
-    )
-
-
-def _again(error: RequestError) -> RequestError:
-    """Return a copy of an error for each request that it answers, because a traceback belongs to
-    one.
-    """
-    details = error.body["error"]
-    return RequestError(error.status_code, str(details["message"]), code=details["code"])
-
-
-def _not_loaded(held: HeldModel) -> RequestError:
-    return RequestError(
-        400,
-        f"the model {held.name!r} is not loaded; ask it for an answer, or POST /models/load",
-        param="model",
-        code="model_not_loaded",
-    )
 
 
 def _mib(size: int) -> str:

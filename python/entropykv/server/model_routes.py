@@ -9,7 +9,8 @@ from pydantic import BaseModel
 
 from entropykv.server.bodies import BodyRoute
 from entropykv.server.fields import Name
-from entropykv.server.model_registry import HeldModel, ModelRegistry, ModelState
+from entropykv.server.held_model import HeldModel, ModelState
+from entropykv.server.model_registry import ModelRegistry
 
 
 class ModelName(BaseModel):

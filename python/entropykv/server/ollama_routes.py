@@ -26,7 +26,8 @@ from entropykv.server.admission import arrival_of
 from entropykv.server.bodies import BodyRoute
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import Name
-from entropykv.server.model_registry import HeldModel, ModelRegistry
+from entropykv.server.held_model import HeldModel
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.ollama_requests import (
     OllamaChat,
     OllamaGenerate,
@@ -186,6 +187,8 @@ def _shown(held: HeldModel) -> dict[str, Any]:
     if template is None and path is not None and geometry is not None:
         template = read_chat_template(path)
     capabilities = ["completion", "tools", *(["thinking"] if tags_of(template) else [])]
+    if held.served.options.projector is not None:
+        capabilities.append("vision")
     return {
         "modelfile": "",
         "parameters": "",

@@ -1,0 +1,126 @@
+"""Serve several tiny models in this process, and decide when each of them is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions, create_app
+from entropykv.server import app as app_module
+from entropykv.server.loading import ServedLlama, load_llama
+from entropykv.server.model_registry import ModelRegistry
+from tests.support.tiny_models import write_llama
+
+WORDS = {"prompt": "The old garden", "max_tokens": 6, "temperature": 0.0}
+
+
+def write_models(directory: Path, *names: str) -> None:
+    """Tiny models of other weights, by their names; the one that is called broken is cut off."""
+    for seed, name in enumerate(names):
+        path = directory / f"{name}.gguf"
+        write_llama(path, seed=seed)
+        if name == "broken":
+            path.write_bytes(path.read_bytes()[:3000])
+
+
+def catalog_of(directory: Path, *names: str, default: str | None = None, **fields: Any) -> Any:
+    """A catalog of these models; `fields` are those of their options."""
+    given = {"n_ctx": 256, "kv_budget": "64", "n_threads": 1, **fields}
+    models = [
+        ServedModel.of(name, ModelOptions(model=str(directory / f"{name}.gguf"), **given))
+        for name in names
+    ]
+    return ModelCatalog.of_several(models, default)
+
+
+@dataclass
+class Gates:
+    """Holds the loading of models until it is let through, and counts it."""
+
+    loads: list[str] = field(default_factory=list)
+    closed: dict[str, threading.Event] = field(default_factory=dict)
+
+    def close(self, name: str) -> threading.Event:
+        """Let the model wait within its thread until the event is set."""
+        self.closed[name] = threading.Event()
+        return self.closed[name]
+
+    def load(self, options: ModelOptions) -> ServedLlama:
+        name = options.served_name
+        self.loads.append(name)
+        if name in self.closed:
+            assert self.closed[name].wait(60)
+        return load_llama(options)
+
+
+@dataclass
+class Running:
+    """An app that serves, its client, and what it loads."""
+
+    app: FastAPI
+    client: httpx.AsyncClient
+    gates: Gates
+
+    @property
+    def models(self) -> ModelRegistry:
+        models: ModelRegistry = self.app.state.models
+        return models
+
+    async def ask(self, model: str | None, **fields: Any) -> httpx.Response:
+        named = {} if model is None else {"model": model}
+        return await self.client.post("/v1/completions", json={**WORDS, **named, **fields})
+
+    async def states(self) -> dict[str, str]:
+        listed = (await self.client.get("/v1/models")).json()["data"]
+        return {each["id"]: each["status"]["value"] for each in listed}
+
+    async def until(self, name: str, state: str) -> None:
+        """Wait, a minute at most, until a model is in a state."""
+        await until(lambda: self.models.named(name).state.value == state)
+
+    def counts(self, name: str) -> tuple[int, int]:
+        """How often a model was loaded, and how many requests use it."""
+        held = self.models.named(name)
+        return held.loads, held.users
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait, a minute at most, until something holds."""
+    for _ in range(6000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it took more than a minute")
+
+
+@contextlib.asynccontextmanager
+async def running(models: Any, **server: Any) -> AsyncIterator[Running]:
+    """Run the app of a catalog, or of one model, in this event loop."""
+    gates = Gates()
+    before = app_module.load_llama
+    app_module.load_llama = gates.load
+    try:
+        app = await asyncio.to_thread(create_app, models, ServerOptions(**server))
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", timeout=60
+            ) as client,
+        ):
+            yield Running(app, client, gates)
+    finally:
+        app_module.load_llama = before
+
+
+def run(talk: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine, for two minutes at most."""
+    asyncio.run(asyncio.wait_for(talk, 120))
