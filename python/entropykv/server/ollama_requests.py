@@ -154,10 +154,10 @@ class OllamaMessage(BaseModel):
     )
     tool_name: Name | None = None
 
-    def as_ours(self, place: str) -> dict[str, Any]:
-        """Return it as a message of OpenAI's form; raises RequestError for images."""
-        _check_images(self.images, place)
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+    def as_ours(self) -> dict[str, Any]:
+        """Return it as a message of OpenAI's form."""
+        content = _content(self.content, self.images)
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.thinking:
             message["reasoning_content"] = self.thinking
         if self.tool_calls:
@@ -188,7 +188,7 @@ class OllamaChat(OllamaRequest):
     def asked(self, llama: ServedLlama) -> ChatRequest:
         """Return the request as a chat completion; raises RequestError."""
         self.check(llama)
-        messages = [each.as_ours(f"messages.{i}") for i, each in enumerate(self.messages)]
+        messages = [each.as_ours() for each in self.messages]
         return _chat_of(self, messages, self.tools)
 
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,6 @@ class OllamaGenerate(OllamaRequest):
     def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
         """Return the request as a chat completion or a completion; raises RequestError."""
         self.check(llama)
-        _check_images(self.images, "images")
         if self.template:
             raise RequestError(
                 400,
@@ -230,7 +229,14 @@ class OllamaGenerate(OllamaRequest):
             )
         if not self.raw and not self.suffix:
             system = [{"role": "system", "content": self.system}] if self.system else []
-            return _chat_of(self, [*system, {"role": "user", "content": self.prompt}], None)
+            turn = {"role": "user", "content": _content(self.prompt, self.images)}
+            return _chat_of(self, [*system, turn], None)
+        if self.images:
+            raise RequestError(
+                400,
+                "images: a text that goes on has none; leave raw and suffix out, or the images",
+                param="images",
+            )
         grammar = None
         if self.format:
             schema = self.format
@@ -269,11 +275,13 @@ def _validated(kind: type[Asked], fields: dict[str, Any]) -> Asked:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
 
 
-def _check_images(images: list[Any] | None, place: str) -> None:
-    if images:
-        raise RequestError(
-            400, f"{place}: images are not possible inside a KV budget; send text only", param=place
-        )
+def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return a text with its images, which Ollama's clients send in base64, as OpenAI has them."""
+    if not images:
+        return text
+    urls = [f"data:image/png;base64,{image}" for image in images]  # the file says what it is
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
 
 
 @dataclass
