@@ -138,8 +138,8 @@ def test_models_are_listed_and_shown(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "sentence"),
     [
-        ("chat", {"messages": [{**QUESTION, "images": ["aGk="]}]}, "images are not possible"),
-        ("generate", {"prompt": "a", "images": ["aGk="]}, "images are not possible"),
+        ("chat", {"messages": [{**QUESTION, "images": ["aGk="]}]}, "--mmproj FILE"),
+        ("generate", {"prompt": "a", "images": ["aGk="]}, "--mmproj FILE"),
         ("chat", {"messages": [QUESTION], "options": {"num_ctx": N_CTX + 1}}, "num_ctx"),
         ("chat", {"messages": [QUESTION], "think": True}, "does not support thinking"),
         ("chat", {"messages": [QUESTION], "format": "yaml"}, "format"),

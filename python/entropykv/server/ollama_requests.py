@@ -38,6 +38,7 @@ _SAMPLING = (
 _NANOSECONDS = 1_000_000_000
 _LATEST = ":latest"
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+OllamaImages = Annotated[list[str], FIRST_ERROR, Field(max_length=MOST_MESSAGES)]
 
 
 class OllamaOptions(Request):
@@ -148,16 +149,16 @@ class OllamaMessage(BaseModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
+    images: OllamaImages | None = None
     tool_calls: Annotated[list[OllamaCall], FIRST_ERROR] | None = Field(
         default=None, max_length=MOST_TOOLS
     )
     tool_name: Name | None = None
 
-    def as_ours(self, place: str) -> dict[str, Any]:
-        """Return it as a message of OpenAI's form; raises RequestError for images."""
-        _check_images(self.images, place)
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+    def as_ours(self) -> dict[str, Any]:
+        """Return it as a message of OpenAI's form."""
+        content = _with_images(self.content, self.images)
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.thinking:
             message["reasoning_content"] = self.thinking
         if self.tool_calls:
@@ -188,8 +189,7 @@ class OllamaChat(OllamaRequest):
     def asked(self, llama: ServedLlama) -> ChatRequest:
         """Return the request as a chat completion; raises RequestError."""
         self.check(llama)
-        messages = [each.as_ours(f"messages.{i}") for i, each in enumerate(self.messages)]
-        return _chat_of(self, messages, self.tools)
+        return _chat_of(self, [each.as_ours() for each in self.messages], self.tools)
 
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
         """Return the message with these texts."""
@@ -204,7 +204,7 @@ class OllamaGenerate(OllamaRequest):
     system: str | None = None
     template: str | None = None
     context: Tokens | None = None
-    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
+    images: OllamaImages | None = None
     raw: bool = False
 
     @property
@@ -215,7 +215,12 @@ class OllamaGenerate(OllamaRequest):
     def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
         """Return the request as a chat completion or a completion; raises RequestError."""
         self.check(llama)
-        _check_images(self.images, "images")
+        if self.images and (self.raw or self.suffix):
+            raise RequestError(
+                400,
+                "images: they are shown by the chat template; leave raw and suffix out",
+                param="images",
+            )
         if self.template:
             raise RequestError(
                 400,
@@ -230,7 +235,8 @@ class OllamaGenerate(OllamaRequest):
             )
         if not self.raw and not self.suffix:
             system = [{"role": "system", "content": self.system}] if self.system else []
-            return _chat_of(self, [*system, {"role": "user", "content": self.prompt}], None)
+            content = _with_images(self.prompt, self.images)
+            return _chat_of(self, [*system, {"role": "user", "content": content}], None)
         grammar = None
         if self.format:
             schema = self.format
@@ -269,11 +275,16 @@ def _validated(kind: type[Asked], fields: dict[str, Any]) -> Asked:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
 
 
-def _check_images(images: list[Any] | None, place: str) -> None:
-    if images:
-        raise RequestError(
-            400, f"{place}: images are not possible inside a KV budget; send text only", param=place
-        )
+def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """Return a message's content in OpenAI's form, with images (files in base64) before the text.
+
+    What kind of image a file has is told by its own first bytes.
+    """
+    if not images:
+        return text
+    urls = [{"url": f"data:image/png;base64,{file}"} for file in images]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": url} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
 
 
 @dataclass

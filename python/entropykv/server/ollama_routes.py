@@ -187,6 +187,7 @@ def _shown(held: HeldModel) -> dict[str, Any]:
     if template is None and path is not None and geometry is not None:
         template = read_chat_template(path)
     capabilities = ["completion", "tools", *(["thinking"] if tags_of(template) else [])]
+    capabilities += ["vision"] if held.served.options.projector else []
     return {
         "modelfile": "",
         "parameters": "",
