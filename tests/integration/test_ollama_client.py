@@ -89,6 +89,6 @@ def test_it_understands_what_is_refused(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="-hf") as pulled:
         client.pull("tiny")
     assert pulled.value.status_code == 400
-    with pytest.raises(ollama.ResponseError, match="images"):
+    with pytest.raises(ollama.ResponseError, match="mmproj"):
         client.chat("tiny", [{**QUESTION, "images": [b"hi"]}])
     assert json.dumps(client.chat("tiny", [QUESTION], options=SHORT).model_dump())

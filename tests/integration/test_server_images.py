@@ -100,26 +100,6 @@ def test_streams_and_responses_have_images_too(client: openai.OpenAI) -> None:
     assert response.output_text == expected
 
 
-def test_ollamas_api_has_images_too(server: Server, client: openai.OpenAI) -> None:
-    data = png(64, 40)
-    expected = ask(client, question(image(data)))
-    files = [base64.b64encode(data).decode()]
-    (name,) = (each["name"] for each in server.get("/api/tags").json()["models"])
-    options: dict[str, Any] = {
-        "model": name,
-        "options": {"temperature": 0.0, "num_predict": 12},
-        "stream": False,
-    }
-    message = {"role": "user", "content": "what is it", "images": files}
-    chat = server.post("/api/chat", json.dumps({"messages": [message], **options})).json()
-    assert chat["message"]["content"] == expected
-    body = {"prompt": "what is it", "images": files, **options}
-    assert server.post("/api/generate", json.dumps(body)).json()["response"] == expected
-    raw = server.post("/api/generate", json.dumps({**body, "raw": True}))
-    assert (raw.status_code, "leave raw" in raw.text) == (400, True)
-    assert "vision" in server.post("/api/show", json.dumps({"model": name})).json()["capabilities"]
-
-
 def test_a_further_turn_goes_on_from_the_image_and_another_image_does_not(
     server: Server, client: openai.OpenAI
 ) -> None:

@@ -125,6 +125,8 @@ def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> d
     entry["role"] = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     entry["content"] = "" if text is None and not traits.null_content else text
     calls = [call.model_dump(exclude_none=True) for call in message.calls()]
+    if traits.thinking_field and calls and entry.get("reasoning_content"):
+        entry["thinking"], entry["content"] = entry.pop("reasoning_content"), ""
     for call in calls:
         call["function"]["arguments"] = _arguments(
             call["function"]["arguments"], as_object=traits.object_arguments

@@ -38,7 +38,6 @@ _SAMPLING = (
 _NANOSECONDS = 1_000_000_000
 _LATEST = ":latest"
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
-OllamaImages = Annotated[list[str], FIRST_ERROR, Field(max_length=MOST_MESSAGES)]
 
 
 class OllamaOptions(Request):
@@ -149,7 +148,7 @@ class OllamaMessage(BaseModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: OllamaImages | None = None
+    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
     tool_calls: Annotated[list[OllamaCall], FIRST_ERROR] | None = Field(
         default=None, max_length=MOST_TOOLS
     )
@@ -157,7 +156,7 @@ class OllamaMessage(BaseModel):
 
     def as_ours(self) -> dict[str, Any]:
         """Return it as a message of OpenAI's form."""
-        content = _with_images(self.content, self.images)
+        content = _content(self.content, self.images)
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.thinking:
             message["reasoning_content"] = self.thinking
@@ -189,7 +188,8 @@ class OllamaChat(OllamaRequest):
     def asked(self, llama: ServedLlama) -> ChatRequest:
         """Return the request as a chat completion; raises RequestError."""
         self.check(llama)
-        return _chat_of(self, [each.as_ours() for each in self.messages], self.tools)
+        messages = [each.as_ours() for each in self.messages]
+        return _chat_of(self, messages, self.tools)
 
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
         """Return the message with these texts."""
@@ -204,7 +204,7 @@ class OllamaGenerate(OllamaRequest):
     system: str | None = None
     template: str | None = None
     context: Tokens | None = None
-    images: OllamaImages | None = None
+    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
     raw: bool = False
 
     @property
@@ -215,12 +215,6 @@ class OllamaGenerate(OllamaRequest):
     def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
         """Return the request as a chat completion or a completion; raises RequestError."""
         self.check(llama)
-        if self.images and (self.raw or self.suffix):
-            raise RequestError(
-                400,
-                "images: they are shown by the chat template; leave raw and suffix out",
-                param="images",
-            )
         if self.template:
             raise RequestError(
                 400,
@@ -235,8 +229,14 @@ class OllamaGenerate(OllamaRequest):
             )
         if not self.raw and not self.suffix:
             system = [{"role": "system", "content": self.system}] if self.system else []
-            content = _with_images(self.prompt, self.images)
-            return _chat_of(self, [*system, {"role": "user", "content": content}], None)
+            turn = {"role": "user", "content": _content(self.prompt, self.images)}
+            return _chat_of(self, [*system, turn], None)
+        if self.images:
+            raise RequestError(
+                400,
+                "images: a text that goes on has none; leave raw and suffix out, or the images",
+                param="images",
+            )
         grammar = None
         if self.format:
             schema = self.format
@@ -275,15 +275,12 @@ def _validated(kind: type[Asked], fields: dict[str, Any]) -> Asked:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
 
 
-def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """Return a message's content in OpenAI's form, with images (files in base64) before the text.
-
-    What kind of image a file has is told by its own first bytes.
-    """
+def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return a text with its images, which Ollama's clients send in base64, as OpenAI has them."""
     if not images:
         return text
-    urls = [{"url": f"data:image/png;base64,{file}"} for file in images]
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": url} for url in urls]
+    urls = [f"data:image/png;base64,{image}" for image in images]  # the file says what it is
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}]
 
 

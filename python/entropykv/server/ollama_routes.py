@@ -187,7 +187,8 @@ def _shown(held: HeldModel) -> dict[str, Any]:
     if template is None and path is not None and geometry is not None:
         template = read_chat_template(path)
     capabilities = ["completion", "tools", *(["thinking"] if tags_of(template) else [])]
-    capabilities += ["vision"] if held.served.options.projector else []
+    if held.served.options.projector is not None:
+        capabilities.append("vision")
     return {
         "modelfile": "",
         "parameters": "",
