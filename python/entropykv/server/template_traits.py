@@ -95,7 +95,7 @@ class _Probe:
         )
 
     def _shows(self, arguments: Any) -> bool:
-        """Tell whether a prompt contains the arguments of a call, quoted only once, and its result."""
+        """Tell whether a prompt has the arguments of a call, quoted only once, and its result."""
         shown = self._with_call(arguments, "")
         return bool(re.search(rf"""(?<!\\)["']{_VALUE}(?!\\)["']""", shown)) and _RESULT in shown
 

@@ -83,7 +83,7 @@ class TokenSequence:
             self.reusable_from = n_ctx + 1
 
     def begin_after_load(self, evicted: int) -> None:
-        """Set the number of evictions from a loaded file, which does not tell where the last one was."""
+        """Set the number of evictions from a loaded file; the position of the last is unknown."""
         self.reusable_from = self.position if evicted else 0
         self.evicted_before = evicted
 

@@ -739,7 +739,7 @@ class Session:
         self._counts.add_generated(n_tokens, seconds)
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Add tokens of a prompt, and the seconds it took to read them, to the counts of stats()."""
+        """Add tokens of a prompt, and the seconds they took, to the counts of stats()."""
         self._counts.add_prompt(n_tokens, seconds)
 
     def note_climb(self, climb: Climb) -> None:
