@@ -1,4 +1,4 @@
-"""Ollama's API: what its clients send, and get from `entropykv serve`."""
+"""Ollama's API on `entropykv serve` accepts its clients' requests and answers in its form."""
 
 from __future__ import annotations
 
