@@ -72,7 +72,9 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
 }
 
 void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_position,
-                      int n_echo) {
+                      int n_echo, bool see_all) {
+    if (see_all && n_echo > 0)
+        throw std::invalid_argument("tokens that all see each other have no echo");
     if (n_text < 0 || n_echo < 0 || n_text + n_echo < 1 ||
         n_text > store_.settings().max_tokens - n_echo)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
@@ -90,6 +92,7 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
     step_.base_position = base_position;
+    step_.see_all = see_all;
     const bool predicts = step_.importance.predicts();
     // With predicted scores, the queries of an echo only raise predicted shares. An echo of a
     // single token is ignored, because one query shows too little.

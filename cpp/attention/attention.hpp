@@ -38,8 +38,11 @@ public:
     // asks the model to repeat the text and then repeats it. Its tokens attend to the text and to
     // each other like any others, and their queries count towards importance (measure reconstruct
     // counts no others), but their K and V are not kept. An echo may come alone, for a text that
-    // was read before. No later call allocates memory.
-    void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0);
+    // was read before. With see_all, every token attends to all tokens of the micro-batch, also to
+    // later ones, as those of some images do; there is no echo then. No later call allocates
+    // memory.
+    void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0,
+               bool see_all = false);
 
     // The graph calls these in this order, with a barrier between them. Layers whose V is a part of
     // K have no stage_v(). A layer with several readers has one attend() for each, and other layers

@@ -16,10 +16,10 @@ public:
     // Begins another micro-batch, which has no tokens yet.
     void clear();
     // Adds the next tokens, which belong to a sequence without tokens in this micro-batch.
-    // Sequences with a single token must be added first, and all must share one StorePool. n_text
-    // and n_echo are those of Attention::begin(). If this throws, nothing was added.
+    // Sequences with a single token must be added first, and all must share one StorePool. n_text,
+    // n_echo and see_all are those of Attention::begin(). If this throws, nothing was added.
     void add(Attention& sequence, int n_text, std::int32_t base_position,
-             std::int32_t rope_position, int n_echo = 0);
+             std::int32_t rope_position, int n_echo = 0, bool see_all = false);
 
     int n_tokens() const { return n_tokens_; }
     int n_threads() const { return parts_.empty() ? 0 : parts_.front().sequence->n_threads(); }

@@ -18,6 +18,7 @@ struct Step {
     bool observing = false;       // whether its queries count towards importance
     bool observing_echo = false;  // whether the echo's queries raise predicted shares
     bool recalling = false;       // whether frozen entries may be recalled
+    bool see_all = false;         // whether its tokens attend to later ones, too
 
     // Return the first query row that is observed, its tile, and how many bands have observed rows
     // (of the observation window or of an echo).
@@ -44,6 +45,9 @@ struct Step {
     // fewer.
     bool keeps_weights(const Split& split, int total) const noexcept;
     std::size_t most_kept_floats(const Split& split, int most) const noexcept;
+
+    // Returns the last token of the micro-batch that a token may attend to.
+    int last_seen(int token) const noexcept { return see_all ? n_tokens - 1 : token; }
 
     // Returns the oldest position that a token may attend to, relative to the first token.
     float oldest_relative(const LayerShape& shape, int token) const noexcept {

@@ -68,7 +68,7 @@ void TileWork::load_queries(const RowTile& tile) noexcept {
         if (call_.params.slopes != nullptr) worker_.slopes()[r] = call_.params.slopes[query_head];
         for (int d = 0; d < layout.k_dim; ++d)
             query[index(d) * lanes + index(r) * stride] = source[d] * call_.params.scale;
-        worker_.positions()[r] = static_cast<float>(token);
+        worker_.positions()[r] = static_cast<float>(step_.last_seen(token));
         worker_.oldest()[r] = step_.oldest_relative(call_.shape(), token);
     }
 }
@@ -87,8 +87,8 @@ void TileWork::over_ranges(const RowTile& tile, int first, int last, Visit visit
         if (from < to) visit(EntryRange{&layout, pages, from, to}, offset + from, masked);
     };
     part(call_.head(tile.head).pages.all().data(), 0, 0, count, windowed);
-    const int first_token = tile.first / split_.group;
-    const int last_token = (tile.first + tile.count - 1) / split_.group;
+    const int first_token = step_.last_seen(tile.first / split_.group);
+    const int last_token = step_.last_seen((tile.first + tile.count - 1) / split_.group);
     std::byte* const* staged = call_.store.staging(call_.layer, tile.head);
     part(staged, count, 0, first_token + 1, windowed);
     part(staged, count, first_token + 1, last_token + 1, true);

@@ -15,11 +15,11 @@ void register_attention_batch(py::module_& m) {
         .def(
             "add",
             [](AttentionBatch& self, Headwise& store, int n_tokens, int position, int rope_position,
-               int n_echo) {
-                self.add(store.attention, n_tokens, position, rope_position, n_echo);
+               int n_echo, bool see_all) {
+                self.add(store.attention, n_tokens, position, rope_position, n_echo, see_all);
             },
             py::arg("store"), py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
-            py::arg("n_echo") = 0)
+            py::arg("n_echo") = 0, py::arg("see_all") = false)
         .def_property_readonly("n_tokens", &AttentionBatch::n_tokens);
 }
 

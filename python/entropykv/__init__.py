@@ -20,6 +20,7 @@ from entropykv.errors import (  # noqa: E402
     EntropyKVError,
     FreezeError,
     HubError,
+    ImageError,
     ModelFileError,
     PoolError,
     ProfileError,
@@ -29,6 +30,7 @@ from entropykv.errors import (  # noqa: E402
     VersionError,
 )
 from entropykv.profile.profile import EntropyProfile  # noqa: E402
+from entropykv.session.images import ImageLimits, ImagePrompt, Images  # noqa: E402
 from entropykv.session.pool import Pool, PoolStats  # noqa: E402
 from entropykv.session.session import Session  # noqa: E402
 from entropykv.session.stats import SessionStats  # noqa: E402
@@ -54,6 +56,10 @@ __all__ = [
     "FreezeError",
     "Freezing",
     "HubError",
+    "ImageError",
+    "ImageLimits",
+    "ImagePrompt",
+    "Images",
     "MicroBatchSeen",
     "ModelFileError",
     "OwnPolicy",

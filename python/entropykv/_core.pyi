@@ -424,10 +424,12 @@ class AttentionBatch:
         position: int,
         rope_position: int,
         n_echo: int = 0,
+        see_all: bool = False,
     ) -> None:
         """Add the next tokens, and get all that they need; single tokens come first.
 
-        `n_echo`: as in HeadwiseStore.begin().
+        `n_echo`: as in HeadwiseStore.begin(). `see_all`: each of the tokens attends to all of them,
+        also to later ones, and there is no echo.
 
         ColdStorageError where cold storage has no room; nothing is added then.
         """

@@ -51,6 +51,10 @@ class ContextError(EntropyKVError, ValueError):
     """Raised for an empty prompt, a prompt longer than the context, or a position out of range."""
 
 
+class ImageError(EntropyKVError, ValueError):
+    """Raised for an image that is damaged, too large or not held any more, or that nobody reads."""
+
+
 class SettingsError(EntropyKVError, ValueError):
     """Raised for an option with an impossible value."""
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 from llama_cpp import Llama
-from llama_cpp.llama_chat_format import MTMDChatHandler
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv import (
@@ -130,7 +129,6 @@ def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: 
             {"draft_model": LlamaPromptLookupDecoding(), "kv_budget": 0.5},
             "draft_model .* kv_budget",
         ),
-        ({"chat_handler": MTMDChatHandler.__new__(MTMDChatHandler)}, "images"),
     ],
 )
 def test_refuses_what_cannot_work(

@@ -31,7 +31,7 @@ def read(data: bytes) -> tuple[SessionReader, list[bytearray]]:
 
 def with_header(change: dict[str, Any]) -> bytes:
     """Return a file with a changed header and a correct digest."""
-    settings, contents = asdict(SETTINGS), asdict(CONTENTS)
+    settings, contents = asdict(SETTINGS), CONTENTS.to_json()
     for key, value in change.items():
         (settings if key in settings else contents)[key] = value
     header = json.dumps({"settings": settings, "contents": contents}).encode()
@@ -109,6 +109,8 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
         {"entries": [3]},
         {"entries": [[-1]]},
         {"entries": [[None]]},
+        {"images": [[1, 2]]},
+        {"images": [[1, 2, -1]]},
         {"chat": 1},
         {"sections": [[7]]},
         {"sections": [-7, 7, 9]},

@@ -11,6 +11,7 @@ pytest.importorskip("fastapi")
 
 from entropykv.server.chat_request import _chunks_with_calls
 from entropykv.server.errors import RequestError
+from entropykv.server.image_parts import ImageParts
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.schema_grammar import grammar_of
 from entropykv.server.template_traits import TemplateTraits, _Probe
@@ -38,7 +39,9 @@ USE = ToolUse([ADD, WALK])
 
 
 def shown(*messages: dict[str, Any], traits: TemplateTraits = PLAIN) -> list[dict[str, Any]]:
-    return template_messages([Message.model_validate(each) for each in messages], traits, None)
+    return template_messages(
+        [Message.model_validate(each) for each in messages], traits, None, ImageParts(None)
+    )
 
 
 def test_text_parts_are_joined_and_the_developer_is_the_system() -> None:
@@ -48,7 +51,13 @@ def test_text_parts_are_joined_and_the_developer_is_the_system() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "unheard-of", None])
+def test_an_image_is_refused_without_a_projector() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(RequestError, match=r"messages\.0\.content\.0: .* --mmproj FILE"):
+        shown({"role": "user", "content": [part]})
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "file", "unheard-of", None])
 def test_a_part_that_is_no_text_is_refused_by_name(kind: str | None) -> None:
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind}]
     with pytest.raises(RequestError, match=rf"messages\.0\.content\.1: parts of type {kind!r}"):

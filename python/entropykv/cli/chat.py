@@ -14,6 +14,12 @@ from entropykv.cli.answer import Answer
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
+from entropykv.cli.image_options import (
+    add_image_options,
+    image_file,
+    image_files,
+    open_projector,
+)
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
@@ -52,6 +58,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     group = parser.add_argument_group("conversation")
     add_system_options(group, "the first turn")
     add_prompt_options(group, "the first turn")
+    add_image_options(group, "the first turn")
     group.add_argument(
         "-st", "--single-turn", action="store_true", help="end after the first answer"
     )
@@ -81,8 +88,10 @@ def _chat(options: argparse.Namespace) -> int:
     if demo is not None and options.system is None and options.load_session is None:
         options.system = read_text(str(demo.document), ContextError)
         say(f"the first turn comes with {demo.document}; ask: {demo.question}")
+    files = image_files(options.image)
     use_in_template(options)
     with open_engine(options, goes_back=True) as session:
+        open_projector(session, options, files)
         conversation = Conversation(
             session,
             ending_never(sampling, session) if options.ignore_eos else sampling,
@@ -95,6 +104,7 @@ def _chat(options: argparse.Namespace) -> int:
         )
         if options.load_session is not None:
             conversation.load(options.load_session)
+        conversation.files = files
         code = _Terminal(conversation).run(first, single=options.single_turn)
         say_learnt(session)
         return code
@@ -111,6 +121,7 @@ class _Terminal:
             "/stats": ("", "speed, memory and entries", self._stats),
             "/history": ("", "show the turns", self._history),
             "/budget": ("B", "another KV budget: 512, 0.2 or 64MiB", self._budget),
+            "/image": ("FILE", "show an image with the next turn (needs --mmproj)", self._image),
             "/regen": ("", "answer the last turn again", self._regen),
             "/undo": ("", "take back the last turn and its answer", self._undo),
             "/edit": ("TEXT", "say something else instead of the last turn", self._edit),
@@ -240,12 +251,22 @@ class _Terminal:
     def _regen(self, _: str) -> None:
         self._tell(self._conversation.ask_again())
 
+    def _image(self, path: str) -> None:
+        conversation = self._conversation
+        if conversation.session.images is None:
+            raise SettingsError("no images are read here; start with --mmproj FILE")
+        data = image_file(path)
+        conversation.session.images.check([*conversation.files, data])
+        conversation.files.append(data)
+        self._show(f"{path} is shown with the next turn.")
+
     def _undo(self, _: str) -> None:
         turn = self._conversation.undo()
         self._show(f"Taken back: {textwrap.shorten(turn.text, 60)}")
 
     def _edit(self, text: str) -> None:
-        self._conversation.undo()
+        turn = self._conversation.undo()
+        self._conversation.files = list(turn.files)
         self._ask(text)
 
     def _system(self, text: str) -> None:

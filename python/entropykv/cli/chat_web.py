@@ -41,6 +41,7 @@ _ELSEWHERE = {
     "reverse_prompt": "-r",
     "ignore_eos": "--ignore-eos",
     "recovery": "--recovery",
+    "image": "--image",
 }
 """Options that the page does not support, or that `serve` names differently, each with advice."""
 
@@ -105,6 +106,7 @@ def _model_options(options: argparse.Namespace) -> ModelOptions:
         use_mmap=tuning.use_mmap,
         use_mlock=tuning.use_mlock,
         verbose=options.verbose,
+        mmproj=options.mmproj,
         **given,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.cli.answer import Answer, read_rest, write_answer
+from entropykv.cli.image_options import tokens_of, with_places
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.cli.shown_thought import ShownThought
@@ -29,6 +30,8 @@ class Turn:
     """Its text, without what was thought before it."""
     start: int
     """The position of the session before this turn."""
+    files: tuple[bytes, ...] = ()
+    """The files of the images that were shown with it."""
 
 
 class Conversation:
@@ -57,6 +60,8 @@ class Conversation:
         self.turns: list[Turn] = []
         self.loaded_text = ""
         """The text that a loaded session had read, without special tokens."""
+        self.files: list[bytes] = []
+        """The files of images that are shown with the next turn."""
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._stops = stops
@@ -73,8 +78,13 @@ class Conversation:
         """
         start = self.session.position
         answer = Answer()
-        prompt = self._prompt_of(text)
-        tokens = self._tokens_of(prompt, text)
+        try:
+            shown = with_places(text, len(self.files)) if self.files else text
+            prompt = self._prompt_of(shown)
+            tokens = self._tokens_of(prompt, shown)
+        except EntropyKVError:
+            self.files = []  # or every further turn would have them, and fail as well
+            raise
         thought = None
         if prompt is not None:
             thought = ShownThought.of(self.session, self._thinking, prompt, folded=self._folds)
@@ -112,9 +122,10 @@ class Conversation:
     def _tokens_of(self, prompt: str | None, text: str) -> list[int]:
         session, first = self.session, self.session.position == 0
         if prompt is not None:
-            return session.tokenize(prompt, add_bos=False)
+            return tokens_of(session, prompt, self.files, add_bos=False)
         before = ([] if self._system is None else [self._system]) if first else [""]
-        return session.tokenize("\n".join([*before, text]), add_bos=None if first else False)
+        add_bos = None if first else False
+        return tokens_of(session, "\n".join([*before, text]), self.files, add_bos=add_bos)
 
     def _tokens_left_out(self, tokens: list[int]) -> int:
         """Return how many tokens at the end of a prompt later turns of the conversation lack."""
@@ -133,11 +144,13 @@ class Conversation:
                 if self.session.position > start:
                     go_back(self.session, start)
                 return
+            files, self.files = tuple(self.files), []
             if thought is None:
-                self.turns.append(Turn(text, self.session.detokenize(answer.tokens), start))
+                said = self.session.detokenize(answer.tokens)
+                self.turns.append(Turn(text, said, start, files))
                 read_rest(self.session, answer.unread)
                 return
-            self.turns.append(Turn(text, thought.answer, start))
+            self.turns.append(Turn(text, thought.answer, start, files))
             self._forget_thought(place, answer, thought)
 
     def _forget_thought(self, place: int, answer: Answer, thought: ShownThought) -> None:
@@ -180,7 +193,9 @@ class Conversation:
 
     def ask_again(self) -> Answer:
         """Remove the last turn, and ask it again; raises the errors of undo() and ask()."""
-        return self.ask(self.undo().text)
+        turn = self.undo()
+        self.files = list(turn.files)
+        return self.ask(turn.text)
 
     def begin_with(self, system: str) -> None:
         """Remove all turns, and set the system message for the next one; raises ModelFileError."""

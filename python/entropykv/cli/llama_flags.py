@@ -524,27 +524,64 @@ FLAGS: tuple[LlamaFlag, ...] = (
     *_flags(
         """
         csp 1 -mm --mmproj
+        """,
+        TAKEN,
+    ),
+    *_flags(
+        """
+        c 1 --image
+        """,
+        TAKEN,
+        serve=refused("requests bear their images; leave it out"),
+    ),
+    *_flags(
+        """
         csp 1 -mmu --mmproj-url
+        """,
+        refused("download the projector, and give the file with --mmproj"),
+    ),
+    *_flags(
+        """
         csp 1 -mmdev --mmproj-device
-        c 1 --image --audio --video
+        """,
+        refused("the projector is where the model is; leave it out"),
+    ),
+    *_flags(
+        """
         csp 1 --image-min-tokens
         csp 1 --image-max-tokens
-        s 1 --mtmd-batch-max-tokens
+        """,
+        refused("images have as many tokens as the projector says; leave it out"),
+    ),
+    *_flags(
+        """
+        c 1 --audio --video
         csp 1 --video-fps
         csp 1 --video-timestamp-interval
         csp 1 --video-ffmpeg-dir
+        """,
+        refused("use llama.cpp for sound and video: a KV budget holds text and images"),
+    ),
+    *_flags(
+        """
         s 1 --media-path
         """,
-        refused("use llama.cpp for images and sound: a KV budget holds text"),
+        refused("requests bear their images as data: URLs; leave it out"),
     ),
     *_flags(
         """
         cs 0 --mmproj-auto
         cs 0 --no-mmproj --no-mmproj-auto
         csp 0 --mmproj-offload
-        csp 0 --no-mmproj-offload
         """,
-        noted("no projector of images is loaded"),
+        noted("the projector is the file of --mmproj, and where the model is"),
+    ),
+    *_flags(
+        """
+        csp 0 --no-mmproj-offload
+        s 1 --mtmd-batch-max-tokens
+        """,
+        noted("images are encoded one by one, where the model is"),
     ),
     *_flags(
         """

@@ -10,6 +10,13 @@ from pathlib import Path
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
+from entropykv.cli.image_options import (
+    add_image_options,
+    image_files,
+    open_projector,
+    tokens_of,
+    with_places,
+)
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.plots import check_plot, draw_trajectory
@@ -66,6 +73,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt")
     add_prompt_options(group, "the prompt")
+    add_image_options(group, "the prompt")
     add_system_options(group, "the prompt")
     add_no_chat(group)
 
@@ -83,11 +91,13 @@ def run(options: argparse.Namespace) -> int:
     if options.save_session is not None:
         check_target(options.save_session)
     cache = PromptCache.of(options)
+    files = image_files(options.image)
     with open_engine(options) as session:
+        open_projector(session, options, files)
         loaded = load_session(session, options.load_session)
         if asked:
             say(f"asking {asked!r} about {options.file}")
-        tokens, chat = _prompt_tokens(session, text, options, loaded)
+        tokens, chat = _prompt_tokens(session, text, files, options, loaded)
         if cache is not None:
             tokens = cache.go_on_from(session, tokens)
         thought = None
@@ -174,13 +184,18 @@ def _prompt_text(options: argparse.Namespace) -> str:
 
 
 def _prompt_tokens(
-    session: Session, text: str, options: argparse.Namespace, loaded: SavedContents | None
+    session: Session,
+    text: str,
+    files: list[bytes],
+    options: argparse.Namespace,
+    loaded: SavedContents | None,
 ) -> tuple[list[int], bool | None]:
     """Return the tokens to read, and whether the session is a chat (None if unknown)."""
     if loaded and not text.strip():
         if session.logits is None:
             raise ContextError("the saved session ends within a text; give a prompt with -p or -f")
         return [], loaded.chat
+    text = with_places(text, len(files)) if files else text
     turn = None
     if not options.no_chat:
         if loaded and options.system is not None:
@@ -193,7 +208,7 @@ def _prompt_tokens(
     if loaded:
         check_chat(loaded, turn is not None, options.load_session)
     add_bos = None if turn is None and not loaded else False
-    tokens = session.tokenize(text if turn is None else turn, add_bos=add_bos)
+    tokens = tokens_of(session, text if turn is None else turn, files, add_bos=add_bos)
     if session.position + len(tokens) > session.n_ctx:
         after = f" after {session.position} of the saved session" if loaded else ""
         raise ContextError(

@@ -24,6 +24,7 @@ _LLAMA_SERVER = {
     "model": ("-m",),
     "hf_repo": ("-hf", "-hfr"),
     "hf_file": ("-hff",),
+    "mmproj": ("-mm",),
     "model_alias": ("-a", "--alias"),
     "n_batch": ("-b", "--batch-size"),
     "split_mode": ("-sm",),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import llama_cpp
-from llama_cpp import llama_chat_format
 
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.context import GGML_TYPES
@@ -19,7 +18,6 @@ from entropykv.settings.freezing import check_freezing
 from entropykv.settings.options import Budget, at_least
 from entropykv.settings.renamed import with_current_names
 
-_IMAGE_HANDLERS = (llama_chat_format.Llava15ChatHandler, llama_chat_format.MTMDChatHandler)
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
@@ -101,7 +99,6 @@ def split_arguments(
         vocab_only=arguments["vocab_only"],
         attention_type=arguments["attention_type"],
     )
-    check_chat_handler(arguments["chat_handler"])
     return cache, arguments
 
 
@@ -145,15 +142,6 @@ def check_kind(*, embedding: bool, vocab_only: bool, attention_type: int) -> Non
             raise SettingsError(
                 f"{what} does not generate text, and has no KV cache to save; use llama_cpp.Llama"
             )
-
-
-def check_chat_handler(handler: Any) -> None:
-    """Raise SettingsError for a handler that decodes images in the context by itself."""
-    if isinstance(handler, _IMAGE_HANDLERS):
-        raise SettingsError(
-            f"{type(handler).__name__} reads images into llama.cpp's own cache, not into a KV "
-            "budget; use llama_cpp.Llama for images"
-        )
 
 
 def check_draft_model(draft_model: Any, may_evict: bool) -> None:

@@ -14,11 +14,11 @@ from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
     attached_options,
-    check_chat_handler,
     check_kind,
 )
 from entropykv.drop_in.context import BudgetContext
 from entropykv.drop_in.entropy_llama import EntropyLlama, start_over
+from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.llamacpp.model_options import apply_adapters
 from entropykv.model.geometry import read_geometry
@@ -52,7 +52,6 @@ def attach(
         vocab_only=llm.model_params.vocab_only,
         attention_type=llm.context_params.attention_type,
     )
-    check_chat_handler(llm.chat_handler)
     geometry = read_geometry(llm.model_path)
     llm.__class__ = EntropyLlama
     attached = cast(EntropyLlama, llm)
@@ -79,6 +78,9 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
     with llm._alone():
         context, batch = _stock_context(llm)
         llm._ctx.close_session()
+        if isinstance(llm.chat_handler, BudgetImageHandler):
+            llm.chat_handler = llm.chat_handler.handler
+        llm.__dict__.pop("_image_prompt", None)
         del llm._budget, llm._guard, llm._reader, llm._alike
         stock = cast(llama_cpp.Llama, llm)
         stock.__class__ = llama_cpp.Llama

@@ -25,13 +25,13 @@ from typing_extensions import Self
 from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
-    check_chat_handler,
     check_draft_model,
     split_arguments,
 )
 from entropykv.drop_in.call_guard import CallGuard
 from entropykv.drop_in.chat_schemas import checked_schemas
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
+from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.drop_in.prefix import continuing, control_symbol, spelling
 from entropykv.drop_in.reading import PromptReader
 from entropykv.drop_in.sampler import SamplerOfSequence
@@ -39,6 +39,8 @@ from entropykv.errors import ContextError, EntropyKVError, ModelFileError, Setti
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.session.file import SavedContents
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.images import ImageLimits, ImagePrompt, Images
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
@@ -86,6 +88,8 @@ class EntropyLlama(llama_cpp.Llama):
     _pieces: dict[int, bytes] | None = None
     """Texts of tokens that were asked for, for all that share a vocabulary; None while it loads."""
     _pool: Pool | None = None
+    _image_prompt: ImagePrompt | None = None
+    """The last prompt with images, which are held for it."""
     _alike: weakref.WeakSet[EntropyLlama]
     """Those that use the same weights and the same pool; the last that is closed frees both."""
 
@@ -284,6 +288,18 @@ class EntropyLlama(llama_cpp.Llama):
     def _session(self) -> Session:
         return self._ctx.session
 
+    def open_projector(
+        self, path: str | os.PathLike[str], limits: ImageLimits | None = None
+    ) -> Images:
+        """Open the model's projector: see Session.open_projector()."""
+        on_device = bool(self.model_params.n_gpu_layers)
+        return self._session.open_projector(path, limits, use_gpu=on_device)
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads prompts with images; None while no projector is open."""
+        return self._session.images
+
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """Return a text's tokens, as llama_cpp.Llama does; raises EntropyKVError once closed."""
         _ = self._session  # raises once closed, where llama-cpp-python would crash
@@ -297,6 +313,7 @@ class EntropyLlama(llama_cpp.Llama):
         Texts of tokens are kept: Llama asks for all of an answer with every token of it, and each
         call of llama.cpp would let the threads of a pool take turns.
         """
+        tokens = [token for token in tokens if not is_placeholder(token)]
         pieces = self._pieces
         if special or pieces is None or not isinstance(self.tokenizer_, LlamaTokenizer):
             return super().detokenize(tokens, prev_tokens, special)
@@ -486,9 +503,10 @@ class EntropyLlama(llama_cpp.Llama):
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
         """Answer a chat as llama_cpp.Llama does.
 
-        Raises SettingsError for a handler of images, and for a JSON schema that is too much.
+        With a handler of images of llama-cpp-python's, they are read inside the budget. Raises
+        ImageError for one that cannot be read, SettingsError for a JSON schema that is too much.
         """
-        check_chat_handler(self.chat_handler)
+        self.chat_handler = BudgetImageHandler.of(self.chat_handler)
         return super().create_chat_completion(**checked_schemas(self, *arguments, **options))
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from entropykv.session.reuse import common_prefix
 
 _BYTES = 256
+_IMAGES = 0x100000
+"""The first of 65,536 characters that no vocabulary is large enough for."""
 
 
 def spelling(piece: bytes) -> str:
@@ -19,7 +21,13 @@ def spelling(piece: bytes) -> str:
 
 
 def control_symbol(token: int) -> str:
-    """Return a control token's spelling, equal to no text, not even to its own name written out."""
+    """Return a control token's spelling, equal to no text, not even to its own name written out.
+
+    Placeholders of images are below -1, and have two characters beyond those of all vocabularies.
+    """
+    if token < 0:
+        high, low = divmod(-token, 1 << 16)
+        return chr(_IMAGES + high) + chr(_IMAGES + low)
     return chr(_BYTES + token)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,18 @@ from entropykv.errors import EntropyKVError
 
 SEQUENCE = 0
 Rows = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """Hold embeddings that are read in the place of those of tokens."""
+
+    rows: Rows
+    """(tokens, n_embd)."""
+    positions: npt.NDArray[np.int32] | None
+    """What M-RoPE sees each of them at, (4, tokens); None: at one position after the other."""
+    sees_all: bool
+    """True where they attend to each other, also to later ones."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,10 @@ class BatchPart:
     """
     sequence: int = SEQUENCE
     """llama.cpp's number of the sequence."""
+    embedded: Embedded | None = None
+    """What is read in the place of the tokens; such a part is alone in its micro-batch."""
+    masked_by_llama: bool = False
+    """True where llama.cpp's own mask says which tokens see each other."""
 
 
 class MicroBatch:
@@ -58,6 +75,9 @@ class MicroBatch:
         return.
         """
         batch, n = self._batch, 0
+        if parts[0].embedded is not None:
+            _decode_embedded(context, parts[0], parts[0].embedded)
+            return self._rows(context, [parts[0].n_rows])
         for part in parts:
             n_tokens = len(part.tokens)
             for i, token in enumerate((*part.tokens, *part.echo)):
@@ -67,9 +87,7 @@ class MicroBatch:
                 batch.logits[n] = n_tokens - part.n_rows <= i < n_tokens
                 n += 1
         batch.n_tokens = n
-        code = llama_cpp.llama_decode(context, batch)
-        if code != 0:
-            raise EntropyKVError(f"llama.cpp could not decode (code {code}); call reset() first")
+        _decode(context, batch)
         return self._rows(context, [part.n_rows for part in parts])
 
     def _rows(self, context: Any, numbers: Sequence[int]) -> list[Rows | None]:
@@ -88,3 +106,37 @@ class MicroBatch:
     def close(self) -> None:
         """Free the batch."""
         llama_cpp.llama_batch_free(self._batch)
+
+
+def _decode(context: Any, batch: Any) -> None:
+    code = llama_cpp.llama_decode(context, batch)
+    if code != 0:
+        raise EntropyKVError(f"llama.cpp could not decode (code {code}); call reset() first")
+
+
+def _decode_embedded(context: Any, part: BatchPart, embedded: Embedded) -> None:
+    """Decode embeddings of one sequence: a batch has them or tokens, never both."""
+    n = len(part.tokens)
+    rows = np.ascontiguousarray(embedded.rows, np.float32)
+    positions = embedded.positions
+    if positions is None:
+        positions = np.arange(part.position, part.position + n, dtype=np.int32)
+    ids = ctypes.pointer(llama_cpp.llama_seq_id(part.sequence))
+    wants_logits = [n - part.n_rows <= i for i in range(n)]
+    batch = llama_cpp.llama_batch(
+        n_tokens=n,
+        token=None,
+        embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+        pos=positions.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_pos)),
+        n_seq_id=(ctypes.c_int32 * n)(*[1] * n),
+        seq_id=(ctypes.POINTER(llama_cpp.llama_seq_id) * n)(*[ids] * n),
+        logits=(ctypes.c_int8 * n)(*wants_logits),
+    )
+    sees_all = embedded.sees_all and part.masked_by_llama
+    if sees_all:
+        llama_cpp.llama_set_causal_attn(context, False)
+    try:
+        _decode(context, batch)
+    finally:
+        if sees_all:
+            llama_cpp.llama_set_causal_attn(context, True)

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from entropykv.server.errors import RequestError
+from entropykv.session.images import ImageLimits
 
+IMAGE_BODY = 16 << 20
+"""Bytes of a body where images are read, unless the server's options say it: an image of 8 MiB, and
+a third more as text."""
+IMAGE_BODIES = 128 << 20
+"""The same for the bodies of all requests."""
 RETRY_AFTER = 5
 """Seconds that a client is told to wait where too many requests do."""
 _ARRIVAL = "entropykv.arrival"
@@ -38,8 +44,19 @@ class Limits:
     """How many seconds a request may take from its arrival to the end of its answer."""
     drain_seconds: float = 0.0
     """How many seconds running requests may take after stop()."""
+    max_images: int = 8
+    """How many images one request may have."""
+    max_image_bytes: int = 8 << 20
+    """Bytes of the file of an image."""
+    max_image_pixels: int = 32 << 20
+    """Pixels of a request's images together: 3 bytes each while they are decoded."""
     conversations: int = 64
     """How many conversations are kept for their next turn, where several are held."""
+
+    @property
+    def images(self) -> ImageLimits:
+        """Return what the images of a prompt may take."""
+        return ImageLimits(self.max_images, self.max_image_bytes, self.max_image_pixels)
 
 
 class Admission:

@@ -19,7 +19,7 @@ from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
 from entropykv.errors import SettingsError
-from entropykv.server.admission import Limits
+from entropykv.server.admission import IMAGE_BODIES, IMAGE_BODY, Limits
 from entropykv.server.api_key_check import ApiKeyCheck
 from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
@@ -63,6 +63,7 @@ class _Detokenize(DetokenizeInputRequest):
 _LIMITS = (
     *("max_jobs", "max_waiting", "max_body", "max_bodies"),
     *("client_seconds", "request_seconds", "drain_seconds"),
+    *("max_images", "max_image_bytes", "max_image_pixels"),
 )
 """The fields of ServerOptions that are fields of Limits, too."""
 
@@ -132,13 +133,22 @@ def create_app(
     return app
 
 
+def _limits_of(catalog: ModelCatalog, server: ServerOptions) -> Limits:
+    """Return what requests may take: bodies with images are larger, unless the options say it."""
+    given = {name: getattr(server, name) for name in _LIMITS}
+    if any(each.options.projector for each in catalog.models):
+        larger = {"max_body": IMAGE_BODY, "max_bodies": IMAGE_BODIES}
+        given.update({n: size for n, size in larger.items() if n not in server.model_fields_set})
+    return Limits(**given)
+
+
 def _registry(catalog: ModelCatalog, server: ServerOptions) -> ModelRegistry:
-    limits = Limits(**{name: getattr(server, name) for name in _LIMITS})
+    limits = _limits_of(catalog, server)
 
     def open_model(model: ServedModel) -> Engine:
         """Load a model, in a thread."""
         return Engine(
-            load_llama(model.options),
+            load_llama(model.options, limits.images),
             interrupt=server.interrupt_requests,
             limits=replace(limits, conversations=model.options.conversations),
             shared_prefixes=server.shared_prefixes,

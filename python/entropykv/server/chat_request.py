@@ -30,6 +30,7 @@ from entropykv.server.fields import (
     ThoughtEnding,
     TokenCount,
 )
+from entropykv.server.image_parts import ImageParts
 from entropykv.server.loading import ServedLlama
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.requests import (
@@ -159,7 +160,8 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         arguments = sampling_arguments(self, llama)
         asked = self.max_tokens or self.max_completion_tokens
         arguments["max_tokens"] = asked or arguments["max_tokens"]
-        arguments["messages"] = self.shown_messages(llama, use)
+        images = ImageParts(llama.images)
+        arguments["messages"] = self.shown_messages(llama, use, images)
         llama.template_arguments = self.template_arguments(llama)
         reader = use
         if llama.traits.own_tools:
@@ -177,7 +179,8 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             processors = arguments.get("logits_processor", ())
             arguments["logits_processor"] = LogitsProcessorList([*processors, thought.force])
 
-        answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
+        with images.shown(llama):
+            answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
         if not self.stream:
             legacy = self.functions is not None
             answer = answer if thought is None else thought.in_whole(answer)
@@ -228,12 +231,13 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             return ToolUse.of(tools, NamedTool(function=self.function_call))
         return ToolUse.of(tools, self.function_call)
 
-    def shown_messages(self, llama: ServedLlama, use: ToolUse | None) -> list[dict[str, Any]]:
+    def shown_messages(
+        self, llama: ServedLlama, use: ToolUse | None, images: ImageParts
+    ) -> list[dict[str, Any]]:
         """Return the messages as the model's chat template gets them; raises RequestError."""
         told = use is not None and not llama.traits.shows_tools
-        return template_messages(
-            self.messages, llama.traits, use.instructions() if use is not None and told else None
-        )
+        instructions = use.instructions() if use is not None and told else None
+        return template_messages(self.messages, llama.traits, instructions, images)
 
     def _own_tools(self, use: ToolUse | None) -> dict[str, Any]:
         """Return the arguments of a format that writes and reads calls by itself."""

@@ -145,7 +145,7 @@ def _props(engine: Engine) -> dict[str, Any]:
         "total_slots": engine.n_slots,
         "model_alias": llama.served_name,
         "model_path": llama.served_name,  # a name instead of a path of the machine
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": llama.images is not None, "audio": False},
         "chat_template": template_of(llama) or "",
         "bos_token": _symbol(engine, llama.token_bos()),
         "eos_token": _symbol(engine, llama.token_eos()),

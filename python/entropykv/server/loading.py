@@ -34,6 +34,8 @@ from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.template_traits import TemplateTraits, template_of, traits_of
 from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.asked import cache_options_of
+from entropykv.session.image_spans import end_of_piece
+from entropykv.session.images import ImageLimits
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.recovery import WITHOUT_REWALK
@@ -77,6 +79,8 @@ class ServedLlama(EntropyLlama):
     """How the chat that is being answered thinks; None: it does not, or this is no chat."""
     prompt_size: int = 0
     """How many tokens the prompt of the latest generation has."""
+    files: Sequence[bytes] = ()
+    """The image files of the chat that comes next; a marker stands for each in its text."""
     generated: int = 0
     """How many tokens the latest generation has written so far, without one that ends a text."""
 
@@ -99,6 +103,18 @@ class ServedLlama(EntropyLlama):
         """Return the tokens of a text; raises RequestError where reading it would take too long."""
         if special:
             self.control_tokens.check(text)
+        files, images = self.files, self.images
+        if files and images is not None and images.marker.encode() in text:
+            self.files = ()
+            prompt = self._image_prompt = images.tokenize(
+                text.decode("utf-8"),
+                files,
+                add_bos=add_bos,
+                most_tokens=self.n_ctx(),
+                owner=self.caller.tenant(shared_prefixes=self.shared_prefixes),
+                poll=self.checkpoint,
+            )
+            return prompt.tokens
         return super().tokenize(text, add_bos, special)
 
     def detokenize(
@@ -133,9 +149,13 @@ class ServedLlama(EntropyLlama):
         self._read_in_pieces(tokens)
 
     def _read_in_pieces(self, tokens: Sequence[int]) -> None:
-        n_ubatch = self._session.n_ubatch
-        for first in range(0, max(len(tokens), 1), n_ubatch):
-            self._read_piece(tokens[first : first + n_ubatch])
+        n_ubatch, first = self._session.n_ubatch, 0
+        while True:
+            n = end_of_piece(tokens[first : first + n_ubatch])
+            self._read_piece(tokens[first : first + n])
+            first += n
+            if first >= len(tokens):
+                return
 
     def _read_piece(self, tokens: Sequence[int]) -> None:
         """Read a micro-batch; conversations are forgotten where they cannot be swapped out."""
@@ -157,6 +177,16 @@ class ServedLlama(EntropyLlama):
         counted = self.kv_stats() if self.prefix_cache is None else self.totals
         return counted.prompt_tokens, counted.generated_tokens
 
+    def check_files_shown(self) -> None:
+        """Raise RequestError where a chat has images that its template leaves out."""
+        if self.files:
+            raise RequestError(
+                400,
+                "messages: the model's chat template does not show the images; start the server "
+                "with one that does (--chat-template)",
+                param="messages",
+            )
+
     def interrupt(self) -> None:
         """Call off what waits to be read, whichever thread waits for it."""
         self._session.interrupt()
@@ -176,6 +206,7 @@ class ServedLlama(EntropyLlama):
 
     def _create_completion(self, prompt: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
         """Generate, in the conversation that the prompt goes on with."""
+        self.check_files_shown()
         caller = self.caller
         if self.prefix_cache is None:
             self.serve_for(caller)
@@ -269,8 +300,8 @@ def _check_min_tokens(grammar: LlamaGrammar | None, processors: Iterable[Any]) -
         )
 
 
-def load_llama(options: ModelOptions) -> ServedLlama:
-    """Load the model; raises what EntropyLlama raises.
+def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> ServedLlama:
+    """Load the model; raises what EntropyLlama raises. `images`: what its images may take.
 
     llama_cpp.server's own loader (LlamaProxy) names llama_cpp.Llama, whose full cache would be
     allocated before attach() could replace it; its settings have the names of Llama's arguments.
@@ -304,10 +335,22 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
     _set_template_arguments(llama, options)
+    _open_projector(llama, options.projector, images)
     if options.cache:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
+
+
+def _open_projector(llama: ServedLlama, path: str | None, limits: ImageLimits | None) -> None:
+    """Open the model's projector, if one was named; if that fails, the model is freed."""
+    if path is None:
+        return
+    try:
+        llama.open_projector(path, limits)
+    except BaseException:
+        llama.close()
+        raise
 
 
 def path_of(options: ModelOptions) -> Path:
@@ -360,11 +403,6 @@ def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> Cach
 
 
 def _chat_handler(options: ModelOptions) -> Any:
-    if options.clip_model_path is not None:
-        raise SettingsError(
-            "clip_model_path is for images, which are not possible inside a KV budget; use "
-            "llama_cpp.server for them"
-        )
     if options.chat_format == "hf-tokenizer-config":
         if options.hf_tokenizer_config_path is None:
             raise SettingsError("chat_format hf-tokenizer-config needs --hf_tokenizer_config_path")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
+from entropykv.server.image_parts import KINDS, ImageParts
 from entropykv.server.template_traits import TemplateTraits
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -49,10 +50,11 @@ class Message(BaseModel):
     tool_call_id: Name | None = None
     function_call: CalledFunction | None = None
 
-    def text(self, place: str) -> str | None:
+    def text(self, place: str, images: ImageParts) -> str | None:
         """Return the text, parts joined by line ends as llama-server does.
 
-        `place` names the message in a RequestError: for parts that are no text, or no content.
+        `images` takes those of a user, and gives what stands for them. `place` names the message in
+        a RequestError: for parts that are neither, or no content.
         """
         if self.content is None:
             if self.role == "assistant" and (self.tool_calls or self.function_call):
@@ -62,8 +64,12 @@ class Message(BaseModel):
             )
         if isinstance(self.content, str):
             return self.content
+        parts = [(part, f"{place}.content.{i}") for i, part in enumerate(self.content)]
         return "\n".join(
-            _text_of(part, f"{place}.content.{i}") for i, part in enumerate(self.content)
+            images.take(part, where)
+            if self.role == "user" and part.get("type") in KINDS
+            else _text_of(part, where)
+            for part, where in parts
         )
 
     def calls(self) -> list[ToolCall]:
@@ -80,7 +86,7 @@ def _text_of(part: dict[str, Any], place: str) -> str:
         raise RequestError(
             400,
             f"{place}: parts of type {kind!r} are not possible inside a KV budget; send text "
-            "(type 'text') only",
+            "(type 'text'), or images (type 'image_url') of the user",
             param=place,
         )
     text = part.get(field)
@@ -90,16 +96,20 @@ def _text_of(part: dict[str, Any], place: str) -> str:
 
 
 def template_messages(
-    messages: Sequence[Message], traits: TemplateTraits, instructions: str | None
+    messages: Sequence[Message],
+    traits: TemplateTraits,
+    instructions: str | None,
+    images: ImageParts,
 ) -> list[dict[str, Any]]:
     """Return what the chat template is given; raises RequestError for what cannot be shown.
 
-    `instructions` go before everything else, into the system message. The role developer is the
-    newer name of system. A template that does not know tools is shown calls and results as text.
+    `instructions` go before everything else, into the system message; `images` takes the images.
+    The role developer is the newer name of system. A template that does not know tools is shown
+    calls and results as text.
     """
     shown = []
     for index, message in enumerate(messages):
-        text = message.text(f"messages.{index}")
+        text = message.text(f"messages.{index}", images)
         show = _with_tools if traits.shows_calls else _as_text
         shown.append(show(message, text, traits))
     if instructions is not None:

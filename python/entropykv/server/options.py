@@ -130,6 +130,11 @@ class ModelOptions(ModelSettings):
     recovery_deviations: float | None = _declared("recovery_deviations")
     recovery_window: int | None = _declared("recovery_window")
 
+    mmproj: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="File of the model's projector (mmproj), with which requests may have images.",
+    )
     chat_template: Optional[str] = Field(  # noqa: UP045
         default=None,
         max_length=MOST_TEMPLATE,
@@ -248,6 +253,11 @@ class ModelOptions(ModelSettings):
         return given
 
     @property
+    def projector(self) -> str | None:
+        """Return the projector's file, also by llama_cpp.server's name; None: no images."""
+        return self.mmproj or self.clip_model_path
+
+    @property
     def template_arguments(self) -> dict[str, Any]:
         """Return what the chat template is told besides the messages."""
         arguments = dict(self.chat_template_kwargs or {})
@@ -316,6 +326,17 @@ class ServerOptions(ServerSettings):
         ge=1,
         description="Bytes that the bodies of all requests may have together, waiting ones too; "
         "more are answered with 503.",
+    )
+    max_images: int = Field(
+        default=Limits.max_images, ge=0, description="Images that one request may have."
+    )
+    max_image_bytes: int = Field(
+        default=Limits.max_image_bytes, ge=1, description="Bytes of the file of an image."
+    )
+    max_image_pixels: int = Field(
+        default=Limits.max_image_pixels,
+        ge=1,
+        description="Pixels of all images of a request together.",
     )
     max_jobs: int = Field(
         default=Limits.max_jobs,

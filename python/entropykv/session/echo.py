@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from entropykv.session.image_spans import is_placeholder
+
 REQUEST = "\n\nRepeat the previous context exactly:\n"
 OVERLAP = 16
 """Tokens before a chunk that its repetition begins with, so that its first ones are sought."""
@@ -58,5 +60,9 @@ class Echo:
         return APART * -(-n_pending // self.chunk)
 
     def of(self, text: Sequence[int], chunk: Sequence[int]) -> list[int]:
-        """Return the echo of a chunk that follows `text`."""
-        return [*self._request, *text[-OVERLAP:], *chunk]
+        """Return the echo of a chunk that follows `text`; none where the chunk is only images."""
+        spoken = [token for token in chunk if not is_placeholder(token)]
+        if not spoken:
+            return []
+        before = [token for token in text[-OVERLAP:] if not is_placeholder(token)]
+        return [*self._request, *before, *spoken]

@@ -90,6 +90,15 @@ class SavedContents:
     """The bytes of each of the store's sections."""
     recalls_now: bool
     """Whether the next token looks for frozen entries, as it does after thaw()."""
+    images: list[list[int]] = dataclasses.field(default_factory=list)
+    """The fields of every ImageSpan; the header has them only where there are images."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the header has of it."""
+        fields = dataclasses.asdict(self)
+        if not self.images:
+            del fields["images"]
+        return fields
 
     @property
     def n_entries(self) -> int:
@@ -154,7 +163,7 @@ def write_session(
         file.write(data)
         digest.update(data)
 
-    parts = {"settings": dataclasses.asdict(settings), "contents": dataclasses.asdict(contents)}
+    parts = {"settings": dataclasses.asdict(settings), "contents": contents.to_json()}
     header = json.dumps(parts).encode()
     put(PREFIX.pack(MAGIC, VERSION, len(header)))
     put(header)
@@ -330,9 +339,11 @@ def _is_possible(name: str, value: object) -> bool:
         return isinstance(value, dict)
     if name in ("chat", "recalls_now"):
         return isinstance(value, bool)
-    rows = value if name == "entries" else [value if name == "sections" else [value]]
+    rows = value if name in ("entries", "images") else [value if name == "sections" else [value]]
     most = _LARGE.get(name, _MOST)
-    return isinstance(rows, list) and all(_are_counts(row, most) for row in rows)
+    if not isinstance(rows, list) or not all(_are_counts(row, most) for row in rows):
+        return False
+    return name != "images" or all(len(row) == 3 for row in rows)
 
 
 def _are_counts(values: object, most: int) -> bool:

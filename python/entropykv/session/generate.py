@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
+from entropykv.session.image_spans import is_placeholder
 from entropykv.session.recovery import Recoverable, Watch
 from entropykv.session.sampling import SamplerChain, Sampling
 from entropykv.settings.options import at_least
@@ -257,7 +258,8 @@ class _Chooser:
     def remember(self, session: Decoder) -> None:
         """Penalize the last tokens that the session has read, and no others."""
         if self._chain.remembers:  # otherwise a long session would be copied for nothing
-            self._chain.remember(session.tokens[-self._chain.looks_back :])
+            last = session.tokens[-self._chain.looks_back :]
+            self._chain.remember([token for token in last if not is_placeholder(token)])
 
     def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
         """Sample a token, and tell the chain; None where a grammar allows no token at all.

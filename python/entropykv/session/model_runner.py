@@ -20,6 +20,7 @@ from entropykv.errors import (
 )
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
@@ -27,6 +28,7 @@ from entropykv.policy.resolved_config import resolve
 from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.echo import Echo
+from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.scheduler import Scheduler, Work
@@ -53,6 +55,8 @@ class ModelRunner:
 
     learner: Learner | None = None
     """What learns the model's profile from its sequences; None: nobody asked for it."""
+    images: Images | None = None
+    """What reads prompts with images; None: no projector is open."""
     fit: PredictorFit | None = None
     """What fits the model's predictor to its first texts; None: it is known, or not needed."""
 
@@ -377,6 +381,21 @@ class ModelRunner:
         if self.learner is not None:
             self.learner.leave_if_complete(self.fit.predictor if self.fit else None)
 
+    def open_projector(
+        self,
+        path: str | os.PathLike[str],
+        limits: ImageLimits | None = None,
+        *,
+        use_gpu: bool = False,
+    ) -> Images:
+        """Open the model's projector, in the place of another one: see Session.open_projector."""
+        threads = self.config.options.threads_batch
+        images = Images(Projector(path, self.model, n_threads=threads, use_gpu=use_gpu), limits)
+        former, self.images = self.images, images
+        if former is not None:
+            former.close()
+        return images
+
     def close(self) -> None:
         """Free everything once no step is being made.
 
@@ -402,6 +421,8 @@ class ModelRunner:
             self._spare = None
         self._batch.close()
         self._close_context()
+        if self.images is not None:
+            self.images.close()
         self.model.close()
 
 

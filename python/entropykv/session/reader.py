@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.echo import LEAST_TOKENS, Echo
+from entropykv.session.image_spans import is_placeholder, text_before_image
+from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.rollback import Rollback
 from entropykv.session.sequence_slot import SequenceSlot
@@ -44,7 +46,10 @@ class SequenceReader:
         self._runner.check_usable(self._slot)
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
-        self._runner.model.check_tokens(ids)
+        text = [token for token in ids if not is_placeholder(token)]
+        self._runner.model.check_tokens(text)
+        if len(text) < len(ids) and self._runner.images is None:
+            raise no_projector()
         self._rollback.note_turn(writes=len(ids) == 1 if writes is None else writes)
         arrival = self._runner.scheduler.arrive()
         slot = self._slot
@@ -55,11 +60,16 @@ class SequenceReader:
         while ids:
             # Echoes may end within the text, once the predictor is fitted.
             repeats = self._echo if echoes else None
-            size = repeats.chunk if repeats else self._largest_chunk(len(ids))
+            image = self._image_part(ids) if is_placeholder(ids[0]) else None
+            if image is None:
+                size = repeats.chunk if repeats else self._largest_chunk(len(ids))
+                size = text_before_image(ids, size)
+            else:
+                repeats, size = None, image.n_tokens
             part, ids = ids[:size], ids[size:]
             echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
             n_rows = len(part) if all_logits else int(not ids)
-            yield self._read_micro_batch(part, n_rows, echo, arrival)
+            yield self._read_micro_batch(part, n_rows, echo, arrival, image)
             if ids:
                 self._rollback.note_interval(len(part))
 
@@ -67,6 +77,14 @@ class SequenceReader:
         """Return how many of n_tokens tokens to read at once."""
         position = self._slot.text.position
         return min(self._runner.config.n_ubatch, self._store.whole_before(position, n_tokens))
+
+    def _image_part(self, ids: list[int]) -> ImagePart:
+        """Return the rows of an image that are read next, in the place of the first tokens."""
+        images, text = self._runner.images, self._slot.text
+        if images is None:
+            raise no_projector()
+        n_ubatch = self._runner.config.n_ubatch
+        return images.next_part(ids, text.position, text.images, n_ubatch, self._largest_chunk)
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
@@ -86,11 +104,18 @@ class SequenceReader:
             )
 
     def _read_micro_batch(
-        self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
+        self,
+        tokens: list[int],
+        n_rows: int,
+        echo: list[int],
+        arrival: int,
+        image: ImagePart | None = None,
     ) -> Rows | None:
-        logits = self._decode(tokens, n_rows, echo, arrival)
+        logits = self._decode(tokens, n_rows, echo, arrival, image)
         slot, text = self._slot, self._slot.text
-        if echo:
+        if image is not None:
+            text.add_image(image.first, image.n_tokens, image.behind)
+        elif echo:
             text.echoed = text.position + len(tokens)
         last = None if logits is None else logits[-1].copy()
         text.add(tokens, last, is_prompt=not slot.writes)
@@ -103,11 +128,20 @@ class SequenceReader:
         self._store.check()
         return logits
 
-    def _decode(self, tokens: list[int], n_rows: int, echo: list[int], arrival: int) -> Rows | None:
+    def _decode(
+        self,
+        tokens: list[int],
+        n_rows: int,
+        echo: list[int],
+        arrival: int,
+        image: ImagePart | None = None,
+    ) -> Rows | None:
         """Decode a micro-batch at the end of the text; if that fails, the sequence is broken."""
         slot = self._slot
         slot.broken = True
-        part = Part(self._store, tokens, slot.text.position, n_rows, echo)
+        embedded = None if image is None else image.embedded
+        lag = slot.text.images.lag if image is None else image.lag
+        part = Part(self._store, tokens, slot.text.position, n_rows, echo, embedded, lag)
         try:
             self._runner.read(slot, part, arrival)
             return part.result()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import os
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from entropykv import _core
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
@@ -27,6 +29,7 @@ from entropykv.session.file import (
     reader_of,
     write_session,
 )
+from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpan, ImageSpans
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
@@ -82,6 +85,7 @@ def write_state(
         recalls_now=state.recalls_now,
         chat=chat,
         sections=state.section_bytes,
+        images=[[span.start, span.n_tokens, span.behind] for span in sequence.images],
     )
     own = (tokens.tobytes(), logits.astype("<f4").tobytes())
     write_session(file, settings, contents, itertools.chain(own, state.sections))
@@ -147,15 +151,30 @@ def _sequence(
     row = np.frombuffer(last, "<f4")
     if contents.echoed > ids.size:
         raise reader.damaged("echoes of text that it does not hold")
-    if contents.position > ids.size or not np.all((ids >= 0) & (ids < n_vocab)):
+    images = [ImageSpan(*numbers) for numbers in contents.images]
+    if contents.position > ids.size or not _are_possible(ids, images, n_vocab):
         raise reader.damaged("tokens that cannot be")
     if row.size not in (0, n_vocab) or np.isnan(row).any():
         raise reader.damaged("logits that cannot be")
     sequence = TokenSequence(n_ubatch, ids.tolist())
     sequence.position = contents.position
+    sequence.images = ImageSpans(images)
     sequence.logits = row if row.size else None
     sequence.echoed = min(contents.echoed, contents.position)
     return sequence
+
+
+def _are_possible(ids: npt.NDArray[np.int32], images: Sequence[ImageSpan], n_vocab: int) -> bool:
+    """Tell whether tokens are those of a vocabulary, and placeholders exactly in the images."""
+    of_image = np.zeros(ids.size, bool)
+    end = 0
+    for span in images:
+        if not end <= span.start < span.end <= ids.size:
+            return False
+        end = span.end
+        of_image[span.start : end] = True
+    known = (ids >= 0) & (ids < n_vocab)
+    return bool(np.all(np.where(of_image, ids <= FIRST_PLACEHOLDER, known)))
 
 
 class Saver:

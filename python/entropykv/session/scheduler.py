@@ -49,11 +49,13 @@ def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> li
     """Return the works of one step: all single tokens, then the first piece of a prompt.
 
     Without `together`, it is the one or the other, in turns: recurrent layers take only sequences
-    of one length at a time.
+    of one length at a time, and llama.cpp reads tokens or embeddings, never both in one step.
     """
     singles = [work for work in waiting if work.is_single]
     pieces = [work for work in waiting if not work.is_single]
     first = sorted(pieces, key=lambda work: work.arrival)[:1]
+    if first and first[0].part.embedded is not None:
+        together = False
     if together or not singles or not first:
         return [*singles, *first]
     return singles if singles_turn else first

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.llamacpp.distributions import Logits
+from entropykv.session.image_spans import ImageSpans
 
 
 class TokenSequence:
@@ -35,6 +36,8 @@ class TokenSequence:
         """The logits of the last token, (n_vocab,); None before one and after truncate()."""
         self.echoed = 0
         """How many tokens from the first on have entries that echoes have scored: see echo.py."""
+        self.images = ImageSpans()
+        """Where images are, whose tokens are placeholders."""
         self.parts = ReadParts(n_ubatch)
         self.reusable_from = 0
         """The position at the end of what last evicted an entry; 0 if nothing ever did."""
@@ -51,6 +54,15 @@ class TokenSequence:
         self.position += len(tokens)
         self.tokens.extend(tokens)
 
+    def add_image(self, first: int, n_tokens: int, behind: int) -> None:
+        """Note that an image's rows, from number `first` on, are added next: see ImageSpans.
+
+        They get no echo, so that an echo of the text before it is as good as one of all.
+        """
+        self.images.note(self.position, first, n_tokens, behind)
+        if self.echoed == self.position:
+            self.echoed += n_tokens
+
     def note_evictions(self, evicted: int) -> None:
         """Note where the text ended when entries were evicted; `evicted`: how many so far."""
         if evicted != self.evicted_before:
@@ -62,6 +74,7 @@ class TokenSequence:
         del self.tokens[position - self.position :]
         self.position, self.logits = position, None
         self.parts.truncate(position)
+        self.images.truncate(position)
         self.echoed = min(self.echoed, position)
         if position == 0:
             self.reusable_from = 0
@@ -78,6 +91,7 @@ class TokenSequence:
         other = TokenSequence(0)
         other.tokens, other.position, other.logits = self.tokens[:], self.position, self.logits
         other.echoed, other.parts = self.echoed, self.parts.copy()
+        other.images = self.images.copy()
         other.reusable_from = self.reusable_from
         other.evicted_before = self.evicted_before
         return other

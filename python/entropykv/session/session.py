@@ -22,6 +22,8 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.file import SavedContents
 from entropykv.session.generate import generate
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.predictor_fit import PredictorFit
@@ -275,11 +277,17 @@ class Session:
         return self._model.tokenize(text, add_bos=add, special=special)
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens; control tokens are left out unless `special`."""
-        return self._model.detokenize(tokens, special=special)
+        """Return the text of tokens, without images; `special`: with control tokens."""
+        text = [token for token in tokens if not is_placeholder(token)]
+        return self._model.detokenize(text, special=special)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of a token, for output as it comes; `special`: of control tokens."""
+        """Return the bytes of a token, for output as it comes; `special`: of control tokens.
+
+        Those of an image have none.
+        """
+        if is_placeholder(token):
+            return b""
         return self._model.token_bytes(token, special=special)
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
@@ -318,6 +326,26 @@ class Session:
     def token_trie(self) -> TokenTrie:
         """Return the texts of all tokens, for grammars."""
         return self._model.token_trie
+
+    def open_projector(
+        self,
+        path: str | os.PathLike[str],
+        limits: ImageLimits | None = None,
+        *,
+        use_gpu: bool = False,
+    ) -> Images:
+        """Open the model's projector (mmproj file), and return what reads prompts with images.
+
+        It serves all sessions of the model, and is closed with the model, or where another file
+        takes its place. Raises ModelFileError and UnsupportedModelError: see Projector.
+        """
+        self._runner.check_open(self._slot)
+        return self._runner.open_projector(path, limits, use_gpu=use_gpu)
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads prompts with images; None before open_projector()."""
+        return self._runner.images
 
     # --- what was read ----------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from entropykv.errors import (
     ContextError,
     UnsupportedModelError,
 )
+from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.context import (
     GGML_TYPES,
     context_parameters,
@@ -51,6 +52,7 @@ class FlatStore(Store):
 
     name = "flat"
     rebases = 0
+    masked_by_llama = True
 
     def __init__(
         self,
@@ -132,8 +134,20 @@ class FlatStore(Store):
             let_hook_change(parameters, self.hook)
         return self._model.new_context(parameters)
 
-    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:  # noqa: ARG002
+    def before(
+        self,
+        n_tokens: int,
+        position: int,
+        n_echo: int = 0,  # noqa: ARG002
+        *,
+        embedded: Embedded | None = None,
+    ) -> None:
         """Compact where holes would cost attention time; rotate keys where positions run out."""
+        if embedded is not None and embedded.positions is not None:
+            raise UnsupportedModelError(
+                f"{self._model.name}: its images have positions of several dimensions (M-RoPE), by "
+                "which the flat store cannot evict; use --store headwise (store='headwise')"
+            )
         self._store.make_room(n_tokens)
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         # Only right before a decode: a state that is saved until then is not rotated.

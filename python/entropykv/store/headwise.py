@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import ContextError
+from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
@@ -114,7 +115,9 @@ class HeadwiseStore(Store):
         """Return the extension's store, for those who look at attention rows."""
         return self._store
 
-    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
+    def before(
+        self, n_tokens: int, position: int, n_echo: int = 0, *, embedded: Embedded | None = None
+    ) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
@@ -126,7 +129,10 @@ class HeadwiseStore(Store):
         self.sharing.prepare(n_tokens, position, n_echo)
         with self.cold.growing():
             rope_position = self.rope_position(position)
-            self._shared_context.batch.add(self._store, n_tokens, position, rope_position, n_echo)
+            sees_all = embedded is not None and embedded.sees_all
+            self._shared_context.batch.add(
+                self._store, n_tokens, position, rope_position, n_echo, sees_all
+            )
 
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many tokens to read before budgets are shared: see HeadwiseBudgets."""

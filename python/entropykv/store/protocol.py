@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import EntropyKVError, FreezeError, PoolError, UnsupportedModelError
-from entropykv.llamacpp.batch import SEQUENCE, BatchPart, MicroBatch
+from entropykv.llamacpp.batch import SEQUENCE, BatchPart, Embedded, MicroBatch
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
@@ -87,6 +87,8 @@ class Store(ABC):
     """How often stored keys were moved to other positions."""
     sequence: int = SEQUENCE
     """llama.cpp's number of the store's sequence."""
+    masked_by_llama: bool = False
+    """True where llama.cpp's own attention says which tokens see each other."""
 
     @property
     @abstractmethod
@@ -118,10 +120,13 @@ class Store(ABC):
         return
 
     @abstractmethod
-    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
+    def before(
+        self, n_tokens: int, position: int, n_echo: int = 0, *, embedded: Embedded | None = None
+    ) -> None:
         """Make room for a micro-batch, below the positions that RoPE may see.
 
-        `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then.
+        `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then. `embedded`:
+        what is read in the place of the tokens; UnsupportedModelError where that cannot be.
         """
 
     @abstractmethod
@@ -232,6 +237,10 @@ class Part:
     """How many of the last tokens get logits."""
     echo: Sequence[int] = ()
     """Tokens that follow, of which nothing is kept: their queries rank the entries."""
+    embedded: Embedded | None = None
+    """Embeddings that are read in the place of the tokens, without an echo."""
+    lag: int = 0
+    """How far RoPE's position is behind that of the text, by images before."""
     logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
     """Logits, (n_rows, n_vocab); None for n_rows 0."""
     error: BaseException | None = field(default=None, init=False)
@@ -241,7 +250,7 @@ class Part:
     @property
     def is_single(self) -> bool:
         """Tell whether it is one token, as those that are written."""
-        return len(self.tokens) + len(self.echo) == 1
+        return len(self.tokens) + len(self.echo) == 1 and self.embedded is None
 
     def result(self) -> npt.NDArray[np.float32] | None:
         """Return the logits, or raise the error."""
@@ -266,10 +275,12 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
             [
                 BatchPart(
                     part.tokens,
-                    part.store.rope_position(part.position),
+                    part.store.rope_position(part.position) - part.lag,
                     part.n_rows,
                     part.echo,
                     part.store.sequence,
+                    part.embedded,
+                    part.store.masked_by_llama,
                 )
                 for part in ready
             ],
@@ -285,8 +296,8 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
 
 def _made_room(part: Part, model_name: str) -> bool:
     try:
-        part.store.before(len(part.tokens), part.position, len(part.echo))
-    except (FreezeError, PoolError) as error:
+        part.store.before(len(part.tokens), part.position, len(part.echo), embedded=part.embedded)
+    except (FreezeError, PoolError, UnsupportedModelError) as error:
         part.error = error
     except Exception as error:
         part.untouched = False

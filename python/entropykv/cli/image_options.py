@@ -1,0 +1,101 @@
+"""Declare --mmproj and --image by llama-mtmd-cli's names, and read prompts with images."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from entropykv.cli.notes import say
+from entropykv.errors import ImageError, SettingsError
+from entropykv.files import open_regular
+from entropykv.session.images import ImageLimits
+from entropykv.session.session import Session
+
+PLACE = "<__media__>"
+"""What stands for an image in a prompt of llama-mtmd-cli."""
+
+
+def add_image_options(group: argparse._ActionsContainer, what: str) -> None:
+    """Add --mmproj and --image; `what` has the images: the prompt, or the first turn."""
+    group.add_argument(
+        "-mm",
+        "--mmproj",
+        metavar="FILE",
+        help="the model's projector, with which it reads images inside the budget",
+    )
+    group.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"an image of {what}, or several (separated by commas, too): they come before the "
+        f"text, or where it has {PLACE}",
+    )
+
+
+def open_projector(session: Session, options: argparse.Namespace, files: Sequence[bytes]) -> None:
+    """Open the projector that was named, and check the images that it is to read first.
+
+    Raises SettingsError for images without one, ImageError for what is none.
+    """
+    if options.mmproj is not None:
+        images = session.open_projector(options.mmproj, use_gpu=options.n_gpu_layers != 0)
+        images.check(files)
+    elif options.image:
+        raise SettingsError("--image needs the model's projector; give it with --mmproj FILE")
+
+
+def image_files(given: Sequence[str]) -> list[bytes]:
+    """Return the content of files as --image has them; raises ImageError."""
+    paths: list[str] = []
+    for text in given:
+        paths += [text] if Path(text).exists() else text.split(",")
+    return [image_file(path) for path in paths]
+
+
+def image_file(path: str) -> bytes:
+    """Return the content of an image's file; raises ImageError where it is none, or too large."""
+    most = ImageLimits().file_bytes
+    try:
+        with open_regular(path) as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise ImageError(f"{path}: {error.strerror}; give an image file") from None
+    if len(data) > most:
+        raise ImageError(f"{path}: has more than {most:,} bytes; give a smaller image")
+    return data
+
+
+def with_places(text: str, n_images: int) -> str:
+    """Return a text that has a place for each of its images; raises ImageError."""
+    if PLACE not in text:
+        return PLACE * n_images + text
+    if text.count(PLACE) != n_images:
+        raise ImageError(
+            f"the text has {text.count(PLACE)} places ({PLACE}) for {n_images} images; give one "
+            "for each, or none"
+        )
+    return text
+
+
+def tokens_of(
+    session: Session, text: str, files: Sequence[bytes], *, add_bos: bool | None
+) -> list[int]:
+    """Return the tokens of a prompt, whose images are encoded, with a place for each in the text.
+
+    Raises ImageError, and ContextError for more tokens than there is room for.
+    """
+    images = session.images
+    if not files or images is None:
+        return session.tokenize(text, add_bos=add_bos)
+    if text.count(PLACE) != len(files):
+        raise ImageError("the model's chat template does not show the images; give --no-chat")
+    say(f"encoding {len(files)} image{'s'[: len(files) - 1]}")
+    prompt = images.tokenize(
+        text.replace(PLACE, images.marker),
+        files,
+        add_bos=add_bos is not False,
+        most_tokens=session.n_ctx - session.position,
+    )
+    return prompt.tokens

@@ -1,0 +1,335 @@
+"""Turn images into embeddings with llama.cpp's libmtmd and a projector file (mmproj).
+
+A projector is the vision encoder of a text model, in a GGUF file of its own: an image becomes some
+hundred rows, which a text model reads in the place of its tokens' embeddings. All handles of
+libmtmd live here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFValueType
+from llama_cpp import _logger as llama_logger
+
+from entropykv.errors import (
+    EntropyKVError,
+    ImageError,
+    ModelFileError,
+    UnsupportedModelError,
+)
+from entropykv.llamacpp.model import Model, last_error
+from entropykv.model.header import (
+    AGAIN,
+    MAX_LAYERS,
+    HeaderReader,
+    check_prefix,
+    damage_named,
+    required,
+    text_value,
+)
+
+_NODES = 16
+"""Nodes of the encoder's graph that are computed before somebody may stop it."""
+_SIZES = (
+    "embedding_length",
+    "attention.head_count",
+    "block_count",
+    "projection_dim",
+    "patch_size",
+)
+"""What a vision encoder says of itself as `clip.vision...`; llama.cpp divides by some of them."""
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """Hold tokens of a prompt."""
+
+    tokens: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageChunk:
+    """Hold a part of an image that one run of the encoder turns into embeddings."""
+
+    image: int
+    """Which of the images it is a part of, from 0 on."""
+    n_tokens: int
+    """How many rows it has, each in the place of a token."""
+    n_positions: int
+    """By how many positions RoPE goes on after it: fewer than tokens with M-RoPE."""
+    positions: npt.NDArray[np.int32] | None
+    """What RoPE sees of rows at position 0, (4, n_tokens); None: one after the other."""
+    moves: npt.NDArray[np.int32] | None
+    """How much of these grows with the position of the first row, in its shape: 0 or 1."""
+    sees_all: bool
+    """True where its rows attend to each other, and not only to those before."""
+    handle: Any
+    """The mtmd_input_chunk, as long as the prompt is being read."""
+
+
+class Projector:
+    """Hold the vision encoder of a model, and take one image after the other.
+
+    It must be closed before the model. Any thread may call it: calls take turns.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: Model,
+        *,
+        n_threads: int,
+        use_gpu: bool = False,
+    ) -> None:
+        """Load the file; the header is checked before llama.cpp reads it.
+
+        Raises ModelFileError for a file that is no projector, damaged, or made for another model,
+        and UnsupportedModelError where llama-cpp-python lacks libmtmd, or the file has no vision.
+        """
+        self.path = Path(path)
+        self.identity = _check_header(self.path)
+        """A hash of its header: embeddings of another projector are others."""
+        self._mtmd = mtmd = load_mtmd()
+        self._model = model
+        self._lock = threading.RLock()
+        self._poll: Callable[[], object] | None = None
+        self._stopped: BaseException | None = None
+        self._nodes = 0
+        self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._node)
+        self.marker = f"<__image_{secrets.token_hex(16)}__>"
+        """What stands for an image in a text; nobody who writes a text can know it."""
+        self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.handle)
+        """How many values a row has."""
+        parameters = mtmd.mtmd_context_params_default()
+        parameters.use_gpu = use_gpu
+        parameters.n_threads = n_threads
+        parameters.print_timings = False
+        parameters.warmup = False
+        parameters.media_marker = self.marker.encode()
+        parameters.cb_eval = self._on_node
+        with _captured_log(mtmd) as log, model.in_use():
+            self._handle: Any = mtmd.mtmd_init_from_file(
+                os.fsencode(self.path), model.handle, parameters
+            )
+        if not self._handle:
+            raise ModelFileError(
+                f"{self.path}: llama.cpp cannot use this projector with {model.name} "
+                f"({last_error(log)}); give the mmproj file that was made for the model"
+            )
+
+    @contextmanager
+    def tokenized(
+        self, text: str, images: Sequence[bytes], *, add_bos: bool
+    ) -> Iterator[list[TextChunk | ImageChunk]]:
+        """Read a prompt in which self.marker stands for each image, in their order.
+
+        `add_bos`: it begins with a BOS token where the model wants one. The chunks' handles are
+        valid within the context. Raises ImageError for an image that cannot be decoded, and
+        UnsupportedModelError where the vocabulary lacks tokens that belong around an image.
+        """
+        mtmd = self._mtmd
+        with self._open() as handle, _captured_log(mtmd) as log:
+            chunks = mtmd.mtmd_input_chunks_init()
+            bitmaps: list[Any] = []
+            try:
+                bitmaps += (self._bitmap(handle, data, i) for i, data in enumerate(images))
+                data = text.encode("utf-8")
+                given = mtmd.mtmd_input_text(data, len(data), add_bos, True)
+                array = (mtmd.mtmd_bitmap_p_ctypes * len(bitmaps))(*bitmaps)
+                with self._model.in_use():
+                    code = mtmd.mtmd_tokenize(
+                        handle, chunks, ctypes.byref(given), array, len(bitmaps)
+                    )
+                if code != 0:
+                    raise ImageError(
+                        f"llama.cpp cannot read the prompt with its {len(bitmaps)} images "
+                        f"({last_error(log)}); give others"
+                    )
+                n_chunks = mtmd.mtmd_input_chunks_size(chunks)
+                yield [
+                    self._chunk(handle, mtmd.mtmd_input_chunks_get(chunks, i))
+                    for i in range(n_chunks)
+                ]
+            finally:
+                mtmd.mtmd_input_chunks_free(chunks)
+                for bitmap in bitmaps:
+                    mtmd.mtmd_bitmap_free(bitmap)
+
+    def _bitmap(self, handle: Any, data: bytes, number: int) -> Any:
+        mtmd = self._mtmd
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(handle, buffer, len(data), False)
+        if not bitmap:
+            raise ImageError(
+                f"image {number + 1} is damaged: llama.cpp cannot decode it; send another file"
+            )
+        mtmd.mtmd_bitmap_set_id(bitmap, str(number).encode())
+        return bitmap
+
+    def _chunk(self, handle: Any, chunk: Any) -> TextChunk | ImageChunk:
+        mtmd = self._mtmd
+        kind = mtmd.mtmd_input_chunk_get_type(chunk)
+        if kind == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            size = ctypes.c_size_t()
+            pointer = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(size))
+            tokens = pointer[: size.value] if size.value else []
+            if tokens and min(tokens) < 0:
+                raise UnsupportedModelError(
+                    f"{self._model.name}: its vocabulary lacks tokens that {self.path} puts around "
+                    "an image; give the mmproj file that was made for the model"
+                )
+            return TextChunk(tokens)
+        n_tokens = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+        positions = moves = None
+        if mtmd.mtmd_decode_use_mrope(handle):
+            positions = self._positions(chunk, n_tokens, 0)
+            moves = self._positions(chunk, n_tokens, 1) - positions
+        return ImageChunk(
+            image=int(mtmd.mtmd_input_chunk_get_id(chunk)),
+            n_tokens=n_tokens,
+            n_positions=mtmd.mtmd_input_chunk_get_n_pos(chunk),
+            positions=positions,
+            moves=moves,
+            sees_all=mtmd.mtmd_decode_use_non_causal(handle, chunk),
+            handle=chunk,
+        )
+
+    def _positions(self, chunk: Any, n_tokens: int, first: int) -> npt.NDArray[np.int32]:
+        """Return positions as a llama_batch has them: time, row, column, and what is not used."""
+        mtmd = self._mtmd
+        found = (mtmd.mtmd_decoder_pos * n_tokens)()
+        tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        mtmd.mtmd_helper_image_get_decoder_pos(tokens, first, found)
+        return np.array([(p.t, p.y, p.x, p.z) for p in found], np.int32).T.copy()
+
+    def encode(
+        self, chunk: ImageChunk, poll: Callable[[], object] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return the embeddings of a chunk, (n_tokens, n_embd).
+
+        `poll` is called again and again meanwhile; what it raises ends the encoding and comes out.
+        """
+        mtmd = self._mtmd
+        with self._open() as handle, _captured_log(mtmd) as log:
+            self._poll, self._stopped = poll, None
+            try:
+                code = mtmd.mtmd_encode_chunk(handle, chunk.handle)
+                if self._stopped is not None:
+                    raise self._stopped
+            finally:
+                self._poll = self._stopped = None
+            if code != 0:
+                raise ImageError(
+                    f"llama.cpp cannot encode the image ({last_error(log)}); give another one"
+                )
+            flat = np.ctypeslib.as_array(
+                mtmd.mtmd_get_output_embd(handle), shape=(chunk.n_tokens * self.n_embd,)
+            )
+            rows: npt.NDArray[np.float32] = flat.reshape(chunk.n_tokens, self.n_embd).copy()
+            return rows
+
+    def _node(self, _tensor: Any, ask: bool, _user_data: Any) -> bool:
+        """Compute some nodes of the graph at a time, and stop between them where poll() raises.
+
+        No exception may pass through llama.cpp, and Ctrl-C would be lost here.
+        """
+        try:
+            if ask:
+                self._nodes = (self._nodes + 1) % _NODES
+                return self._nodes == 0
+            if self._poll is not None and self._stopped is None:
+                self._poll()
+        except BaseException as error:
+            self._stopped = error
+        return ask or self._stopped is None
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        with self._lock:
+            if not self._handle:
+                raise EntropyKVError("the projector is closed; open it again")
+            yield self._handle
+
+    def close(self) -> None:
+        """Free the encoder, after the image that is being encoded."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle:
+                self._mtmd.mtmd_free(handle)
+
+
+@functools.cache
+def load_mtmd() -> Any:
+    """Return llama-cpp-python's module of libmtmd; UnsupportedModelError where it has none."""
+    try:
+        from llama_cpp import mtmd_cpp  # noqa: PLC0415  # it raises where the library is missing
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            "this llama-cpp-python was built without libmtmd, which reads images "
+            f"({error}); install one that has it, or leave --mmproj out"
+        ) from None
+    quiet = llama_logger.llama_log_callback
+    mtmd_cpp.mtmd_helper_log_set(quiet, ctypes.c_void_p(0))
+    return mtmd_cpp
+
+
+@contextmanager
+def _captured_log(mtmd: Any) -> Iterator[list[tuple[int, str]]]:
+    """Collect libmtmd's log (level, text), which it would print otherwise."""
+    lines: list[tuple[int, str]] = []
+
+    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+    def collect(level: int, text: bytes, _user_data: Any) -> None:
+        lines.append((level, text.decode("utf-8", errors="replace")))
+
+    mtmd.mtmd_helper_log_set(collect, ctypes.c_void_p(0))
+    try:
+        yield lines
+    finally:
+        mtmd.mtmd_helper_log_set(llama_logger.llama_log_callback, ctypes.c_void_p(0))
+
+
+def _check_header(path: Path) -> str:
+    """Return a hash of a projector's header; raises where llama.cpp would end the process."""
+    check_prefix(path)
+    with damage_named(path):
+        reader = HeaderReader(path)
+        kind = text_value(reader, "general.architecture")
+        if kind != "clip":
+            raise ModelFileError(
+                f"{path}: is no projector but a model ({kind}); give the mmproj file beside it"
+            )
+        vision = reader.get_field("clip.has_vision_encoder")
+        if vision is None or vision.types != [GGUFValueType.BOOL] or not vision.contents():
+            raise UnsupportedModelError(
+                f"{path}: has no vision encoder; sound is not read inside a KV budget, so give a "
+                "projector for images"
+            )
+        sizes = {name: required(reader, f"clip.vision.{name}") for name in _SIZES}
+        if sizes["block_count"] > MAX_LAYERS:
+            raise ValueError(f"clip.vision.block_count is {sizes['block_count']}")
+        for name in ("image_mean", "image_std"):
+            field = reader.get_field(f"clip.vision.{name}")
+            if field is None:
+                raise ModelFileError(f"{path}: lacks clip.vision.{name}; {AGAIN}")
+            if (
+                field.types != [GGUFValueType.ARRAY, GGUFValueType.FLOAT32]
+                or len(field.parts[field.data[0]]) != 3
+            ):
+                raise ValueError(f"clip.vision.{name} is no list of three numbers")
+        header = reader.data[: int(reader.data_offset)].tobytes()
+    return hashlib.sha256(header).hexdigest()

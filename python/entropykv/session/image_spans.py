@@ -1,0 +1,100 @@
+"""Tell where a text has images, which are runs of placeholders among its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+FIRST_PLACEHOLDER = -2
+"""The largest token that stands for a part of an image; -1 is llama.cpp's "no token"."""
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """Say where an image that was read stands in a text."""
+
+    start: int
+    """The position of its first token."""
+    n_tokens: int
+    """How many of its tokens were read."""
+    behind: int
+    """By how many positions RoPE is behind the text after all of it: 0 without M-RoPE."""
+
+    @property
+    def end(self) -> int:
+        """Return the position after its last token that was read."""
+        return self.start + self.n_tokens
+
+    @property
+    def lag(self) -> int:
+        """Return how far RoPE is behind the text after those tokens."""
+        return min(self.behind, self.n_tokens - 1)
+
+
+class ImageSpans:
+    """Hold the images of a text in their order."""
+
+    def __init__(self, spans: Sequence[ImageSpan] = ()) -> None:
+        """Take spans that do not overlap, in the order of the text."""
+        self._spans = list(spans)
+
+    def __iter__(self) -> Iterator[ImageSpan]:
+        """Iterate over the spans."""
+        return iter(self._spans)
+
+    def __len__(self) -> int:
+        """Return how many images the text has."""
+        return len(self._spans)
+
+    @property
+    def lag(self) -> int:
+        """Return how far RoPE's position of the next token is behind that of the text."""
+        return sum(span.lag for span in self._spans)
+
+    def lag_before(self, start: int) -> int:
+        """Return the same for a position where an image begins."""
+        return sum(span.lag for span in self._spans if span.start < start)
+
+    def ends_within(self, position: int, first: int) -> bool:
+        """Tell whether the text ends at a position after `first` rows of an image."""
+        last = self._spans[-1] if self._spans else None
+        return last is not None and (last.end, last.n_tokens) == (position, first)
+
+    def note(self, position: int, first: int, n_tokens: int, behind: int) -> None:
+        """Take down rows of an image, from number `first` on, that were read at a position."""
+        start = position - first
+        if first > 0 and self._spans and self._spans[-1].start == start:
+            self._spans.pop()
+        self._spans.append(ImageSpan(start, first + n_tokens, behind))
+
+    def truncate(self, position: int) -> None:
+        """Forget images at and beyond a position, and the end of one that lies on both sides."""
+        self._spans = [
+            span if span.end <= position else replace(span, n_tokens=position - span.start)
+            for span in self._spans
+            if span.start < position
+        ]
+
+    def copy(self) -> ImageSpans:
+        """Return the same, for a text that goes on by itself."""
+        return ImageSpans(self._spans)
+
+
+def is_placeholder(token: int) -> bool:
+    """Tell whether a token stands for a part of an image."""
+    return token <= FIRST_PLACEHOLDER
+
+
+def text_before_image(tokens: Sequence[int], most: int) -> int:
+    """Return how many of the first `most` tokens come before an image."""
+    first = next((i for i, token in enumerate(tokens[:most]) if is_placeholder(token)), most)
+    return min(first, len(tokens))
+
+
+def end_of_piece(tokens: Sequence[int]) -> int:
+    """Return how many tokens come before the first border of text and image; 1 at least.
+
+    Who reads a text in pieces cuts it there, so that no image is cut that must be read whole.
+    """
+    kinds = [is_placeholder(token) for token in tokens]
+    return next((i for i, kind in enumerate(kinds) if kind != kinds[0]), max(len(kinds), 1))

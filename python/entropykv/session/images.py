@@ -1,0 +1,323 @@
+"""Let a session read images: tokens in their places, and the embeddings that are read instead.
+
+An image becomes a run of placeholders in the tokens of a text: numbers below -1, which follow from
+its bytes. So two texts agree exactly where both have the same image, and whatever compares or keeps
+tokens (prefix cache, checkpoints, saved sessions) need not know of images. Only who decodes
+placeholders needs their embeddings, which Images holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import ContextError, ImageError
+from entropykv.llamacpp.batch import Embedded
+from entropykv.llamacpp.image_header import image_size
+from entropykv.llamacpp.projector import ImageChunk, Projector, TextChunk
+from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpans
+from entropykv.session.reuse import common_prefix
+
+HELD_BYTES = 256 << 20
+"""Bytes of embeddings that are kept for who reads the same images again."""
+_MOST_NUMBER = (1 << 31) - 2
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Say what the images of one prompt may take."""
+
+    number: int = 16
+    """How many images a prompt may have."""
+    file_bytes: int = 16 << 20
+    """Bytes of the file of one."""
+    pixels: int = 32 << 20
+    """Pixels of all together: 3 bytes each while they are decoded."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadyImage:
+    """Hold the embeddings of an image, or of a part of one, and what it takes to read them."""
+
+    placeholders: list[int]
+    """Tokens in their places."""
+    rows: npt.NDArray[np.float32]
+    """(tokens, n_embd)."""
+    positions: npt.NDArray[np.int32] | None
+    moves: npt.NDArray[np.int32] | None
+    sees_all: bool
+    """These three are those of ImageChunk."""
+    behind: int
+    """By how many positions RoPE is behind the text after it: see ImageSpan."""
+    owner: Hashable
+    """Who has shown it."""
+
+    @functools.cached_property
+    def numbers(self) -> npt.NDArray[np.int32]:
+        """Return the placeholders as an array."""
+        return np.array(self.placeholders, np.int32)
+
+    @property
+    def n_tokens(self) -> int:
+        """Return how many tokens it stands for."""
+        return len(self.placeholders)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of its embeddings."""
+        return self.rows.nbytes
+
+    def part(self, first: int, last: int, position: int) -> Embedded:
+        """Return rows `first` to `last` (exclusive) of an image that begins at a RoPE position."""
+        positions = None
+        if self.positions is not None and self.moves is not None:
+            whole = self.positions + position * self.moves
+            positions = np.ascontiguousarray(whole[:, first:last], np.int32)
+        return Embedded(self.rows[first:last], positions, self.sees_all)
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePart:
+    """Hold rows of an image that are read as one micro-batch."""
+
+    embedded: Embedded
+    first: int
+    """The number of the first row."""
+    n_tokens: int
+    behind: int
+    """As ReadyImage has it."""
+    lag: int
+    """How far RoPE is behind the text where the image begins."""
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """Hold the tokens of a prompt, and the images in it; keep it until the tokens are read."""
+
+    tokens: list[int]
+    images: tuple[ReadyImage, ...]
+
+
+class Images:
+    """Read prompts with images for the sessions of one model, and hold their embeddings.
+
+    Any thread may call it. Embeddings of the last prompt are always held, and older ones up to
+    HELD_BYTES; those of an ImagePrompt as long as somebody keeps it.
+    """
+
+    def __init__(self, projector: Projector, limits: ImageLimits | None = None) -> None:
+        """Take a projector, which is closed with this."""
+        self.projector = projector
+        self.limits = limits or ImageLimits()
+        self._lock = threading.Lock()
+        self._held: OrderedDict[tuple[bytes, Hashable], ReadyImage] = OrderedDict()
+        self._known: weakref.WeakSet[ReadyImage] = weakref.WeakSet()
+        """All images that anybody holds."""
+
+    @property
+    def marker(self) -> str:
+        """Return what stands for an image in the text of a prompt."""
+        return self.projector.marker
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the embeddings that are held here."""
+        with self._lock:
+            return sum(image.n_bytes for image in self._held.values())
+
+    def check(self, files: Sequence[bytes]) -> None:
+        """Raise ImageError for images beyond the limits, or of a format that is not read."""
+        limits = self.limits
+        if len(files) > limits.number:
+            raise ImageError(
+                f"the prompt has {len(files)} images, and {limits.number} are the most; send fewer"
+            )
+        pixels = 0
+        for number, data in enumerate(files, 1):
+            if len(data) > limits.file_bytes:
+                raise ImageError(
+                    f"image {number} has {len(data):,} bytes, and {limits.file_bytes:,} are the "
+                    "most; send a smaller one"
+                )
+            width, height = image_size(data, f"image {number}")
+            pixels += width * height
+        if pixels > limits.pixels:
+            raise ImageError(
+                f"the images have {pixels:,} pixels together, and {limits.pixels:,} are the most; "
+                "send smaller ones, or fewer"
+            )
+
+    def tokenize(
+        self,
+        text: str,
+        files: Sequence[bytes],
+        *,
+        add_bos: bool = True,
+        most_tokens: int | None = None,
+        owner: Hashable = None,
+        poll: Callable[[], object] | None = None,
+    ) -> ImagePrompt:
+        """Return the tokens of a text in which `marker` stands for each of the images.
+
+        `files`: the bytes of image files, in the order of their markers. Control tokens in the text
+        are read as such; with `add_bos`, it gets a BOS token where the model wants one. An image is
+        encoded once for each `owner`, so that time does not tell one what another has shown. `poll`
+        is called again and again while images are encoded, and may raise to end that. Raises
+        ImageError for what cannot be read, ContextError for more than `most_tokens` tokens.
+        """
+        if text.count(self.marker) != len(files):
+            raise ImageError(
+                f"the text has {text.count(self.marker)} places for {len(files)} images; give one "
+                "place (Images.marker) for each"
+            )
+        self.check(files)
+        digests = [hashlib.sha256(data).digest() for data in files]
+        with self.projector.tokenized(text, files, add_bos=add_bos) as chunks:
+            n_tokens = sum(
+                len(c.tokens) if isinstance(c, TextChunk) else c.n_tokens for c in chunks
+            )
+            if most_tokens is not None and n_tokens > most_tokens:
+                raise ContextError(
+                    f"the prompt has {n_tokens} tokens with its images, more than the "
+                    f"{most_tokens} that there is room for; shorten it, send fewer images, or "
+                    "raise n_ctx"
+                )
+            tokens: list[int] = []
+            images: list[ReadyImage] = []
+            for number, chunk in enumerate(chunks):
+                if isinstance(chunk, TextChunk):
+                    tokens += chunk.tokens
+                    continue
+                earlier = sum(
+                    isinstance(c, ImageChunk) and c.image == chunk.image for c in chunks[:number]
+                )
+                images.append(self._ready(chunk, digests[chunk.image], earlier, owner, poll))
+                tokens += images[-1].placeholders
+        self._drop_old(images)
+        return ImagePrompt(tokens, tuple(images))
+
+    def _ready(
+        self,
+        chunk: ImageChunk,
+        digest: bytes,
+        part: int,
+        owner: Hashable,
+        poll: Callable[[], object] | None,
+    ) -> ReadyImage:
+        """Return the embeddings of a chunk: those that are held, or new ones."""
+        key = hashlib.sha256(
+            b"%s %s %d %d" % (self.projector.identity.encode(), digest, part, chunk.n_tokens)
+        ).digest()
+        placeholders = placeholders_of(key, chunk.n_tokens)
+        own = (each for each in self._images() if each.owner == owner)
+        held = next((each for each in own if each.placeholders == placeholders), None)
+        if held is None:
+            rows = self.projector.encode(chunk, poll)
+            held = ReadyImage(
+                placeholders,
+                rows,
+                chunk.positions,
+                chunk.moves,
+                chunk.sees_all,
+                0 if chunk.positions is None else chunk.n_tokens - chunk.n_positions,
+                owner,
+            )
+        with self._lock:
+            self._held[key, owner] = held
+            self._held.move_to_end((key, owner))
+            self._known.add(held)
+        return held
+
+    def _drop_old(self, needed: Sequence[ReadyImage]) -> None:
+        """Let go of the images that were not used for longest, but not of those of this prompt."""
+        with self._lock:
+            n_bytes = sum(image.n_bytes for image in self._held.values())
+            for key in list(self._held):
+                if n_bytes <= HELD_BYTES:
+                    return
+                if self._held[key] not in needed:
+                    n_bytes -= self._held.pop(key).n_bytes
+
+    def at(self, tokens: Sequence[int]) -> tuple[ReadyImage, int, int]:
+        """Return the image that tokens begin with: its row of the first one, and how many agree.
+
+        Raises ImageError where nobody holds it any more.
+        """
+        best: tuple[ReadyImage, int, int] | None = None
+        for image in self._images():
+            for first in np.flatnonzero(image.numbers == tokens[0]).tolist():
+                following = image.placeholders[first : first + len(tokens)]
+                n = common_prefix(following, tokens[: len(following)])
+                if best is None or n > best[2]:
+                    best = image, first, n
+        if best is None:
+            raise ImageError(
+                "the text has an image whose embeddings are not held any more; send the image again"
+            )
+        return best
+
+    def next_part(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        before: ImageSpans,
+        n_ubatch: int,
+        most: Callable[[int], int],
+    ) -> ImagePart:
+        """Return the rows of an image that are read next, at a position of the text.
+
+        `tokens` begin with its placeholders, `before` are the images that were read. `most` says
+        how many of so many tokens are read at once, of `n_ubatch` that a micro-batch has room for.
+        Raises ImageError as at() does, and ContextError for an image that must be read whole and
+        does not fit into a micro-batch.
+        """
+        image, first, n = self.at(tokens)
+        if first > 0 and not before.ends_within(position, first):
+            raise ContextError(
+                f"an image is read from its beginning, and this text has it from row {first} on; "
+                "give all of its tokens"
+            )
+        n_read = min(n, n_ubatch) if image.sees_all else most(n)
+        if image.sees_all and n_read < image.n_tokens:
+            raise ContextError(
+                f"an image of {image.n_tokens} tokens, which all see each other, must be read at "
+                f"once, and a micro-batch has room for {n_ubatch}; raise -ub (n_ubatch), or give "
+                "the whole image"
+            )
+        start = position - first
+        lag = before.lag_before(start)
+        embedded = image.part(first, first + n_read, start - lag)
+        return ImagePart(embedded, first, n_read, image.behind, lag)
+
+    def _images(self) -> list[ReadyImage]:
+        with self._lock:
+            return list(self._known)
+
+    def close(self) -> None:
+        """Free the projector, and let go of all embeddings."""
+        with self._lock:
+            self._held.clear()
+        self.projector.close()
+
+
+def placeholders_of(key: bytes, n_tokens: int) -> list[int]:
+    """Return tokens below -1 that stand for an image: others for every other key."""
+    numbers: Any = np.frombuffer(hashlib.shake_256(key).digest(4 * n_tokens), "<u4")
+    return [FIRST_PLACEHOLDER - int(number) % _MOST_NUMBER for number in numbers]
+
+
+def no_projector() -> ImageError:
+    """Return the error for an image where nothing reads images."""
+    return ImageError(
+        "the text has an image, and no projector is open here; open the model's with --mmproj FILE "
+        "(Session.open_projector)"
+    )
