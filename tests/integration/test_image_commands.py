@@ -1,4 +1,4 @@
-"""`entropykv run` and `chat` show images to a model, by llama-mtmd-cli's names."""
+"""`entropykv run` and `chat` show images to a model, with the option names of llama-mtmd-cli."""
 
 from __future__ import annotations
 

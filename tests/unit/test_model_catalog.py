@@ -1,4 +1,4 @@
-"""Which models a server has: files of a directory, presets, names of the command line."""
+"""A server lists the models of a directory, of presets, and of the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from entropykv.server.model_catalog import models_in, parts_of
 
 
 def catalog_of(*words: object) -> Any:
-    """What `entropykv serve` has with these words: a catalog, or the options of one model."""
+    """Return what `entropykv serve` builds from these arguments: a catalog, or the options of one
+    model.
+    """
     parser = CommandParser(prog="entropykv")
     add_serve(parser.add_subparsers(), chosen=True)
     found: argparse.Namespace = parser.parse_args(["serve", *map(str, words)])

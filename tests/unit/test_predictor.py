@@ -125,7 +125,8 @@ def test_lookups_are_shares_among_the_highest_of_all_heads() -> None:
 def example() -> ScorePredictor:
     random = np.random.default_rng(3)
     weights = tuple(random.standard_normal((2, n), np.float32) for n in (5, 3))
-    return ScorePredictor(weights, 1976, 0.75, np.array([[0.0, 0.25], [1.0, 0.125]]))
+    tables = (np.array([[0.0, 0.25], [1.0, 0.125]]), np.array([[1.0, 0.5], [0.0, 1.0]]))
+    return ScorePredictor(weights, 1976, 0.75, *tables)
 
 
 def test_it_survives_json_to_the_bit() -> None:
@@ -139,6 +140,8 @@ def test_it_survives_json_to_the_bit() -> None:
     assert (loaded.n_tokens, loaded.correlation) == (1976, 0.75)
     assert loaded.lookups is not None
     np.testing.assert_array_equal(loaded.lookups, predictor.lookups)
+    assert loaded.trust is not None
+    np.testing.assert_array_equal(loaded.trust, predictor.trust)
     unknown = ScorePredictor(predictor.weights, 1).to_json()
     loaded = ScorePredictor.from_json(unknown, "here", (2, 2))
     assert (loaded.correlation, loaded.lookups) == (None, None)
@@ -206,3 +209,24 @@ def test_what_is_wrong_in_a_file_is_named(name: str, value: Any, message: str) -
 def test_impossible_arrays_are_refused(weights: Floats, lookups: Floats | None) -> None:
     with pytest.raises(ProfileError, match=r"predictor\.(weights|lookups)"):
         ScorePredictor((weights.astype(np.float32),), 1, None, lookups)
+    if lookups is not None:
+        with pytest.raises(ProfileError, match=r"predictor\.trust"):
+            ScorePredictor((weights.astype(np.float32),), 1, None, None, lookups)
+
+
+def test_files_of_earlier_versions_trust_all_heads() -> None:
+    data = example().to_json()
+    del data["trust"]
+    loaded = ScorePredictor.from_json(data, "here", (2, 2))
+    assert loaded.trust is None
+    assert loaded.beside_queries() is loaded
+
+
+def test_trust_multiplies_the_predicted_shares() -> None:
+    """What the functions return are logarithms of shares, so the last weight alone changes."""
+    predictor = example()
+    beside = predictor.beside_queries()
+    for layer, (ours, theirs) in enumerate(zip(predictor.weights, beside.weights, strict=True)):
+        np.testing.assert_array_equal(ours[:, :-1], theirs[:, :-1])
+        factors = np.exp((theirs - ours)[:, -1])
+        np.testing.assert_allclose(factors, [[1.0, 0.5], [0.0, 1.0]][layer], atol=1e-6)

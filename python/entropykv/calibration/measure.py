@@ -29,6 +29,7 @@ from entropykv.calibration.texts import (
     long_sequences,
 )
 from entropykv.calibration.trial import best_importance, trial_tokens
+from entropykv.calibration.trust import head_trust, trust_tokens
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.model.geometry import read_geometry
 from entropykv.profile.curves import CurveRules, LossCurves, average_curves
@@ -128,7 +129,15 @@ def calibrate(
         n_threads=settings.n_threads,
         on_progress=on_progress,
     )
-    profile = replace(profile, predictor=predictor)
+    trust = head_trust(
+        path,
+        predictor,
+        long_texts,
+        kv_type=settings.kv_type,
+        n_threads=settings.n_threads,
+        on_progress=on_progress,
+    )
+    profile = replace(profile, predictor=replace(predictor, trust=trust))
     best = best_importance(path, profile, long_texts, settings.n_threads, on_progress)
     return replace(profile, curves=replace(curves, importance=best))
 
@@ -288,4 +297,5 @@ def _to_read(
     if not observer.predictable:
         return of_texts + of_layers
     lengths = [len(text) for text in texts]
-    return of_texts + of_layers + fitting_tokens(lengths) + trial_tokens(lengths)
+    of_predictor = fitting_tokens(lengths) + trust_tokens(lengths)
+    return of_texts + of_layers + of_predictor + trial_tokens(lengths)

@@ -14,7 +14,8 @@ from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
+from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, Rows, head_loss
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
@@ -28,8 +29,9 @@ class Observer:
     """Read one text after the other, with the model quantised as users run it.
 
     `n_ctx`: the longest text, in tokens; `kv_type`: the type in which K and V are stored meanwhile.
-    Memory: the weights, and one pool that holds n_ctx tokens. Raises ModelFileError and
-    UnsupportedModelError.
+    With a `predictor`, the importance of entries is what it predicts; without one, it is their
+    attention mass. Memory: the weights, and one pool that holds n_ctx tokens. Raises
+    ModelFileError and UnsupportedModelError.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class Observer:
         kv_type: str = "f16",
         n_threads: int = 0,
         n_ubatch: int = 512,
+        predictor: ScorePredictor | None = None,
     ) -> None:
         """Load the model and replace its attention by that of the headwise store."""
         options = CacheOptions(
-            policy="uniform",
+            policy="uniform" if predictor is None else "uniform:predicted",
             kv_type=kv_type,
             store="headwise",
             n_ctx=n_ctx,
@@ -51,15 +54,16 @@ class Observer:
             n_threads=n_threads,
             n_threads_batch=n_threads,
         )
-        self._n_ubatch = min(n_ubatch, n_ctx)
+        self.n_ubatch = min(n_ubatch, n_ctx)
+        """The most tokens of a micro-batch."""
         self._model = Model(path, n_gpu_layers=0, verbose=False)
         self.geometry = self._model.geometry
         try:
-            self._store = self._full_store(options)
+            self._store = self._full_store(options, predictor)
         except BaseException:
             self._model.close()
             raise
-        self._batch = MicroBatch(self._n_ubatch, self._model.n_vocab)
+        self._batch = MicroBatch(self.n_ubatch, self._model.n_vocab)
         self._core = self._store.core
         self._core.track_entropy(True)
         try:
@@ -68,12 +72,14 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
-        """Make a store that evicts nothing, and scores entries as policies by mass do."""
+    def _full_store(self, options: CacheOptions, predictor: ScorePredictor | None) -> HeadwiseStore:
+        """Make a store that evicts nothing, with the predictor if there is one."""
         config = config_for(options, self.geometry)
         self._context = HeadwiseContext(self._model, config, config.n_ubatch)
         try:
             store = HeadwiseStore(self._model, config, self._context)
+            if predictor is not None:
+                store.prediction.adopt(predictor)
         except BaseException:
             self._context.close()
             raise
@@ -133,8 +139,8 @@ class Observer:
         """Return the entropy of every attention row in bits: (n_layer, len(tokens), n_head)."""
         self._store.truncate(0)
         rows = np.empty((self.n_layer, len(tokens), self.n_head), np.float32)
-        for first in range(0, len(tokens), self._n_ubatch):
-            part = tokens[first : first + self._n_ubatch]
+        for first in range(0, len(tokens), self.n_ubatch):
+            part = tokens[first : first + self.n_ubatch]
             self._read(part, first)
             for layer in range(self.n_layer):
                 rows[layer, first : first + len(part)] = self._core.row_entropies(layer)
@@ -143,30 +149,47 @@ class Observer:
     def losses(self, tokens: Sequence[int], rules: CurveRules) -> list[list[HeadLoss]]:
         """Return what every KV head loses in a text of rules.length tokens, as [layer][KV head]."""
         self._store.truncate(0)
-        for first in range(0, rules.n_read, self._n_ubatch):
-            self._read(tokens[first : min(first + self._n_ubatch, rules.n_read)], first)
-        importance = [
+        for first in range(0, rules.n_read, self.n_ubatch):
+            self._read(tokens[first : min(first + self.n_ubatch, rules.n_read)], first)
+        losses: list[list[HeadLoss]] = [[] for _ in range(self.n_layer)]
+        for layer, _, queries, entries in self._attended(
+            tokens[rules.n_read : rules.length], rules.n_read
+        ):
+            losses[layer].append(head_loss(queries, entries, rules))
+        return losses
+
+    def importance_of(self, tokens: Sequence[int]) -> list[list[Rows]]:
+        """Read a text; returns the importance of its entries then, [layer][KV head][entry]."""
+        self._store.truncate(0)
+        for first in range(0, len(tokens), self.n_ubatch):
+            self._read(tokens[first : first + self.n_ubatch], first)
+        return self._importance()
+
+    def _importance(self) -> list[list[Rows]]:
+        return [
             [self._core.importance(layer, head) for head in range(self.n_head_kv)]
             for layer in range(self.n_layer)
         ]
-        self._core.capture_queries(True)
-        self._read(tokens[rules.n_read : rules.length], rules.n_read)
-        self._core.capture_queries(False)
-        return [
-            self._layer_losses(layer, importance[layer], rules) for layer in range(self.n_layer)
-        ]
 
-    def _layer_losses(
-        self, layer: int, importance: Sequence[npt.NDArray[np.float32]], rules: CurveRules
-    ) -> list[HeadLoss]:
-        queries = Queries(*self._core.queries(layer))
+    def _attended(
+        self, tokens: Sequence[int], position: int
+    ) -> Iterator[tuple[int, int, Queries, Entries]]:
+        """Read tokens, a micro-batch at most; yields what each KV head attends with and to.
+
+        Those are its layer and number, the queries of its group, and the entries of the whole text
+        with the importance that those before the tokens had.
+        """
+        importance = self._importance()
+        self._core.capture_queries(True)
+        self._read(tokens, position)
+        self._core.capture_queries(False)
         group = self.n_head // self.n_head_kv
-        losses = []
-        for head in range(self.n_head_kv):
-            _, _, k, v = self._core.rows(layer, head)
-            of_group = queries.of_heads(slice(head * group, (head + 1) * group))
-            losses.append(head_loss(of_group, Entries(k, v, importance[head]), rules))
-        return losses
+        for layer in range(self.n_layer):
+            queries = Queries(*self._core.queries(layer))
+            for head in range(self.n_head_kv):
+                _, _, k, v = self._core.rows(layer, head)
+                of_group = queries.of_heads(slice(head * group, (head + 1) * group))
+                yield layer, head, of_group, Entries(k, v, importance[layer][head])
 
     @contextmanager
     def reading(self, tokens: Sequence[int]) -> Iterator[ReadText]:
@@ -174,9 +197,9 @@ class Observer:
         it.
         """
         self._store.truncate(0)
-        for first in range(0, len(tokens), self._n_ubatch):
-            self._read(tokens[first : first + self._n_ubatch], first)
-        text = ReadText(self._store, len(tokens), self._predict)
+        for first in range(0, len(tokens), self.n_ubatch):
+            self._read(tokens[first : first + self.n_ubatch], first)
+        text = ReadText(self._store, len(tokens), self._predict, self._attended)
         try:
             yield text
         finally:
@@ -186,8 +209,8 @@ class Observer:
 
     def _predict(self, tokens: Sequence[int], position: int) -> Logits:
         parts = []
-        for first in range(0, len(tokens), self._n_ubatch):
-            part = tokens[first : first + self._n_ubatch]
+        for first in range(0, len(tokens), self.n_ubatch):
+            part = tokens[first : first + self.n_ubatch]
             logits = self._read(part, position + first, n_rows=len(part))
             if logits is not None:
                 parts.append(logits)
@@ -205,14 +228,19 @@ class ReadText:
     """
 
     def __init__(
-        self, store: HeadwiseStore, position: int, predict: Callable[[Sequence[int], int], Logits]
+        self,
+        store: HeadwiseStore,
+        position: int,
+        predict: Callable[[Sequence[int], int], Logits],
+        attend: Callable[[Sequence[int], int], Iterator[tuple[int, int, Queries, Entries]]],
     ) -> None:
-        """Use `store`, which holds the text; it ends at `position`, and `predict` reads tokens
-        after it.
+        """Use `store`, which holds the text; it ends at `position`, and `predict` and `attend` read
+        tokens after it.
         """
         self._store = store
         self._position = position
         self._predict = predict
+        self._attend = attend
         self._whole = store.checkpoint()
 
     def rollback(self) -> None:
@@ -227,6 +255,14 @@ class ReadText:
     def predictions(self, tokens: Sequence[int]) -> Logits:
         """Read tokens after the text that is held; returns their logits, (len(tokens), n_vocab)."""
         return self._predict(tokens, self._position)
+
+    def attended(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, Queries, Entries]]:
+        """Read tokens, a micro-batch at most, after what is held.
+
+        Yields layer and number of each KV head, the queries of its group, and the entries of the
+        whole text with the importance that those before the tokens had.
+        """
+        return self._attend(tokens, self._position)
 
     def end(self) -> None:
         """Give the store's pages back to the pool."""

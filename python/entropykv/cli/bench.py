@@ -13,6 +13,7 @@ from pathlib import Path
 from entropykv.cli.notes import ProgressBar
 from entropykv.cli.options import (
     add_model_options,
+    add_option,
     add_threads_option,
     check_writable,
     demo_of,
@@ -25,7 +26,7 @@ from entropykv.cli.plots import check_plot, draw_bench
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.evaluation.metrics import disagreement_note
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_named
+from entropykv.policy.names import POLICY_SYNTAX, policy_named
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES
 
@@ -63,9 +64,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="T,...",
         help=f"of {', '.join(KV_TYPES)} (default: all)",
     )
-    parser.add_argument(
-        "--policy", metavar=POLICY_SYNTAX, default=AUTO, help="default: %(default)s"
-    )
+    add_option(parser, CacheOptions, "policy", metavar=POLICY_SYNTAX)
     parser.add_argument(
         "-n", "--generate", type=integer(16), default=64, help="tokens (default: %(default)s)"
     )

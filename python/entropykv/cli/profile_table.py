@@ -34,7 +34,11 @@ def summary_line(profile: EntropyProfile) -> str:
 def _quality(predictor: ScorePredictor) -> str:
     r = predictor.correlation
     quality = "no text was held back" if r is None else f"r = {r:.3f} in text that was held back"
-    return f"predictor of scores from {predictor.n_tokens:,} tokens, {quality}"
+    text = f"predictor of scores from {predictor.n_tokens:,} tokens, {quality}"
+    if predictor.trust is not None:
+        trusting = int(np.count_nonzero(predictor.trust))
+        text += f", trusted by {trusting} of {sum(predictor.shape)} KV heads"
+    return text
 
 
 def format_profile(profile: EntropyProfile) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,8 @@ _LEAST_DEVIATION = 1e-6
 _MOST_FEATURES = 1 << 16
 _MOST_TOKENS = 2**31 - 1
 _NAMES = ("n_features", "n_tokens", "correlation", "lookups", "weights")
+_LEAST_TRUST = 1e-9
+"""Shares of attention that are multiplied by it are as good as none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +65,17 @@ class ScorePredictor:
     all KV heads; None if no text was held back. `lookups`: (n_layer, n_head_kv), for every KV head
     the share of its entries that is among the LOOKUP_SHARE of all entries, of all KV heads, with
     the highest predicted scores; it is large for heads that look facts up; None if it was not
-    counted. Raises ProfileError for values that are not numbers, and for other shapes.
+    counted. `trust`: (n_layer, n_head_kv), what predicted shares of attention are multiplied by,
+    from 0 to 1, where they are added to what queries gave. It is 0 where a KV head keeps more of
+    what it needs without them (calibration/trust.py); None, if it was not measured, means 1
+    everywhere. Raises ProfileError for values that are not numbers, and for other shapes.
     """
 
     weights: tuple[Weights, ...]
     n_tokens: int
     correlation: float | None = None
     lookups: FloatArray | None = None
+    trust: FloatArray | None = None
 
     def __post_init__(self) -> None:
         """Make read-only copies, and check them; raises ProfileError."""
@@ -84,19 +90,32 @@ class ScorePredictor:
             copy.flags.writeable = False
             copies.append(copy)
         object.__setattr__(self, "weights", tuple(copies))
-        if self.lookups is not None:
-            self._check_lookups()
+        for name in ("lookups", "trust"):
+            self._check_shares(name)
 
-    def _check_lookups(self) -> None:
-        lookups = np.array(self.lookups, dtype=np.float64)
+    def _check_shares(self, name: str) -> None:
+        if getattr(self, name) is None:
+            return
+        shares = np.array(getattr(self, name), dtype=np.float64)
         expected = (len(self.shape), max(self.shape, default=0))
-        if lookups.shape != expected or not np.all((lookups >= 0.0) & (lookups <= 1.0)):
+        if shares.shape != expected or not np.all((shares >= 0.0) & (shares <= 1.0)):
             raise ProfileError(
-                "profile: predictor.lookups must be numbers from 0 to 1, [layer][KV head]; "
-                f"{ADVICE}"
+                f"profile: predictor.{name} must be numbers from 0 to 1, [layer][KV head]; {ADVICE}"
             )
-        lookups.flags.writeable = False
-        object.__setattr__(self, "lookups", lookups)
+        shares.flags.writeable = False
+        object.__setattr__(self, name, shares)
+
+    def beside_queries(self) -> ScorePredictor:
+        """Return the predictor of shares that are added to what queries gave.
+
+        Its shares are those of this one, multiplied by `trust`: what it returns are logarithms.
+        """
+        if self.trust is None:
+            return self
+        weights = [of_layer.copy() for of_layer in self.weights]
+        for of_layer, trust in zip(weights, self.trust, strict=True):
+            of_layer[:, -1] += np.log(np.maximum(trust[: len(of_layer)], _LEAST_TRUST))
+        return replace(self, weights=tuple(weights), trust=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,11 +125,13 @@ class ScorePredictor:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the predictor: weights are base64 of float32, little-endian."""
         flat = b"".join(of_layer.astype("<f4").tobytes() for of_layer in self.weights)
+        trust = {} if self.trust is None else {"trust": rounded(self.trust)}
         return {
             "n_features": [of_layer.shape[1] for of_layer in self.weights],
             "n_tokens": self.n_tokens,
             "correlation": self.correlation,
             "lookups": None if self.lookups is None else rounded(self.lookups),
+            **trust,
             "weights": base64.b64encode(flat).decode("ascii"),
         }
 
@@ -120,7 +141,8 @@ class ScorePredictor:
         a field.
         """
         n_layer, n_head_kv = shape
-        data = object_in(value, where, "predictor", _NAMES)
+        trusts = isinstance(value, dict) and "trust" in value  # earlier versions did not write it
+        data = object_in(value, where, "predictor", (*_NAMES, *(["trust"] if trusts else [])))
         sizes = data["n_features"]
         if not isinstance(sizes, list) or len(sizes) != n_layer:
             raise ProfileError(
@@ -136,11 +158,13 @@ class ScorePredictor:
         lookups = data["lookups"]
         if lookups is not None:
             lookups = table_in(lookups, where, "predictor.lookups", shape, 1.0)
+        trust = table_in(data["trust"], where, "predictor.trust", shape, 1.0) if trusts else None
         return cls(
             _weights_in(data["weights"], where, n_head_kv, n_features),
             integer_in(data["n_tokens"], where, "predictor.n_tokens", 1, _MOST_TOKENS),
             correlation,
             lookups,
+            trust,
         )
 
 

@@ -17,7 +17,7 @@ from entropykv.server.template_traits import template_of
 from entropykv.thinking import grammar as thought_grammar
 from entropykv.thinking.counter import ThoughtCounter
 from entropykv.thinking.options import ThinkingOptions
-from entropykv.thinking.reader import Parts, reader_of
+from entropykv.thinking.reader import Parts, read_whole, reader_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
 
 if TYPE_CHECKING:
@@ -148,9 +148,7 @@ class ChatThought:
             return answer
         choice = answer["choices"][0]
         text = choice["message"]["content"] or ""
-        reader = reader_of(self.template.tags, opened=self.opened)
-        some, rest = reader.take(text), reader.finish()
-        thought, said = some.thought + rest.thought, some.answer + rest.answer
+        thought, said = read_whole(self.template.tags, text, opened=self.opened)
         if self.options.format == "deepseek-legacy":
             said = self.template.tags.begin + text if self.opened else text
         message = {**choice["message"], "content": said}

@@ -1,4 +1,4 @@
-"""Estimate the memory that a model will take, before anything of it is loaded."""
+"""Estimate the memory that a model will take, before it is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entropykv.settings.freezing import RAM
 from entropykv.settings.options import parse_bytes
 
 _FIXED = 32 << 20
-"""Bytes of vocabulary, graph and threads, whatever the model."""
+"""Bytes of vocabulary, graph and threads for any model."""
 _VALUE = 4
 """Bytes of a value of llama.cpp's intermediate results, which are f32."""
 _EMBEDDINGS, _FEED_FORWARDS = 4, 3
@@ -25,21 +25,21 @@ _EMBEDDINGS, _FEED_FORWARDS = 4, 3
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Hold bytes that a model takes once it is loaded and its budget is full."""
+    """Hold the bytes that a model takes once it is loaded and its budget is full."""
 
     weights: int
-    """The model's files, all parts of a split one."""
+    """The model's files, including all parts of a split one."""
     cache: int
-    """The KV budget, and what may be kept besides it: checkpoints, and frozen entries in memory.
+    """The KV budget, checkpoints outside it, and frozen entries in memory.
 
-    Conversations that are swapped out to memory are not in it; they are counted as they come.
+    Conversations that are swapped out to memory are not included; they are counted separately.
     """
     overhead: int
-    """What is computed of one micro-batch, and what is fixed."""
+    """The intermediate values of one micro-batch, and fixed costs."""
 
     @property
     def total(self) -> int:
-        """Return all of them together."""
+        """Return the sum of all."""
         return self.weights + self.cache + self.overhead
 
 
@@ -68,7 +68,9 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
 
 
 def _beside_the_budget(options: CacheOptions, evicted_bytes: int) -> int:
-    """Return bytes of checkpoints and frozen entries; `evicted_bytes` is what a budget saves."""
+    """Return the bytes of checkpoints and frozen entries; `evicted_bytes` is what a budget
+    saves.
+    """
     total = 0
     if options.in_pool:
         limit = options.checkpoint_limit

@@ -1,0 +1,126 @@
+"""Find the KV heads in which predicted scores rank entries worse than the text's own queries do.
+
+Some heads look for entries that no linear function of key and value can tell, such as the token
+that followed the last occurrence of the current one. There, predictions make a head keep the wrong
+entries, whatever is asked about the text. So a text is read with everything kept, as for the loss
+curves. Then the entries of each KV head are ranked with and without predictions, and the loss of
+its outputs is added up twice: over the queries of the text's continuation, and over those of its
+repetition.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from entropykv.calibration.damage import MOST_TEXTS
+from entropykv.calibration.observe import Observer, ReadText
+from entropykv.calibration.predictions import LEAST_TEXT
+from entropykv.policy.importance import EXPECTED_LOOKUPS
+from entropykv.profile.curves import (
+    KEEP_FRACTIONS,
+    N_SINKS,
+    RECENT_FRACTION,
+    CurveRules,
+    Entries,
+    FloatArray,
+    Rows,
+    head_loss,
+)
+from entropykv.profile.predictor import ScorePredictor
+from entropykv.session.echo import OVERLAP, REQUEST
+
+COMPARED = KEEP_FRACTIONS[2:5]
+"""The kept fractions of the text that are compared: 1/32 to 1/8, as with small budgets."""
+MARGIN = 0.02
+"""A head loses its trust if predictions increase its loss by more than this fraction; less is
+noise.
+"""
+REPETITIONS = 3
+"""How many pieces of a text are repeated, at equal distances."""
+REPEATED = 1 / 16
+"""The length of each repeated piece, as a fraction of the text."""
+
+
+def trust_tokens(lengths: Sequence[int]) -> int:
+    """Return how many tokens head_trust() reads of texts of these lengths, without the request for
+    a repetition.
+    """
+    long_enough = [n for n in lengths if n >= LEAST_TEXT][:MOST_TEXTS]
+    rules = [CurveRules.for_length(n) for n in long_enough]
+    return sum(2 * of.n_read + of.queries + REPETITIONS * int(REPEATED * of.length) for of in rules)
+
+
+def head_trust(
+    path: str | os.PathLike[str],
+    predictor: ScorePredictor,
+    texts: Sequence[Sequence[int]],
+    *,
+    kv_type: str = "f16",
+    n_threads: int = 0,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> FloatArray | None:
+    """Return the values of ScorePredictor.trust: 0 for KV heads that lose more with the predictor,
+    else 1.
+
+    The value is 0 if a head loses more both in the continuation and in the repetition. Returns None
+    if the texts are too short.
+    """
+    long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
+    if not long_enough:
+        return None
+    n_ctx = max(map(len, long_enough))
+    with Observer(
+        path, n_ctx=n_ctx, kv_type=kv_type, n_threads=n_threads, predictor=predictor
+    ) as observer:
+        shares = []
+        for text in long_enough:
+            n_read = CurveRules.for_length(len(text)).n_read
+            shares.append(observer.importance_of(text[:n_read]))
+            on_progress(n_read)
+    losses = np.zeros((2, 2, observer.n_layer, observer.n_head_kv))
+    # This is in characters, of which there are more than tokens.
+    longest = n_ctx + OVERLAP + len(REQUEST)
+    with Observer(path, n_ctx=longest, kv_type=kv_type, n_threads=n_threads) as observer:
+        request = observer.tokenize_plainly(REQUEST)
+        for text, of_text in zip(long_enough, shares, strict=True):
+            rules = CurveRules.for_length(len(text))
+            with observer.reading(text[: rules.n_read]) as read:
+                losses[0] += _losses(read, text[rules.n_read :][: observer.n_ubatch], of_text)
+                for piece in _pieces(text, rules):
+                    asked = [*request, *piece][: observer.n_ubatch]
+                    losses[1] += _losses(read, asked, of_text)
+            on_progress(trust_tokens([len(text)]) - rules.n_read)
+    without, with_predictions = losses[:, 0], losses[:, 1]
+    worse = np.all(with_predictions > (1.0 + MARGIN) * without, axis=0)
+    return np.where(worse, 0.0, 1.0)
+
+
+def _pieces(text: Sequence[int], rules: CurveRules) -> list[Sequence[int]]:
+    """Return the pieces of the text that are repeated, each with the tokens before it."""
+    starts = [OVERLAP + i * rules.n_read // (REPETITIONS + 1) for i in range(REPETITIONS)]
+    return [text[start - OVERLAP : start + int(REPEATED * len(text))] for start in starts]
+
+
+def _losses(read: ReadText, tokens: Sequence[int], shares: Sequence[Sequence[Rows]]) -> FloatArray:
+    """Return the loss of the heads over the queries of `tokens`: (without and with predictions,
+    ...).
+    """
+    read.rollback()
+    n_read = len(shares[0][0])
+    rules = CurveRules(
+        length=n_read + len(tokens),
+        queries=len(tokens),
+        n_sinks=N_SINKS,
+        recent_window=max(1, int(RECENT_FRACTION * n_read)),
+        keep=tuple(sorted({int(fraction * n_read) for fraction in COMPARED})),
+    )
+    losses = np.zeros((2, len(shares), len(shares[0])))
+    for layer, head, queries, entries in read.attended(tokens):
+        predicted = np.float32(EXPECTED_LOOKUPS) * np.square(shares[layer][head])
+        for i, importance in enumerate((entries.importance, entries.importance + predicted)):
+            ranked = Entries(entries.k, entries.v, importance)
+            losses[i, layer, head] = head_loss(queries, ranked, rules).dropped.sum()
+    return losses
