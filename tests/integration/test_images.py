@@ -18,6 +18,7 @@ from entropykv.llamacpp import projector
 from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits
+from tests.support.architecture_models import MODELS, written
 from tests.support.image_reference import MARKER, helper_logits
 from tests.support.logits import relative_error
 from tests.support.tiny_vision import TinyProjector, png
@@ -69,6 +70,33 @@ def test_logits_are_those_of_llama_cpps_helper(model: VisionModel, n_ubatch: int
         3 if model.kind == "M-RoPE" else 0
     )
     assert relative_error(found, expected) < ROUNDING
+
+
+KINDS_OF_LAYERS = (
+    *("lfm2", "falcon-h1", "granitehybrid", "qwen35"),  # recurrent, the last one with M-RoPE
+    *("gemma2", "llama4"),  # windows, chunks
+    *("deepseek2", "phi3", "qwen3vl"),  # latent attention, heads of 96, normed keys and M-RoPE
+)
+
+
+@pytest.mark.parametrize("name", KINDS_OF_LAYERS)
+def test_all_kinds_of_layers_read_images_as_llama_cpp(name: str, tmp_path: Path) -> None:
+    path = written(MODELS[name], tmp_path)
+    projector = tmp_path / "mmproj.gguf"
+    kind = "qwen2vl_merger" if name.startswith("qwen3") else "mlp"
+    n_embd = MODELS[name].metadata["embedding_length"]
+    assert isinstance(n_embd, int)
+    TinyProjector(projector, kind, n_embd).write()
+    model = VisionModel("causal", path, projector)
+    expected = helper_logits(path, projector, TEXT, FILES)
+    with model.session(n_ubatch=16) as session:
+        assert session.store == "headwise"
+        found = session.decode(prompt_of(session).tokens)[0]
+        assert relative_error(found, expected) < ROUNDING
+    with model.session(n_ubatch=16, kv_budget=48) as session:
+        list(session.generate(prompt_of(session).tokens, 4))
+        stats = session.stats()
+        assert stats.kv_bytes_peak <= stats.kv_bytes_budget
 
 
 @pytest.mark.parametrize("kind", ["causal", "seeing all"])

@@ -81,7 +81,7 @@ def test_one_model_is_a_server_of_one() -> None:
 
 
 def test_several_models_of_the_command_line(tmp_path: Path) -> None:
-    touch(tmp_path, "x.gguf", "y.gguf")
+    touch(tmp_path, "x.gguf", "y.gguf", "z/model.gguf", "z/mmproj-model.gguf")
     found = catalog_of("-m", tmp_path / "x.gguf", "-m", "bitnet", "-c", 512, "--kv-budget", 99)
     assert [each.name for each in found.models] == ["x", "bitnet"]
     assert found.default == "x"
@@ -89,7 +89,9 @@ def test_several_models_of_the_command_line(tmp_path: Path) -> None:
     assert {each.options.kv_budget for each in found.models} == {"99"}
     assert found.models[1].options.served_name == "bitnet"
     both = catalog_of("--models-dir", tmp_path)
-    assert [each.name for each in both.models] == ["x", "y"]
+    assert [each.name for each in both.models] == ["x", "y", "z"]
+    projectors = [each.options.projector for each in both.models]
+    assert projectors == [None, None, str(tmp_path / "z" / "mmproj-model.gguf")]
     assert both.default is None
     with pytest.raises(SettingsError, match="two models are called x"):
         catalog_of("-m", "x.gguf", "--models-dir", tmp_path)

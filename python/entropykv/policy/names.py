@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from entropykv.errors import SettingsError
@@ -14,6 +13,7 @@ from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
+from entropykv.settings.renamed import warn_of_name
 
 AUTO = "auto"
 """The default policy. It is `profile` if the model has a profile with loss curves, else `adaptive`.
@@ -205,11 +205,7 @@ def _chosen(
 def _parsed(text: str) -> Policy:
     name, colon, measure = current_name(text).partition(":")
     if current_name(text) != text:
-        warnings.warn(
-            f"policy {text} is called {current_name(text)} since version 0.2.0",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        warn_of_name(f"policy {text}", current_name(text))
     if name not in POLICIES:
         known = ", ".join([AUTO, FAST, *POLICIES])
         raise SettingsError(f"policy cannot be {name!r}; use one of {known}")

@@ -143,6 +143,17 @@ def _files_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
             yield split[1], path
 
 
+def projector_beside(model: Path, directory: str) -> Path | None:
+    """Return the image projector in a model's own folder below a directory, if it is the only one.
+
+    In the directory itself, nothing tells which model a projector belongs to.
+    """
+    if model.parent == Path(directory):
+        return None
+    found = [each for each in model.parent.glob("*.gguf") if _PROJECTOR in each.name.lower()]
+    return found[0] if len(found) == 1 else None
+
+
 def name_of(path: str) -> str:
     """Return the name of a model's file, without folder and suffix; it is the same for all
     parts.
