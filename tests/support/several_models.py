@@ -17,7 +17,6 @@ from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOpti
 from entropykv.server import app as app_module
 from entropykv.server.loading import ServedLlama, load_llama
 from entropykv.server.model_registry import ModelRegistry
-from entropykv.session.images import ImageLimits
 from tests.support.tiny_models import write_llama
 
 WORDS = {"prompt": "The old garden", "max_tokens": 6, "temperature": 0.0}
@@ -56,12 +55,12 @@ class Gates:
         self.closed[name] = threading.Event()
         return self.closed[name]
 
-    def load(self, options: ModelOptions, images: ImageLimits | None = None) -> ServedLlama:
+    def load(self, options: ModelOptions, *arguments: Any) -> ServedLlama:
         name = options.served_name
         self.loads.append(name)
         if name in self.closed:
             assert self.closed[name].wait(60)
-        return load_llama(options, images)
+        return load_llama(options, *arguments)
 
 
 @dataclass

@@ -65,6 +65,18 @@ class ModelCatalog:
             raise SettingsError(
                 f"there are {len(self.models)} models; a server has 1 to {MOST_MODELS}"
             )
+        self._check_names()
+
+    def check_startup(self, most: int | None) -> None:
+        """Raise SettingsError if more models are loaded at startup than may be loaded at a time."""
+        n_starting = sum(model.load_on_startup for model in self.models)
+        if most is not None and n_starting > most:
+            raise SettingsError(
+                f"{n_starting} models have load-on-startup, and {most} may be loaded at a time; "
+                "raise --models-max"
+            )
+
+    def _check_names(self) -> None:
         owners: dict[str, str] = {}
         for model in self.models:
             for name in (model.name, *model.aliases):
