@@ -96,6 +96,8 @@ def write_answer(
         finally:
             n_read = session.position - end_of_prompt
             answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
+            if thought is not None:
+                thought.end()
             sys.stdout.write("\n")
             sys.stdout.flush()
 

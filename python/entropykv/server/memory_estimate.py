@@ -59,8 +59,9 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
         plan = make_plan(path, asked)
         cache = plan.budget_bytes + _beside_the_budget(asked, plan.saved_bytes)
     values = geometry.n_vocab + _EMBEDDINGS * geometry.n_embd + _FEED_FORWARDS * geometry.n_ff
+    files = parts_of(path) + ([] if options.projector is None else [Path(options.projector)])
     return MemoryEstimate(
-        weights=sum(part.stat().st_size for part in parts_of(path)),
+        weights=sum(file.stat().st_size for file in files if file.is_file()),
         cache=cache,
         overhead=_FIXED + n_ubatch * values * _VALUE,
     )
