@@ -118,7 +118,7 @@ def _read_before(
 
 
 def _answer_of(thought: ShownThought, pieces: Iterator[str]) -> Iterator[str]:
-    """Yield what of the pieces of a text is no thought."""
+    """Yield the parts of a text that are not a thought."""
     for piece in pieces:
         yield thought.take(piece)
     yield thought.finish()
