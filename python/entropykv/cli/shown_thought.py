@@ -141,7 +141,9 @@ class ShownThought:
         return self._show(self._reader.take(text), text)
 
     def finish(self) -> str:
-        """Show the rest of the thought, and return the rest for stdout."""
+        """End the text: show what is left of the thought, and return the remaining text
+        for stdout.
+        """
         shown = self._show(self._reader.finish(), "")
         self._end()
         return shown

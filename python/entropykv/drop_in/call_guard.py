@@ -11,7 +11,7 @@ from entropykv.errors import EntropyKVError
 
 
 class CallGuard:
-    """Refuse a call while another thread is within one."""
+    """Refuse a call while another thread runs one."""
 
     def __init__(self) -> None:
         """Make the lock; no call and no answer has begun."""
@@ -50,5 +50,5 @@ class CallGuard:
             )
 
     def end_answer(self) -> None:
-        """Invalidate the answer that has begun: it raises an error when it is continued."""
+        """Invalidate the current answer: continuing it raises an error."""
         self._answer = None

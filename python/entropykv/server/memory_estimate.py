@@ -60,17 +60,13 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
         plan = make_plan(path, asked)
         cache = plan.budget_bytes + _beside_the_budget(asked, plan.saved_bytes)
     values = geometry.n_vocab + _EMBEDDINGS * geometry.n_embd + _FEED_FORWARDS * geometry.n_ff
-    overhead = _FIXED + n_ubatch * values * _VALUE
-    files = parts_of(path)
-    if options.projector is not None:
-        files = [*files, Path(options.projector)]
-        overhead += HELD_BYTES
-    return MemoryEstimate(sum(_size_of(file) for file in files), cache, overhead)
-
-
-def _size_of(file: Path) -> int:
-    """Return the bytes of a file; 0 if it is not there, which loading will say."""
-    return file.stat().st_size if file.is_file() else 0
+    files = parts_of(path) + ([] if options.projector is None else [Path(options.projector)])
+    embeddings = 0 if options.projector is None else HELD_BYTES
+    return MemoryEstimate(
+        weights=sum(file.stat().st_size for file in files if file.is_file()),
+        cache=cache,
+        overhead=_FIXED + n_ubatch * values * _VALUE + embeddings,
+    )
 
 
 def _beside_the_budget(options: CacheOptions, evicted_bytes: int) -> int:

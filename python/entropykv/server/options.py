@@ -71,7 +71,10 @@ class ModelOptions(ModelSettings):
 
     model_config = _PREFIX
 
-    model: str = Field(default="", description="The path of the model's GGUF file.")
+    model: str = Field(
+        default="",
+        description="The path of the model's GGUF file; given several times, that of each model.",
+    )
     hf_repo: Optional[str] = Field(  # noqa: UP045  (all that add_args_from_model() can read)
         default=None,
         min_length=1,

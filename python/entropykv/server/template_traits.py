@@ -45,7 +45,9 @@ class TemplateTraits:
     shows_every_message: bool = False
     """False if all system messages but the first are left out."""
     thinking_field: bool = False
-    """True if it shows the thought before a call from the field `thinking`, as that of gpt-oss."""
+    """True if it reads the thought before a call from the field `thinking`, as gpt-oss's template
+    does.
+    """
     own_tools: bool = False
     """True for a format of llama-cpp-python that writes and reads tool calls itself."""
 
@@ -93,7 +95,7 @@ class _Probe:
         )
 
     def _shows(self, arguments: Any) -> bool:
-        """Tell whether the arguments of a call appear, quoted only once, and also its result."""
+        """Tell whether a prompt has the arguments of a call, quoted only once, and its result."""
         shown = self._with_call(arguments, "")
         return bool(re.search(rf"""(?<!\\)["']{_VALUE}(?!\\)["']""", shown)) and _RESULT in shown
 

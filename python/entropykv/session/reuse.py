@@ -132,7 +132,7 @@ class HeldText:
         return begin if self.can_return_to(begin) else 0
 
     def repeatable_from(self, position: int, end: int) -> int:
-        """Return the last place up to `position` from which the text is read as it is from 0.
+        """Return the last position up to `position` from which the text is read as it is from 0.
 
         It is 0 if something may be evicted before `end`, because then the kept entries depend on
         all earlier queries.
@@ -168,7 +168,7 @@ class Demand:
 
 
 def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
-    """Decide from which position a prompt is read, where a text is held.
+    """Decide from which position a prompt must be read if a text is already held.
 
     If the prompt begins with the text, all of the text is reused. Otherwise it is a part of the
     common beginning, without the last token of the prompt, whose logits are needed.

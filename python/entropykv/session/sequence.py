@@ -83,7 +83,7 @@ class TokenSequence:
             self.reusable_from = n_ctx + 1
 
     def begin_after_load(self, evicted: int) -> None:
-        """Set the number of evictions of a file; the position of the last one is unknown."""
+        """Set the number of evictions from a loaded file; the position of the last is unknown."""
         self.reusable_from = self.position if evicted else 0
         self.evicted_before = evicted
 
@@ -180,7 +180,7 @@ class ReadParts:
         return other
 
     def truncate(self, position: int) -> None:
-        """Forget what was read from a position on."""
+        """Remove the tokens from a position on."""
         while self._parts and self._parts[-1].begin >= position:
             self._parts.pop()
         if self._parts and self._parts[-1].end > position:

@@ -698,7 +698,7 @@ class Session:
             shared.share()
 
     def pool_status(self) -> PoolStatus:
-        """Return its status among the others of the pool, taken between two steps.
+        """Return the session's status in its pool, at a moment between two steps.
 
         During a step, its pages may be given to another session.
         """
@@ -735,11 +735,11 @@ class Session:
         )
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Add to what stats() reports as generated."""
+        """Add generated tokens, and the seconds they took, to the counts of stats()."""
         self._counts.add_generated(n_tokens, seconds)
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Add to what stats() reports as prompt."""
+        """Add tokens of a prompt, and the seconds they took, to the counts of stats()."""
         self._counts.add_prompt(n_tokens, seconds)
 
     def note_climb(self, climb: Climb) -> None:
