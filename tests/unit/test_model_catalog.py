@@ -201,7 +201,7 @@ def test_a_catalog_has_each_name_once(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="a server has 1 to"):
         ModelCatalog.of_several([ServedModel.of(f"{i}", options) for i in range(1001)])
     for name in ("", "x" * 257, "two\nlines"):
-        with pytest.raises(SettingsError, match="is no name of a model"):
+        with pytest.raises(SettingsError, match="is not a name of a model"):
             ServedModel.of(name, options)
 
 

@@ -42,7 +42,7 @@ class ServedModel:
         for each in (name, *aliases):
             if not 0 < len(each) <= MOST_NAME or not each.isprintable():
                 raise SettingsError(
-                    f"{each[:MOST_NAME]!r} is no name of a model; give 1 to {MOST_NAME} "
+                    f"{each[:MOST_NAME]!r} is not a name of a model; give 1 to {MOST_NAME} "
                     "characters that can be printed"
                 )
         named = options.model_copy(update={"model_alias": name})
@@ -124,7 +124,7 @@ def models_in(directory: str) -> dict[str, Path]:
         found[name] = path
     if not found:
         raise SettingsError(
-            f"{directory}: there is no GGUF file of a model in it; put one there (--models-dir)"
+            f"{directory}: it contains no GGUF file of a model; put one there (--models-dir)"
         )
     return found
 
