@@ -1,11 +1,12 @@
-"""Show what the turns of a model that thinks read, hold and write: a transcript of the server.
+"""Show what the turns of a thinking model read, hold and write on a server.
 
-python benchmarks/thinking_turns.py [-m MODEL] [--turns 5] [--thought 400]
+    python benchmarks/thinking_turns.py [-m MODEL] [--turns 5] [--thought 400]
 
-The BitNet of the package writes no thoughts by itself. So the chat template begins one, as
-DeepSeek's does, and --reasoning-budget ends it. The server runs twice: with the checkpoints that
-it keeps for such a model, and without any. Printed are, for every turn, the tokens of its prompt,
-how many of them were read, how many were thought and answered, and the bytes of the KV cache.
+The BitNet of the package writes no thoughts itself. So the chat template begins a thought, as
+DeepSeek's template does, and --reasoning-budget ends it. The server runs twice: with the
+checkpoints that it keeps for such a model, and without any. For every turn, a table shows the
+tokens of the prompt, how many of them were read, how many were written in the thought and in the
+answer, and the bytes of the KV cache.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TEMPLATE = (
 SYSTEM = "Simon lives in Oslo. Ines plays the harp. The quiet barn stood below the square. " * 12
 ANSWER_TOKENS = 24
 TAG_TOKENS = 12
-"""More tokens than the tag that ends a thought has."""
+"""An upper limit for the tokens of the tag that ends a thought."""
 
 
 @contextmanager

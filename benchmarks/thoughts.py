@@ -1,20 +1,20 @@
-"""Measure what budgets lose while a model writes for long, as in a long thought.
+"""Measure the loss of quality under budgets while a model writes a long text, such as a thought.
 
-python benchmarks/thoughts.py --json build/thoughts.json
+    python benchmarks/thoughts.py --json build/thoughts.json
 
-Two tasks, each with all policies and budgets:
+There are two tasks, each with all policies and budgets:
 
 - facts: the BitNet of the package reads a document of facts, and then 1,536 tokens one by one, as
-  if it wrote them: what it has written itself at temperature 0.8 with all entries, the same for all
-  policies. Questions about the facts follow. A budget is a fraction of 2,048 tokens.
-- recite (--recite): SmolLM2 has a passage of 96 tokens twice in its prompt, and goes on with it,
-  greedily, for 640 tokens. Counted are the tokens that are those of the passage, in order. A budget
-  is a fraction of the 832 tokens of the whole text.
+  if it wrote them. It wrote them before, at temperature 0.8 with all entries, and they are the same
+  for all policies. Questions about the facts follow. A budget is a fraction of 2,048 tokens.
+- recite (--recite): SmolLM2 has a passage of 96 tokens twice in its prompt, and continues it
+  greedily for 640 tokens. The score is how many tokens equal those of the passage, in order. A
+  budget is a fraction of the 832 tokens of the whole text.
 
-The policies besides `auto` and `fast` are the nearest to published ones for long thoughts:
+Besides `auto` and `fast`, the policies are the nearest ones to published methods for long thoughts:
 `uniform:attention+distinct` (R-KV, arXiv 2505.24133: attention and redundancy of keys),
-`uniform:expected` (TriAttention, arXiv 2604.04921: attention that positions and keys let expect),
-and `recency`.
+`uniform:expected` (TriAttention, arXiv 2604.04921: attention that is expected from positions and
+keys), and `recency`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ PASSAGE, RECITED = 96, 640
 
 
 def write_thought(model: str, case: Case, seed: int, n_threads: int) -> list[int]:
-    """Return what the model writes after a document with all entries; its ends are left out."""
+    """Return the tokens that the model writes after a document with all entries, without tokens
+    that end a text.
+    """
     with Session(model, n_ctx=CONTEXT, kv_budget=1.0, n_threads=n_threads) as session:
         session.decode(session.tokenize(case.document, add_bos=True))
         ends = tuple((token, -1e9) for token in range(session.n_vocab) if session.is_end(token))
@@ -51,7 +53,7 @@ def write_thought(model: str, case: Case, seed: int, n_threads: int) -> list[int
 
 
 def answers_after(session: Session, case: Case, thought: list[int]) -> list[bool]:
-    """Return whether each question is answered right after a document and a thought."""
+    """Return for each question whether the answer after a document and a thought is correct."""
     session.reset()
     session.decode(session.tokenize(case.document, add_bos=True))
     for token in thought:
@@ -69,7 +71,7 @@ def answers_after(session: Session, case: Case, thought: list[int]) -> list[bool
 
 
 def facts(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yield a row for every policy and budget: how many questions are answered right."""
+    """Yield a row for every policy and budget: how many questions are answered correctly."""
     model = str(DEMOS["bitnet"].path)
     asked = list(cases(DOCUMENT, options.documents, options.questions))
     thoughts = [write_thought(model, case, i, options.threads) for i, case in enumerate(asked)]
@@ -85,7 +87,7 @@ def facts(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def recite(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yield a row for every policy and budget: how many tokens are those of the passage."""
+    """Yield a row for every policy and budget: how many tokens equal those of the passage."""
     model = find_model(options.model)
     text = next(iter(read_texts("*.txt").values()))
     n_ctx = 2 * PASSAGE + RECITED
@@ -102,7 +104,9 @@ def recite(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[float, str]]:
-    """Yield budgets and policies; with all entries, the policy makes no difference."""
+    """Yield all pairs of a budget and a policy; with all entries, only one policy, since they are
+    equal.
+    """
     for budget in options.kv_budgets:
         for policy in options.policies if budget < 1.0 else options.policies[:1]:
             yield budget, policy

@@ -1,7 +1,7 @@
-"""Write the pages of the reference that have a source in the code, whenever mkdocs builds the docs.
+"""Write the reference pages that are generated from code, whenever mkdocs builds the docs.
 
-The options come from the parser of the command line, the formats from JSON schemas and docstrings.
-mkdocs calls `on_files` (see `hooks` in mkdocs.yml); the pages exist in the built site only.
+The options come from the command line's parser, the formats from JSON schemas and docstrings.
+mkdocs calls `on_files` (see `hooks` in mkdocs.yml); the pages exist only in the built site.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCHEMA = Path(entropykv.__file__).parent / "schemas" / "entropy_profile.schema.j
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages to those that mkdocs found."""
+    """Add the generated pages to the pages that mkdocs found."""
     pages = {"reference/options.md": options_page(), "reference/formats.md": formats_page()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -41,7 +41,7 @@ def options_page() -> str:
     parts = ["# Options\n\nThis page comes from the same source as `--help`.", cache_options()]
     for name, command in commands().items():
         parts.append(f"## entropykv {name}\n\n{command.description}")
-        for group in command._action_groups:  # argparse has no public list of groups
+        for group in command._action_groups:  # argparse has no public list of groups.
             rows = [row(command, action) for action in group._group_actions if is_shown(action)]
             if rows:
                 title = str(group.title)
@@ -50,7 +50,7 @@ def options_page() -> str:
 
 
 def cache_options() -> str:
-    """Return a table of the options of the cache, with their names in Python and elsewhere."""
+    """Return a table of the cache's options, with their names in Python and in other programs."""
     lines = [
         "## The cache, by keyword, flag and setting\n\nKeyword arguments belong to `Session`, "
         "`Pool`, `EntropyLlama` and `attach` (`CacheOptions`); those of `Freezing` and `Recovery` "
@@ -84,12 +84,12 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def is_shown(action: argparse.Action) -> bool:
-    """Leave out options that --help hides, and --help itself."""
+    """Tell whether --help shows an option; --help itself does not count."""
     return action.help is not argparse.SUPPRESS and "--help" not in action.option_strings
 
 
 def row(command: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str]:
-    """Return the names of an option with its value, and its help."""
+    """Return an option's names with its value, and its help text."""
     formatter = command._get_formatter()
     value = "" if action.nargs == 0 else formatter._format_args(action, str(action.dest).upper())
     names = action.option_strings or [str(action.metavar or action.dest)]
@@ -99,19 +99,19 @@ def row(command: argparse.ArgumentParser, action: argparse.Action) -> tuple[str,
 
 
 def table(rows: list[tuple[str, str]]) -> str:
-    """Return a Markdown table of options; a pipe in a cell does not end it."""
+    """Return a Markdown table of options, with pipes in cells escaped."""
     lines = ["| option | what it does |", "|---|---|"]
     lines += [f"| {cell(left)} | {cell(escaped(right))} |" for left, right in rows]
     return "\n".join(lines)
 
 
 def cell(text: str) -> str:
-    """Return text that stays within one cell of a table."""
+    """Return text escaped for one cell of a table."""
     return " ".join(text.split()).replace("|", r"\|")
 
 
 def escaped(text: str) -> str:
-    """Return text whose characters mean nothing in Markdown or HTML, but for code in backquotes."""
+    """Return text with special characters of Markdown and HTML escaped, except in backquotes."""
     parts = text.split("`")
     for place in range(0, len(parts), 2):
         for character in ("\\", "*", "_", "[", "]"):
@@ -141,7 +141,7 @@ The current version is {session_file.VERSION}; no other version is read.
 
 
 def schema_table(schema: dict[str, Any]) -> str:
-    """Return a table of all fields of a JSON schema, those of inner objects behind a dot."""
+    """Return a table of all fields of a JSON schema; fields of inner objects have dotted names."""
     lines = ["| field | type | meaning |", "|---|---|---|"]
     for name, field, required in fields(schema):
         mark = "" if required else " (optional)"
@@ -152,7 +152,7 @@ def schema_table(schema: dict[str, Any]) -> str:
 
 
 def fields(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield every field with its path and whether it must be there."""
+    """Yield every field with its dotted path, its schema, and whether it is required."""
     for name, field in schema.get("properties", {}).items():
         yield prefix + name, field, name in schema.get("required", ())
         yield from fields(field, f"{prefix}{name}.")

@@ -24,7 +24,8 @@ inline void weigh_rows(const PromptTask& task, const PromptTile& tile, const Pro
     const Vec largest_score = maximum(maximum(best[0], best[1]), maximum(best[2], best[3]));
     const Vec floor = broadcast(0.5f * kMaskedLogit);
     Vec max = round_nearest(multiply_add(largest_score, unit, broadcast(0.5f)));
-    // Scores far beyond 2^24 are rounded to multiples, and a weight could be above 1 without this.
+    // Floats above 2^24 cannot represent every integer, so the rounded maximum may be too small.
+    // The offset is then limited to 0, because no weight may exceed 1.
     Vec offset = multiply_add(largest_score, unit, zero() - max);
     offset = where_less(zero(), offset, zero(), offset);
     if constexpr (Masked) max = where_less(largest_score, floor, broadcast(kMaskedLogit), max);

@@ -16,7 +16,7 @@ void fit(std::vector<T>& values, std::size_t n) {
     if (values.size() < n) values.resize(n);
 }
 
-// Makes room for n values at least, and keeps the contents.
+// Makes room for at least n values, and keeps the contents.
 template <typename T>
 void grow(std::vector<T>& values, std::size_t n) {
     if (values.size() < n) values.resize(n);

@@ -1,4 +1,4 @@
-// The settings of a store.
+// Holds the settings of a headwise store: types, sizes, how entries are ranked, and freezing.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-"""Stores, attention and budgets of entropykv (C++)."""
+"""The C++ extension of entropykv: stores, attention and budgets."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ _Floats = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 
 SEQUENCE_STATE_VERSION: int
-"""Of what llama.cpp writes for a sequence (LLAMA_STATE_SEQ_VERSION)."""
+"""The version of llama.cpp's format for the state of a sequence (LLAMA_STATE_SEQ_VERSION)."""
 
 def ggml_version() -> str:
     """Return the version of the loaded ggml."""
@@ -18,13 +18,17 @@ def ggml_commit() -> str:
     """Return the commit of the loaded ggml."""
 
 def differences() -> list[str]:
-    """Return what the loaded ggml has otherwise than the headers: cpp/llama/built_for.hpp."""
+    """Return how the loaded ggml differs from the headers that were compiled in: see
+    cpp/llama/built_for.hpp.
+    """
 
 def struct_layouts() -> list[tuple[str, int, str, int]]:
-    """Return name, size, a field and its offset of structures that Python passes to llama.cpp."""
+    """Return the layout of structures that Python passes to llama.cpp: name, size, a field and its
+    offset, in bytes.
+    """
 
 class ScoreKind:
-    """What ranks entries: cpp/decide/measures.hpp."""
+    """Name a measure by which entries are ranked: see cpp/decide/measures.hpp."""
 
     streaming: ScoreKind
     recency: ScoreKind
@@ -39,7 +43,7 @@ class ScoreKind:
     def name(self) -> str: ...
 
 class Measure:
-    """What a measure of importance means: a row of the table in cpp/decide/measures.cpp."""
+    """Describe a measure of importance: a row of the table in cpp/decide/measures.cpp."""
 
     @property
     def kind(self) -> ScoreKind: ...
@@ -49,28 +53,30 @@ class Measure:
     def summary(self) -> str: ...
     @property
     def by_position(self) -> bool:
-        """Whether scores follow from positions alone."""
+        """Tell whether scores depend only on positions."""
     @property
     def adds_up(self) -> bool:
-        """Whether it adds up what queries gave to entries."""
+        """Tell whether it adds up shares of attention that queries gave to entries."""
     @property
     def of_echoes(self) -> bool:
-        """Whether queries that repeat the text count alone."""
+        """Tell whether only queries that repeat the text count."""
     @property
     def turns_queries(self) -> bool:
-        """Whether it turns the queries so far to later positions."""
+        """Tell whether it rotates earlier queries to later positions."""
     @property
     def predicts(self) -> bool:
-        """Whether scores follow from keys and values alone: see HeadwiseStore.set_predictor()."""
+        """Tell whether scores depend only on keys and values: see HeadwiseStore.set_predictor()."""
     @property
     def threshold(self) -> float:
-        """What the schedule of freezing calls little, unless somebody says otherwise."""
+        """Return the default threshold of the freeze schedule: entries with lower scores may
+        freeze.
+        """
 
 def measures() -> list[Measure]:
     """Return the table of measures."""
 
 class ImportanceSettings:
-    """How entries are ranked: cpp/decide/importance.hpp."""
+    """Hold how entries are ranked: see cpp/decide/importance.hpp."""
 
     def __init__(
         self,
@@ -83,18 +89,18 @@ class ImportanceSettings:
         future_positions: int = 512,
         expected_lookups: float = 0.0,
     ) -> None:
-        """`observation_window` and `future_positions` in tokens.
+        """Set the values; `observation_window` and `future_positions` are in tokens.
 
-        `expected_lookups`: how many later queries count that give an entry the share of attention
-        that its key and value predict; 0: nothing is predicted, and more only for mass and
-        attention. A HeadwiseStore raises ValueError for what is impossible.
+        `expected_lookups`: for how many later queries an entry gets the share of attention that is
+        predicted from its key and value; 0: nothing is predicted; more than 0 only for mass and
+        attention. Errors are found by HeadwiseStore, which raises ValueError for impossible values.
         """
     @property
     def decay(self) -> float:
-        """Share of an observation that is left after one token; 1: nothing decays."""
+        """Return the fraction of an observation that is left after one token; 1: nothing decays."""
 
 class LayerShape:
-    """Heads and head sizes of one attention layer."""
+    """Hold the heads, head sizes and window of one attention layer."""
 
     def __init__(
         self,
@@ -107,10 +113,11 @@ class LayerShape:
         latent: bool = False,
         readers: int = 1,
     ) -> None:
-        """`window`: in tokens, 0: none; `chunked`: it begins at multiples of its size.
+        """Set the values. `window`: in tokens, 0 for none; `chunked`: windows begin at multiples of
+        their size.
 
-        `latent`: V is the first `v_dim` values of K, and not held on its own. `readers`: layers of
-        the model that attend to its entries.
+        `latent`: V is the first `v_dim` values of K, and not stored separately. `readers`: how many
+        layers of the model attend to its entries.
         """
     @property
     def n_head(self) -> int: ...
@@ -130,12 +137,14 @@ class LayerShape:
     def readers(self) -> int: ...
     @property
     def entry_values(self) -> int:
-        """Values that an entry of a KV head is made of."""
+        """Return how many values an entry of a KV head consists of."""
     def with_window(self, window: int, chunked: bool) -> LayerShape:
-        """The same layer with a window."""
+        """Return the same layer with a window."""
 
 class RopeParams:
-    """How a layer's keys depend on their position, by ggml's names; n_dims 0: they do not."""
+    """Hold how a layer's keys depend on their position, with ggml's names; n_dims 0: they
+    do not.
+    """
 
     def __init__(
         self,
@@ -172,10 +181,10 @@ class RopeParams:
     def freq_factors(self) -> list[float]: ...
     @property
     def frequencies(self) -> list[float]:
-        """Radians per position of every pair."""
+        """Return the rotation of every pair, in radians per position."""
 
 class AttentionNode:
-    """An attention node that the probe saw."""
+    """Describe an attention node of the model's graph."""
 
     @property
     def cache_layer(self) -> int: ...
@@ -191,7 +200,7 @@ class AttentionNode:
     def rope(self) -> RopeParams: ...
 
 class KShiftProbe:
-    """Inspections at one decode: whether llama.cpp's K-shift does what the model's rotation did."""
+    """Check at one decode whether llama.cpp's K-shift rotates keys as the model's graph does."""
 
     def __init__(self) -> None: ...
     @property
@@ -200,10 +209,10 @@ class KShiftProbe:
     def user_data(self) -> int: ...
     @property
     def obstacle(self) -> str:
-        """Why it does not; empty if it does."""
+        """Return why llama.cpp's K-shift is wrong for the model; empty if it is right."""
 
 class WindowProbe:
-    """Inspections at decodes of single tokens: how many cells each attention layer sees."""
+    """Count how many cells each attention layer sees, at decodes of single tokens."""
 
     def __init__(self) -> None: ...
     @property
@@ -212,153 +221,173 @@ class WindowProbe:
     def user_data(self) -> int: ...
     @property
     def visible(self) -> list[tuple[int, int]]:
-        """llama.cpp's number of the layer, and cells (-1: unreadable), since clear()."""
+        """Return pairs of llama.cpp's layer number and its visible cells (-1: unreadable) since
+        clear().
+        """
     def clear(self) -> None: ...
 
 class SquaredReluHook:
-    """Makes the SwiGLU gates in the graphs of one llama_context squared ReLU."""
+    """Change the SwiGLU gates in the graphs of one llama_context to squared ReLU."""
 
     def __init__(self, n_layers: int) -> None: ...
     @property
     def callback(self) -> int:
-        """Address for llama_context_params.cb_eval."""
+        """Return the address for llama_context_params.cb_eval."""
 
     @property
     def user_data(self) -> int:
-        """Address for llama_context_params.cb_eval_user_data."""
+        """Return the address for llama_context_params.cb_eval_user_data."""
 
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
-        """RuntimeError unless the gate of every layer was changed once since begin_step()."""
+        """Raise RuntimeError unless the gate of every layer was changed once since begin_step()."""
 
 class StockHook:
-    """Leaves a context's graphs as they are, but for squared ReLU; can time their nodes."""
+    """Leave a context's graphs as they are, except for squared ReLU; can measure the time
+    of nodes.
+    """
 
     def __init__(self, relu2_layers: int) -> None:
-        """`relu2_layers`: layers whose gates become squared ReLU, all or 0."""
+        """Make a hook; `relu2_layers`: number of layers whose gates become squared ReLU,
+        all or 0.
+        """
 
     @property
     def callback(self) -> int:
-        """Address for llama_context_params.cb_eval."""
+        """Return the address for llama_context_params.cb_eval."""
 
     @property
     def user_data(self) -> int:
-        """Address for llama_context_params.cb_eval_user_data."""
+        """Return the address for llama_context_params.cb_eval_user_data."""
 
     def measure_work(self, on: bool) -> None:
-        """Begin to time every node by itself, from 0; or end it: graphs run as a whole again."""
+        """Start to measure every node separately, from 0; False: stop, so that graphs run as a
+        whole again.
+        """
 
     @property
     def work(self) -> dict[str, tuple[float, float, float]]:
-        """Since measure_work(True): (seconds, operations, bytes) of weights, attention and rest.
+        """Return (seconds, operations, bytes) of weights, attention and the rest since
+        measure_work(True).
 
-        Operations and bytes are those of products of weights; seconds are without what it takes to
-        compute a node by itself.
+        Operations and bytes are those of products with weights. The overhead of computing nodes
+        separately is subtracted from the seconds.
         """
 
 def product_kernels() -> list[str]:
-    """Kernels of products that this machine can run, the one that is used last."""
+    """Return the names of the kernels for products that this machine can run; the last one
+    is used.
+    """
 
 class WeightHook:
-    """Computes products of quantised weights in the graphs of one llama_context."""
+    """Compute the products with quantized weights in the graphs of one llama_context."""
 
     def __init__(self, relu2_layers: int, n_threads: int) -> None:
-        """`relu2_layers`: layers whose gates become squared ReLU too, all or 0.
+        """Make a hook.
 
-        `n_threads`: most threads that an op of the context has.
+        `relu2_layers`: number of layers whose gates become squared ReLU, all or 0. `n_threads`: the
+        most threads of the context.
         """
 
     @property
     def callback(self) -> int:
-        """Address for llama_context_params.cb_eval."""
+        """Return the address for llama_context_params.cb_eval."""
 
     @property
     def user_data(self) -> int:
-        """Address for llama_context_params.cb_eval_user_data."""
+        """Return the address for llama_context_params.cb_eval_user_data."""
 
     @property
     def products(self) -> dict[str, str]:
-        """Who computes the products of each type of weights seen: see SessionStats.products."""
+        """Return which kernel computes the products of each weight type: see
+        SessionStats.products.
+        """
 
     @property
     def products_scratch_bytes(self) -> int:
-        """Bytes that the threads work with."""
+        """Return the bytes of working memory of all threads."""
 
     def measure_work(self, on: bool) -> None:
-        """As StockHook."""
+        """Start or stop measuring, as StockHook.measure_work() does."""
 
     @property
     def work(self) -> dict[str, tuple[float, float, float]]:
-        """As StockHook."""
+        """Return the measurements, as StockHook.work does."""
 
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
-        """RuntimeError unless the gate of every layer was changed once since begin_step()."""
+        """Raise RuntimeError unless the gate of every layer was changed once since begin_step()."""
 
 class GraphHook:
-    """Inspect, then change, the graphs of one llama_context: attention, and as WeightHook."""
+    """Inspect the graphs of one llama_context, then replace their attention, and products as
+    WeightHook does.
+    """
 
     def __init__(self, relu2_layers: int, n_threads: int, batch_invariant: bool = False) -> None:
-        """As WeightHook.
+        """Make a hook; for the first two arguments see WeightHook.
 
-        `batch_invariant`: tokens of several sequences are read together, and each gets the bits
-        that it gets alone.
+        `batch_invariant`: when tokens of several sequences are read together, each gets exactly the
+        bits that it gets alone.
         """
 
     @property
     def callback(self) -> int:
-        """Address for llama_context_params.cb_eval."""
+        """Return the address for llama_context_params.cb_eval."""
 
     @property
     def user_data(self) -> int:
-        """Address for llama_context_params.cb_eval_user_data."""
+        """Return the address for llama_context_params.cb_eval_user_data."""
 
     @property
     def nodes(self) -> list[AttentionNode]: ...
     @property
     def refusal(self) -> str:
-        """Why the headwise store cannot serve the model; empty if it can."""
+        """Return why the headwise store cannot serve the model; empty if it can."""
 
     @property
     def rope_obstacle(self) -> str:
-        """Why stored keys cannot be moved to other positions; empty if they can."""
+        """Return why stored keys cannot be moved to other positions; empty if they can."""
 
     @property
     def rope_limit(self) -> int:
-        """Positions that the model's frequencies hold for; 0: as many as it was trained for."""
+        """Return for how many positions the model's frequencies are valid; 0: as many as it was
+        trained for.
+        """
 
     @property
     def products(self) -> dict[str, str]:
-        """As WeightHook."""
+        """Return which kernel computes the products of each weight type: see
+        SessionStats.products.
+        """
 
     @property
     def products_scratch_bytes(self) -> int:
-        """As WeightHook."""
+        """Return the bytes of working memory of all threads."""
 
     def measure_work(self, on: bool) -> None:
-        """As StockHook."""
+        """Start or stop measuring, as StockHook.measure_work() does."""
 
     @property
     def work(self) -> dict[str, tuple[float, float, float]]:
-        """As StockHook."""
+        """Return the measurements, as StockHook.work does."""
 
     def serve(self, batch: AttentionBatch) -> None:
-        """From now on, change graphs: the batch says whose tokens they read."""
+        """Begin to replace attention in graphs; the batch tells whose tokens the graphs read."""
 
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
-        """RuntimeError unless every layer was served since begin_step()."""
+        """Raise RuntimeError unless attention of every layer was replaced since begin_step()."""
 
 class ColdStorageError(OSError):
-    """Cold storage has no room, or what it holds cannot be read."""
+    """Report that cold storage is full, or that its content cannot be read."""
 
 class FreezeSchedule:
-    """Detections and timers of the freeze document: cpp/decide/freezing.hpp."""
+    """Hold the detection and timing rules of the freeze schedule: see cpp/decide/freezing.hpp."""
 
     def __init__(self, window: int, threshold: float, rate: float, history: int) -> None: ...
 
 class FreezeSettings:
-    """What becomes of entries that are not kept: cpp/decide/freezing.hpp."""
+    """Hold how entries that are not kept are frozen: see cpp/decide/freezing.hpp."""
 
     def __init__(
         self,
@@ -369,14 +398,17 @@ class FreezeSettings:
         descriptor: int = -1,
         nonce: bytes = b"",
     ) -> None:
-        """`kv_type`: as stored, q8_0 or q4_0; `limit_bytes` 0: none; `recall_interval` 0: never.
+        """Set the values. `kv_type`: the stored type, q8_0 or q4_0; `limit_bytes` 0: no limit;
+        `recall_interval`: in generated tokens, 0: never.
 
-        `descriptor`: of an open file, which stays the caller's; -1: in memory. `nonce`: 16 bytes
-        for the checksums of its pages, or none. ValueError for anything else.
+        `descriptor`: of an open file, which the caller closes; -1: store in memory. `nonce`: 16
+        bytes for the checksums of its pages, or empty. Raises ValueError for other values.
         """
 
 class SequencePool:
-    """What sequences of one model share: the pages of a hard budget, and a micro-batch's memory."""
+    """Hold what sequences of one model share: the pages of a hard budget, and memory for a
+    micro-batch.
+    """
 
     def __init__(
         self,
@@ -386,21 +418,26 @@ class SequencePool:
         n_sequences: int,
         n_drafts: int = 0,
     ) -> None:
-        """Micro-batches have up to `max_tokens` tokens of one sequence, and one of each other.
+        """Make a pool for micro-batches of up to `max_tokens` tokens of one sequence, and one token
+        of each other one.
 
         Each of them may be followed by up to `n_drafts` drafts: see AttentionBatch.add().
-        ValueError for more than 256 sequences, or more than 63 drafts.
+        Raises ValueError for more than 256 sequences, or more than 63 drafts.
         """
 
     def set_pages(self, pages: int) -> None:
-        """Set the budget; ValueError where the sequences' shares are more, and nothing changes."""
+        """Set the budget; raises ValueError, and changes nothing, if the sequences' shares are
+        larger.
+        """
 
     def on_full(self, drop: Callable[[], bool]) -> None:
-        """Have `drop` called where pages are needed: it drops a Checkpoint, if there is one."""
+        """Call `drop` when pages are missing: it must drop a Checkpoint, and return False if there
+        is none.
+        """
 
     @property
     def shared_pages(self) -> int:
-        """Pages of all shares."""
+        """Return the sum of all shares, in pages."""
 
     @property
     def budget_bytes(self) -> int: ...
@@ -414,14 +451,14 @@ class SequencePool:
     def staging_bytes(self) -> int: ...
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that the threads work with, whosever entries they attend to."""
+        """Return the bytes of working memory of the threads, for all sequences together."""
 
 class AttentionBatch:
-    """The sequences whose tokens are in a micro-batch, in the order of its tokens."""
+    """Hold the sequences whose tokens are in a micro-batch, in the order of its tokens."""
 
     def __init__(self) -> None: ...
     def clear(self) -> None:
-        """Begin another micro-batch, of no tokens yet."""
+        """Begin another micro-batch, without tokens."""
 
     def add(
         self,
@@ -433,7 +470,8 @@ class AttentionBatch:
         see_all: bool = False,
         n_drafts: int = 0,
     ) -> None:
-        """Add the next tokens, and get all that they need; single tokens come first.
+        """Add the next tokens, and reserve everything that they need; single tokens must come
+        first.
 
         `n_echo`: as in HeadwiseStore.begin(). `see_all`: each of the tokens attends to all of them,
         also to later ones, and there is no echo. `n_drafts`: how many tokens, the last ones, are
@@ -441,7 +479,7 @@ class AttentionBatch:
         of the one before, as if they were read one by one. HeadwiseStore.settle_drafts() must
         follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more.
 
-        ColdStorageError where cold storage has no room; nothing is added then.
+        Raises ColdStorageError, and adds nothing, if cold storage is full.
         """
 
     def most_drafts(self, store: HeadwiseStore, wanted: int) -> int:
@@ -454,13 +492,15 @@ class AttentionBatch:
     def n_tokens(self) -> int: ...
 
 class Checkpoint:
-    """What a HeadwiseStore held at a moment: pages that it shares until one of them changes."""
+    """Hold the state of a HeadwiseStore at a moment: pages that both share until one of them
+    changes.
+    """
 
     def drop(self) -> None:
-        """Give the pages back; nothing can go on from it any more."""
+        """Give the pages back; a dropped checkpoint cannot be restored."""
 
     def copy(self) -> Checkpoint:
-        """Return another one of the same pages."""
+        """Return another checkpoint of the same pages."""
 
     @property
     def is_dropped(self) -> bool: ...
@@ -468,11 +508,11 @@ class Checkpoint:
     def pages(self) -> int: ...
     @property
     def own_pages(self) -> int:
-        """Pages that nobody else holds."""
+        """Return how many of its pages only this checkpoint holds."""
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes besides the pages."""
+        """Return the bytes that it holds besides the pages."""
 
     @property
     def entries(self) -> int: ...
@@ -480,7 +520,7 @@ class Checkpoint:
     def evicted(self) -> int: ...
 
 class HeadwiseStore:
-    """Paged entries per (layer, KV head), and the attention over them."""
+    """Hold paged entries per (layer, KV head), and compute attention over them."""
 
     def __init__(
         self,
@@ -500,53 +540,65 @@ class HeadwiseStore:
         freezing: FreezeSettings | None = None,
         pool: SequencePool | None = None,
     ) -> None:
-        """`own_windows`: a KV head's recent window is half of its own budget; `counts_dropped`:
-        losses() count what was dropped, too, unless it is frozen; `shared_choice`: the
-        heads of a layer rank entries by what all of them observed; `ropes`: one for each layer, for
-        expected attention; none: nothing has a position. `freezing` None: what is not kept is
-        dropped; ValueError where its limit is too small, or with `own_windows`. `pool` None: the
-        store has pages of its own, and its budget is all of them.
+        """Make an empty store.
+
+        `own_windows`: a KV head's recent window is half of its own budget. `counts_dropped`:
+        losses() include what was dropped, unless it is frozen. `shared_choice`: the heads of a
+        layer rank entries by the observations of all of them. `ropes`: one for each layer, for
+        expected attention; empty: keys do not depend on positions. `freezing` None: entries that
+        are not kept are dropped. `pool` None: the store has pages of its own, and its budget is all
+        of them. Raises ValueError if the limit of `freezing` is too small, or for `freezing` with
+        `own_windows`.
         """
 
     def checkpoint(self) -> Checkpoint:
-        """Return what is held now. RuntimeError where the store freezes."""
+        """Return a checkpoint of the current state; raises RuntimeError if the store freezes
+        entries.
+        """
 
     def fork_from(self, checkpoint: Checkpoint, ends: bool) -> bool:
-        """Replace what is held by what a checkpoint of the same pool has, and evict what is more.
+        """Replace the store's state by that of a checkpoint of the same pool, and evict down to the
+        budgets.
 
-        `ends`: it is dropped, and its own pages are taken over. False where there is no room for
-        the copies that evicting needs: then nothing is held. ValueError for another pool's.
+        `ends`: drop the checkpoint, and take over the pages that only it holds. Returns False, with
+        an empty store, if the pool lacks pages for the copies that evicting needs. Raises
+        ValueError for a checkpoint of another pool.
         """
 
     def checkpoint_count(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> int:
-        """Entries of a KV head of a checkpoint."""
+        """Return how many entries a KV head has in a checkpoint."""
 
     def checkpoint_state_bytes(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> int:
-        """Size of save_checkpoint_head()."""
+        """Return the size of save_checkpoint_head() in bytes."""
 
     def save_checkpoint_head(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> bytes:
-        """As save_head(), of a checkpoint."""
+        """Return the state of a KV head in a checkpoint, in the format of save_head()."""
 
     def on_full(self, drop: Callable[[], bool]) -> None:
-        """As SequencePool.on_full()."""
+        """Call `drop` when pages are missing: see SequencePool.on_full()."""
 
     def give_up_share(self) -> None:
-        """Leave the pool's pages to others; nothing may be held. set_budgets() takes a share."""
+        """Leave the pages of an empty store to other sequences; set_budgets() takes a
+        share again.
+        """
 
     def set_budgets(
         self, budgets: Sequence[int], pool_pages: int, n_sinks: int, recent_window: int
     ) -> None:
-        """Budgets in entries of every KV head, layer by layer, within a share of `pool_pages`.
+        """Set the budget of every KV head in entries, layer by layer, within a share of
+        `pool_pages`.
 
-        Heads that hold more evict. ValueError where others' shares do not leave so many pages.
-        ColdStorageError where there is no room for what they would freeze; nothing has changed.
+        Heads that hold more evict. Raises ValueError if the shares of other sequences do not leave
+        so many pages, and ColdStorageError, without any change, if there is no room for the entries
+        to freeze.
         """
 
     def begin(self, n_tokens: int, position: int, rope_position: int, n_echo: int = 0) -> None:
-        """Get all that a micro-batch needs; ColdStorageError where cold storage has no room.
+        """Reserve everything that a micro-batch needs; raises ColdStorageError if cold storage is
+        full.
 
-        `n_echo` more tokens follow the `n_tokens`, whose queries alone are observed, and of which
-        nothing is kept.
+        `n_echo` more tokens follow the `n_tokens`. Then only their queries are observed, and none
+        of their entries are kept.
         """
 
     def attend(
@@ -564,7 +616,8 @@ class HeadwiseStore:
         n_echo: int = 0,
         n_drafts: int = 0,
     ) -> _Floats:
-        """Attention of one micro-batch without a model: [n_tokens][heads][dim] each.
+        """Compute the attention of one micro-batch without a model; all arrays are
+        [n_tokens][heads][dim].
 
         `v`: None where the layer's V is a part of K. `k`, `v`: None for readers after the first.
         `n_echo`: how many of the tokens, the last ones, are an echo (see begin()). `n_drafts`: how
@@ -585,150 +638,173 @@ class HeadwiseStore:
         """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
-        """Let micro-batches measure what heads lose with so many entries beyond the protected.
+        """Measure in every micro-batch how much heads lose with limited numbers of unprotected
+        entries.
 
-        `knots` ascend from 0; none: off, and losses() stay as they are.
+        `knots`: these numbers, ascending from 0; empty: stop measuring, and keep the values of
+        losses().
         """
 
     def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
-        """Of the last micro-batch that measured: [KV head of all layers][knot], one array.
+        """Return the losses in the last measured micro-batch, flat: [KV head of all layers][knot].
 
-        `of_held`: without what was dropped before.
+        `of_held`: without the losses from entries that were dropped before.
         """
 
     def predictor_features(self, layer: int) -> int:
-        """How many features an entry of a layer has, the constant 1 at their end included.
+        """Return how many features an entry of a layer has, including the constant 1 at their end.
 
-        They are, in order: the key before RoPE (k_dim), the value (v_dim; none where it is a part
-        of the key), the norms of the key's rotation pairs, log(|key| + 1e-6), log(|value| + 1e-6)
-        (none where the value is a part of the key), 1. ValueError where the RoPE that the store was
-        given does not fit the keys.
+        They are, in order: the key before RoPE (k_dim), the value (v_dim; none if it is a part of
+        the key), the norms of the key's rotation pairs, log(|key| + 1e-6), log(|value| + 1e-6)
+        (none if the value is a part of the key), 1. Raises ValueError if the store's RoPE does not
+        fit the keys.
         """
 
     def set_predictor(self, layer: int, weights: _Floats) -> None:
-        """Predict an entry's share of attention as exp(weights . features), from now on.
+        """Predict the share of attention of entries that are read from now on, as exp(weights .
+        features).
 
-        `weights`: (n_head_kv, predictor_features()), or empty: none; all stores of the pool have
-        them then. Shares lie from 1e-6 to 1, and stay what they were when an entry was read.
-        ValueError for another shape, for weights that are no finite numbers, and for RoPE that does
+        `weights`: (n_head_kv, predictor_features()), or empty to predict nothing; they apply to all
+        stores of the pool. Shares lie between 1e-6 and 1, and do not change after an entry was
+        read. Raises ValueError for another shape, for weights that are not finite, and if RoPE does
         not fit the keys of the layer.
         """
 
     def predict_stored(self, n_positions: int, shift: int) -> None:
-        """Predict what entries of a text of `n_positions` tokens will be looked up.
+        """Predict shares of attention for all stored entries of a text of `n_positions` tokens.
 
-        For entries that were read before there was a predictor. RoPE sees them by `shift`, as
-        rope_position() says. A larger share that an echo has shown stays. ValueError where the
-        store has an entry at `n_positions` or later, and for RoPE that does not fit its keys.
+        Use it for entries that were read before a predictor existed. `shift`: that of
+        rope_position() for these entries. Larger shares, observed with an echo, are kept. Raises
+        ValueError if the store has an entry at `n_positions` or later, and if RoPE does not fit its
+        keys.
         """
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
         """Add lessons of the stored entries at positions from `begin` to before `end`.
 
-        For text that was stored before an echo repeated it: what that has shown is kept with the
-        entries, 8 bits precise. Sinks are left out. `shift`: as for predict_stored(). ValueError
-        where lessons are not collected.
+        This is for text that was stored before an echo repeated it: the shares that the echo gave
+        are stored with the entries, in 8 bits. Sinks are left out. `shift`: as for
+        predict_stored(). Raises ValueError if lessons are not collected.
         """
 
     def predicted_shares(self, layer: int, head: int) -> npt.NDArray[np.float32]:
-        """Shares of attention, 2^-20 to 1, that later queries are expected to give: (n_entries,).
+        """Return the shares of attention that later queries are expected to give to entries,
+        (n_entries,).
 
-        In order of positions; 8 bits precise. Each is the larger of what key and value predict and
-        of what an echo has shown. ValueError for measures that predict nothing.
+        They are in order of positions, from 2^-20 to 1, with a precision of 8 bits. Each is the
+        larger one of the share predicted from key and value, and the share observed with an echo.
+        Raises ValueError for measures that predict nothing.
         """
 
     @property
     def is_predicted(self) -> bool:
-        """Whether every layer has weights; without, measure predicted scores all the same."""
+        """Tell whether every layer has weights; otherwise, the scores of measure `predicted` are
+        all equal.
+        """
 
     def collect_lessons(self, on: bool) -> None:
-        """Add up, from the next micro-batch on, what echoes show of the entries of their text.
+        """Add up, from the next micro-batch on, which attention echoes give to the entries of their
+        text.
 
-        Of all stores of the pool. ValueError for measures that predict nothing.
+        This applies to all stores of the pool. Raises ValueError for measures that predict nothing.
         """
 
     def lessons(self, layer: int) -> tuple[int, npt.NDArray[np.float64]]:
-        """How many entries were added up, and their sums, (n_head_kv, n + 1, n + 1).
+        """Return how many entries were added up, and their sums, (n_head_kv, n + 1, n + 1).
 
-        The sums are of the outer products of (features, log(max(a, 1e-5))) with themselves, where a
-        is the largest share of attention that a query of the echo gave to the entry. Entries
-        before `n_sinks` are left out. ValueError where none were ever collected.
+        The sums are those of the outer products of (features, log(max(a, 1e-5))) with themselves,
+        where a is the largest share of attention that a query of the echo gave to the entry.
+        Entries before `n_sinks` are left out. Raises ValueError if lessons were never collected.
         """
 
     def clear_lessons(self) -> None:
-        """Begin them anew; where they are not collected any more, give their memory back."""
+        """Set all lessons to zero; if they are not collected any more, free their memory."""
 
     def track_entropy(self, on: bool) -> None: ...
     def entropies(self, layer: int) -> npt.NDArray[np.float64]:
-        """Mean entropy in bits of every query head since track_entropy()."""
+        """Return the mean entropy in bits of every query head of a layer since track_entropy()."""
 
     def row_entropies(self, layer: int) -> _Floats:
-        """Bits of every attention row of the last micro-batch, (n_tokens, n_head)."""
+        """Return the entropy in bits of every attention row of the last micro-batch, (n_tokens,
+        n_head).
+        """
 
     def capture_queries(self, on: bool) -> None: ...
     def queries(self, layer: int) -> tuple[_Floats, _Floats, float, int, bool, _Floats]:
-        """Of the last micro-batch: scaled queries (n_tokens, n_head, k_dim), attention sinks
-        (n_head,), soft cap (0: none), window in tokens (0: none), whether it is chunked, and what
-        logits fall by per position (n_head,).
+        """Return the queries of the last micro-batch, and how the layer computes logits from them.
+
+        In order: scaled queries (n_tokens, n_head, k_dim), attention sinks (n_head,), soft cap (0:
+        none), window in tokens (0: none), whether it is chunked, and by how much logits fall per
+        position (n_head,).
         """
 
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
-        """Positions kept, ascending, with their importance, K (n, k_dim) and V (n, v_dim)."""
+        """Return the kept positions, ascending, with their importance, K (n, k_dim) and V (n,
+        v_dim).
+        """
 
     def state_bytes(self, layer: int, kv_head: int) -> int:
-        """Size of the state of a KV head; cpp/store/head_states.hpp describes it."""
+        """Return the size in bytes of the state of a KV head; cpp/store/head_states.hpp describes
+        the format.
+        """
 
     def save_head(self, layer: int, kv_head: int) -> bytes:
-        """Return the state; ColdStorageError where what is frozen cannot be read."""
+        """Return the state of a KV head; raises ColdStorageError if frozen entries cannot
+        be read.
+        """
 
     def state_problem(self, layer: int, count: int, state: bytearray, end: int) -> str:
-        """What is wrong with the state of a sequence of `end` tokens; empty: nothing."""
+        """Return what is wrong with the state of a KV head, for a text of `end` tokens; empty if it
+        is valid.
+        """
 
     def begin_load(
         self, counts: Sequence[int], states: Sequence[bytearray], budgets: Sequence[int]
     ) -> None:
-        """Get room for the states of all KV heads, with so many entries each, under budgets that
-        will be set before they are loaded.
+        """Reserve room for the states of all KV heads, with `counts` entries, under the `budgets`
+        that are set before they are loaded.
 
-        MemoryError and ColdStorageError change nothing.
+        Changes nothing if it raises MemoryError or ColdStorageError.
         """
 
     def set_evicted(self, evicted: int) -> None:
-        """Say how many entries have been evicted so far."""
+        """Set how many entries have been evicted so far."""
 
     def load_head(self, layer: int, kv_head: int, count: int, state: bytearray) -> None:
-        """Replace a head's entries by a state without problems; evicts down to its budget."""
+        """Replace a head's entries by those of a valid state, and evict down to its budget."""
 
     @property
     def windows_whole_from(self) -> int:
-        """Queries from this position on see nothing that was dropped because it left a window."""
+        """Return the first position whose queries miss no entry of a sliding window."""
 
     def rebase(
         self, ropes: Sequence[RopeParams], n_sinks: int, old_shift: int, new_shift: int
     ) -> None:
-        """Rotate every stored key from its rope position under one shift to that under another.
+        """Rotate every stored key from its RoPE position under one shift to that under another.
 
-        `ropes`: one for each layer; ValueError where they do not fit its keys.
+        `ropes`: one for each layer. Raises ValueError if they do not fit the layer's keys.
         """
 
     def truncate(self, position: int) -> None: ...
 
     recalls_now: bool
-    """Whether the next micro-batch looks for frozen entries, whatever the interval says."""
+    """True if the next micro-batch searches frozen entries, regardless of the interval."""
 
     def freeze_all(self, now: int) -> None:
-        """Freeze everything that is held; `now`: the newest position."""
+        """Freeze all entries; `now`: the newest position."""
 
     def restore(
         self, now: int, frozen_after: int = -1, due_after: int = -1, forget: bool = False
     ) -> int:
-        """Restore what was frozen after a position and is due after another, within the budgets.
+        """Restore entries that were frozen after one position and are due after another, within the
+        budgets.
 
-        `forget`: detections so far. Returns how many entries.
+        `now`: the newest position. `forget`: delete all earlier detections. Returns how many
+        entries were restored.
         """
 
     def stop_freezing(self) -> None:
-        """Give up what is frozen, for good, and freeze nothing more."""
+        """Discard all frozen entries, and never freeze any again."""
 
     def frozen_positions(self, layer: int, kv_head: int) -> _Ints: ...
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
@@ -755,7 +831,7 @@ class HeadwiseStore:
     def scratch_bytes(self) -> int: ...
     @property
     def frozen(self) -> int:
-        """Entries that are frozen now, of all KV heads."""
+        """Return how many entries of all KV heads are frozen now."""
 
     @property
     def frozen_total(self) -> int: ...
@@ -775,23 +851,24 @@ class HeadwiseStore:
     def cold_file_bytes(self) -> int: ...
     @property
     def cold_failure(self) -> str | None:
-        """What could not be read or written; stays."""
+        """Return the first error of reading or writing cold storage, or None."""
 
 class CacheMap:
-    """What every KV head holds, has frozen and got back, for those who watch a session."""
+    """Count which positions every KV head holds, has frozen and has restored, for displays."""
 
     def __init__(self) -> None: ...
     def count(
         self, store: HeadwiseStore, first: int, per_column: int, n_columns: int
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Count positions in columns of `per_column` positions, from `first` on.
+        """Count positions in columns of `per_column` positions, from position `first` on.
 
-        Three arrays, (KV heads of all layers, columns): which share of a column's positions is
-        held, frozen, or held now and frozen at the count before; in 255ths, rounded up.
+        Returns three arrays, (KV heads of all layers, columns): the fraction of each column's
+        positions that is held, that is frozen, and that is held now but was frozen at the last
+        count; in 255ths, rounded up.
         """
 
 class FlatStore:
-    """Position-level eviction in the cache of a llama_context (its address)."""
+    """Evict whole positions from the cache of a llama_context, which is given by its address."""
 
     def __init__(
         self,
@@ -808,19 +885,19 @@ class FlatStore:
     def set_budget(self, budget: int, n_sinks: int, recent_window: int) -> None: ...
     def truncate(self, position: int) -> None: ...
     def rebase(self, shift: int) -> None:
-        """Go on at another shift; entries that would be clamped to the sinks are dropped."""
+        """Continue at another shift; entries that would be clamped to the sinks are dropped."""
 
     shift: int
-    """Settable for a cache that was filled at another one."""
+    """The current shift; it can be set for a cache that was filled at another one."""
 
     def move_to(self, context: int) -> None: ...
     def save_state(self) -> bytes:
-        """Compact, then return llama.cpp's bytes of the sequence."""
+        """Compact the cache, then return llama.cpp's state of the sequence."""
 
     def load_state(
         self, positions: Sequence[int], state: bytearray, evicted: int, shift: int
     ) -> None:
-        """Replace everything, then evict; RuntimeError where llama.cpp does not take the state."""
+        """Replace everything, then evict; raises RuntimeError if llama.cpp rejects the state."""
 
     @property
     def positions(self) -> _Ints: ...
@@ -832,7 +909,7 @@ class FlatStore:
     def peak(self) -> int: ...
     @property
     def largest_copy(self) -> int:
-        """Bytes of the largest copy of llama.cpp's state that was made so far."""
+        """Return the bytes of the largest copy of llama.cpp's state that was made so far."""
     @property
     def evicted(self) -> int: ...
     @property
@@ -841,40 +918,40 @@ class FlatStore:
     def eviction_seconds(self) -> float: ...
 
 class TokenTrie:
-    """The texts of a vocabulary's tokens, in order: cpp/grammar/token_trie.hpp."""
+    """Hold the texts of a vocabulary's tokens in order: see cpp/grammar/token_trie.hpp."""
 
     def __init__(self, texts: Sequence[bytes], ends: Sequence[bool]) -> None:
-        """Take the texts of all tokens, and of each whether it ends a text.
+        """Use the texts of all tokens, and for each whether it ends a text.
 
-        Raises ValueError where there are not as many of both.
+        Raises ValueError if the two have different lengths.
         """
 
     @staticmethod
     def of_vocabulary(vocabulary: int) -> TokenTrie:
-        """Read the texts of a llama_vocab at an address."""
+        """Read the texts of the llama_vocab at an address."""
 
     @property
     def n_tokens(self) -> int: ...
 
 class GrammarLimits:
-    """What a grammar may cost: cpp/grammar/grammar_effort.hpp."""
+    """Hold limits for the cost of a grammar: see cpp/grammar/grammar_effort.hpp."""
 
     most_symbols: int
-    """Of all its rules."""
+    """The most symbols of all rules together."""
     most_repeats: int
-    """What a number in {m,n} may be."""
+    """The largest number in {m,n}."""
     most_stacks: int
-    """Ways in which a text may be meant, at one time."""
+    """The most parses of a text that are possible at the same time."""
     most_work: int
-    """Steps for one token."""
+    """The most steps for one token."""
     most_kept: int
-    """Stacks, states and transitions that are remembered."""
+    """The most stacks, states and transitions that are cached."""
 
 class GrammarMatcher:
-    """Which tokens a grammar allows after those that were taken: cpp/grammar/grammar_matcher.hpp.
+    """Tell which tokens a grammar allows after a text: see cpp/grammar/grammar_matcher.hpp.
 
-    Used by one thread at a time. Every call raises ValueError where a limit is reached, and what
-    `poll` raises.
+    Only one thread may use it at a time. Every call raises ValueError if a limit is reached, and
+    any exception of `poll`.
     """
 
     def __init__(
@@ -886,25 +963,27 @@ class GrammarMatcher:
         find_token: Callable[[str], int | None],
         poll: Callable[[], object],
     ) -> None:
-        """Read a grammar (GBNF) with a rule `root`; raises ValueError for what is none."""
+        """Parse a grammar (GBNF) with a rule `root`; raises ValueError for syntax errors."""
 
     def apply(self, candidates: int, n_candidates: int) -> None:
-        """Give tokens that are not allowed the logit -inf, in llama_token_data at an address."""
+        """Set the logits of forbidden tokens to -inf, in an array of llama_token_data at an
+        address.
+        """
 
     def accept(self, token: int) -> None:
-        """Go on after a token; raises ValueError for one that is not allowed."""
+        """Append a token to the text; raises ValueError for a forbidden one."""
 
     @property
     def may_end(self) -> bool: ...
 
 def rope_position(position: int, n_sinks: int, shift: int) -> int:
-    """Where RoPE sees a position: moved back by `shift`, but not before the sinks."""
+    """Return the position that RoPE uses for a position: `shift` less, but not within the sinks."""
 
 def read_bandwidth(n_bytes: int, n_threads: int) -> float:
-    """Bytes per second of a plain read of memory."""
+    """Measure the bytes per second of a plain read of memory."""
 
 def available_kernels() -> list[str]:
-    """Instruction sets that this machine runs, the slowest first."""
+    """Return the instruction sets that this machine can run, the slowest first."""
 
 def select_survivors(
     scores: npt.ArrayLike,
@@ -914,7 +993,7 @@ def select_survivors(
     recent_window: int,
     newest: int,
 ) -> npt.NDArray[np.uint8]:
-    """1 for every entry that survives."""
+    """Return 1 for every entry that survives, and 0 for the others."""
 
 def recency_score(position: int, newest: int, variation: float) -> float: ...
 def entropy_weights(
@@ -928,19 +1007,22 @@ def share_budget(
     weights: Sequence[float],
     limits: Sequence[int] = (),
 ) -> list[int]:
-    """Entries of every KV head; ValueError where the mean is below the floor.
+    """Return the budget of every KV head in entries; raises ValueError if the mean is below the
+    floor.
 
-    `limits`: what each head can use; none: max_entries.
+    `limits`: what each head can use at most; empty: max_entries.
     """
 
 def alibi_slopes(n_head: int, max_bias: float) -> _Floats:
-    """What the logits of every query head fall by per position."""
+    """Return by how much the logits of every query head fall per position."""
 
 def kv_types() -> list[str]:
-    """Return the names of the types of K and V that pages can hold: cpp/page/page_codec.cpp."""
+    """Return the names of the types that pages can store K and V in: see
+    cpp/page/page_codec.cpp.
+    """
 
 def most_entries(layer: LayerShape, max_entries: int) -> int:
-    """Entries that a KV head of a layer can use."""
+    """Return how many entries a KV head of a layer can use at most."""
 
 def losses_at(
     scores: npt.ArrayLike,
@@ -948,13 +1030,13 @@ def losses_at(
     dropped: Sequence[float] = (),
     unit: float = 1.0,
 ) -> npt.NDArray[np.float32]:
-    """Sums of all but the largest k scores, for every k of the knots, which ascend.
+    """Return for every k of the ascending knots the sum of all but the largest k scores.
 
-    Of `dropped` scores, those of an octave count as their mean, times the `unit`.
+    Of `dropped` scores, those within one octave count as their mean, times `unit`.
     """
 
 def curve_shares(knots: Sequence[float], losses: Sequence[float], total: float) -> list[float]:
-    """Entries of every head from `total`; losses are [head][knot], one after the other."""
+    """Divide `total` entries among heads by their loss curves; losses are [head][knot], flat."""
 
 def share_by_curves(
     mean_entries: int,
@@ -965,14 +1047,16 @@ def share_by_curves(
     losses: Sequence[float],
     limits: Sequence[int] = (),
 ) -> list[int]:
-    """As share_budget, for the least summed loss; knots count entries beyond the floor."""
+    """Return budgets as share_budget() does, with the least summed loss; knots count entries beyond
+    the floor.
+    """
 
 def pages_for(entries: int, entries_per_page: int) -> int: ...
 def page_geometry(layers: Sequence[LayerShape], kv_type: str) -> tuple[int, list[int]]:
-    """Bytes of a page, and the entries that fit into one for every layer."""
+    """Return the bytes of a page, and for every layer the entries that fit into a page."""
 
 def cold_page_bytes(layers: Sequence[LayerShape], kv_type: str, cold_type: str) -> int:
-    """Bytes of a page of cold storage; `cold_type`: as in FreezeSettings."""
+    """Return the bytes of a page of cold storage; `cold_type`: as `kv_type` of FreezeSettings."""
 
 def plan_flat_eviction(
     positions: Sequence[int],
@@ -982,4 +1066,4 @@ def plan_flat_eviction(
     n_sinks: int,
     recent_window: int,
 ) -> tuple[_Ints, list[tuple[int, int]]]:
-    """Positions kept, and the ranges [first, last) to remove."""
+    """Return the positions to keep, and the ranges [first, last) to remove."""

@@ -193,7 +193,7 @@ class _Run:
         if len(self._sessions) < MOST_SESSIONS:
             self._add(session.fork(), list(text))
 
-    def _park(self, session: Session, text: list[int]) -> None:
+    def _swap(self, session: Session, text: list[int]) -> None:
         session.swap_out()
         session.pool_status()
         require(session.position == len(text), "swap_space changes no position")
@@ -283,6 +283,6 @@ class _Run:
         slot, runner = session._slot, session._runner
         slot.expected = max(slot.expected, session.position + 1)
         with runner.live_store(slot):
-            runner.note_growth(slot)  # The step does the same before it attends.
+            runner.shared.note_growth(slot)  # The step does the same before it attends.
             oracle = Oracle.of(self._model, session)
             return None if oracle is None else oracle.next_logits(token)

@@ -15,6 +15,7 @@ from entropykv.model import shipped
 from tests.support.browser import Watched, chromium
 from tests.support.running_server import KEY, Server
 from tests.support.served import served
+from tests.support.several_models import write_models
 from tests.support.tiny_models import write_llama
 
 pytestmark = pytest.mark.browser
@@ -268,7 +269,7 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
         page.locator(".tokens", has_text="A quiet market").wait_for()
         server.post("/v1/completions", json.dumps({**body, "user": "cleo"}))
         page.locator(".holders tr.swapped_out", has_text="ben").wait_for()
-        page.get_by_text("SwappedSequence: others needed the room.").wait_for()
+        page.get_by_text("Swapped out: others needed the room.").wait_for()
         assert watched.findings() == []
         watched.check(LOADING)
     finally:
@@ -293,5 +294,33 @@ def test_a_hundred_thousand_positions(browser: Any, tmp_path: Path) -> None:
         assert time.monotonic() - start < 20
         assert int(surface.get_attribute("aria-valuemax")) >= 99_999
         watched.check(LOADING)
+    finally:
+        server.end()
+
+
+def test_the_page_of_several_models_lets_its_user_choose(browser: Any, tmp_path: Path) -> None:
+    write_models(tmp_path, "one", "two")
+    options = ("--models-dir", tmp_path, "-c", 512, "--kv-budget", 128, "-t", 1)
+    server = Server(model=None, usual=options)
+    try:
+        watched = Watched(browser, server.url, **CONTEXT)
+        page = watched.page
+        page.get_by_text("The model is not in memory.").wait_for()
+        chooser = page.get_by_label("Model", exact=True)
+        assert chooser.locator("option").all_inner_texts() == ["one", "two"]
+        chooser.select_option("two")
+        watched.settings(Longest_answer=4)
+        watched.ask("The old garden")
+        watched.finished()
+        page.locator(".budget dd").first.wait_for()
+        states = {
+            each["id"]: each["status"]["value"] for each in server.get("/v1/models").json()["data"]
+        }
+        assert states == {"one": "unloaded", "two": "loaded"}
+        assert watched.findings() == []
+        page.reload()
+        page.locator(".budget dd").first.wait_for()
+        assert page.get_by_label("Model", exact=True).input_value() == "two"
+        watched.check(LOADING, "status of 400")
     finally:
         server.end()

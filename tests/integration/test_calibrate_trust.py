@@ -1,4 +1,4 @@
-"""Trust: KV heads in which predictions lose more than they gain go without."""
+"""Calibration takes trust from KV heads in which predictions lose more than they gain."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ def profile(tiny_llama: Path) -> EntropyProfile:
 
 
 def documents(model: Path) -> list[list[int]]:
-    """Return documents of facts, such as the model of the package can answer questions about."""
+    """Return documents of facts that the package's model can answer questions about."""
     with Session(model, n_ctx=64, n_threads=1) as session:
         words = [Writer(f"trust {seed}").test_document(600, 4)[0] for seed in range(2)]
         return [session.tokenize("".join(of_text[1:-1]), add_bos=True)[:512] for of_text in words]
 
 
 def misled(predictor: ScorePredictor, layer: int, head: int) -> ScorePredictor:
-    """Return a predictor of nothing, but for one KV head, where it predicts the opposite."""
+    """Return a predictor that predicts nothing, except the opposite in one KV head."""
     weights = [np.zeros_like(of_layer) for of_layer in predictor.weights]
     for of_layer in weights:
         of_layer[:, -1] = -30.0
     weights[layer][head] = -predictor.weights[layer][head]
-    weights[layer][head, -1] -= 3.0  # the functions return negative logarithms
+    weights[layer][head, -1] -= 3.0  # The functions return negative logarithms.
     return replace(predictor, weights=tuple(weights))
 
 
 def test_a_head_that_predictions_mislead_goes_without() -> None:
-    """Where nothing is predicted, nothing is worse, and trust stays.
+    """Where nothing is predicted, nothing gets worse, and trust stays.
 
-    Layer 0 is left out: its attention is so sharp that even the least share, 2^-20, is much.
+    Layer 0 is left out: its attention is so concentrated that even the smallest share, 2^-20,
+    matters.
     """
     demo = DEMOS["bitnet"]
     predictor = EntropyProfile.load(profile_beside(demo.path)).predictor
@@ -89,7 +90,7 @@ def scores(model: Path, profile: EntropyProfile, policy: str) -> list[np.ndarray
 def test_sessions_add_no_predictions_where_there_is_no_trust(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """The measure `predicted` alone has nothing else to rank by, and predicts as before."""
+    """The measure `predicted` has nothing else to rank by, and predicts as before."""
     assert profile.predictor is not None
     trust = np.ones((len(profile.predictor.shape), 2))
     trust[1, 0] = 0.0

@@ -58,6 +58,7 @@ def test_the_page_is_opened_with_what_chat_was_told(tmp_path: Path) -> None:
     ("options", "says"),
     [
         (("--no-chat",), "--no-chat works only in the terminal"),
+        (("--show-thoughts",), "--show-thoughts works only in the terminal"),
         (("--mirostat", "2"), "leave other samplers"),
         (("--rope-freq-base", "1000"), "use entropykv serve"),
     ],

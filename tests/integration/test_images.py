@@ -1,4 +1,6 @@
-"""Images are read inside the budget: the numbers of llama.cpp's helper, and entries like others."""
+"""Images are read inside the budget, with the logits of llama.cpp's helper, and evicted
+like text.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from entropykv.llamacpp import projector
 from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits
+from tests.support.architecture_models import MODELS, written
 from tests.support.image_reference import MARKER, helper_logits
 from tests.support.logits import relative_error
 from tests.support.tiny_vision import TinyProjector, png
@@ -29,7 +32,7 @@ from tests.support.vision_models import (
     write_vision,
 )
 
-ROUNDING = 1e-3  # K and V in f16, relative to the spread of the logits
+ROUNDING = 1e-3  # The rounding of K and V to f16, relative to the spread of the logits.
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,33 @@ def test_logits_are_those_of_llama_cpps_helper(model: VisionModel, n_ubatch: int
     assert relative_error(found, expected) < ROUNDING
 
 
+KINDS_OF_LAYERS = (
+    *("lfm2", "falcon-h1", "granitehybrid", "qwen35"),  # recurrent, the last one with M-RoPE
+    *("gemma2", "llama4"),  # windows, chunks
+    *("deepseek2", "phi3", "qwen3vl"),  # latent attention, heads of 96, normed keys and M-RoPE
+)
+
+
+@pytest.mark.parametrize("name", KINDS_OF_LAYERS)
+def test_all_kinds_of_layers_read_images_as_llama_cpp(name: str, tmp_path: Path) -> None:
+    path = written(MODELS[name], tmp_path)
+    projector = tmp_path / "mmproj.gguf"
+    kind = "qwen2vl_merger" if name.startswith("qwen3") else "mlp"
+    n_embd = MODELS[name].metadata["embedding_length"]
+    assert isinstance(n_embd, int)
+    TinyProjector(projector, kind, n_embd).write()
+    model = VisionModel("causal", path, projector)
+    expected = helper_logits(path, projector, TEXT, FILES)
+    with model.session(n_ubatch=16) as session:
+        assert session.store == "headwise"
+        found = session.decode(prompt_of(session).tokens)[0]
+        assert relative_error(found, expected) < ROUNDING
+    with model.session(n_ubatch=16, kv_budget=48) as session:
+        list(session.generate(prompt_of(session).tokens, 4))
+        stats = session.stats()
+        assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+
+
 @pytest.mark.parametrize("kind", ["causal", "seeing all"])
 def test_the_flat_store_gives_them_to_the_bit(models: dict[str, VisionModel], kind: str) -> None:
     model = models[kind]
@@ -99,7 +129,9 @@ def test_an_image_that_sees_itself_needs_a_micro_batch_of_its_size(
 
 
 def test_text_after_an_image_goes_on_as_in_llama_cpp(model: VisionModel) -> None:
-    """Token by token, as answers are written; with M-RoPE, positions are behind by the images."""
+    """Text is read token by token, as answers are written; with M-RoPE, its positions lag
+    behind.
+    """
     more = " in the other land of the old road"
     expected = helper_logits(model.path, model.projector, TEXT + more, FILES)
     with model.session(store="headwise") as session:
@@ -128,19 +160,19 @@ def test_images_never_exceed_a_small_budget(model: VisionModel, store: str, poli
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
         assert session.evicted > 0
         kept = session.entries(0, 0).tolist()
-        if model.kind != "seeing all":  # whose first layer has a window
+        if model.kind != "seeing all":  # The first layer of the model "seeing all" has a window.
             assert kept[:4] == [0, 1, 2, 3]
         assert len(kept) <= max(max(layer) for layer in session.budgets())
 
 
 def test_entries_of_an_image_are_ranked_by_what_attends_to_them(causal: VisionModel) -> None:
-    """Some of an image stay beyond the recent window, and not only its last rows."""
+    """Some rows of an image beyond the recent window are kept, and not only its last ones."""
     with causal.session(policy="uniform", kv_budget=40, n_ubatch=32, recent_window=8) as session:
         prompt = prompt_of(session)
         session.decode(prompt.tokens)
         places = [i for i, token in enumerate(prompt.tokens) if is_placeholder(token)]
         kept = {tuple(session.entries(layer, h)) for layer in range(2) for h in range(2)}
-        assert len(kept) > 1  # heads differ
+        assert len(kept) > 1  # Different heads keep different rows.
         of_images = {place for each in kept for place in each if place in places}
         assert of_images
         assert of_images != set(places[-len(of_images) :])
@@ -163,7 +195,7 @@ def test_policy_auto_reads_text_twice_and_images_once(causal: VisionModel) -> No
 def test_the_same_image_has_the_same_tokens_and_another_has_others(session: Session) -> None:
     first, again = prompt_of(session), prompt_of(session)
     assert first.tokens == again.tokens
-    assert first.images[0] is again.images[0]  # it was not encoded again
+    assert first.images[0] is again.images[0]  # It was not encoded again.
     other = prompt_of(session, files=[png(64, 40, seed=8), FILES[1]])
     assert len(other.tokens) == len(first.tokens)
     differs = [a != b for a, b in zip(first.tokens, other.tokens, strict=True)]
@@ -179,7 +211,7 @@ def test_going_back_within_and_before_images_gives_the_same_numbers(model: Visio
         starts = [i for i, token in enumerate(tokens) if is_placeholder(token)]
         within = [] if model.kind == "seeing all" else [starts[5]]
         for position in (len(tokens) - 3, starts[-1] + 1, *within, starts[0], 3):
-            if not session.can_return_to(position):  # by a window
+            if not session.can_return_to(position):  # A window may prevent a rollback.
                 continue
             session.truncate(position)
             again = session.decode(tokens[position:])[0]
@@ -205,7 +237,7 @@ def test_saved_sessions_hold_images(model: VisionModel, tmp_path: Path) -> None:
         tokens = session.tokens
     with Session(model.path, n_ctx=512, n_ubatch=64, n_threads=1, kv_type="f16", kv_budget=48,
                  store="headwise") as loaded:  # fmt: skip
-        loaded.load(file)  # it needs no projector to go on
+        loaded.load(file)  # A saved text continues without a projector.
         np.testing.assert_array_equal(loaded.decode(loaded.tokenize(tail, add_bos=False)), expected)
         assert loaded.tokens == tokens
         with pytest.raises(ImageError, match="no projector is open"):
@@ -237,7 +269,7 @@ def test_checkpoints_and_forks_hold_images(causal: VisionModel) -> None:
 
 
 def test_two_sessions_of_a_pool_read_images_and_write_at_a_time(causal: VisionModel) -> None:
-    """llama.cpp takes tokens or embeddings: a step has the ones or the others."""
+    """llama.cpp reads either tokens or embeddings, so that a step has only one of them."""
     options = {"n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_type": "f16", "n_sequences": 2}
     answers: dict[int, list[int]] = {}
     with Pool(causal.path, kv_budget=1.0, **options) as pool:

@@ -1,4 +1,4 @@
-"""llama-cpp-python's handlers of images answer inside the budget of an EntropyLlama."""
+"""llama-cpp-python's image handlers answer inside the budget of an EntropyLlama."""
 
 from __future__ import annotations
 

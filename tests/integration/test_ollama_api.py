@@ -1,7 +1,8 @@
-"""Ollama's API: what its clients send, and get from `entropykv serve`."""
+"""Ollama's API on `entropykv serve` accepts its clients' requests and answers in its form."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from tests.support.running_server import KEY, MODEL, N_CTX, Server
 from tests.support.served import served
 from tests.support.thinking import OPENING
+from tests.support.tiny_vision import png
+from tests.support.vision_models import write_vision
 
 QUESTION = {"role": "user", "content": "Where is the garden?"}
 SHORT = {"num_predict": 12, "temperature": 0}
@@ -138,8 +141,9 @@ def test_models_are_listed_and_shown(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "sentence"),
     [
-        ("chat", {"messages": [{**QUESTION, "images": ["aGk="]}]}, "images are not possible"),
-        ("generate", {"prompt": "a", "images": ["aGk="]}, "images are not possible"),
+        ("chat", {"messages": [{**QUESTION, "images": ["aGk="]}]}, "--mmproj"),
+        ("generate", {"prompt": "a", "images": ["aGk="]}, "--mmproj"),
+        ("generate", {"prompt": "a", "images": ["aGk="], "raw": True}, "leave raw"),
         ("chat", {"messages": [QUESTION], "options": {"num_ctx": N_CTX + 1}}, "num_ctx"),
         ("chat", {"messages": [QUESTION], "think": True}, "does not support thinking"),
         ("chat", {"messages": [QUESTION], "format": "yaml"}, "format"),
@@ -199,5 +203,33 @@ def test_thoughts_are_apart(tmp_path: Path) -> None:
         assert "thinking" in shown["capabilities"]
         again = [QUESTION, answer["message"], QUESTION]
         assert whole(server, "chat", messages=again, options=given)["done"]
+    finally:
+        assert server.end()[0] == 0
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+
+def test_images_are_those_of_openai_s_route(tmp_path: Path) -> None:
+    model = write_vision("causal", tmp_path)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    usual = ("--kv-budget", 128, "--kv-type", "f16", "--n_ctx", 512, "-t", 1)
+    options = ("--mmproj", model.projector, "--chat-template", template, "--alias", "tiny")
+    server = Server(*options, "--api-key", KEY, model=model.path, usual=usual)
+    try:
+        data = base64.b64encode(png(64, 40)).decode()
+        parts = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+            {"type": "text", "text": "what is it"},
+        ]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 12}
+        body["temperature"] = 0
+        other = server.post("/v1/chat/completions", json.dumps(body)).json()
+        expected = other["choices"][0]["message"]["content"]
+        message = {"role": "user", "content": "what is it", "images": [data]}
+        assert whole(server, "chat", messages=[message])["message"]["content"] == expected
+        text = whole(server, "generate", prompt="what is it", images=[data])
+        assert text["response"] == expected
+        assert "vision" in server.post("/api/show", '{"model": "tiny"}').json()["capabilities"]
     finally:
         assert server.end()[0] == 0

@@ -1,4 +1,4 @@
-"""The Python client of Ollama, from PyPI, against `entropykv serve` (extra clients)."""
+"""The Python client of Ollama works with `entropykv serve` (needs the extra `clients`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.served import served
 ollama = pytest.importorskip("ollama", reason="needs the extra clients")
 pytestmark = [
     pytest.mark.clients,
-    pytest.mark.filterwarnings("ignore"),  # of other people's packages
+    pytest.mark.filterwarnings("ignore"),  # Warnings of other packages are not ours to fix.
 ]
 
 QUESTION = {"role": "user", "content": "Where is the garden?"}
@@ -89,6 +89,6 @@ def test_it_understands_what_is_refused(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="-hf") as pulled:
         client.pull("tiny")
     assert pulled.value.status_code == 400
-    with pytest.raises(ollama.ResponseError, match="images"):
+    with pytest.raises(ollama.ResponseError, match="mmproj"):
         client.chat("tiny", [{**QUESTION, "images": [b"hi"]}])
     assert json.dumps(client.chat("tiny", [QUESTION], options=SHORT).model_dump())

@@ -1,6 +1,7 @@
-"""Requests as Open WebUI, LibreChat and Continue send them: which fields, and in which form.
+"""The server accepts requests with the fields and forms that Open WebUI, LibreChat and Continue
+send.
 
-The fields were read in their sources: Open WebUI's utils/payload.py and its routers, LibreChat's
+The fields were taken from their sources: Open WebUI's utils/payload.py and its routers, LibreChat's
 packages/api/src/endpoints/openai (whose requests LangChain's client writes), Continue's
 core/llm/openaiTypeConverters.ts. The texts are our own.
 """
@@ -186,7 +187,7 @@ OLLAMA: dict[str, Any] = {
     },
     "keep_alive": "5m",
 }
-"""What Open WebUI sends where it takes a server for Ollama."""
+"""A request of Open WebUI to a server that it uses as Ollama."""
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
-"""`entropykv serve --mmproj`: images in chats, inside the budget and inside limits."""
+"""`entropykv serve --mmproj` reads images in chats, inside the budget and within its limits."""
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.support.image_reference import MARKER
 from tests.support.running_server import KEY, Server
 from tests.support.served import served
 from tests.support.tiny_vision import png
-from tests.support.vision_models import VisionModel, prompt_of, write_vision
+from tests.support.vision_models import TOKENS, VisionModel, prompt_of, write_vision
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 LIMITS = ("--max-images", 2, "--max-image-bytes", 20_000, "--max-image-pixels", 100_000)
@@ -69,12 +70,16 @@ def test_answers_are_those_of_a_session(
     data = png(64, 40)
     with model.session(kv_budget=128) as session:
         prompt = prompt_of(session, f"user: {MARKER}\nwhat is it\nassistant:", [data])
-        tokens = session.generate(prompt.tokens[1:], 12, temperature=0.0)  # the template has no BOS
+        # The template has no BOS.
+        tokens = session.generate(prompt.tokens[1:], 12, temperature=0.0)
         expected = session.detokenize(list(tokens)).replace("\ufffd", "")  # bytes of no character
     assert ask(client, question(image(data))) == expected
     assert server.get("/props").json()["modalities"] == {"vision": True, "audio": False}
     kv = server.kv()
     assert kv["kv_bytes_peak"] <= kv["kv_bytes_budget"]
+    held = re.search(r"^entropykv_image_bytes (\d+)$", server.get("/metrics").text, re.MULTILINE)
+    assert held is not None
+    assert int(held[1]) >= TOKENS["causal"] * 64 * 4
 
 
 def test_streams_and_responses_have_images_too(client: openai.OpenAI) -> None:
@@ -110,13 +115,13 @@ def test_a_further_turn_goes_on_from_the_image_and_another_image_does_not(
     ]
 
     def spared(what: list[Any]) -> int:
-        """How many tokens of a prompt were not read again."""
+        """Return how many tokens of a prompt were not read again."""
         before = server.kv()["prompt_tokens"]
         answer = client.chat.completions.create(model="any", messages=what, **GREEDY)
         assert answer.usage is not None
         return int(answer.usage.prompt_tokens - (server.kv()["prompt_tokens"] - before))
 
-    assert spared(messages) > 36  # all of the image, and what is before
+    assert spared(messages) > 36  # That is the whole image, and the text before it.
     other = question(image(png(64, 40, seed=5)))
     assert spared([*other, *messages[1:]]) < 6
 
@@ -159,7 +164,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_refuses_by_name_and_goes_on(client: openai.OpenAI, what: str) -> None:
     messages, words = BAD[what]
-    if not words:  # it is text like any other
+    if not words:  # Such a part is read as text.
         assert ask(client, messages)
         return
     with pytest.raises(openai.BadRequestError, match=words):

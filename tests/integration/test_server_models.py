@@ -1,4 +1,4 @@
-"""Several models behind one server: loaded when they are asked for, unloaded when nobody does."""
+"""A server with several models loads a model for its first request, and unloads unused ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_alone(path: Path) -> str:
-    """The answer of a model that nothing serves."""
+    """Return the answer of a model without a server."""
     arguments: dict[str, Any] = {"n_ctx": 256, "kv_budget": "64", "n_threads": 1, "verbose": False}
     with closing(EntropyLlama(path, **arguments)) as llama:
         answer: Any = llama(**WORDS)
@@ -58,7 +58,7 @@ async def text_of(served: Running, model: str | None) -> str:
 
 
 async def streamed(served: Running, model: str) -> list[Any]:
-    """All chunks of a long answer; ASGITransport gives them once it is complete."""
+    """Return all chunks of a long answer; ASGITransport delivers them only when it is complete."""
     answer = await served.ask(model, **LONG, stream=True)
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -266,6 +266,17 @@ def test_unloading_waits_for_the_end_of_an_answer(folder: Path) -> None:
             await served.client.post("/models/unload", json={"model": "one"})
             assert (await again)[-1]["choices"][0]["finish_reason"] == "length"
             await served.until("one", "unloaded")
+
+    run(talk())
+
+
+def test_whoever_watches_keeps_no_model_in_memory(folder: Path) -> None:
+    async def talk() -> None:
+        async with running(catalog_of(folder, "one", sleep_idle_seconds=1)) as served:
+            await text_of(served, "one")
+            watching = await served.client.get("/v1/kv/stream?model=one")  # until it ends
+            assert "event: kv" in watching.text
+            assert served.models.named("one").engine is None
 
     run(talk())
 
@@ -503,7 +514,8 @@ def test_memory_goes_back_when_a_model_is_unloaded(tmp_path: Path) -> None:
     size = large.stat().st_size
     assert size > 50 << 20
     with serving("--models-dir", tmp_path, "--models-max", 1) as server:
-        assert ask(server, "small") == 200  # what is allocated once, for the whole process
+        # The first load also allocates memory that stays for the whole process.
+        assert ask(server, "small") == 200
         before = server.rss()
         after = []
         for _ in range(3):
@@ -516,7 +528,7 @@ def test_memory_goes_back_when_a_model_is_unloaded(tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_process_while_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "profile.json"
-    os.mkfifo(pipe)  # nobody writes to it, so that whoever opens it waits
+    os.mkfifo(pipe)  # Nothing writes to the pipe, so that opening it blocks.
     preset = tmp_path / "models.ini"
     preset.write_text(
         f"[slow]\nmodel = {folder}/two.gguf\nentropy-config = {pipe}\nload-on-startup = true\n"

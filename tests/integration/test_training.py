@@ -1,4 +1,4 @@
-"""The training script: it learns, it resumes, and what it exports is what it trained."""
+"""The training script learns, resumes after an interruption, and exports the trained model."""
 
 from __future__ import annotations
 

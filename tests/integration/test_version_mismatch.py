@@ -1,4 +1,4 @@
-"""An extension beside a llama.cpp that is not the one it was built against."""
+"""The extension reports a llama.cpp other than the one that it was built for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_it_was_built_against_what_is_here() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_there_is_one_libllama_whoever_comes_first() -> None:
-    """Of two, each would have a log, a thread pool and backends of its own."""
+    """Only one libllama is loaded, because a second one would have its own log, thread pool and
+    backends.
+    """
     for first in ("entropykv", "llama_cpp"):
         result = python(f"import {first}, entropykv\nprint(open('/proc/self/maps').read())")
         assert result.returncode == 0

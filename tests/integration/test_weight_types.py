@@ -1,4 +1,4 @@
-"""Models of every type of weights, as llama.cpp quantises them: the logits are those of stock."""
+"""Models quantized to any of llama.cpp's weight types give the logits of stock llama.cpp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ every_type = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """F32, with rows of 256 weights: one block of the widest types."""
+    """Write F32 models with rows of 256 weights, which is one block of the widest types."""
     folder = tmp_path_factory.mktemp("originals")
     paths = {name: folder / f"{name}.gguf" for name in WRITERS}
     for name, write in WRITERS.items():
@@ -40,10 +40,10 @@ def path(architecture: str, weight_type: str, originals: dict[str, Path], tmp_pa
 
 @every_type
 def test_logits_and_text_are_those_of_stock(path: Path, weight_type: str) -> None:
-    """As near as llama.cpp with flash attention is to llama.cpp without.
+    """Logits differ no more than between llama.cpp with and without flash attention.
 
-    Activations are rounded to 8 bits for weights that are quantised: a difference in the last bit
-    of an f32 decides which way, and is then hundreds of times as large.
+    Activations are rounded to 8 bits for quantized weights. A difference in the last bit of an f32
+    can change the rounding, and then becomes hundreds of times as large.
     """
     unfused, fused = stock(path), stock(path, flash=True)
     with Session(

@@ -1,4 +1,4 @@
-"""Sessions that share their bytes with nobody: a text that these hold is kept whole."""
+"""Sessions that share their memory with no others keep a text whole if it fits the budget."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_longest_text_that_is_kept_whole_fills_the_bytes(
 def test_a_text_that_is_longer_from_its_start_follows_the_policy(
     uneven_llama: Path, policy: str
 ) -> None:
-    """What comes of a long prompt does not depend on how short texts are kept."""
+    """A long prompt's result does not depend on how short texts are kept."""
     with (
         session_of(uneven_llama, policy=policy) as session,
         session_of(uneven_llama, policy=policy) as other,
@@ -154,7 +154,7 @@ def test_other_bytes_change_what_is_kept_whole(uneven_llama: Path, policy: str) 
 
 
 def test_a_text_within_the_bytes_can_be_asked_again(uneven_llama: Path) -> None:
-    """Where nothing is evicted, an answer is repeated without reading its prompt again."""
+    """If nothing is evicted, an answer is repeated without reading its prompt again."""
     with session_of(uneven_llama, policy="adaptive") as session:
         session.decode(tokens_for(60))
         first = list(session.generate([], 20))

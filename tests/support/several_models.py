@@ -23,7 +23,9 @@ WORDS = {"prompt": "The old garden", "max_tokens": 6, "temperature": 0.0}
 
 
 def write_models(directory: Path, *names: str) -> None:
-    """Tiny models of other weights, by their names; the one that is called broken is cut off."""
+    """Write tiny models with different weights under these names; one named "broken" is
+    truncated.
+    """
     for seed, name in enumerate(names):
         path = directory / f"{name}.gguf"
         write_llama(path, seed=seed)
@@ -32,7 +34,7 @@ def write_models(directory: Path, *names: str) -> None:
 
 
 def catalog_of(directory: Path, *names: str, default: str | None = None, **fields: Any) -> Any:
-    """A catalog of these models; `fields` are those of their options."""
+    """Return a catalog of these models; `fields` are their options."""
     given = {"n_ctx": 256, "kv_budget": "64", "n_threads": 1, **fields}
     models = [
         ServedModel.of(name, ModelOptions(model=str(directory / f"{name}.gguf"), **given))
@@ -43,27 +45,27 @@ def catalog_of(directory: Path, *names: str, default: str | None = None, **field
 
 @dataclass
 class Gates:
-    """Holds the loading of models until it is let through, and counts it."""
+    """Hold models back from loading until a test allows it, and count their loads."""
 
     loads: list[str] = field(default_factory=list)
     closed: dict[str, threading.Event] = field(default_factory=dict)
 
     def close(self, name: str) -> threading.Event:
-        """Let the model wait within its thread until the event is set."""
+        """Let the loading of a model wait in its thread until the returned event is set."""
         self.closed[name] = threading.Event()
         return self.closed[name]
 
-    def load(self, options: ModelOptions) -> ServedLlama:
+    def load(self, options: ModelOptions, *arguments: Any) -> ServedLlama:
         name = options.served_name
         self.loads.append(name)
         if name in self.closed:
             assert self.closed[name].wait(60)
-        return load_llama(options)
+        return load_llama(options, *arguments)
 
 
 @dataclass
 class Running:
-    """An app that serves, its client, and what it loads."""
+    """Hold a running app, its client, and what it loads."""
 
     app: FastAPI
     client: httpx.AsyncClient
@@ -83,17 +85,17 @@ class Running:
         return {each["id"]: each["status"]["value"] for each in listed}
 
     async def until(self, name: str, state: str) -> None:
-        """Wait, a minute at most, until a model is in a state."""
+        """Wait until a model is in a state, for at most a minute."""
         await until(lambda: self.models.named(name).state.value == state)
 
     def counts(self, name: str) -> tuple[int, int]:
-        """How often a model was loaded, and how many requests use it."""
+        """Return how often a model was loaded, and how many requests use it now."""
         held = self.models.named(name)
         return held.loads, held.users
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait, a minute at most, until something holds."""
+    """Wait until a condition holds, for at most a minute."""
     for _ in range(6000):
         if holds():
             return
@@ -122,5 +124,5 @@ async def running(models: Any, **server: Any) -> AsyncIterator[Running]:
 
 
 def run(talk: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, for two minutes at most."""
+    """Run a test's coroutine, for at most two minutes."""
     asyncio.run(asyncio.wait_for(talk, 120))

@@ -1,4 +1,4 @@
-"""Chat templates of models that think, in the few lines that tests need."""
+"""Provide short chat templates of thinking models."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ OPENING = (
     _MESSAGES + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>\n' }}"
     "{% endif %}{% endif %}"
 )
-"""As DeepSeek's: the prompt begins the thought, and later turns lack it."""
+"""A template like DeepSeek's: the prompt begins the thought, and later turns leave it out."""
 CLOSING = (
     _MESSAGES + "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-"""As Qwen 3's: the model begins the thought, and a prompt without one has an empty one."""
+"""A template like Qwen 3's: the model begins the thought, and a prompt without thinking has an
+empty one.
+"""
 CHANNELS = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
     "<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-"""As gpt-oss's: every message names its channel."""
+"""A template like gpt-oss's: every message names its channel."""

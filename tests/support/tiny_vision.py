@@ -1,7 +1,7 @@
 """Write tiny projectors (mmproj files) with random weights, and images.
 
-An image becomes (image_size / patch_size)^2 tokens of the text model; gemma3, idefics3 and qwen2vl
-merge patches, so that there are fewer.
+An image becomes (image_size / patch_size)^2 tokens of the text model, or fewer with gemma3,
+idefics3 and qwen2vl, which merge patches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TinyProjector:
         self.writer = GGUFWriter(path, "clip")
 
     def write(self, *, without: str | None = None) -> None:
-        """Write the file; `without` leaves out what the vision encoder says under this key."""
+        """Write the file; `without` is a header field of the vision encoder to leave out."""
         self._add_metadata(without)
         self._add_encoder()
         getattr(self, f"_add_{self.kind.replace('.', '_')}")()

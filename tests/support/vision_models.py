@@ -1,4 +1,4 @@
-"""Write tiny text models with projectors that fit, one of each kind of image."""
+"""Write tiny text models with fitting projectors, one for each kind of image."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.tiny_models import write_llama
 from tests.support.tiny_vision import TinyProjector, png
 
 KINDS = {"causal": "mlp", "seeing all": "gemma3", "M-RoPE": "qwen2vl_merger"}
-"""Projectors by what their rows see, or where RoPE sees them."""
+"""The projector type for each kind of image: by what its rows attend to, or by their positions."""
 FILES = [png(64, 40), png(48, 48, seed=3)]
 TEXT = f"the painting {MARKER} and the other {MARKER} of the old land shows what"
 TOKENS = {"causal": 36, "seeing all": 9, "M-RoPE": 12}
-"""How many tokens the first of FILES becomes."""
+"""How many tokens the first image of FILES becomes, by kind."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class VisionModel:
 
 
 def write_vision(kind: str, folder: Path) -> VisionModel:
-    """Write both files."""
+    """Write the files of a text model and its projector."""
     if kind == "causal":
         path = folder / "llama.gguf"
         write_llama(path, weight_type="F32", n_head=4, n_head_kv=2, head_dim=16)

@@ -26,7 +26,6 @@ from entropykv import (
 )
 from entropykv.cli import _parser, main
 from entropykv.model.geometry import read_geometry
-from entropykv.server.options import ModelOptions
 from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import (
     CacheArguments,
@@ -71,7 +70,7 @@ def test_the_command_line_has_every_flag_and_its_default() -> None:
 
 
 def test_the_server_has_every_option_and_its_default() -> None:
-    fields = ModelOptions.model_fields
+    fields = pytest.importorskip("entropykv.server.options").ModelOptions.model_fields
     of_llama = ("n_ctx", "n_ubatch", "n_gpu_layers")  # llama_cpp.server's own, with its defaults
     for name, option in declared(CacheOptions).items():
         assert option.server_name in fields

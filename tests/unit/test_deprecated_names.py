@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from entropykv import CacheOptions, Pool, Session
+from entropykv.cli import _parser, main
 from entropykv.policy.names import policy_named
 from entropykv.session import pool as pool_module
 from entropykv.session.model_runner import ModelRunner
@@ -28,6 +29,26 @@ def test_a_policy_is_taken_by_its_earlier_name(earlier: str, current: str) -> No
     with pytest.warns(DeprecationWarning, match=f"{current} since version 0.2.0"):
         policy = policy_named(earlier, None, "headwise")
     assert policy == policy_named(current, None, "headwise")
+
+
+def test_commands_say_once_that_a_policy_is_deprecated(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python hides DeprecationWarnings of packages from those who only run commands."""
+    assert main(["plan", "-m", str(tiny_llama), "--policy", "adaptive-heads"]) == 0
+    assert capsys.readouterr().err == (
+        "entropykv: policy adaptive-heads is called adaptive since version 0.2.0, and goes with "
+        "the next release\n"
+    )
+
+
+@pytest.mark.parametrize(("earlier", "current"), [("park", "swap"), ("park_limit", "swap_limit")])
+def test_serve_takes_earlier_names_of_options(earlier: str, current: str) -> None:
+    pytest.importorskip("llama_cpp.server.settings")
+    flag = f"--{earlier.replace('_', '-')}"
+    with pytest.warns(DeprecationWarning, match=f"{flag} is called --{current}".replace("_", "-")):
+        options = _parser(serving=True).parse_args(["serve", "-m", "x.gguf", flag, "ram"])
+    assert getattr(options, current) == "ram"
 
 
 def test_attributes_have_their_earlier_names(tiny_llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""Formats and sizes of image files are known before anybody decodes them."""
+"""The format and size of an image file are found without decoding it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a text has images, and how far RoPE is behind after them."""
+"""A text records its images, and how far RoPE's positions lag behind after them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entropykv.session.sequence import TokenSequence
 def test_spans_grow_are_cut_and_copied() -> None:
     spans = ImageSpans()
     spans.note(5, 0, 8, behind=6)
-    spans.note(13, 8, 4, behind=6)  # the rest of the same image
+    spans.note(13, 8, 4, behind=6)  # This is the rest of the same image.
     spans.note(20, 0, 12, behind=8)
     assert [(span.start, span.end) for span in spans] == [(5, 17), (20, 32)]
     assert (spans.lag, spans.lag_before(20), spans.lag_before(5)) == (14, 6, 0)

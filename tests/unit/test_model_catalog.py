@@ -1,4 +1,4 @@
-"""Which models a server has: files of a directory, presets, names of the command line."""
+"""A server lists the models of a directory, of presets, and of the command line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve import _parser_of_models, add_serve
 from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
-from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions
+from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions, create_app
 from entropykv.server.model_catalog import models_in, parts_of
 
 
 def catalog_of(*words: object) -> Any:
-    """What `entropykv serve` has with these words: a catalog, or the options of one model."""
+    """Return what `entropykv serve` builds from these arguments: a catalog, or the options of one
+    model.
+    """
     parser = CommandParser(prog="entropykv")
     add_serve(parser.add_subparsers(), chosen=True)
     found: argparse.Namespace = parser.parse_args(["serve", *map(str, words)])
@@ -79,7 +81,7 @@ def test_one_model_is_a_server_of_one() -> None:
 
 
 def test_several_models_of_the_command_line(tmp_path: Path) -> None:
-    touch(tmp_path, "x.gguf", "y.gguf")
+    touch(tmp_path, "x.gguf", "y.gguf", "z/model.gguf", "z/mmproj-model.gguf")
     found = catalog_of("-m", tmp_path / "x.gguf", "-m", "bitnet", "-c", 512, "--kv-budget", 99)
     assert [each.name for each in found.models] == ["x", "bitnet"]
     assert found.default == "x"
@@ -87,7 +89,9 @@ def test_several_models_of_the_command_line(tmp_path: Path) -> None:
     assert {each.options.kv_budget for each in found.models} == {"99"}
     assert found.models[1].options.served_name == "bitnet"
     both = catalog_of("--models-dir", tmp_path)
-    assert [each.name for each in both.models] == ["x", "y"]
+    assert [each.name for each in both.models] == ["x", "y", "z"]
+    projectors = [each.options.projector for each in both.models]
+    assert projectors == [None, None, str(tmp_path / "z" / "mmproj-model.gguf")]
     assert both.default is None
     with pytest.raises(SettingsError, match="two models are called x"):
         catalog_of("-m", "x.gguf", "--models-dir", tmp_path)
@@ -197,7 +201,7 @@ def test_a_catalog_has_each_name_once(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="a server has 1 to"):
         ModelCatalog.of_several([ServedModel.of(f"{i}", options) for i in range(1001)])
     for name in ("", "x" * 257, "two\nlines"):
-        with pytest.raises(SettingsError, match="is no name of a model"):
+        with pytest.raises(SettingsError, match="is not a name of a model"):
             ServedModel.of(name, options)
 
 
@@ -205,3 +209,10 @@ def test_a_catalog_has_each_name_once(tmp_path: Path) -> None:
 def test_a_size_that_is_none_is_refused(size: str) -> None:
     with pytest.raises(SettingsError, match="--models-memory"):
         _ = ServerOptions(models_memory=size).models_memory_bytes
+
+
+def test_no_more_models_start_than_may_be_loaded(tmp_path: Path) -> None:
+    options = ModelOptions(model=str(tmp_path / "x.gguf"))
+    both = [ServedModel.of(name, options, load_on_startup=True) for name in ("one", "two")]
+    with pytest.raises(SettingsError, match="--models-max"):
+        create_app(ModelCatalog.of_several(both), ServerOptions(models_max=1))

@@ -1,4 +1,4 @@
-"""What of a text that was read a prompt goes on from: the decision, without a model."""
+"""A prompt continues from the right part of a text that was read before (no model needed)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def held(
     n_sure: int = 64,
     is_whole: bool = True,
 ) -> HeldText:
-    """A prompt that was read in micro-batches, and an answer that was written after it."""
+    """Return a text of a prompt, read in micro-batches, and an answer after it."""
     row = np.zeros(4, np.float32)
     text = TokenSequence(N_UBATCH)
     for first in range(0, n_prompt, N_UBATCH):
@@ -41,18 +41,19 @@ def held(
 @pytest.mark.parametrize(
     ("change", "prompt", "demand", "position", "source"),
     [
-        # The prompt goes on after all that was read.
+        # The prompt continues everything that was read.
         ({}, [*TEXT, 7], Demand(), 30, ReuseSource.WHOLE),
         ({}, TEXT, Demand(), 30, ReuseSource.WHOLE),
         ({"logits": False}, TEXT, Demand(), 29, ReuseSource.PART),
         ({"logits": False}, TEXT, Demand(needs_logits=False), 30, ReuseSource.WHOLE),
         ({"n_sure": 8}, [*TEXT, 7], Demand(end=40), 30, ReuseSource.WHOLE),
-        # It is the last one again.
+        # The prompt equals the last one.
         ({}, TEXT[:20], Demand(knows_prompt=True, end=40), 20, ReuseSource.PROMPT),
         ({}, TEXT[:20], Demand(end=40), 16, ReuseSource.PART),
         ({"n_sure": 8}, TEXT[:20], Demand(knows_prompt=True, end=40), 0, ReuseSource.NOTHING),
         ({}, TEXT[:19], Demand(knows_prompt=True, end=40), 16, ReuseSource.PART),
-        # The texts part: within the prompt that was read, or within the answer.
+        # The texts differ from some token on: within the prompt that was read, or within the
+        # answer.
         ({}, [*TEXT[:13], 7, 8], Demand(), 8, ReuseSource.PART),
         ({}, [*TEXT[:13], 7, 8], Demand(is_cut=False), 13, ReuseSource.PART),
         ({}, [*TEXT[:16], 7, 8], Demand(), 16, ReuseSource.PART),
@@ -61,12 +62,12 @@ def held(
         ({}, TEXT[:25], Demand(is_cut=False), 24, ReuseSource.PART),
         ({"n_sure": 29}, [*TEXT[:25], 7], Demand(end=30), 0, ReuseSource.NOTHING),
         ({"n_sure": 30}, [*TEXT[:25], 7], Demand(end=30), 25, ReuseSource.PART),
-        # What was there is gone: evicted, out of a window, or lost in a decode that failed.
+        # The entries are gone: evicted, outside of a window, or lost in a failed decode.
         ({"reusable_from": 26}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),
         ({"reusable_from": 25}, [*TEXT[:25], 7], Demand(), 25, ReuseSource.PART),
         ({"returns_from": 26}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),
         ({"is_whole": False}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),
-        # Nothing is common.
+        # The texts have no common beginning.
         ({}, [7, *TEXT], Demand(), 0, ReuseSource.NOTHING),
         ({}, TEXT[:1], Demand(), 0, ReuseSource.NOTHING),
     ],

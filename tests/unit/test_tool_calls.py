@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,16 @@ def test_a_template_with_tools_gets_arguments_as_it_needs_them(as_object: bool) 
     arguments = call["tool_calls"][0]["function"]["arguments"]
     assert arguments == ({"a": 1} if as_object else '{"a": 1}')
     assert result == RESULT
+
+
+def test_the_thought_before_a_call_goes_where_the_template_looks_for_it() -> None:
+    thought = {**ASSISTANT, "reasoning_content": "Add them."}
+    traits = replace(PLAIN, shows_calls=True, thinking_field=True)
+    (message,) = shown(thought, traits=traits)
+    assert message["thinking"] == "Add them."
+    assert "reasoning_content" not in message
+    (other,) = shown(thought, traits=replace(PLAIN, shows_calls=True))
+    assert other["reasoning_content"] == "Add them."
 
 
 def test_a_template_of_texts_shows_no_tools_and_no_null() -> None:

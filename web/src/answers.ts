@@ -9,6 +9,7 @@ import {
   remove,
   state,
 } from "./conversations";
+import { models } from "./models";
 
 const LEAST_MS = 50;
 
@@ -59,7 +60,9 @@ export async function regenerate(): Promise<void> {
 
 function requestOf({ settings, messages }: Conversation): object {
   const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
+  const { chosen: model } = models.value;
   return {
+    ...(model === null ? {} : { model }),
     messages: [
       ...system,
       ...messages.map((each) => ({ role: each.role, content: wholeText(each) })),

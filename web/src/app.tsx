@@ -6,7 +6,9 @@ import { Chat } from "./chat";
 import { defaults, learnDefaults, state } from "./conversations";
 import { KeyDialog, SettingsDialog } from "./dialogs";
 import { Button } from "./icons";
+import { chooseModel, models } from "./models";
 import { Panel } from "./kv/panel";
+import { forget } from "./kv/stream";
 import { Sidebar } from "./sidebar";
 import { useStore } from "./store";
 
@@ -24,6 +26,7 @@ export function App(): JSX.Element {
   const connected = useStore(connection);
   const question = useStore(keyQuestion);
   const given = useStore(defaults);
+  const { names, chosen: model } = useStore(models);
   const [view, setView] = useState<View>("chat");
   const [hasPanel, setPanel] = useState(localStorage.getItem("entropykv.panel") !== "closed");
   const [hasList, setList] = useState(false);
@@ -32,10 +35,11 @@ export function App(): JSX.Element {
   useEffect(() => void lost("starting"), []);
   useEffect(() => {
     if (connected === "ready" && question === null) learnDefaults().catch(() => undefined);
-  }, [connected, question]);
+  }, [connected, question, model]);
   useEffect(() => {
-    document.title = given ? `${given.model} · entropykv` : "entropykv";
-  }, [given]);
+    const name = model ?? given?.model;
+    document.title = name ? `${name} · entropykv` : "entropykv";
+  }, [given, model]);
   useEffect(() => setList(false), [chosen]);
 
   const togglePanel = (): void => {
@@ -60,9 +64,26 @@ export function App(): JSX.Element {
           class="only-narrow"
           onClick={() => setList(true)}
         />
-        <div class="model" title={given?.model}>
-          {given?.model ?? "entropykv"}
-        </div>
+        {names.length > 1 ? (
+          <div class="model">
+            <select
+              aria-label="Model"
+              value={model ?? ""}
+              onChange={(event) => {
+                chooseModel(event.currentTarget.value);
+                forget("unknown");
+              }}
+            >
+              {names.map((name) => (
+                <option value={name}>{name}</option>
+              ))}
+            </select>
+          </div>
+        ) : (
+          <div class="model" title={given?.model}>
+            {model ?? given?.model ?? "entropykv"}
+          </div>
+        )}
         <nav class="views only-phone" aria-label="View">
           {(["chat", "cache"] as const).map((name) => (
             <button
@@ -88,7 +109,7 @@ export function App(): JSX.Element {
         {notice}
       </div>
       <Chat />
-      <Panel key={question === null ? "open" : "shut"} isOpen={hasPanel} />
+      <Panel key={`${question === null ? "open" : "shut"} ${model}`} isOpen={hasPanel} />
       {hasSettings && <SettingsDialog onClose={() => setSettings(false)} />}
       {question !== null && connected === "ready" && <KeyDialog question={question} />}
     </div>

@@ -1,5 +1,6 @@
 // Conversations, as this browser keeps them.
-import { get } from "./api";
+import { ApiError, get } from "./api";
+import { learnModels, withModel } from "./models";
 import { Store } from "./store";
 
 const PLACE = "entropykv.conversations";
@@ -50,6 +51,10 @@ export interface Defaults {
   system: string | null;
   question: string | null;
   sampling: Record<string, number>;
+}
+
+interface Props {
+  default_generation_settings: { params: Record<string, number> };
 }
 
 interface State {
@@ -161,11 +166,14 @@ export function set(settings: Settings): void {
 
 // What the server begins with is known only once it is asked: for conversations without a word.
 export async function learnDefaults(): Promise<void> {
-  const [given, props] = await Promise.all([
-    get<Defaults>("v1/web/defaults"),
-    get<{ default_generation_settings: { params: Record<string, number> } }>("props"),
-  ]);
-  const sampling = { ...props.default_generation_settings.params, ...given.sampling };
+  const given = await get<Defaults>("v1/web/defaults");
+  await learnModels(given.model);
+  // Looking at what a model begins with does not load it.
+  const props = await get<Props>(`props?${withModel({ autoload: "false" })}`).catch((error) => {
+    if (error instanceof ApiError && error.status === 400) return null;
+    throw error;
+  });
+  const sampling = { ...props?.default_generation_settings.params, ...given.sampling };
   const first = defaults.value === null;
   defaults.set({ ...given, sampling });
   if (!first) return;

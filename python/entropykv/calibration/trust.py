@@ -1,10 +1,11 @@
-"""Trust: in which KV heads predicted scores are worth more than what the text's own queries gave.
+"""Find the KV heads in which predicted scores rank entries worse than the text's own queries do.
 
-Some heads look for what no linear function of key and value tells, such as the token before the
-last one like this. What is predicted there makes a head keep the wrong entries, whatever the text
-is asked for. So a text is read with everything kept, as for the loss curves; then each KV head is
-ranked with and without predictions, and what its outputs would have lost is added up twice: over
-the queries of how the text goes on, and over those of its repetition.
+Some heads look for entries that no linear function of key and value can tell, such as the token
+that followed the last occurrence of the current one. There, predictions make a head keep the wrong
+entries, whatever is asked about the text. So a text is read with everything kept, as for the loss
+curves. Then the entries of each KV head are ranked with and without predictions, and the loss of
+its outputs is added up twice: over the queries of the text's continuation, and over those of its
+repetition.
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ from entropykv.profile.predictor import ScorePredictor
 from entropykv.session.echo import OVERLAP, REQUEST
 
 COMPARED = KEEP_FRACTIONS[2:5]
-"""What is kept, as fractions of the text: from 1/32 to 1/8, as small budgets do."""
+"""The kept fractions of the text that are compared: 1/32 to 1/8, as with small budgets."""
 MARGIN = 0.02
-"""By how much of its loss a head must lose more with predictions to go without: less is noise."""
+"""A head loses its trust if predictions increase its loss by more than this fraction; less is
+noise.
+"""
 REPETITIONS = 3
-"""How many pieces of a text are repeated, from everywhere in it."""
+"""How many pieces of a text are repeated, at equal distances."""
 REPEATED = 1 / 16
-"""The length of each, as a fraction of the text."""
+"""The length of each repeated piece, as a fraction of the text."""
 
 
 def trust_tokens(lengths: Sequence[int]) -> int:
-    """Return how many tokens head_trust() reads of texts of these lengths, but for requests."""
+    """Return how many tokens head_trust() reads of texts of these lengths, without the request for
+    a repetition.
+    """
     long_enough = [n for n in lengths if n >= LEAST_TEXT][:MOST_TEXTS]
     rules = [CurveRules.for_length(n) for n in long_enough]
     return sum(2 * of.n_read + of.queries + REPETITIONS * int(REPEATED * of.length) for of in rules)
@@ -57,10 +62,11 @@ def head_trust(
     n_threads: int = 0,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> FloatArray | None:
-    """Return ScorePredictor.trust for a predictor: 0 for KV heads that lose more with it, else 1.
+    """Return the values of ScorePredictor.trust: 0 for KV heads that lose more with the predictor,
+    else 1.
 
-    A head goes without where it loses more both as the texts go on and as they are repeated. None
-    for texts that are too short.
+    The value is 0 if a head loses more both in the continuation and in the repetition. Returns None
+    if the texts are too short.
     """
     long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     if not long_enough:
@@ -75,7 +81,8 @@ def head_trust(
             shares.append(observer.importance_of(text[:n_read]))
             on_progress(n_read)
     losses = np.zeros((2, 2, observer.n_layer, observer.n_head_kv))
-    longest = n_ctx + OVERLAP + len(REQUEST)  # in characters, which are more than its tokens
+    # This is in characters, of which there are more than tokens.
+    longest = n_ctx + OVERLAP + len(REQUEST)
     with Observer(path, n_ctx=longest, kv_type=kv_type, n_threads=n_threads) as observer:
         request = observer.tokenize_plainly(REQUEST)
         for text, of_text in zip(long_enough, shares, strict=True):
@@ -92,13 +99,15 @@ def head_trust(
 
 
 def _pieces(text: Sequence[int], rules: CurveRules) -> list[Sequence[int]]:
-    """Return what is repeated of the text that was read, each with the tokens before it."""
+    """Return the pieces of the text that are repeated, each with the tokens before it."""
     starts = [OVERLAP + i * rules.n_read // (REPETITIONS + 1) for i in range(REPETITIONS)]
     return [text[start - OVERLAP : start + int(REPEATED * len(text))] for start in starts]
 
 
 def _losses(read: ReadText, tokens: Sequence[int], shares: Sequence[Sequence[Rows]]) -> FloatArray:
-    """Return what heads lose of what `tokens` look at: (without and with predictions, ...)."""
+    """Return the loss of the heads over the queries of `tokens`: (without and with predictions,
+    ...).
+    """
     read.rollback()
     n_read = len(shares[0][0])
     rules = CurveRules(

@@ -15,7 +15,7 @@ from entropykv.cli.convert import add_convert
 from entropykv.cli.evaluate import add_evaluate
 from entropykv.cli.interrupts import orderly_termination
 from entropykv.cli.models import add_models
-from entropykv.cli.notes import say
+from entropykv.cli.notes import deprecations_as_notes, say
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plan import add_plan
 from entropykv.cli.profile import add_profile
@@ -31,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 2, and one sentence on stderr, for bad input."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _parser(serving=list(given[:1]) == ["serve"]).parse_args(given)
-        with orderly_termination():
-            code: int = options.command(options)
+        with deprecations_as_notes():
+            options = _parser(serving=list(given[:1]) == ["serve"]).parse_args(given)
+            with orderly_termination():
+                code: int = options.command(options)
     except EntropyKVError as error:
         say(str(error))
         return EXIT_BAD_INPUT

@@ -32,6 +32,11 @@ _SAMPLING = (
     "frequency_penalty",
 )
 """Options of `chat` that are fields of a request, and that the page shows."""
+_REASONING = (
+    *("reasoning", "reasoning_format", "reasoning_budget", "reasoning_budget_message"),
+    "reasoning_effort",
+)
+"""Options of `chat` that `serve` has under the same names."""
 _ELSEWHERE = {
     "load_session": "--load-session",
     "no_chat": "--no-chat",
@@ -41,6 +46,7 @@ _ELSEWHERE = {
     "reverse_prompt": "-r",
     "ignore_eos": "--ignore-eos",
     "recovery": "--recovery",
+    "show_thoughts": "--show-thoughts",
     "image": "--image",
 }
 """Options that the page does not support, or that `serve` names differently, each with advice."""
@@ -97,6 +103,7 @@ def _model_options(options: argparse.Namespace) -> ModelOptions:
         for each in declared(owner).values()
         if hasattr(options, each.name)
     }
+    given |= {name: getattr(options, name) for name in _REASONING}
     given["n_ubatch"] = min(options.ubatch_size, options.batch_size)
     given["kv_type"] = kv_type_of(options)
     tuning = model_options_of(options)

@@ -1,9 +1,9 @@
-"""Declare --mmproj and --image by llama-mtmd-cli's names, and read prompts with images."""
+"""Declare --mmproj and --image, named as in llama-mtmd-cli, and tokenize prompts with images."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from entropykv.cli.notes import say
@@ -13,11 +13,13 @@ from entropykv.session.images import ImageLimits
 from entropykv.session.session import Session
 
 PLACE = "<__media__>"
-"""What stands for an image in a prompt of llama-mtmd-cli."""
+"""The marker that llama-mtmd-cli uses for the place of an image in a prompt."""
 
 
 def add_image_options(group: argparse._ActionsContainer, what: str) -> None:
-    """Add --mmproj and --image; `what` has the images: the prompt, or the first turn."""
+    """Add --mmproj and --image; `what` names the text with the images for --help: the prompt, or
+    the first turn.
+    """
     group.add_argument(
         "-mm",
         "--mmproj",
@@ -35,9 +37,10 @@ def add_image_options(group: argparse._ActionsContainer, what: str) -> None:
 
 
 def open_projector(session: Session, options: argparse.Namespace, files: Sequence[bytes]) -> None:
-    """Open the projector that was named, and check the images that it is to read first.
+    """Open the projector of --mmproj, and check the images that it will encode first.
 
-    Raises SettingsError for images without one, ImageError for what is none.
+    Raises SettingsError for images without a projector, and ImageError for files that are not
+    images.
     """
     if options.mmproj is not None:
         images = session.open_projector(options.mmproj, use_gpu=options.n_gpu_layers != 0)
@@ -47,7 +50,9 @@ def open_projector(session: Session, options: argparse.Namespace, files: Sequenc
 
 
 def image_files(given: Sequence[str]) -> list[bytes]:
-    """Return the content of files as --image has them; raises ImageError."""
+    """Return the contents of the files given to --image, whose values may hold several paths
+    separated by commas; raises ImageError.
+    """
     paths: list[str] = []
     for text in given:
         paths += [text] if Path(text).exists() else text.split(",")
@@ -55,7 +60,9 @@ def image_files(given: Sequence[str]) -> list[bytes]:
 
 
 def image_file(path: str) -> bytes:
-    """Return the content of an image's file; raises ImageError where it is none, or too large."""
+    """Return the content of an image file; raises ImageError if it cannot be read or is
+    too large.
+    """
     most = ImageLimits().file_bytes
     try:
         with open_regular(path) as file:
@@ -68,7 +75,9 @@ def image_file(path: str) -> bytes:
 
 
 def with_places(text: str, n_images: int) -> str:
-    """Return a text that has a place for each of its images; raises ImageError."""
+    """Return a text with one marker for each image, put first if it has none; raises ImageError for
+    another number of markers.
+    """
     if PLACE not in text:
         return PLACE * n_images + text
     if text.count(PLACE) != n_images:
@@ -80,11 +89,17 @@ def with_places(text: str, n_images: int) -> str:
 
 
 def tokens_of(
-    session: Session, text: str, files: Sequence[bytes], *, add_bos: bool | None
+    session: Session,
+    text: str,
+    files: Sequence[bytes],
+    *,
+    add_bos: bool | None,
+    poll: Callable[[], object] | None = None,
 ) -> list[int]:
-    """Return the tokens of a prompt, whose images are encoded, with a place for each in the text.
+    """Encode the images of a prompt, and return its tokens, with placeholders for each image.
 
-    Raises ImageError, and ContextError for more tokens than there is room for.
+    `poll` is called repeatedly while images are encoded, and may raise to stop that. Raises
+    ImageError, and ContextError for more tokens than there is room for.
     """
     images = session.images
     if not files or images is None:
@@ -97,5 +112,6 @@ def tokens_of(
         files,
         add_bos=add_bos is not False,
         most_tokens=session.n_ctx - session.position,
+        poll=poll,
     )
     return prompt.tokens

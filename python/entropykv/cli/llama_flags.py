@@ -955,7 +955,7 @@ def flag_named(name: str) -> LlamaFlag | None:
 
 
 def flags_of(tools: str) -> list[LlamaFlag]:
-    """Return the flags that any of `tools` has; `tools` are letters as above."""
+    """Return the flags that any of `tools` has, which are letters as in LlamaFlag.tools."""
     return [flag for flag in FLAGS if set(flag.tools) & set(tools)]
 
 

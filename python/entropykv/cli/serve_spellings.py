@@ -1,4 +1,4 @@
-"""Let users type the options of `entropykv serve` as at llama-server and llama_cpp.server."""
+"""Accept the options of `entropykv serve` as spelled in llama-server and llama_cpp.server."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from entropykv.llamacpp.model_options import (
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.declared import declared
 from entropykv.settings.options import KV_TYPES, MOST_BYTES
+from entropykv.settings.renamed import warn_of_name
 
 _LLAMA_SERVER = {
     **{each.server_name: each.flags for each in declared(CacheOptions).values()},
@@ -49,11 +50,11 @@ _LLAMA_SERVER = {
     "stop": ("-r", "--reverse-prompt"),
     "reasoning": ("-rea",),
 }
-"""llama-server's name for a field of llama_cpp.server's settings, or of ours."""
+"""llama-server's names for fields of llama_cpp.server's settings, or of ours."""
 
 
 def _number_or(names: dict[str, int]) -> Callable[[str], int]:
-    """Make an argparse type that reads one of the names, or a number that stands for it."""
+    """Make an argparse type that reads one of the names, or the number that it means."""
 
     def parse(text: str) -> int:
         if text in names:
@@ -69,7 +70,7 @@ def _number_or(names: dict[str, int]) -> Callable[[str], int]:
 
 
 def _boolean(text: str) -> bool:
-    """Read what llama_cpp.server and llama-server take for a switch; auto is on."""
+    """Read a switch as llama_cpp.server and llama-server do; auto means on."""
     word = text.lower()
     if word in ("1", "on", "t", "true", "y", "yes", "auto"):
         return True
@@ -85,18 +86,18 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "numa": _number_or({**NUMA_STRATEGIES, "true": 1, "false": 0}),
     "max_tokens": int,
 }
-"""What reads a value that llama-server gives a name, and llama_cpp.server a number."""
+"""Parsers of values that llama-server names, and llama_cpp.server numbers."""
 
 
 class Spellings:
-    """Collect options for llama_cpp.server's add_args_from_model(), and give them more names.
+    """Collect options from llama_cpp.server's add_args_from_model(), and give them more names.
 
     Every option has its own name, the same with dashes, and llama-server's names. A switch needs no
     value to be on.
     """
 
     def __init__(self, group: argparse._ArgumentGroup) -> None:
-        """Take the group that options are added to."""
+        """Use the group that options are added to."""
         self._group = group
 
     def add_argument(self, name: str, **options: Any) -> argparse.Action:
@@ -130,13 +131,13 @@ class _Once(argparse.Action):
         values: Any,
         option: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Store the value; raises ArgumentError where there is one already."""
+        """Store the value; raises ArgumentError if there is one already."""
         if getattr(namespace, self.dest, None) is not None:
             raise argparse.ArgumentError(self, "is given twice; give it once")
         setattr(namespace, self.dest, self.read(values))
 
     def read(self, values: Any) -> Any:
-        """Return what is stored for what was given."""
+        """Return the value to store for the given values."""
         return values
 
 
@@ -144,7 +145,7 @@ class _Parts(_Once):
     """Read the parts of several devices, as 3,1 or as 3 1."""
 
     def read(self, values: Sequence[str]) -> list[float]:
-        """Return the numbers; raises ArgumentError for what are none."""
+        """Return the numbers; raises ArgumentError for other values."""
         try:
             return list(device_parts(",".join(values)))
         except argparse.ArgumentTypeError as error:
@@ -166,15 +167,15 @@ class _Several(argparse.Action):
 
 
 class _Translated(_Once):
-    """Store what llama-server says in other words than the settings."""
+    """Translate a value of llama-server to one of our settings, and store it."""
 
     def __init__(self, *arguments: Any, read: Callable[[str], Any], **options: Any) -> None:
-        """Take `read`, which raises SettingsError for what has no translation."""
+        """Use `read`, which raises SettingsError for a value without a translation."""
         super().__init__(*arguments, **options)
         self._read = read
 
     def read(self, values: str) -> Any:
-        """Return what the words mean here."""
+        """Return the translated value."""
         return self._read(values)
 
 
@@ -188,7 +189,9 @@ class _KvType(argparse.Action):
         values: Any,
         option: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Store the type; raises SettingsError for one that is not served, and for two."""
+        """Store the type; raises SettingsError for an unsupported one, and for two
+        different ones.
+        """
         if values not in KV_TYPES or getattr(namespace, "kv_type", None) not in (None, values):
             raise SettingsError(
                 "-ctk and -ctv: K and V are of one type, f16 or q8_0; give --kv-type f16 or q8_0"
@@ -197,7 +200,7 @@ class _KvType(argparse.Action):
 
 
 class _LoadMode(argparse.Action):
-    """Read -lm as what it says of memory mapping and locking."""
+    """Read -lm as settings of memory mapping and locking."""
 
     def __call__(
         self,
@@ -206,7 +209,7 @@ class _LoadMode(argparse.Action):
         values: Any,
         option: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Store both."""
+        """Store both settings."""
         namespace.use_mmap, namespace.use_mlock = LOAD_MODES[values]
 
 
@@ -221,14 +224,24 @@ def _whole(text: str, what: str) -> int:
 
 
 def _checkpoints(text: str) -> str:
-    """Read how many checkpoints llama-server keeps: 0 keeps none, others as many as fit."""
+    """Read llama-server's number of checkpoints: 0 keeps none, any other as many as fit."""
     return CHECKPOINTS if _whole(text, "--ctx-checkpoints") else "0"
 
 
 def _swap_limit(text: str) -> str:
-    """Read the MiB that idle conversations may take: -1 is no limit, and 0 as good as nothing."""
+    """Read the MiB for idle conversations: -1 means no limit, 0 practically nothing."""
     mib = _whole(text, "--cache-ram")
     return f"{MOST_BYTES}B" if mib < 0 else f"{max(mib << 20, 1)}B"
+
+
+def _earlier(old: str, new: str) -> Callable[[str], str]:
+    """Return what reads the value of an option by its earlier name, and warns of it."""
+
+    def read(text: str) -> str:
+        warn_of_name(old, new)
+        return text
+
+    return read
 
 
 def _rope_scale(text: str) -> float:
@@ -242,7 +255,7 @@ def _rope_scale(text: str) -> float:
 
 
 def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
-    """Add options of llama-server that say in other words what a field of the settings says."""
+    """Add options of llama-server that express a field of the settings differently."""
     for names, dest, value in (
         (("--no-mmap",), "use_mmap", False),
         (("--mmap",), "use_mmap", True),
@@ -270,8 +283,13 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
             f"0: --checkpoints 0, other numbers: --checkpoints {CHECKPOINTS}",
         ),
         (("-cram", "--cache-ram"), "swap_limit", _swap_limit, "--swap-limit in MiB (-1: none)"),
-        (("--park",), "swap", str, "the earlier name of --swap"),
-        (("--park-limit",), "swap_limit", str, "the earlier name of --swap-limit"),
+        (("--park",), "swap", _earlier("--park", "--swap"), "the earlier name of --swap"),
+        (
+            ("--park-limit",),
+            "swap_limit",
+            _earlier("--park-limit", "--swap-limit"),
+            "the earlier name of --swap-limit",
+        ),
         (("--rope-scale",), "rope_freq_scale", _rope_scale, "1 / --rope-freq-scale"),
         (("--chat-template-file",), "chat_template", _template_text, "read it from a file"),
     )

@@ -33,7 +33,7 @@ def models_of(
         options.model = named[0] if named else None
         return read_options(ModelOptions, options)
     from entropykv.cli.models_preset import Presets, read_presets  # noqa: PLC0415  # it needs the server
-    from entropykv.server.model_catalog import models_in, name_of  # noqa: PLC0415
+    from entropykv.server.model_catalog import models_in, name_of, projector_beside  # noqa: PLC0415
 
     if options.model_alias is not None:
         raise SettingsError(
@@ -48,7 +48,10 @@ def models_of(
         _add(places, options.hf_repo, place)
     default = next(iter(places), None)
     for name, path in models_in(server.models_dir).items() if server.models_dir else ():
-        _add(places, name, {"model": str(path)})
+        place = {"model": str(path)}
+        if (projector := projector_beside(path, str(server.models_dir))) is not None:
+            place["mmproj"] = str(projector)
+        _add(places, name, place)
     preset = server.models_preset
     presets = Presets() if preset is None else read_presets(preset, parser)
     own = {
@@ -82,7 +85,7 @@ def _served(
 
     aliases = [alias.strip() for alias in (given.pop("model_alias", None) or "").split(",")]
     if place is not None:
-        given = {**{key: each for key, each in given.items() if key not in _OF_ONE}, **place}
+        given = {**place, **{key: each for key, each in given.items() if key not in _OF_ONE}}
     elif "model" in given:
         given["model"] = given["model"][0]
     elif "hf_repo" not in given:

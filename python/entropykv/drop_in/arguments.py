@@ -1,4 +1,4 @@
-"""Split the arguments of EntropyLlama and attach(), and refuse what a budget excludes."""
+"""Split the arguments of EntropyLlama and attach(), and refuse those that a budget excludes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHARED = _OURS & _DEFAULTS.keys()
 
 @dataclass(frozen=True)
 class EvictionEvent:
-    """Tell what one decode call dropped, counted over all KV heads."""
+    """Hold how many entries one decode call evicted, counted over all KV heads."""
 
     evicted: int
     """How many entries were evicted in this call."""
@@ -44,7 +44,7 @@ class EvictionEvent:
 
 @dataclass(frozen=True)
 class BudgetArguments:
-    """Hold what EntropyLlama takes besides the arguments of llama_cpp.Llama."""
+    """Hold the arguments of EntropyLlama that llama_cpp.Llama does not have."""
 
     cache: CacheOptions
     on_evict: Callable[[EvictionEvent], object] | None = None
@@ -52,7 +52,9 @@ class BudgetArguments:
     on_climb: Callable[[Climb], object] | None = None
 
     def __post_init__(self) -> None:
-        """Raise SettingsError for a ladder that would take back what Llama has given out."""
+        """Raise SettingsError for a ladder that would replace tokens that Llama has already
+        returned.
+        """
         recovery = self.cache.recovery
         if recovery is not None and recovery.held_back:
             raise SettingsError(
@@ -70,10 +72,11 @@ class BudgetArguments:
 def split_arguments(
     options: CacheOptions | None, given: Mapping[str, Any]
 ) -> tuple[CacheOptions, dict[str, Any]]:
-    """Return what keyword arguments say of the cache, and all that llama_cpp.Llama takes.
+    """Return the cache options in keyword arguments, and the arguments of llama_cpp.Llama.
 
-    Arguments that both have come from `given`, else from `options`, else from Llama's defaults.
-    Raises SettingsError for what cannot work: Llama itself ignores names that it does not know.
+    Arguments that both have are taken from `given`, else from `options`, else from Llama's
+    defaults. Raises SettingsError for impossible combinations, and for unknown names, which Llama
+    itself ignores.
     """
     given = with_current_names(given)
     unknown = sorted(given.keys() - _DEFAULTS.keys() - _OURS)
@@ -103,7 +106,7 @@ def split_arguments(
 
 
 def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptions:
-    """Return `cache` with the kv_type of Llama's type_k and type_v, where it is `auto`."""
+    """Return `cache` with a kv_type derived from Llama's type_k and type_v, if it is `auto`."""
     wanted = {arguments["type_k"], arguments["type_v"]} - {None}
     names = [name for name, number in GGML_TYPES.items() if {number} == wanted]
     if cache.kv_type == "auto" and names:
@@ -119,7 +122,9 @@ def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptio
 
 
 def attached_options(kv_budget: Budget | str | float, given: Mapping[str, Any]) -> CacheOptions:
-    """Return what attach() is asked for; raises SettingsError for what the model has itself."""
+    """Return the options of attach(); raises SettingsError for those that the loaded model
+    determines.
+    """
     given = with_current_names(given)
     foreign = sorted(given.keys() - CacheArguments.__annotations__.keys())
     if foreign:
@@ -145,7 +150,7 @@ def check_kind(*, embedding: bool, vocab_only: bool, attention_type: int) -> Non
 
 
 def check_draft_model(draft_model: Any, may_evict: bool) -> None:
-    """Raise SettingsError where what a wrong draft evicts could not be brought back."""
+    """Raise SettingsError if a rejected draft could evict entries, which could not be restored."""
     if draft_model is not None and may_evict:
         raise SettingsError(
             "draft_model takes back the tokens that it guessed wrong, but what they evicted does "

@@ -1,4 +1,4 @@
-"""Put a loaded llama_cpp.Llama inside a KV budget, in place, and take it out again."""
+"""Put a loaded llama_cpp.Llama inside a KV budget, in place, and remove the budget again."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def attach(
 ) -> EntropyLlama:
     """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
 
-    The model is not loaded again; the stock context and its KV cache are freed. Nothing is read
-    yet: the next prompt is read from its start. Arguments and errors are those of EntropyLlama; an
-    error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more. No thread
-    may be within a call of `llm`: a stock Llama cannot tell, and its context is freed.
+    The model is not loaded again; the stock context and its KV cache are freed. The next prompt is
+    read from its start. Arguments and errors are those of EntropyLlama; an error leaves `llm`
+    unchanged. Its type_k, type_v and flash_attn have no effect any more. No thread may be within a
+    call of `llm`: a stock Llama does not detect this, and its context is freed.
     """
     cache = attached_options(kv_budget, arguments)
     budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
@@ -64,11 +64,11 @@ def attach(
 
 
 def detach(llm: EntropyLlama) -> llama_cpp.Llama:
-    """Make a stock llama_cpp.Llama of an EntropyLlama again, in place; nothing is read any more.
+    """Turn an EntropyLlama into a stock llama_cpp.Llama again, in place; its text is discarded.
 
-    Its new context has n_ctx cells, as its arguments say. Raises SettingsError for a Llama that is
-    not inside a budget or that has a cache, EntropyKVError where it is closed, where another thread
-    is within a call of it, or where there is no memory for the context.
+    Its new context has n_ctx cells, as its arguments say. Raises SettingsError for a Llama without
+    a budget, or with a cache, and EntropyKVError if it is closed, if another thread is within a
+    call of it, or if there is no memory for the context.
     """
     if not isinstance(llm, EntropyLlama):
         raise SettingsError("this model is not inside a KV budget; attach() it first")
@@ -121,7 +121,7 @@ def _check_stock(llm: object) -> None:
 
 
 def _check_idle(llm: llama_cpp.Llama) -> None:
-    """Raise where the model is closed, or its cache holds states of the other kind of context."""
+    """Raise if the model is closed, or if its cache holds states of the other kind of context."""
     context = llm._ctx
     if not context.is_open if isinstance(context, BudgetContext) else context.ctx is None:
         raise EntropyKVError("the model is closed; load it again")

@@ -11,19 +11,21 @@ from entropykv.errors import EntropyKVError
 
 
 class CallGuard:
-    """Refuse a call while another thread is within one."""
+    """Refuse a call while another thread runs one."""
 
     def __init__(self) -> None:
         """Make the lock; no call and no answer has begun."""
         self.lock = threading.RLock()
         self._answer: object = None
-        """What identifies the answer that is written now: an earlier one must not go on."""
+        """Identifies the current answer; an earlier one must not continue."""
 
     @contextmanager
     def call(self, context: BudgetContext) -> Iterator[None]:
-        """Keep the model inside; EntropyKVError once closed, or where another thread calls it."""
+        """Keep the model in the `with` block; raises EntropyKVError if closed, or if another thread
+        calls it.
+        """
         if not self.lock.acquire(blocking=False):
-            _ = context.session  # raises where the other thread closes it
+            _ = context.session  # Raises if another thread closes it.
             raise EntropyKVError(
                 "another thread is using this EntropyLlama, which holds one sequence; let calls "
                 "take turns with a lock, or give each thread a model of its own"
@@ -40,7 +42,7 @@ class CallGuard:
         return self._answer
 
     def check_goes_on(self, answer: object) -> None:
-        """Raise EntropyKVError where another call has used the sequence since an answer began."""
+        """Raise EntropyKVError if another call has used the sequence since an answer began."""
         if self._answer is not answer:
             raise EntropyKVError(
                 "another call has used this EntropyLlama, which holds one sequence, before this "
@@ -48,5 +50,5 @@ class CallGuard:
             )
 
     def end_answer(self) -> None:
-        """Invalidate the answer that has begun: it raises an error when it is continued."""
+        """Invalidate the current answer: continuing it raises an error."""
         self._answer = None

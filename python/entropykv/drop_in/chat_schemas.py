@@ -15,10 +15,10 @@ _CHAT = inspect.signature(llama_cpp.Llama.create_chat_completion)
 
 
 def checked_schemas(llama: llama_cpp.Llama, *given: Any, **named: Any) -> dict[str, Any]:
-    """Return the arguments of create_chat_completion() by their names, without a schema.
+    """Return the arguments of create_chat_completion() by name, with a grammar instead of a schema.
 
-    That of response_format becomes a grammar here. Those of tools are checked where a chat format
-    makes grammars of them. Raises SettingsError for a schema that is too much.
+    The schema of response_format is converted to a grammar here. Schemas of tools are checked if
+    the chat format makes grammars from them. Raises SettingsError for a schema beyond the limits.
     """
     arguments = dict(_CHAT.bind(llama, *given, **named).arguments)
     del arguments["self"]

@@ -1,4 +1,4 @@
-"""Stand in for the context and the model of a llama_cpp.Llama, inside a KV budget."""
+"""Replace the context and the model of a llama_cpp.Llama by ones inside a KV budget."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from entropykv.session.session import Session
 
 
 class SharedModel(internals.LlamaModel):
-    """Be the LlamaModel of Llamas whose threads may close it while others call it.
+    """Make a LlamaModel safe to close in one thread while another one calls it.
 
     Its methods, which are those of LlamaModel, raise EntropyKVError once it is closed.
     """
 
     weights: Weights
-    """What frees the model once nobody reads it any more."""
+    """Frees the model after its last user."""
     _is_closed: bool
 
     @staticmethod
     def of(model: internals.LlamaModel) -> SharedModel:
-        """Make a loaded LlamaModel one of these, in place, for good."""
+        """Convert a loaded LlamaModel, in place and permanently."""
         if isinstance(model, SharedModel):
             return model
         model.__class__ = SharedModel
@@ -39,7 +39,7 @@ class SharedModel(internals.LlamaModel):
         return shared
 
     def close(self) -> None:
-        """Free the model when the last call that reads it ends; later ones are refused."""
+        """Refuse further calls, and free the model when the last running call ends."""
         if not self._is_closed:
             self._is_closed = True
             self.weights.release()
@@ -60,13 +60,15 @@ for _name, _method in vars(internals.LlamaModel).items():
 
 
 class BorrowedModel(Model):
-    """Use the loaded model of a Llama, which owns it as well: it is freed with the last of both.
+    """Use the loaded model of a Llama, which also owns it; it is freed after the last of both.
 
     Contexts made from it have the Llama's parameters (RoPE, YaRN, ...) and its LoRA adapter.
     """
 
     def __init__(self, llama: llama_cpp.Llama, geometry: ModelGeometry) -> None:
-        """Load nothing; `geometry` is that of the Llama's file, whose model is a SharedModel."""
+        """Use the Llama's model, a SharedModel, without loading it again; `geometry` is that of its
+        file.
+        """
         self.geometry = geometry
         self._weights = SharedModel.of(llama._model).weights.share()
         self.handle = llama.model
@@ -81,7 +83,9 @@ class BorrowedModel(Model):
         return type(self._parameters).from_buffer_copy(self._parameters)
 
     def new_context(self, parameters: Any) -> Any:
-        """Make a llama_context with the Llama's LoRA adapter; raises as Model.new_context does."""
+        """Make a llama_context with the Llama's LoRA adapter; raises the errors of
+        Model.new_context().
+        """
         context = super().new_context(parameters)
         try:
             if self._adapter:
@@ -93,12 +97,12 @@ class BorrowedModel(Model):
 
 
 class BudgetContext(internals.LlamaContext):
-    """Be a LlamaContext over a Session: what is decoded and removed goes through the session."""
+    """Implement LlamaContext with a Session, which decodes and removes tokens."""
 
     _is_closing = False
 
     def __init__(self, llama: llama_cpp.Llama, session: Session) -> None:
-        """Stand in for the Llama's own context; the session is not owned."""
+        """Replace the Llama's own context; the session is not owned."""
         self.model = llama._model
         self.params = llama.context_params
         self.verbose = llama.verbose
@@ -106,12 +110,16 @@ class BudgetContext(internals.LlamaContext):
 
     @property
     def ctx(self) -> Any:
-        """Return the llama_context that samplers read logits of; EntropyKVError once closed."""
+        """Return the llama_context whose logits samplers read; raises EntropyKVError once
+        closed.
+        """
         return self.session.context
 
     @property
     def weights(self) -> Weights:
-        """Return what keeps the model within `with`; entering raises EntropyKVError once closed."""
+        """Return a context manager that keeps the model; entering it raises EntropyKVError once
+        closed.
+        """
         return SharedModel.of(self.model).weights
 
     @property
@@ -122,46 +130,46 @@ class BudgetContext(internals.LlamaContext):
     @property
     def session(self) -> Session:
         """Return the session; raises EntropyKVError once closed."""
-        session = self._session  # another thread may close it meanwhile
+        session = self._session  # Read it once, because another thread may close it.
         if session is None or self._is_closing:
             raise EntropyKVError("the model is closed; make a new EntropyLlama")
         return session
 
     def refuse(self) -> None:
-        """Let the call that another thread is within end with an error before it reads more."""
+        """End a call of another thread with an error before it reads more."""
         self._is_closing = True
         session = self._session
         if session is not None:
             session.refuse()
 
     def rest(self) -> None:
-        """Let no other sequence of a pool wait for more of this one."""
+        """Tell the pool not to wait for more tokens of this sequence."""
         session = self._session
         if session is not None:
             session.rest()
 
     def close_session(self) -> None:
-        """Close the session, and let go of it."""
+        """Close the session, and drop the reference to it."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
 
     def close(self) -> None:
-        """Let go of the session."""
+        """Drop the reference to the session."""
         self._session = None
 
     def n_ctx(self) -> int:
-        """Return the tokens that a sequence may have; the budget says how many entries stay."""
+        """Return the most tokens of a sequence; the budget determines how many entries are kept."""
         return self.session.n_ctx
 
     def kv_cache_clear(self) -> None:
-        """Forget every token."""
+        """Remove all tokens."""
         self.session.truncate(0)
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:  # noqa: ARG002
-        """Go back to position p0, if nothing was evicted since; returns whether it did.
+        """Roll back to position p0 if nothing was evicted since; returns whether that was done.
 
-        For a range in the middle it returns False, too, and nothing changes.
+        For a range in the middle it also returns False, and nothing changes.
         """
         first = max(p0, 0)
         ends = p1 < 0 or p1 >= self.session.position
@@ -172,19 +180,19 @@ class BudgetContext(internals.LlamaContext):
         return True
 
     def kv_cache_seq_cp(self, *_: Any) -> NoReturn:
-        """Refuse: a budget holds one sequence."""
+        """Raise an error, because a budget holds one sequence."""
         raise _one_sequence("kv_cache_seq_cp")
 
     def kv_cache_seq_keep(self, *_: Any) -> NoReturn:
-        """Refuse: a budget holds one sequence."""
+        """Raise an error, because a budget holds one sequence."""
         raise _one_sequence("kv_cache_seq_keep")
 
     def kv_cache_seq_shift(self, *_: Any) -> NoReturn:
-        """Refuse, since the session says what positions are."""
+        """Raise an error, because the session determines positions."""
         raise _one_sequence("kv_cache_seq_shift")
 
     def decode(self, batch: Any) -> NoReturn:  # noqa: ARG002
-        """Refuse: tokens are read by Llama.eval()."""
+        """Raise an error, because Llama.eval() must read tokens."""
         raise _one_sequence("decode")
 
 

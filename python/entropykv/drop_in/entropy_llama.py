@@ -51,47 +51,52 @@ _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
 
 class EntropyLlama(llama_cpp.Llama):
-    """A llama_cpp.Llama whose KV cache never exceeds a budget.
+    """Run a llama_cpp.Llama whose KV cache never exceeds a budget.
 
-    Takes every argument of llama_cpp.Llama, and those of CacheOptions: as keyword arguments, or
-    together as `options`, which keyword arguments precede. n_ctx is how long a sequence may get (0:
-    what the model was trained for), the memory is the budget's. `recovery` has no rewalks here;
-    `on_climb` is called with each Climb of it.
-    `on_evict` is called with an EvictionEvent after a decode call that evicted something; what it
-    raises comes out of that call, and the model goes on from where it is. flash_attn counts only
-    for the flat store with kv_type f16: elsewhere attention is ours, or must be flash attention.
+    It accepts every argument of llama_cpp.Llama, and the fields of CacheOptions: as keyword
+    arguments, or together as `options`, over which keyword arguments take precedence. n_ctx is the
+    most tokens of a sequence (0: the trained context); the memory depends only on the budget.
+    `recovery` has no rewalks here; `on_climb` is called with each of its Climbs. `on_evict` is
+    called with an EvictionEvent after a decode call that evicted something; an exception that it
+    raises is passed to the caller, and the model can continue. flash_attn has an effect only with
+    the flat store and kv_type f16: otherwise attention is ours, or must be flash attention.
 
-    A prompt that begins with the text of what was read is not read again, whatever the tokens that
-    it is spelled with. One that departs from it is read again from the beginning of the micro-batch
-    where it departs, so that the same request gives the same answer; and from the start where
-    entries may be evicted before its end (max_tokens counts), or were since. The last prompt itself
-    is not read again. `repeatable` False: nothing is read again that need not be, and answers to
-    the same request may differ.
+    A prompt that begins with the text that was read is not read again, even if its tokens differ. A
+    prompt that differs later is read again from the beginning of the micro-batch with the first
+    difference, so that the same request gives the same answer. It is read from the start if entries
+    were evicted since, or may be evicted before its end (including max_tokens). The last prompt
+    itself is not read again. With `repeatable` False, nothing is read again unnecessarily, and
+    answers to the same request may differ.
 
-    It holds one sequence, so calls take turns: EntropyKVError where another thread is within one,
-    and where an answer goes on after another call. With `n_sequences`, the budget is that of a Pool
-    (`swap`, `swap_limit`: see there), and another() makes more of them, for threads of their own:
-    their tokens are read together. `checkpoints`, without `n_sequences`: a pool of one, in which a
-    turn that is edited or asked for again goes on from the nearest, whatever was evicted since.
+    It holds one sequence, so only one call can run at a time: EntropyKVError is raised if another
+    thread is within a call, and if an answer continues after another call. With `n_sequences`, the
+    budget belongs to a Pool (`swap`, `swap_limit`: see there), and another() makes further objects
+    for other threads, whose tokens are read together. `checkpoints` without `n_sequences` makes a
+    pool of one, in which a turn that is edited or asked again continues from the nearest
+    checkpoint, whatever was evicted since.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
     """
 
     _ctx: BudgetContext
-    """Stands in the place of the stock context, over the session."""
+    """Replaces the stock context; it uses the session."""
     _budget: BudgetArguments
     _guard: CallGuard
-    """Lets calls take turns."""
+    """Allows one call at a time."""
     _reader: PromptReader
     """Reads prompts into the session."""
     _pieces: dict[int, bytes] | None = None
-    """Texts of tokens that were asked for, for all that share a vocabulary; None while it loads."""
+    """Cached texts of tokens, shared by all objects with the same vocabulary; None while the model
+    loads.
+    """
     _pool: Pool | None = None
     _image_prompt: ImagePrompt | None = None
-    """The last prompt with images, which are held for it."""
+    """The last prompt with images; it keeps the images alive until they are read."""
     _alike: weakref.WeakSet[EntropyLlama]
-    """Those that use the same weights and the same pool; the last that is closed frees both."""
+    """The objects with the same weights and the same pool; the last one that is closed
+    frees both.
+    """
 
     @shows(PoolArguments)
     def __init__(
@@ -104,8 +109,8 @@ class EntropyLlama(llama_cpp.Llama):
         on_climb: Callable[[Climb], object] | None = None,
         **llama: Any,
     ) -> None:
-        """Load the model; its stock context is a stub, which the budget's replaces."""
-        # Made first, so that close() works even where what follows raises.
+        """Load the model; its stock context is a stub, which the context of the budget replaces."""
+        # It is made first, so that close() works even if the rest raises.
         self._stack = contextlib.ExitStack()
         cache, arguments = split_arguments(options, llama)
         budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
@@ -117,7 +122,7 @@ class EntropyLlama(llama_cpp.Llama):
             raise ModelFileError(
                 f"{model_path}: {error}; check the file, and the arguments for llama_cpp.Llama"
             ) from error
-        if self.lora_path and not self._lora_adapter:  # Llama does not notice
+        if self.lora_path and not self._lora_adapter:  # Llama itself does not report this.
             raise ModelFileError(
                 f"{self.lora_path}: llama.cpp cannot load it; give a LoRA adapter of this model"
             )
@@ -135,12 +140,12 @@ class EntropyLlama(llama_cpp.Llama):
         cache_dir: str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> Self:
-        """Make one with a model of the Hugging Face Hub, which is fetched once.
+        """Make an EntropyLlama with a model of the Hugging Face Hub, which is downloaded only once.
 
         The arguments are those of llama_cpp.Llama.from_pretrained(), but `filename` may be left
         out, and `repo_id` may be user/model:quant; see fetch_model() of entropykv.hub.
-        `local_dir_use_symlinks` changes nothing, as in huggingface_hub. Raises HubError and what
-        EntropyLlama raises, and MissingExtraError without the extra `hub`.
+        `local_dir_use_symlinks` has no effect, as in huggingface_hub. Raises HubError, the errors
+        of EntropyLlama, and MissingExtraError without the extra `hub`.
         """
         from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
 
@@ -166,7 +171,7 @@ class EntropyLlama(llama_cpp.Llama):
     # --- into a budget, and out of it -------------------------------------------------------------
 
     def _begin(self, geometry: ModelGeometry, budget: BudgetArguments) -> None:
-        """Put a session in the place of the stock context, which is freed."""
+        """Replace the stock context, which is freed, by a session."""
         self._alike = weakref.WeakSet([self])
         SharedModel.of(self._model)
         model = BorrowedModel(self, geometry)
@@ -208,14 +213,14 @@ class EntropyLlama(llama_cpp.Llama):
         return self._pool.session(on_climb=budget.on_climb)
 
     def _take(self, session: Session) -> None:
-        """Hold a session's sequence, which has read nothing."""
+        """Use a session that has read nothing."""
         self._guard = CallGuard()
         self._ctx = BudgetContext(self, session)
         self._reader = PromptReader(self._ctx, self._budget)
         start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
 
     def _hold(self, session: Session) -> None:
-        """Hold another sequence, and go on from what was read of it."""
+        """Use another session, and continue from the text that it has read."""
         self._guard.end_answer()
         self._ctx = BudgetContext(self, session)
         self._reader = PromptReader(self._ctx, self._budget)
@@ -225,17 +230,19 @@ class EntropyLlama(llama_cpp.Llama):
 
     @property
     def pool(self) -> Pool | None:
-        """Return the pool that it shares with those of another(); None without `n_sequences`."""
+        """Return the pool that it shares with the results of another(); None without
+        `n_sequences`.
+        """
         return self._pool
 
     def another(self) -> Self:
-        """Return another one with the same weights and in the same pool, which has read nothing.
+        """Return another object with the same weights and the same pool, which has read nothing.
 
-        A thread of its own can use it at the same time. Each is closed by itself: weights and pool
-        are freed with the last. Raises SettingsError without `n_sequences`, EntropyKVError once
-        this one is closed.
+        Another thread can use it at the same time. Each object is closed separately: weights and
+        pool are freed with the last one. Raises SettingsError without `n_sequences`, EntropyKVError
+        if this object is closed.
         """
-        _ = self._session  # raises once closed
+        _ = self._session  # Raises if it is closed.
         if self._pool is None:
             raise SettingsError(
                 "one budget for several conversations is a pool; make the EntropyLlama with "
@@ -249,13 +256,14 @@ class EntropyLlama(llama_cpp.Llama):
         return other
 
     def close(self) -> None:
-        """Free the sequence; with the last of another()'s, also the pool, the context, the model.
+        """Free the sequence; the last object of a pool also frees the pool, the context and the
+        model.
 
-        It waits for the call that another thread is within, which ends with an EntropyKVError
-        before it reads more.
+        It waits for a running call of another thread, which ends with an EntropyKVError before it
+        reads more.
         """
         context = getattr(self, "_ctx", None)
-        if not isinstance(context, BudgetContext):  # it was never inside a budget
+        if not isinstance(context, BudgetContext):  # It was never inside a budget.
             super().close()
             return
         context.refuse()
@@ -268,9 +276,9 @@ class EntropyLlama(llama_cpp.Llama):
                 super().close()
 
     def __del__(self) -> None:
-        """Free what nobody has closed; never wait, since this may happen in any thread.
+        """Free what was not closed, without waiting, because this may happen in any thread.
 
-        The session, and a pool that nobody else uses, are garbage as well, and close themselves.
+        The session, and a pool without other users, are garbage as well, and close themselves.
         """
         context = getattr(self, "_ctx", None)
         if isinstance(context, BudgetContext):
@@ -281,7 +289,7 @@ class EntropyLlama(llama_cpp.Llama):
     # --- read and write ---------------------------------------------------------------------------
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the model; raise EntropyKVError once closed, or where another thread calls it."""
+        """Keep the model; raises EntropyKVError if it is closed, or if another thread calls it."""
         return self._guard.call(self._ctx)
 
     @property
@@ -325,7 +333,7 @@ class EntropyLlama(llama_cpp.Llama):
         return text[1:] if begins and text.startswith(b" ") else text
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Read tokens after the first n_tokens of input_ids, which are read again if they must be.
+        """Read tokens after the first n_tokens of input_ids, which are read again if necessary.
 
         Raises ContextError for more than n_ctx tokens.
         """
@@ -333,14 +341,14 @@ class EntropyLlama(llama_cpp.Llama):
             self._reader.eval(self, [int(token) for token in tokens])
 
     def reset(self) -> None:
-        """Forget every token; kv_stats() goes on counting."""
+        """Remove all tokens; kv_stats() continues to count."""
         with self._alone():
             self.n_tokens = 0
             self._requires_eval = True
             self._session.truncate(0)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample."""
+        """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample()."""
         start = time.perf_counter()
         with self._alone():
             ahead = self._reader.sampled_ahead()
@@ -349,10 +357,10 @@ class EntropyLlama(llama_cpp.Llama):
         return token
 
     def generate(self, tokens: Sequence[int], *arguments: Any, **options: Any) -> Any:
-        """Yield tokens that follow `tokens`; see llama_cpp.Llama.generate.
+        """Yield tokens that follow `tokens`; see llama_cpp.Llama.generate().
 
-        Where `tokens` begin with the text of what was read, spelled otherwise, that is not read
-        again. Not with logits_all: the rows of `scores` are those of `tokens`.
+        If `tokens` begin with the text that was read, in other tokens, that text is not read again.
+        This does not apply with logits_all, because the rows of `scores` belong to `tokens`.
         """
         bound = _GENERATE.bind(self, tokens, *arguments, **options)
         with self._alone():
@@ -364,7 +372,7 @@ class EntropyLlama(llama_cpp.Llama):
             while True:
                 _check_attached(self)
                 with self._alone():
-                    _ = self._session  # raises once closed
+                    _ = self._session  # Raises if it is closed.
                     self._guard.check_goes_on(answer)
                     try:
                         token = stream.send(sent)
@@ -374,7 +382,7 @@ class EntropyLlama(llama_cpp.Llama):
 
     @contextmanager
     def _resting(self) -> Iterator[None]:
-        """In the end, let no other sequence of a pool wait for more of this one."""
+        """At the end, tell the pool not to wait for more tokens of this sequence."""
         try:
             yield
         finally:
@@ -382,7 +390,9 @@ class EntropyLlama(llama_cpp.Llama):
                 self._ctx.rest()
 
     def _prepared(self, prompt: list[int], *, resets: bool) -> list[int]:
-        """Return the tokens to read for a prompt, once what they depart from is forgotten."""
+        """Return the tokens that must be read for a prompt, after removing the text that it does
+        not continue.
+        """
         self._reader.begin_answer(self)
         if resets and not self._logits_all:
             prompt = self._continuing(prompt) or prompt
@@ -391,7 +401,9 @@ class EntropyLlama(llama_cpp.Llama):
         return prompt
 
     def _continuing(self, prompt: list[int]) -> list[int] | None:
-        """Return the prompt as tokens that begin with those read; None if they begin it anyway."""
+        """Return the prompt as tokens that begin with those read; None if it already begins with
+        them.
+        """
         cached = self._input_ids
         if len(cached) == 0 or np.array_equal(cached, prompt[: len(cached)]):
             return None
@@ -399,7 +411,7 @@ class EntropyLlama(llama_cpp.Llama):
         return found if found and len(found) < self._n_ctx else None
 
     def _goes_on_from(self, held: list[int], prompt: list[int]) -> bool:
-        """Tell whether a prompt begins with the text of tokens, however it is spelled."""
+        """Tell whether a prompt begins with the text of some tokens, in any spelling."""
         return continuing(held, prompt, self._spell, self._tokenize_text) is not None
 
     def _spell(self, token: int) -> str:
@@ -412,7 +424,7 @@ class EntropyLlama(llama_cpp.Llama):
     # --- complete ---------------------------------------------------------------------------------
 
     def _create_completion(self, *arguments: Any, **options: Any) -> Iterator[Any]:
-        """Complete as Llama does; while something is computed, nobody frees what it reads."""
+        """Complete as Llama does; the objects in use are kept meanwhile."""
         with closing(self._completion(*arguments, **options)) as stream:
             while True:
                 with self._ctx.weights:
@@ -428,9 +440,10 @@ class EntropyLlama(llama_cpp.Llama):
         *arguments: Any,
         **options: Any,
     ) -> Generator[Any, None, None]:
-        """Complete as Llama does, and pass tokens instead of the text where those read can stay.
+        """Complete as Llama does, and pass tokens instead of text if the tokens already read can be
+        kept.
 
-        That way usage, positions of logprobs and the limit of n_ctx are those of what is read.
+        Then usage, positions of logprobs and the limit of n_ctx refer to the tokens that are read.
         """
         given = prompt
         given_limit = arguments[0] if arguments else options.get("max_tokens")
@@ -439,7 +452,7 @@ class EntropyLlama(llama_cpp.Llama):
         if suffix is None and (isinstance(prompt, list) or options.get("logprobs") is None):
             prompt = self._continuing(self._tokens_of(prompt)) or prompt
         echoed = isinstance(given, str) and prompt is not given and options.get("echo")
-        if echoed:  # Llama cannot echo tokens
+        if echoed:  # Llama cannot echo tokens.
             options["echo"] = False
         try:
             for response in super()._create_completion(prompt, suffix, *arguments, **options):
@@ -455,7 +468,7 @@ class EntropyLlama(llama_cpp.Llama):
             reader.max_tokens = None
 
     def _tokens_of(self, prompt: str | list[int]) -> list[int]:
-        """Return the tokens that Llama makes of a prompt; [] if it appends to them."""
+        """Return the tokens that Llama makes from a prompt; [] if it appends to them."""
         model = self._model
         if not isinstance(prompt, str):
             return prompt
@@ -467,9 +480,10 @@ class EntropyLlama(llama_cpp.Llama):
     def _init_sampler(
         self, *arguments: Any, grammar: LlamaGrammar | None = None, **options: Any
     ) -> Any:
-        """Make the chain of samplers; in a pool, it reads this sequence's logits, not the last.
+        """Make the chain of samplers; in a pool, it reads this sequence's logits instead of the
+        last ones.
 
-        A grammar is ours, which has limits and can be stopped, in the place of llama.cpp's.
+        A grammar sampler is ours, which has limits and can be stopped, instead of llama.cpp's.
         """
         ours = None if grammar is None else self._grammar_sampler(grammar)
         sampler = super()._init_sampler(*arguments, **options)
@@ -481,9 +495,9 @@ class EntropyLlama(llama_cpp.Llama):
         return self._reader.logits_at(self, row)
 
     def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
-        """Return what leaves only tokens that a grammar allows; raises SettingsError."""
+        """Return a sampler that allows only tokens of a grammar; raises SettingsError."""
         session = self._session
-        itself = weakref.ref(self)  # the sampler is a part of it
+        itself = weakref.ref(self)  # The sampler is a part of this object.
 
         def poll() -> None:
             llama = itself()
@@ -499,19 +513,20 @@ class EntropyLlama(llama_cpp.Llama):
         )
 
     def _while_sampling(self) -> None:
-        """Do what must be done every few milliseconds while a grammar is searched: nothing."""
+        """Called every few milliseconds while a grammar is searched; does nothing here."""
 
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
         """Answer a chat as llama_cpp.Llama does.
 
-        With a handler of images of llama-cpp-python's, they are read inside the budget. Raises
-        ImageError for one that cannot be read, SettingsError for a JSON schema that is too much.
+        With one of llama-cpp-python's image handlers, images are read inside the budget. Raises
+        ImageError for an image that cannot be read, SettingsError for a JSON schema beyond the
+        limits.
         """
         self.chat_handler = BudgetImageHandler.of(self.chat_handler)
         return super().create_chat_completion(**checked_schemas(self, *arguments, **options))
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: embeddings need no KV cache."""
+        """Raise an error, because embeddings need no KV cache."""
         raise SettingsError(
             "embed() and create_embedding() are not possible inside a KV budget; use "
             "llama_cpp.Llama(embedding=True)"
@@ -524,7 +539,9 @@ class EntropyLlama(llama_cpp.Llama):
         return self._session.stats()
 
     def save_state(self) -> LlamaState:
-        """Return what was read, as entries of the budget, for load_state() and LlamaRAMCache."""
+        """Return the current state with the entries of the budget, for load_state() and
+        LlamaRAMCache.
+        """
         self.eval([])
         data = self._session.save_state()
         return LlamaState(
@@ -537,7 +554,7 @@ class EntropyLlama(llama_cpp.Llama):
         )
 
     def load_state(self, state: LlamaState) -> None:
-        """Go on from what save_state() of an EntropyLlama of this model returned."""
+        """Load a state that save_state() of an EntropyLlama with this model has returned."""
         self._session.load_state(state.llama_state)
         self._requires_eval = True
         self.n_tokens = state.n_tokens
@@ -549,15 +566,15 @@ class EntropyLlama(llama_cpp.Llama):
     # --- sessions on disk -------------------------------------------------------------------------
 
     def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Write what was read to a file, as Session.save() does. Raises SessionFileError."""
+        """Write the current state to a file, as Session.save() does. Raises SessionFileError."""
         self.eval([])
         return self._session.save(path)
 
     def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Go on with a file of save_session() or Session.save(); its text is not read again.
+        """Load a file of save_session() or Session.save(); its text is not read again.
 
-        Raises SessionFileError, and then holds what it held; SettingsError with logits_all, whose
-        rows no file has.
+        Raises SessionFileError, and leaves the state unchanged; raises SettingsError with
+        logits_all, because files have no rows of logits.
         """
         if self._logits_all:
             raise SettingsError(
@@ -572,7 +589,7 @@ class EntropyLlama(llama_cpp.Llama):
         return contents
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return arguments that make another one like it, which has read nothing."""
+        """Return arguments that make an equal object that has read nothing."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["type_k"], state["type_v"]
         return {**state, **self._budget.keywords()}
@@ -584,7 +601,7 @@ def _check_attached(llm: llama_cpp.Llama) -> None:
 
 
 def start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:
-    """Forget what was read, and make room for n_ctx tokens."""
+    """Discard the text, and make room for n_ctx tokens."""
     llm._n_ctx = n_ctx
     llm.n_tokens = 0
     llm._requires_eval = True

@@ -1,9 +1,9 @@
-"""Let llama-cpp-python's chat handlers of images answer inside a KV budget.
+"""Let llama-cpp-python's chat handlers for images answer inside a KV budget.
 
-A handler renders a chat, has libmtmd cut it into tokens and images, and reads both into llama.cpp's
-own cache, all in one method. Here it does so with stand-ins of libmtmd and of the model, which only
-note what it would read. The prompt, with placeholders for its images, is then completed as any
-other: what was read of it before is not read again.
+A handler renders a chat, lets libmtmd split it into tokens and images, and reads both into
+llama.cpp's own cache, all in one method. Here, the handler gets stand-ins for libmtmd and for the
+model, which only record the prompt. The prompt, with placeholders for its images, is then completed
+as any other, so that its beginning is reused if it was read before.
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ _HANDLERS = (llama_chat_format.Llava15ChatHandler, llama_chat_format.MTMDChatHan
 
 
 class BudgetImageHandler:
-    """Answer chats as a handler of llama-cpp-python does, inside the budget of an EntropyLlama."""
+    """Answer chats as an image handler of llama-cpp-python does, inside the budget of an
+    EntropyLlama.
+    """
 
     def __init__(self, handler: Any) -> None:
-        """Take a handler, which is left as it is."""
+        """Wrap a handler, which is not changed."""
         self.handler = handler
 
     @staticmethod
     def of(handler: Any) -> Any:
-        """Return what answers inside a budget in the place of a handler: itself without images."""
+        """Return a handler that answers inside a budget: a wrapper for image handlers, other ones
+        unchanged.
+        """
         return BudgetImageHandler(handler) if isinstance(handler, _HANDLERS) else handler
 
     def __call__(self, *, llama: Any, **arguments: Any) -> Any:
-        """Answer a chat; raises ImageError, ContextError, and what opening the projector does."""
+        """Answer a chat; raises ImageError, ContextError, and the errors of opening the
+        projector.
+        """
         images = self._images_of(llama)
         handler = copy.copy(self.handler)
         model = _NotingLlama(llama)
         handler._mtmd_cpp = _NotingMtmd(images, model)
-        handler.mtmd_ctx = 1  # it would open the projector otherwise
+        handler.mtmd_ctx = 1  # Otherwise the handler would open the projector itself.
         try:
             return handler(llama=model, **arguments)
         except EntropyKVError:
@@ -54,7 +60,7 @@ class BudgetImageHandler:
             raise ContextError(f"{error}; shorten the prompt or raise n_ctx") from None
 
     def _images_of(self, llama: Any) -> Images:
-        """Return what reads images for a model; the first chat opens the handler's file."""
+        """Return the image reader of a model; the first chat opens the handler's projector file."""
         session, path = llama._session, Path(self.handler.clip_model_path)
         images: Images | None = session.images
         if images is None or images.projector.path != path:
@@ -64,7 +70,9 @@ class BudgetImageHandler:
 
 
 class _NotingLlama:
-    """Stand for a Llama that a handler reads a prompt into, which is noted and not read."""
+    """Stand in for the Llama that a handler reads a prompt into: it records the tokens and reads
+    nothing.
+    """
 
     def __init__(self, llama: Any) -> None:
         self._llama = llama
@@ -75,35 +83,37 @@ class _NotingLlama:
         self.prompt: ImagePrompt | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return whatever else the Llama has."""
+        """Return any other attribute of the Llama."""
         return getattr(self._llama, name)
 
     def reset(self) -> None:
-        """Note nothing yet; what the Llama has read stays."""
+        """Forget the recorded tokens; the Llama itself keeps what it has read."""
         self._tokens.clear()
         self.n_tokens = 0
 
     def kv_cache_clear(self) -> None:
-        """Do as reset() does, which handlers call beside it."""
+        """Do nothing, because handlers call reset() as well."""
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Note tokens of the prompt."""
+        """Record tokens of the prompt."""
         self._tokens += tokens
         self.n_tokens = len(self._tokens)
 
     @property
     def input_ids(self) -> npt.NDArray[np.intc]:
-        """Return the tokens noted so far."""
+        """Return the tokens recorded so far."""
         return np.array(self._tokens, np.intc)
 
     def create_completion(self, **arguments: Any) -> Any:
-        """Complete the prompt; its images are held until the next one comes."""
+        """Complete the prompt; its images are kept until the next prompt."""
         self._llama._image_prompt = self.prompt
         return self._llama.create_completion(**arguments)
 
 
 class _NotingMtmd:
-    """Stand for llama_cpp.mtmd_cpp: a prompt becomes one chunk of tokens and placeholders."""
+    """Stand in for llama_cpp.mtmd_cpp: a prompt becomes a single chunk of tokens and
+    placeholders.
+    """
 
     def __init__(self, images: Images, llama: _NotingLlama) -> None:
         self._mtmd = load_mtmd()
@@ -112,39 +122,41 @@ class _NotingMtmd:
         self._files: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
-        """Return types and constants of the module."""
+        """Return any other attribute of the module, such as its types and constants."""
         return getattr(self._mtmd, name)
 
     def mtmd_default_marker(self) -> bytes:
-        """Return what stands for an image in the text."""
+        """Return the marker for an image in the text."""
         return self._images.marker.encode()
 
     def mtmd_helper_bitmap_init_from_buf(
         self, _context: Any, buffer: Any, _size: int, _placeholder: bool
     ) -> int:
-        """Note the file of an image; it is decoded with the prompt."""
+        """Record the content of an image file, which is decoded with the prompt, and return its
+        number.
+        """
         self._files.append(bytes(buffer))
         return len(self._files)
 
     def mtmd_bitmap_free(self, _bitmap: Any) -> None:
-        """Free nothing: a bitmap is a number here."""
+        """Do nothing: a bitmap is only a number here."""
 
     def mtmd_input_chunks_init(self) -> int:
         """Return a number in the place of a handle."""
         return 1
 
     def mtmd_input_chunks_free(self, _chunks: Any) -> None:
-        """Free nothing, as mtmd_bitmap_free()."""
+        """Do nothing, as in mtmd_bitmap_free()."""
 
     def mtmd_tokenize(self, _context: Any, _chunks: Any, text: Any, *_: Any) -> int:
-        """Read the prompt with its images."""
+        """Tokenize the prompt and encode its images; returns 0 for success."""
         self._llama.prompt = self._images.tokenize(
             text._obj.text.decode("utf-8"), self._files, most_tokens=self._llama.n_ctx()
         )
         return 0
 
     def mtmd_input_chunks_size(self, _chunks: Any) -> int:
-        """Return that there is one chunk."""
+        """Return 1, since the whole prompt is one chunk."""
         return 1
 
     def mtmd_input_chunks_get(self, _chunks: Any, _number: int) -> int:
@@ -152,11 +164,11 @@ class _NotingMtmd:
         return 1
 
     def mtmd_input_chunk_get_type(self, _chunk: Any) -> int:
-        """Return that it is text: placeholders are tokens, too."""
+        """Return the type of text, because placeholders are tokens, too."""
         return int(self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT)
 
     def mtmd_input_chunk_get_tokens_text(self, _chunk: Any, size: Any) -> list[int]:
-        """Return all tokens, and their number in `size`."""
+        """Return all tokens of the prompt, and store their number in `size`."""
         tokens = [] if self._llama.prompt is None else self._llama.prompt.tokens
         size._obj.value = ctypes.c_size_t(len(tokens)).value
         return tokens

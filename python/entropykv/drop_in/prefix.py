@@ -1,7 +1,7 @@
-"""Find which of a prompt's tokens a cache already holds, though its text is cut into other tokens.
+"""Find which tokens of a prompt a cache already holds, even if its text was read in other tokens.
 
-A chat that is rendered again spells what was generated with the tokenizer's own choice of tokens;
-the model may have chosen others ("hel" + "lo"). What was read is reused where the text agrees.
+A chat that is rendered again is tokenised by the tokenizer; the model may have generated the same
+text in other tokens ("hel" + "lo"). Tokens that were read are reused if the texts agree.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ _IMAGES = 0x100000
 
 
 def spelling(piece: bytes) -> str:
-    """Return a token's bytes as characters below 256, so that a control token can be one beyond."""
+    """Return a token's bytes as characters below 256, so that control tokens can use characters
+    above.
+    """
     return piece.decode("latin-1")
 
 
 def control_symbol(token: int) -> str:
-    """Return a control token's spelling, equal to no text, not even to its own name written out.
+    """Return a control token's symbol, which differs from every text, including its own name.
 
-    Placeholders of images are below -1, and have two characters beyond those of all vocabularies.
+    Placeholders of images are below -1. Their symbols are two characters that no vocabulary has.
     """
     if token < 0:
         high, low = divmod(-token, 1 << 16)
@@ -39,12 +41,12 @@ def continuing(
 ) -> list[int] | None:
     """Return tokens of the same text as `prompt` that begin with `cached`; None if there are none.
 
-    Control tokens must be the same ones; `spell` is control_symbol() for them, else spelling().
-    Where the cached text ends within a token of the prompt, the text from there to the next control
-    token is tokenized again: `tokenize` reads text without control tokens.
+    Control tokens must be equal; `spell` is control_symbol() for them, else spelling(). If the
+    cached text ends within a token of the prompt, the text from there to the next control token is
+    tokenised again: `tokenize` reads text without control tokens.
     """
     start = common_prefix(cached, prompt)
-    ahead = ""  # how far the prompt's text so far goes beyond that of the cached tokens
+    ahead = ""  # How far the prompt's text so far exceeds that of the cached tokens.
     read = start
     for token in cached[start:]:
         text = spell(token)
@@ -72,10 +74,11 @@ def _is_control(text: str) -> bool:
 def _fragment(
     text: str, spell: Callable[[int], str], tokenize: Callable[[bytes], Sequence[int]]
 ) -> list[int] | None:
-    """Return tokens that spell exactly `text`, which may begin within a word; None where none do.
+    """Return tokens that spell exactly `text`, which may begin within a word; None if there are
+    none.
 
-    Some tokenizers put a space before every text. It then stands before a line break instead, and
-    both are taken away again.
+    Some tokenizers put a space before every text. For these, a line break is put before the text,
+    and both are removed from the result.
     """
     for lead in ("", "\n"):
         tokens = list(tokenize((lead + text).encode("latin-1")))

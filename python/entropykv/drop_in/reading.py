@@ -30,25 +30,25 @@ class PromptReader:
     """
 
     def __init__(self, context: BudgetContext, budget: BudgetArguments) -> None:
-        """Read into a context's session by the arguments of an EntropyLlama."""
+        """Read into a context's session with the arguments of an EntropyLlama."""
         self._context = context
         self._budget = budget
         self._sampled: int | None = None
-        """The token that was sampled last, until it is read."""
+        """The last sampled token, until it is read."""
         self._n_sampled = 0
-        """How many tokens the answer has that is written now."""
+        """How many tokens of the current answer were sampled."""
         self._watch: Watch | None = None
-        """The recovery ladder of the answer that is written now."""
+        """The recovery ladder of the current answer."""
         self._ahead = ReadAhead()
         self.max_tokens: int | None = None
-        """How many tokens the answer that is written may have; None where that is not known."""
+        """The most tokens of the current answer; None if unknown."""
 
     @property
     def _session(self) -> Session:
-        return self._context.session  # raises EntropyKVError once closed
+        return self._context.session  # Raises EntropyKVError once closed.
 
     def eval(self, llama: llama_cpp.Llama, ids: list[int]) -> None:
-        """Read tokens after the first n_tokens of a Llama, which are read again if they must be."""
+        """Read tokens after the first n_tokens of a Llama, which are read again if necessary."""
         written = self._sampled is not None and ids[:1] == [self._sampled]
         self._sampled = None
         session = self._session
@@ -79,9 +79,10 @@ class PromptReader:
             on_evict(EvictionEvent(session.evicted - evicted, kept, session.position))
 
     def _read(self, llama: llama_cpp.Llama, ids: list[int], *, written: bool) -> None:
-        """Decode tokens; n_tokens and input_ids follow every micro-batch, whatever fails later.
+        """Decode tokens; n_tokens and input_ids are updated after every micro-batch, even if a
+        later one fails.
 
-        `written`: it is the token that was sampled last, and not the last one of a prompt.
+        `written`: the tokens are the last sampled one, not the end of a prompt.
         """
         session, all_logits = self._session, llama._logits_all
         llama._requires_eval = True
@@ -160,7 +161,9 @@ class PromptReader:
     # --- go on from what was read -----------------------------------------------------------------
 
     def begin_answer(self, llama: llama_cpp.Llama) -> None:
-        """Forget what an earlier answer sampled, which does not continue the next prompt."""
+        """Forget the sampled token of an earlier answer, which does not continue the next
+        prompt.
+        """
         self.forget_sampled()
         self._ahead.forget()
         self._n_sampled = 0
@@ -168,9 +171,10 @@ class PromptReader:
         self._watch = Watch(self._session, recovery, llama._n_vocab) if recovery else None
 
     def go_back_for(self, llama: llama_cpp.Llama, prompt: Sequence[int]) -> None:
-        """Forget what would make a prompt's logits others than when it was read from 0.
+        """Remove the text that would change a prompt's logits, compared with reading it from
+        position 0.
 
-        A prompt that continues what was read keeps all of it: see reuse_of().
+        A prompt that continues the text keeps all of it: see reuse_of().
         """
         session = self._session
         n_ctx, limit = session.n_ctx, self.max_tokens
@@ -196,10 +200,10 @@ class PromptReader:
                 llama._requires_eval = False
 
     def _return_to_prompt(self, llama: llama_cpp.Llama, position: int, end: int) -> bool:
-        """Go back to the end of the last prompt, without reading any of it again.
+        """Roll back to the end of the last prompt, without reading any of it again.
 
-        Samplers of llama.cpp read the logits of the context, where nobody else reads in it: they
-        are written there. Returns False where that is not possible.
+        llama.cpp's samplers read the logits of the context; these are written there if no other
+        session uses the context. Returns False if that is impossible.
         """
         session = self._session
         alone = session.is_alone

@@ -1,4 +1,4 @@
-"""Sample from the logits of one sequence, where several share a context, and by a grammar."""
+"""Sample from the logits of one sequence of a shared context, and apply a grammar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 class SamplerOfSequence:
-    """Be the chain of samplers that llama_cpp.Llama uses, but do not read the context's logits."""
+    """Replace the chain of samplers of llama_cpp.Llama, without reading the context's logits."""
 
     def __init__(
         self,
@@ -27,24 +27,24 @@ class SamplerOfSequence:
         end: int,
         grammar: GrammarSampler | None = None,
     ) -> None:
-        """Take a chain; `logits_at` returns the logits of a row: -1 is the last one.
+        """Use a chain; `logits_at` returns the logits of a row: -1 is the last one.
 
-        `end` is the token that ends a text: it is chosen where a grammar, which goes into the chain
-        behind the penalties, allows no other.
+        `end` is the token that ends a text: it is chosen if a grammar, which is put into the chain
+        after the penalties, allows no other token.
         """
         self._chain = chain
         self._logits_at = logits_at
         self._end = end
         self._grammar = grammar
         self._data = np.zeros(0, _KIND)
-        """Used again for every token: it is larger than what an allocator keeps at hand."""
+        """Reused for every token, because it is too large to be allocated quickly."""
         if grammar is not None:
             _insert(chain.sampler, len(chain.custom_samplers) + 1, grammar.handle())
 
     def sample(self, _: Any, row: int = -1) -> int:
-        """Choose a token by the logits of a row, and tell the chain.
+        """Choose a token by the logits of a row, and report it to the chain.
 
-        Raises what GrammarSampler.check() does.
+        Raises the errors of GrammarSampler.check().
         """
         return self.sample_from(self._logits_at(row))
 
@@ -59,7 +59,7 @@ class SamplerOfSequence:
             self._data = np.zeros(logits.size, _KIND)
             self._ids = np.arange(logits.size, dtype=np.int32)
         data = self._data
-        data["id"] = self._ids  # samplers sort them
+        data["id"] = self._ids  # Samplers sort them.
         data["logit"] = logits
         data["p"] = 0.0
         pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)
@@ -83,12 +83,12 @@ class SamplerOfSequence:
         self._chain.close()  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
-        """Free the chain before the grammar in it, which nobody else holds."""
+        """Free the chain before the grammar in it, which only the chain uses."""
         self.close()
 
 
 def _insert(chain: Any, index: int, sampler: Any) -> None:
-    """Put a sampler into a chain, before the one with an index."""
+    """Insert a sampler into a chain before the one with this index."""
     after = []
     while llama_cpp.llama_sampler_chain_n(chain) > index:
         after.append(llama_cpp.llama_sampler_chain_remove(chain, index))

@@ -1,8 +1,8 @@
-"""Tell format and size of an image from the first bytes of its file, before anybody decodes it.
+"""Find the format and size of an image in the first bytes of its file, without decoding it.
 
-llama.cpp decodes what it is given, and a file of a few kilobytes may hold an image of gigabytes:
-so whoever limits pixels has to know them before. Formats that are not listed here are refused, also
-those of sound and video, which llama.cpp would hand to other decoders.
+llama.cpp decodes every file that it is given, and a file of a few kilobytes may hold an image of
+gigabytes. So a limit of pixels must be checked before. Formats that are not listed here are
+refused, including those of sound and video, which llama.cpp would pass to other decoders.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from entropykv.errors import ImageError
 
 FORMATS = "PNG, JPEG, BMP or GIF"
 MOST_RATIO = 200
-"""How many times as wide as high an image may be, or the other way round."""
+"""The largest allowed ratio of an image's longer to its shorter side."""
 _SIZED_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-"""Markers of JPEG whose segment has the size: frames of all kinds, but not their tables."""
+"""Markers of the JPEG segments that contain the size: those of all kinds of frames, but not of
+tables.
+"""
 _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
-"""Markers of JPEG without a segment."""
+"""Markers of JPEG that have no segment."""
 
 
 def image_size(data: bytes, where: str) -> tuple[int, int]:
@@ -47,7 +49,7 @@ def _size(data: bytes) -> tuple[int, int] | None:
     if data.startswith(b"BM"):
         (header,) = struct.unpack_from("<I", data, 14)
         width, height = _pair("<hh" if header == 12 else "<ii", data, 18)
-        return width, abs(height)  # a negative one says that the first row is the upper one
+        return width, abs(height)  # A negative height means that the first row is the top one.
     return None
 
 
@@ -57,10 +59,12 @@ def _pair(layout: str, data: bytes, offset: int) -> tuple[int, int]:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:
-    """Walk along the segments up to the first frame; IndexError where there is none."""
+    """Follow the segments of a JPEG file to its first frame, and return the size in it; raises
+    IndexError without a frame.
+    """
     at = 2
     while True:
-        while data[at] != 0xFF:  # decoders skip what stands between two segments
+        while data[at] != 0xFF:  # Decoders skip bytes between two segments.
             at += 1
         while data[at] == 0xFF:
             at += 1

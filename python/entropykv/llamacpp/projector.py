@@ -1,8 +1,8 @@
 """Turn images into embeddings with llama.cpp's libmtmd and a projector file (mmproj).
 
-A projector is the vision encoder of a text model, in a GGUF file of its own: an image becomes some
-hundred rows, which a text model reads in the place of its tokens' embeddings. All handles of
-libmtmd live here, and nowhere else.
+A projector is the vision encoder of a text model, in a GGUF file of its own. It turns an image into
+some hundred rows of numbers, which the text model reads instead of the embeddings of tokens. No
+other module touches handles of libmtmd.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from entropykv.model.header import (
 )
 
 _NODES = 16
-"""Nodes of the encoder's graph that are computed before somebody may stop it."""
+"""How many nodes of the encoder's graph are computed before encode() may be interrupted again."""
 _SIZES = (
     "embedding_length",
     "attention.head_count",
@@ -51,12 +51,14 @@ _SIZES = (
     "projection_dim",
     "patch_size",
 )
-"""What a vision encoder says of itself as `clip.vision...`; llama.cpp divides by some of them."""
+"""Header fields of a vision encoder, named `clip.vision...`; llama.cpp divides by some of them, so
+zeros are refused.
+"""
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Hold tokens of a prompt."""
+    """Hold tokens of a prompt between two images."""
 
     tokens: list[int]
 
@@ -66,25 +68,30 @@ class ImageChunk:
     """Hold a part of an image that one run of the encoder turns into embeddings."""
 
     image: int
-    """Which of the images it is a part of, from 0 on."""
+    """The index of the image that it belongs to, from 0."""
     n_tokens: int
-    """How many rows it has, each in the place of a token."""
+    """Its number of rows, each of which takes the place of a token."""
     n_positions: int
-    """By how many positions RoPE goes on after it: fewer than tokens with M-RoPE."""
+    """By how many positions RoPE advances over it: fewer than n_tokens with M-RoPE."""
     positions: npt.NDArray[np.int32] | None
-    """What RoPE sees of rows at position 0, (4, n_tokens); None: one after the other."""
+    """RoPE's positions of the rows if the first one is at 0, (4, n_tokens); None: consecutive
+    positions.
+    """
     moves: npt.NDArray[np.int32] | None
-    """How much of these grows with the position of the first row, in its shape: 0 or 1."""
+    """1 where an element of `positions` grows with the position of the first row, else 0; same
+    shape.
+    """
     sees_all: bool
-    """True where its rows attend to each other, and not only to those before."""
+    """True if its rows attend to each other, and not only to earlier ones."""
     handle: Any
-    """The mtmd_input_chunk, as long as the prompt is being read."""
+    """libmtmd's mtmd_input_chunk, which is valid only inside Projector.tokenized()."""
 
 
 class Projector:
-    """Hold the vision encoder of a model, and take one image after the other.
+    """Hold the vision encoder of a model, and encode one image at a time.
 
-    It must be closed before the model. Any thread may call it: calls take turns.
+    It must be closed before the model. Any thread may call its methods; concurrent calls wait for
+    each other.
     """
 
     def __init__(
@@ -95,14 +102,15 @@ class Projector:
         n_threads: int,
         use_gpu: bool = False,
     ) -> None:
-        """Load the file; the header is checked before llama.cpp reads it.
+        """Load the file; its header is checked before llama.cpp reads it.
 
-        Raises ModelFileError for a file that is no projector, damaged, or made for another model,
-        and UnsupportedModelError where llama-cpp-python lacks libmtmd, or the file has no vision.
+        Raises ModelFileError for a file that is not a projector, is damaged, or was made for
+        another model, and UnsupportedModelError if llama-cpp-python lacks libmtmd, or if the file
+        has no vision encoder.
         """
         self.path = Path(path)
         self.identity = _check_header(self.path)
-        """A hash of its header: embeddings of another projector are others."""
+        """A hash of its header, because other projectors give other embeddings."""
         self._mtmd = mtmd = load_mtmd()
         self._model = model
         self._lock = threading.RLock()
@@ -111,9 +119,11 @@ class Projector:
         self._nodes = 0
         self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._node)
         self.marker = f"<__image_{secrets.token_hex(16)}__>"
-        """What stands for an image in a text; nobody who writes a text can know it."""
+        """The marker for an image in a text; it is random, so that no text can contain it by chance
+        or intent.
+        """
         self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.handle)
-        """How many values a row has."""
+        """The number of values in a row."""
         parameters = mtmd.mtmd_context_params_default()
         parameters.use_gpu = use_gpu
         parameters.n_threads = n_threads
@@ -135,11 +145,11 @@ class Projector:
     def tokenized(
         self, text: str, images: Sequence[bytes], *, add_bos: bool
     ) -> Iterator[list[TextChunk | ImageChunk]]:
-        """Read a prompt in which self.marker stands for each image, in their order.
+        """Split a prompt into text and images; self.marker stands for each image, in their order.
 
-        `add_bos`: it begins with a BOS token where the model wants one. The chunks' handles are
-        valid within the context. Raises ImageError for an image that cannot be decoded, and
-        UnsupportedModelError where the vocabulary lacks tokens that belong around an image.
+        `add_bos`: put a BOS token first if the model wants one. The chunks' handles are valid only
+        inside the `with` block. Raises ImageError for an image that cannot be decoded, and
+        UnsupportedModelError if the vocabulary lacks the tokens that enclose an image.
         """
         mtmd = self._mtmd
         with self._open() as handle, _captured_log(mtmd) as log:
@@ -209,7 +219,9 @@ class Projector:
         )
 
     def _positions(self, chunk: Any, n_tokens: int, first: int) -> npt.NDArray[np.int32]:
-        """Return positions as a llama_batch has them: time, row, column, and what is not used."""
+        """Return a chunk's positions in the order of a llama_batch, (4, n_tokens): time, row,
+        column, unused.
+        """
         mtmd = self._mtmd
         found = (mtmd.mtmd_decoder_pos * n_tokens)()
         tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
@@ -221,7 +233,8 @@ class Projector:
     ) -> npt.NDArray[np.float32]:
         """Return the embeddings of a chunk, (n_tokens, n_embd).
 
-        `poll` is called again and again meanwhile; what it raises ends the encoding and comes out.
+        `poll` is called repeatedly while the encoder runs; an exception that it raises stops the
+        encoder and is raised again here.
         """
         mtmd = self._mtmd
         with self._open() as handle, _captured_log(mtmd) as log:
@@ -243,9 +256,10 @@ class Projector:
             return rows
 
     def _node(self, _tensor: Any, ask: bool, _user_data: Any) -> bool:
-        """Compute some nodes of the graph at a time, and stop between them where poll() raises.
+        """Let llama.cpp compute some nodes of the graph at a time, and stop it if poll() raises.
 
-        No exception may pass through llama.cpp, and Ctrl-C would be lost here.
+        This is a callback of llama.cpp, which exceptions must not cross: so the exception is
+        stored, even KeyboardInterrupt.
         """
         try:
             if ask:
@@ -265,7 +279,7 @@ class Projector:
             yield self._handle
 
     def close(self) -> None:
-        """Free the encoder, after the image that is being encoded."""
+        """Free the encoder, after the running encode() if there is one."""
         with self._lock:
             handle, self._handle = self._handle, None
             if handle:
@@ -274,7 +288,7 @@ class Projector:
 
 @functools.cache
 def load_mtmd() -> Any:
-    """Return llama-cpp-python's module of libmtmd; UnsupportedModelError where it has none."""
+    """Return llama-cpp-python's module for libmtmd; raises UnsupportedModelError if it has none."""
     try:
         from llama_cpp import mtmd_cpp  # noqa: PLC0415  # it raises where the library is missing
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -289,7 +303,7 @@ def load_mtmd() -> Any:
 
 @contextmanager
 def _captured_log(mtmd: Any) -> Iterator[list[tuple[int, str]]]:
-    """Collect libmtmd's log (level, text), which it would print otherwise."""
+    """Collect libmtmd's log as pairs (level, text), instead of printing it."""
     lines: list[tuple[int, str]] = []
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -304,7 +318,9 @@ def _captured_log(mtmd: Any) -> Iterator[list[tuple[int, str]]]:
 
 
 def _check_header(path: Path) -> str:
-    """Return a hash of a projector's header; raises where llama.cpp would end the process."""
+    """Return a hash of a projector's header; raises ModelFileError for headers on which llama.cpp
+    would abort the process.
+    """
     check_prefix(path)
     with damage_named(path):
         reader = HeaderReader(path)

@@ -1,4 +1,4 @@
-"""Name what ranks entries: measures of importance, and their modifiers."""
+"""Name the measures that rank entries, and their modifiers."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ _OF_SHARES = ("mass", "attention")
 """The measures that are sums of shares of attention."""
 
 _ECHO_DECAY = 0.9995
-"""With echoes, importance decays less, so that what was repeated long ago is not forgotten."""
+"""With echoes, importance decays less, so that text that was repeated long ago is not forgotten."""
 
 
 EXPECTED_LOOKUPS = 0.2
-"""How many later queries, each as strong as predicted, count beside what queries of the text gave.
+"""The weight of the attention predicted for later queries, relative to what the queries of the text
+gave.
 
-With more of them, more facts of long ago are kept, and a text goes on less as with a full cache;
-chosen on tuning texts.
+With a larger weight, more old facts are kept, but continuations are less close to those with a full
+cache; the value was chosen on tuning texts.
 """
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Say how entries are ranked: the higher, the longer they stay."""
+    """Hold how entries are ranked; entries with higher scores stay longer."""
 
     measure: str = "mass"
-    """One of MEASURES, or `streaming` or `recency`, which rank by position alone."""
+    """One of MEASURES, or `streaming` or `recency`, which rank only by position."""
     modifiers: tuple[str, ...] = ("values",)
     """Some of MODIFIERS, in their order."""
     decay: float = 0.998
-    """The part of an entry's importance that is left after one more token."""
+    """The fraction of an entry's importance that is left after one more token."""
     observation_window: int = 512
-    """How many queries at the end of a micro-batch count, in tokens."""
+    """How many of the last queries of a micro-batch count, in tokens."""
 
     @staticmethod
     def parse(text: str) -> Importance:
-        """Read MEASURE[+MODIFIER...]; raises SettingsError for names unknown or given twice."""
+        """Read MEASURE[+MODIFIER...]; raises SettingsError for unknown or repeated names."""
         measure, *modifiers = text.split("+")
         if measure not in MEASURES:
             raise SettingsError(
@@ -81,47 +82,47 @@ class Importance:
         return Importance(measure, tuple(name for name in MODIFIERS if name in modifiers))
 
     def __str__(self) -> str:
-        """Write it as parse() reads it."""
+        """Return the text that parse() reads."""
         return "+".join((self.measure, *self.modifiers))
 
     @property
     def by_position(self) -> bool:
-        """Tell whether it needs no attention, so that every head would choose the same."""
+        """Tell whether it needs no attention, so that every head would choose the same entries."""
         return self._row.by_position
 
     @property
     def of_observed(self) -> bool:
-        """Tell whether it ranks by what queries gave, and by nothing else of a KV head."""
+        """Tell whether it ranks only by what queries gave, and by nothing else of a KV head."""
         return self._row.adds_up and set(self.modifiers) <= {"echo"}
 
     @property
     def repeats(self) -> bool:
-        """Tell whether a text is read twice for it: see session/echo.py."""
+        """Tell whether it needs a text to be read twice: see session/echo.py."""
         return self._row.of_echoes or "echo" in self.modifiers
 
     @property
     def turns_queries(self) -> bool:
-        """Tell whether it turns queries to later positions, which not every model allows."""
+        """Tell whether it rotates queries to later positions, which not every model allows."""
         return self._row.turns_queries
 
     @property
     def predicts(self) -> bool:
-        """Tell whether keys and values alone say what entries are worth: needs a predictor."""
+        """Tell whether it scores entries by keys and values alone, which needs a predictor."""
         return self._row.predicts or "predicted" in self.modifiers
 
     @property
     def adds_predictions(self) -> bool:
-        """Tell whether what is predicted is added to what queries gave."""
+        """Tell whether it adds predicted attention to the attention that queries gave."""
         return "predicted" in self.modifiers
 
     @property
     def threshold(self) -> float:
-        """Return what the schedule of freezing calls little, unless somebody says otherwise."""
+        """Return the default threshold of the freeze schedule."""
         return self._row.threshold
 
     @property
     def kind(self) -> ScoreKind:
-        """Return the name that the extension gives it."""
+        """Return its name in the extension."""
         return self._row.kind
 
     @property
@@ -131,13 +132,15 @@ class Importance:
     @property
     def _decay(self) -> float:
         if self._row.of_echoes:
-            return 1.0  # every entry had its turn: when its own chunk was repeated
+            # Nothing decays, because every entry was observed when its own chunk was repeated.
+            return 1.0
         if self.repeats:
             return max(self.decay, _ECHO_DECAY)
         return self.decay
 
     def settings(self, variation: float) -> ImportanceSettings:
-        """Return what the headwise store takes; `variation` is that of the profile's entropies.
+        """Return the settings for the headwise store; `variation` is that of the profile's
+        entropies.
 
         Only `recency` needs the variation.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from entropykv.errors import SettingsError
@@ -14,6 +13,7 @@ from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
+from entropykv.settings.renamed import warn_of_name
 
 AUTO = "auto"
 """The default policy. It is `profile` if the model has a profile with loss curves, else `adaptive`.
@@ -205,11 +205,7 @@ def _chosen(
 def _parsed(text: str) -> Policy:
     name, colon, measure = current_name(text).partition(":")
     if current_name(text) != text:
-        warnings.warn(
-            f"policy {text} is called {current_name(text)} since version 0.2.0",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        warn_of_name(f"policy {text}", current_name(text))
     if name not in POLICIES:
         known = ", ".join([AUTO, FAST, *POLICIES])
         raise SettingsError(f"policy cannot be {name!r}; use one of {known}")
@@ -218,15 +214,15 @@ def _parsed(text: str) -> Policy:
         return policy
     if policy.importance.by_position:
         raise SettingsError(
-            f"policy {name} goes by positions and takes no measure; use --policy {name}"
+            f"policy {name} ranks by position and accepts no measure; use --policy {name}"
         )
     importance = Importance.parse(measure)
     if policy.rule.by_layer:
         _check_choice_of_layers(name, importance)
     if policy.schedule and (importance.repeats or not importance.of_observed):
         raise SettingsError(
-            f"policy {name} goes by what each step's queries find, and {importance} does not; use "
-            f"--policy {name}, or measure mass, attention or products"
+            f"policy {name} depends on what each step's queries find, and {importance} does not; "
+            f"use --policy {name}, or measure mass, attention or products"
         )
     # Keep the policy's decay with any measure, because a policy may need the sum over all queries.
     importance = replace(importance, decay=policy.importance.decay)

@@ -1,6 +1,6 @@
-"""Resolve what was asked of the cache into what it means for a model: the ResolvedConfig.
+"""Resolve the options of a cache for a model: into a ResolvedConfig.
 
-`entropykv plan` prints what a session follows: both have it of resolve().
+Both a session and `entropykv plan` call resolve(), so that the plan shows what a session does.
 """
 
 from __future__ import annotations
@@ -36,28 +36,33 @@ from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Recovery
 
 Q8_0_BLOCK = 32
-"""Values that share a scale in llama.cpp's own cache, in blocks within one head."""
+"""The number of values that share a scale in llama.cpp's own cache; a block never spans
+two heads.
+"""
 _Q8_0_BLOCK_BYTES = 34
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Hold how a session runs a model: the options, and what follows from them before it reads.
+    """Hold how a session runs a model: the options, and everything that follows from them before
+    any token is read.
 
-    Nothing of it changes while the session lasts but the budget, which resize() changes.
+    It does not change during a session, except for the budget, which resize() replaces.
     """
 
     options: CacheOptions
-    """What was asked for."""
+    """The options that were given."""
     geometry: ModelGeometry
     store: Literal["headwise", "flat"]
     fallback: str | None
-    """Why the flat store serves the model where either might; None where it does not."""
+    """Why the flat store serves the model although the headwise one was possible; None
+    otherwise.
+    """
     policy: Policy
     profile: EntropyProfile | None
-    """The profile that the policy shares the budget by, if there is one."""
+    """The profile by which the policy divides the budget, if it uses one."""
     freezing: Freezing | None
-    """How entries freeze, with the type of frozen ones; None: nothing is frozen."""
+    """How entries are frozen, and the type of frozen ones; None: nothing is frozen."""
     kv_type: str
     n_ctx: int
     n_ubatch: int
@@ -67,7 +72,9 @@ class ResolvedConfig:
 
     @property
     def own_windows(self) -> bool:
-        """Tell whether the recent window of a KV head follows its own budget: see own_windows()."""
+        """Tell whether the recent window of each KV head follows its own budget: see own_windows()
+        below this class.
+        """
         return own_windows(self.policy, self.options.recent_window)
 
     @property
@@ -77,12 +84,14 @@ class ResolvedConfig:
 
     @property
     def learns_predictor(self) -> bool:
-        """Tell whether the first texts are read twice, to fit a predictor that nobody has yet."""
+        """Tell whether the first texts are read twice to fit a predictor, because none is known
+        yet.
+        """
         return learns_predictor(self.policy, self.profile)
 
     @property
     def reads_twice(self) -> bool:
-        """Tell whether the text that the budget does not hold is read twice, or its beginning."""
+        """Tell whether texts beyond the budget are read twice, completely or in their beginning."""
         return self.policy.importance.repeats or self.learns_predictor
 
     def headwise_plan(
@@ -93,9 +102,9 @@ class ResolvedConfig:
     ) -> HeadwisePlan:
         """Return what a budget means for every KV head; raises BudgetError if it is too small.
 
-        `budget` None: the one that was asked for. `layers`: the attention layers that were found in
-        the model's graph; None: by the file's header, which says nothing of windows. `longest`: how
-        long the text may get; None: as long as the context.
+        `budget` None: the one of the options. `layers`: the attention layers found in the model's
+        graph; None: those of the file's header, which does not contain windows. `longest`: the
+        longest possible text in tokens; None: the context.
         """
         return plan_headwise(
             self.options.budget if budget is None else budget,
@@ -113,8 +122,8 @@ class ResolvedConfig:
     ) -> int:
         """Return the pages of a pool for `n_sequences` conversations, at most what they can use.
 
-        A fraction is that of what all of them would take, each with a whole context; tokens and
-        bytes are those of all together. Raises BudgetError as headwise_plan().
+        A budget that is a fraction is taken of all conversations with full contexts; one in tokens
+        or bytes is for all conversations together. Raises BudgetError as headwise_plan() does.
         """
         budget = self.options.budget if budget is None else budget
         n_sequences = self.options.n_sequences or 1
@@ -134,8 +143,8 @@ class ResolvedConfig:
     ) -> HeadwisePlan:
         """Return what each conversation of a pool gets while all of them hold entries.
 
-        Raises BudgetError where an equal part does not hold sinks and recent window: then fewer
-        conversations hold entries at a time.
+        Raises BudgetError if an equal share cannot hold sinks and recent window; then only fewer
+        conversations can hold entries at a time.
         """
         n_sequences = self.options.n_sequences or 1
         pages = self.pool_pages(budget, layers) // n_sequences
@@ -150,12 +159,12 @@ class ResolvedConfig:
 
     @property
     def cell_bytes(self) -> int:
-        """Return the bytes of a token in llama.cpp's own cache, all layers together."""
+        """Return the bytes of one token in llama.cpp's own cache, for all layers together."""
         values = self.geometry.cached_values
         return values * _Q8_0_BLOCK_BYTES // Q8_0_BLOCK if self.kv_type == "q8_0" else 2 * values
 
     def flat_plan(self, budget: Budget | None = None) -> FlatPlan:
-        """Return what a budget means for llama.cpp's cache; raises as headwise_plan()."""
+        """Return what a budget means for llama.cpp's own cache; raises as headwise_plan() does."""
         return plan_flat(
             self.options.budget if budget is None else budget,
             self.cell_bytes,
@@ -166,9 +175,10 @@ class ResolvedConfig:
         )
 
     def on_flat_store(self, why: str) -> ResolvedConfig:
-        """Return the config for the flat store, where the headwise one cannot serve the model.
+        """Return the config for the flat store, if the headwise one cannot serve the model.
 
-        UnsupportedModelError, which begins with `why`, where entries are to be frozen.
+        Raises UnsupportedModelError, with a message that begins with `why`, if entries are to be
+        frozen.
         """
         if self.freezing:
             raise UnsupportedModelError(
@@ -180,14 +190,16 @@ class ResolvedConfig:
     def without_prediction(self) -> ResolvedConfig:
         """Return the config for a model whose keys before RoPE are not known.
 
-        Another one for policy `auto` alone: a measure that was asked for by name stays.
+        Only policy `auto` gets another measure; one that was requested by name is kept.
         """
         if self.options.policy != AUTO or not self.policy.importance.predicts:
             return self
         return resolve(self.options, self.geometry, self.profile, predictable=False)
 
     def check_recovery(self, recovery: Recovery | None) -> None:
-        """Raise SettingsError for a ladder that has nothing to restore, or goes back too far."""
+        """Raise SettingsError for a recovery ladder that has nothing to restore, or that goes back
+        too far.
+        """
         if recovery is None:
             return
         if not self.freezing:
@@ -202,7 +214,7 @@ class ResolvedConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what follows from the options, as names and numbers."""
+        """Return the resolved values by name, for JSON."""
         return {
             "n_ctx": self.n_ctx,
             "n_ubatch": self.n_ubatch,
@@ -224,13 +236,13 @@ def resolve(
     flat_because: str | None = None,
     predictable: bool = True,
 ) -> ResolvedConfig:
-    """Say what options mean for a model, before anything of it is loaded but the file's header.
+    """Resolve options for a model of which only the file's header is read.
 
-    It reads nothing: session/asked.py finds the profile, which is None if the policy takes none or
-    there is none. `flat_because`: why the flat store must serve the model, although headwise or
-    auto was asked for. `predictable`: the model's keys before RoPE are known, which only its graph
-    can tell. Raises SettingsError for options that do not go together or that the model or its
-    store cannot follow, and ContextError for too many sinks.
+    Opens no files: the caller finds the profile, which is None if the policy uses none or none
+    exists. `flat_because`: why the flat store must serve the model, although headwise or auto was
+    requested. `predictable`: whether the model's keys before RoPE are known, which only its graph
+    can tell. Raises SettingsError for options that contradict each other or that the model or its
+    store does not support, and ContextError for too many sinks.
     """
     flat = options.store == "flat" or flat_because is not None
     if flat and options.in_pool:
@@ -290,9 +302,9 @@ def _largest_micro_batch(
     policy: Policy,
     freezing: Freezing | None,
 ) -> int:
-    """Return the most tokens of a micro-batch; few where recall looks for frozen entries.
+    """Return the most tokens of a micro-batch, which is small if recall searches frozen entries.
 
-    Not with echoes: they find what is needed before anything is frozen.
+    With echoes it stays large, because an echo finds the needed entries before anything is frozen.
     """
     n_ubatch = options.micro_batch
     recalls = freezing is not None and freezing.recall_interval > 0
@@ -302,9 +314,10 @@ def _largest_micro_batch(
 
 
 def _flat_kv_type(asked: str, chosen: str, geometry: ModelGeometry) -> str:
-    """Return the type of llama.cpp's cache: f16 where heads do not fill the blocks of `auto`'s.
+    """Return the type of llama.cpp's cache: f16 if heads do not fill whole blocks of the type that
+    `auto` chose.
 
-    SettingsError where such a type was asked for.
+    Raises SettingsError if such a type was requested explicitly.
     """
     sizes = (geometry.head_dim_k, geometry.head_dim_v, *geometry.window_head_dims)
     odd = [size for size in sizes if size % Q8_0_BLOCK]

@@ -1,7 +1,7 @@
-"""Say what requests may cost, in jobs, bytes and seconds, and count what they cost now.
+"""Limit what requests may cost, in jobs, bytes and seconds, and count what they cost now.
 
-A job is one choice of one prompt: a request for two prompts with n=3 has six of them. The limits of
-tokens are the context's, those of single fields stand in fields.py.
+A job is one choice of one prompt: a request for two prompts with n=3 has six jobs. The context
+limits tokens, and fields.py limits single fields.
 """
 
 from __future__ import annotations
@@ -17,56 +17,59 @@ from entropykv.server.errors import RequestError
 from entropykv.session.images import ImageLimits
 
 IMAGE_BODY = 16 << 20
-"""Bytes of a body where images are read, unless the server's options say it: an image of 8 MiB, and
-a third more as text."""
+"""The most bytes of one request's body on a server that reads images, unless an option sets it: an
+image of 8 MiB, which base64 makes a third larger.
+"""
 IMAGE_BODIES = 128 << 20
-"""The same for the bodies of all requests."""
+"""The most bytes of all bodies together on a server that reads images."""
 RETRY_AFTER = 5
-"""Seconds that a client is told to wait where too many requests do."""
+"""After how many seconds a client should try again if too many requests wait."""
 _ARRIVAL = "entropykv.arrival"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Say what requests may take; docs/reference/security.md has a table of all limits."""
+    """Hold the limits of requests; docs/reference/security.md has a table of all limits."""
 
     max_jobs: int = 128
-    """How many jobs one request may have."""
+    """The most jobs of one request."""
     max_waiting: int = 256
-    """How many jobs may wait while others run."""
+    """The most jobs that may wait while others run."""
     max_body: int = 1 << 20
-    """Bytes of one request's body: 250,000 tokens of English text, or 150,000 as numbers."""
+    """The most bytes of one request's body: 250,000 tokens of English text, or 150,000 as
+    numbers.
+    """
     max_bodies: int = 32 << 20
-    """Bytes of the bodies of all requests that are being received, wait or run."""
+    """The most bytes of the bodies of all requests that are received, wait or run."""
     client_seconds: float = 30.0
-    """Seconds that a client may take to send headers, to send a body, and to take what it gets."""
+    """The most seconds for a client to send headers, to send a body, and to read its answer."""
     request_seconds: float | None = None
-    """How many seconds a request may take from its arrival to the end of its answer."""
+    """The most seconds of a request from its arrival to the end of its answer; None: no limit."""
     drain_seconds: float = 0.0
-    """How many seconds running requests may take after stop()."""
+    """The most seconds that running requests may take after stop()."""
     max_images: int = 8
-    """How many images one request may have."""
+    """The most images of one request."""
     max_image_bytes: int = 8 << 20
-    """Bytes of the file of an image."""
+    """The most bytes of one image file."""
     max_image_pixels: int = 32 << 20
-    """Pixels of a request's images together: 3 bytes each while they are decoded."""
+    """The most pixels of a request's images together; each takes 3 bytes while they are decoded."""
     conversations: int = 64
-    """How many conversations are kept for their next turn, where several are held."""
+    """How many conversations are kept for their next turn, if the server keeps several."""
 
     @property
     def images(self) -> ImageLimits:
-        """Return what the images of a prompt may take."""
+        """Return the limits for the images of one prompt."""
         return ImageLimits(self.max_images, self.max_image_bytes, self.max_image_pixels)
 
 
 class Admission:
-    """Admit requests, and count what those that are admitted cost, until they end.
+    """Admit requests, and count what the admitted ones cost until they end.
 
-    Call it from the event loop alone.
+    It must be called only from the event loop.
     """
 
     def __init__(self, limits: Limits, n_slots: int) -> None:
-        """Admit nobody yet; `n_slots` jobs run at a time."""
+        """Start without any request; `n_slots` jobs run at a time."""
         self.limits = limits
         self.jobs = 0
         """How many jobs wait or run."""
@@ -86,7 +89,7 @@ class Admission:
 
     @contextmanager
     def jobs_of(self, n_jobs: int) -> Iterator[None]:
-        """Count a request's jobs until it ends; raises RequestError (429) where too many wait."""
+        """Count a request's jobs until it ends; raises RequestError (429) if too many wait."""
         self.check_waiting(self.jobs + n_jobs - self._n_slots)
         self.jobs += n_jobs
         try:
@@ -95,7 +98,7 @@ class Admission:
             self.jobs -= n_jobs
 
     def check_waiting(self, n_waiting: int) -> None:
-        """Raise RequestError (429) where more than --max-waiting would wait."""
+        """Raise RequestError (429) if more than --max-waiting would wait."""
         if n_waiting > self.limits.max_waiting:
             raise RequestError(
                 429,
@@ -106,12 +109,12 @@ class Admission:
             )
 
     def seconds_left(self, arrival: float) -> float | None:
-        """Return how many seconds a request may still take; None: any number."""
+        """Return how many seconds a request may still take; None: no limit."""
         seconds = self.limits.request_seconds
         return None if seconds is None else max(0.0, arrival + seconds - time.monotonic())
 
     def check_body(self, n_bytes: int) -> None:
-        """Raise RequestError (413) for a body of more bytes than one may have."""
+        """Raise RequestError (413) for a body with more bytes than allowed."""
         if n_bytes > self.limits.max_body:
             raise RequestError(
                 413,
@@ -129,7 +132,9 @@ class Admission:
             self._bytes -= body.n_bytes
 
     def take(self, n_bytes: int) -> None:
-        """Count further bytes of a body; raises RequestError (503) where all have too many."""
+        """Count further bytes of a body; raises RequestError (503) if all bodies together have too
+        many.
+        """
         if self._bytes + n_bytes > max(self.limits.max_bodies, self.limits.max_body):
             raise RequestError(
                 503,
@@ -141,23 +146,23 @@ class Admission:
 
 
 class Body:
-    """Hold the bytes of one request's body, as they arrive."""
+    """Collect the bytes of one request's body as they arrive."""
 
     def __init__(self, admission: Admission) -> None:
-        """Hold nothing; the bytes count as the admission's."""
+        """Start empty; the bytes are counted by the admission."""
         self._admission = admission
         self._pieces: list[bytes] = []
         self.n_bytes = 0
 
     def add(self, piece: bytes) -> None:
-        """Take a piece in; raises RequestError (413, 503) where it is too much."""
+        """Add a piece; raises RequestError (413, 503) if it is too much."""
         self._admission.check_body(self.n_bytes + len(piece))
         self._admission.take(len(piece))
         self.n_bytes += len(piece)
         self._pieces.append(piece)
 
     def whole(self) -> bytes:
-        """Return all bytes, which are then the caller's: no second copy is kept here."""
+        """Return all bytes, and keep no second copy."""
         pieces, self._pieces = self._pieces, []
         return b"".join(pieces)
 
@@ -168,7 +173,7 @@ def too_late() -> RequestError:
 
 
 def note_arrival(scope: Scope) -> None:
-    """Note that a request has arrived now."""
+    """Record the current time as a request's arrival."""
     scope.setdefault(_ARRIVAL, time.monotonic())
 
 

@@ -1,7 +1,8 @@
 """Make the app: the routes of llama_cpp.server, with an EntropyLlama behind them.
 
-Settings and request types are llama_cpp.server's. Its app is not: it keeps the model in globals of
-its module, answers errors of a stream with 200, and cannot stop what a client no longer waits for.
+Settings and request types are llama_cpp.server's, but its app is not used: it keeps the model in
+globals of its module, answers errors of a stream with 200, and cannot stop a generation whose
+client has disconnected.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _DESCRIPTION = (
 
 
 class _Tokenize(TokenizeInputRequest):
-    """A text, and a name that has a length."""
+    """A text, and the name of a model with a maximum length."""
 
     model: Name | None = None
 
 
 class _Detokenize(DetokenizeInputRequest):
-    """Tokens of a text, which are checked up to their first error."""
+    """Tokens of a text, which are validated up to their first error."""
 
     model: Name | None = None
     tokens: Tokens
@@ -65,20 +66,20 @@ _LIMITS = (
     *("client_seconds", "request_seconds", "drain_seconds"),
     *("max_images", "max_image_bytes", "max_image_pixels"),
 )
-"""The fields of ServerOptions that are fields of Limits, too."""
+"""The fields of ServerOptions that are also fields of Limits."""
 
 
 def create_app(
     model: ModelOptions | ModelCatalog, server: ServerOptions, page: WebDefaults | None = None
 ) -> FastAPI:
-    """Make the app that serves a model, which is loaded at once, or those of a catalog.
+    """Make the app that serves one model, which is loaded at once, or the models of a catalog.
 
     The shutdown of the app frees the models. app.state.models is the ModelRegistry. For one model,
-    app.state.engine is its Engine: engine.call() does something with the EntropyLlama between two
-    requests, engine.before_close() before the shutdown frees it (to save sessions, say).
-    `page`: what a conversation of the page at / begins with.
-    Nothing is shared between two apps. Raises what EntropyLlama raises for one model, and
-    SettingsError for a file of keys that cannot be read, and for impossible options of a model.
+    app.state.engine is its Engine: engine.call() uses the EntropyLlama between two requests, and
+    engine.before_close() registers a function for the shutdown (to save sessions, for example).
+    `page`: the initial settings of conversations of the page at /. Two apps share nothing. Raises
+    the errors of EntropyLlama for one model, and SettingsError for a file of keys that cannot be
+    read, and for impossible options of a model.
     """
     keys = Keys.of(server)
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
@@ -106,7 +107,7 @@ def create_app(
         version=_version.VERSION,
         root_path=server.root_path,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own pages would load scripts from the internet
+        docs_url=None,  # FastAPI's own pages would load scripts from the internet.
         redoc_url=None,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
@@ -154,18 +155,20 @@ def _registry(catalog: ModelCatalog, server: ServerOptions) -> ModelRegistry:
             shared_prefixes=server.shared_prefixes,
         )
 
+    room = Room(server.models_max or None, server.models_memory_bytes)
+    catalog.check_startup(room.models)
     return ModelRegistry(
         catalog,
         open_model,
         describe,
-        room=Room(server.models_max or None, server.models_memory_bytes),
+        room=room,
         limits=limits,
         autoload=server.models_autoload,
     )
 
 
 def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None:
-    """Raise SettingsError for llama-cpp-python's cache, where not all may share prefixes."""
+    """Raise SettingsError for llama-cpp-python's cache if users must not share prefixes."""
     if model.cache and (len(keys) > 1 or not server.shared_prefixes):
         raise SettingsError(
             "--cache lets every user's prompts begin with those of the others; leave it out, and "
@@ -191,7 +194,9 @@ def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, 
 
 
 def _extra_routes(models: ModelRegistry) -> APIRouter:
-    """Return routes of llama_cpp.server that only look at the vocabulary, and wait for no turn."""
+    """Return routes of llama_cpp.server that only need the vocabulary, and do not wait for a
+    worker.
+    """
     router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
     def ids(engine: Engine, body: _Tokenize) -> list[int]:
@@ -219,7 +224,7 @@ def _extra_routes(models: ModelRegistry) -> APIRouter:
 def _figures(models: ModelRegistry) -> APIRouter:
     router = APIRouter(tags=["KV cache"])
 
-    # Ask outside of the event loop: the figures of a pool are those between two steps.
+    # Not in the event loop, because figures of a pool are taken between two steps.
     @router.get("/v1/kv")
     def kv(request: Request, model: Name | None = None) -> dict[str, Any]:
         return as_json(models.engine_of(model), user_of(request.scope))

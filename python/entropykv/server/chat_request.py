@@ -1,4 +1,6 @@
-"""Read a chat completion: messages, tools and response formats of OpenAI's clients."""
+"""Define the fields of a chat completion: messages, tools and response formats of OpenAI's
+clients.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ class TextFormat(BaseModel):
 
 
 class ObjectFormat(BaseModel):
-    """A JSON object; the field `schema` is llama_cpp.server's."""
+    """A JSON object; the field `schema` is an extension of llama_cpp.server."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -95,7 +97,7 @@ class Reasoning(BaseModel):
 
 
 class ChatRequest(Request, CreateChatCompletionRequest):
-    """A chat completion of llama_cpp.server's, as OpenAI's clients know it today."""
+    """A chat completion of llama_cpp.server, extended by the fields of OpenAI's current clients."""
 
     model: Name | None = None
     messages: Annotated[list[Message], FIRST_ERROR] = Field(  # type: ignore[assignment]
@@ -150,7 +152,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
 
     @property
     def n_jobs(self) -> int:
-        """Return how many choices it asks for."""
+        """Return how many choices are requested."""
         return self.n
 
     def call(self, llama: ServedLlama) -> Any:
@@ -192,7 +194,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         return with_usage(answer, llama)
 
     def template_arguments(self, llama: ServedLlama) -> dict[str, Any]:
-        """Return what the chat template is told besides the messages; raises RequestError."""
+        """Return the variables of the chat template besides the messages; raises RequestError."""
         given = dict(self.chat_template_kwargs or {})
         effort = self.reasoning_effort or self.reasoning.effort
         if effort == "none":
@@ -208,7 +210,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         return {**llama.template_defaults, **given}
 
     def thinking_options(self, llama: ServedLlama) -> ThinkingOptions:
-        """Return what the request says of thoughts, and the server's options where it does not."""
+        """Return the request's options of thoughts, completed by the server's options."""
         given = llama.thinking_options
         budgets = (self.reasoning_budget_tokens, self.thinking_budget_tokens, given.budget)
         message = self.reasoning_budget_message
@@ -234,13 +236,13 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     def shown_messages(
         self, llama: ServedLlama, use: ToolUse | None, images: ImageParts
     ) -> list[dict[str, Any]]:
-        """Return the messages as the model's chat template gets them; raises RequestError."""
+        """Return the messages for the model's chat template; raises RequestError."""
         told = use is not None and not llama.traits.shows_tools
         instructions = use.instructions() if use is not None and told else None
         return template_messages(self.messages, llama.traits, instructions, images)
 
     def _own_tools(self, use: ToolUse | None) -> dict[str, Any]:
-        """Return the arguments of a format that writes and reads calls by itself."""
+        """Return the arguments of a chat format that writes and reads calls itself."""
         if use is None:
             return {}
         if not use.required:
@@ -272,7 +274,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
 
 
 def _with_calls(answer: dict[str, Any], use: ToolUse, *, legacy: bool) -> dict[str, Any]:
-    """Return an answer with the calls that are in its text."""
+    """Return an answer with the calls in its text as separate fields."""
     choice = answer["choices"][0]
     text, calls = use.read(choice["message"]["content"] or "")
     if not calls:
@@ -287,9 +289,10 @@ def _with_calls(answer: dict[str, Any], use: ToolUse, *, legacy: bool) -> dict[s
 def _chunks_with_calls(
     chunks: Iterator[dict[str, Any]], use: ToolUse, *, legacy: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of an answer, with the calls that are in its text in the end.
+    """Yield the chunks of an answer, followed by the calls in its text.
 
-    With `legacy`, the first call is there as `function_call`, too, as in an answer that is whole.
+    With `legacy`, the first call is also sent as `function_call`, as in an answer that is not
+    streamed.
     """
     reader = CallReader(use)
     for chunk in chunks:

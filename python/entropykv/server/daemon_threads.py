@@ -19,7 +19,7 @@ class DaemonThreads:
     """
 
     def __init__(self, name: str) -> None:
-        """Call the threads by a name."""
+        """Create no thread yet; `name` is the name of all threads."""
         self._name = name
         self._threads: set[threading.Thread] = set()
 
@@ -34,7 +34,7 @@ class DaemonThreads:
             thread.join()
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function in a thread of its own, and return or raise what it does."""
+        """Call a function in a thread of its own; returns its result, or raises its exception."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 

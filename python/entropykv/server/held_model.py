@@ -61,7 +61,7 @@ class HeldModel:
     wanted: bool = False
     """True if it is to be loaded even if no request waits for it."""
     timer: asyncio.TimerHandle | None = None
-    """What lets it sleep after a while without requests."""
+    """The timer that unloads it after some time without requests."""
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class HeldModel:
 
 
 def failure_of(held: HeldModel, error: Exception) -> RequestError:
-    """Return the error for clients, without paths of this machine."""
+    """Return the error for clients after a failed load, without paths of this machine."""
     if isinstance(error, RequestError):
         return error
     if not isinstance(error, EntropyKVError):
@@ -96,15 +96,13 @@ def failure_of(held: HeldModel, error: Exception) -> RequestError:
 
 
 def again(error: RequestError) -> RequestError:
-    """Return a copy of an error for each request that it answers, because a traceback belongs to
-    one.
-    """
+    """Return a copy of an error. Each request needs its own, because raising adds a traceback."""
     details = error.body["error"]
     return RequestError(error.status_code, str(details["message"]), code=details["code"])
 
 
 def not_loaded(held: HeldModel) -> RequestError:
-    """Return the error for a request that needs a loaded model, and does not load it."""
+    """Return the error for a request that needs a loaded model but must not load it."""
     return RequestError(
         400,
         f"the model {held.name!r} is not loaded; ask it for an answer, or POST /models/load",

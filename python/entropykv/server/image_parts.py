@@ -1,7 +1,7 @@
-"""Take the images out of a chat's messages, which bear them as data: URLs.
+"""Collect the images in a chat's messages, which contain them as data: URLs.
 
-Addresses of other machines are refused: whoever may ask the server would have it fetch what only it
-can reach, and nobody knows how long that takes, or how much comes.
+URLs of other machines are refused: the server would fetch them with its own access to the network,
+for an unknown time and in an unknown size.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from entropykv.server.loading import ServedLlama
 from entropykv.session.images import Images
 
 KINDS = ("image_url", "input_image")
-"""Types of content parts that bear an image: of chat completions, and of responses."""
+"""Types of content parts that contain an image: in chat completions, and in responses."""
 
 
 class ImageParts:
-    """Collect the files of a request's images, in the order in which the model is shown them."""
+    """Collect the image files of a request, in the order in which the model reads them."""
 
     def __init__(self, images: Images | None) -> None:
-        """Collect for a model; None: it has no projector."""
+        """Start without images. `images`: the model's image reader; None: it has no projector."""
         self._images = images
         self.files: list[bytes] = []
 
     def take(self, part: dict[str, Any], place: str) -> str:
-        """Take the image of a content part in, and return what stands for it in the text.
+        """Store the image of a content part, and return its marker for the text.
 
-        Raises RequestError, which names the `place`.
+        Raises RequestError, which names the `place` of the part in the request.
         """
         images = self._images
         if images is None:
@@ -54,7 +54,9 @@ class ImageParts:
 
     @contextmanager
     def shown(self, llama: ServedLlama) -> Iterator[None]:
-        """Let a model read a text with these images; raises RequestError for one it cannot."""
+        """Pass the images to a model while it reads their text; raises RequestError for images that
+        it cannot read.
+        """
         llama.files = self.files
         try:
             yield
@@ -81,10 +83,12 @@ def _file_of(part: dict[str, Any], place: str, most: int) -> bytes:
     head, found, data = url.partition(",")
     if not found or not head.lower().endswith(";base64"):
         raise RequestError(
-            400, f"{place}: it is no data:image/png;base64,... with a file in base64", param=place
+            400,
+            f"{place}: it is not a data:image/png;base64,... URL with a file in base64",
+            param=place,
         )
     try:
-        # What is too long is not decoded: its beginning is enough to say so.
+        # Decode only one byte more than allowed, which is enough to refuse the file.
         file = base64.b64decode(data[: (most // 3 + 1) * 4], validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(400, f"{place}: its base64 is damaged", param=place) from None

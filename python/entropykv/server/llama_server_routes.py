@@ -1,4 +1,4 @@
-"""Offer routes of llama-server that its clients and those who operate it know."""
+"""Define llama-server's routes, for its clients and for operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from entropykv.server.users import user_of
 
 
 class TokenizeRequest(BaseModel):
-    """A text, and how it is read."""
+    """A text, and how it is tokenised."""
 
     content: str
     model: Name | None = None
@@ -40,7 +40,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def llama_server_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes; they only look at the model, and need not wait for their turn."""
+    """Return the routes; they only read the model's state, and do not wait for a worker."""
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
     @router.get("/health")
@@ -79,7 +79,7 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
 
 
 def text_of(engine: Engine, tokens: list[int]) -> str:
-    """Return the text of tokens; raises RequestError for those that the vocabulary lacks."""
+    """Return the text of tokens; raises RequestError for tokens that are not in the vocabulary."""
     check_tokens(tokens, engine.llama, "tokens")
     return engine.llama.detokenize(tokens).decode("utf-8", errors="replace")
 
@@ -104,7 +104,7 @@ def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Return a token's text, or its bytes where they are a part of a character."""
+    """Return a token's text, or its bytes if they are a part of a character."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
@@ -119,7 +119,7 @@ def describe(engine: Engine) -> dict[str, Any]:
 
 
 def _props_of_several(models: ModelRegistry) -> dict[str, Any]:
-    """Return what llama-server's router says of itself."""
+    """Return what llama-server's router reports about itself."""
     return {
         "role": "router",
         "max_instances": models.room.models or 0,
@@ -144,7 +144,7 @@ def _props(engine: Engine) -> dict[str, Any]:
         },
         "total_slots": engine.n_slots,
         "model_alias": llama.served_name,
-        "model_path": llama.served_name,  # a name instead of a path of the machine
+        "model_path": llama.served_name,  # A name instead of a local path.
         "modalities": {"vision": llama.images is not None, "audio": False},
         "chat_template": template_of(llama) or "",
         "bos_token": _symbol(engine, llama.token_bos()),
@@ -154,9 +154,9 @@ def _props(engine: Engine) -> dict[str, Any]:
 
 
 def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
-    """Return what one of those that answer requests is doing, by llama-server's names.
+    """Return what a worker is doing, in llama-server's words.
 
-    Of those of other users, only whether they are busy: lengths tell what is asked.
+    For requests of other users, only whether it is busy, because lengths reveal what is asked.
     """
     worker = engine.workers[number]
     busy = worker in engine.running

@@ -43,44 +43,45 @@ from entropykv.thinking.options import ThinkingOptions
 from entropykv.thinking.tags import tags_of
 
 _OF_DEVICES = ("split_mode", "main_gpu", "tensor_split")
-"""Arguments that say how several devices share a model."""
+"""Arguments that determine how several devices share a model."""
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
 
 
 class ServedLlama(EntropyLlama):
-    """Run an EntropyLlama that can be stopped."""
+    """Define an EntropyLlama whose generation can be stopped."""
 
     checkpoint: Callable[[], None] | None = None
-    """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
+    """Called before every micro-batch; an exception that it raises ends the generation cleanly."""
     totals: Totals
-    """What it has read and written, where it takes conversations from a prefix_cache."""
+    """Counts what it has read and written, if it takes conversations from a prefix cache."""
     prefix_cache: PrefixCache | None = None
-    """Where conversations are between requests; None: it holds its own all the time."""
+    """Keeps conversations between requests; None: it holds its own conversation all the time."""
     latest: Session | None = None
-    """The conversation that it answered last, which is on the prefix_cache unless that forgot
-    it."""
+    """The conversation that it answered last, which is in the prefix cache unless it was dropped
+    there.
+    """
     caller: Caller = SOMEBODY
-    """Who asks for the next answer, or for the one that is being written."""
+    """The caller of the next answer, or of the current one."""
     shared_prefixes: bool = True
-    """Whether texts of one key may begin with each other's: see Caller.tenant()."""
+    """Whether texts with the same key may share prefixes: see Caller.tenant()."""
     tenant: Caller | None = None
-    """Whose text it holds, where it has no prefix_cache; None: nobody's yet."""
+    """The tenant of its text, if it has no prefix cache; None: it has no text yet."""
     served_name: str = ""
-    """What clients call the model; never a path."""
+    """The name that clients use for the model; never a path."""
     request_defaults: Mapping[str, Any] = MappingProxyType({})
-    """What fields of requests are that a request leaves out, where the server's options say it."""
+    """The server's defaults for fields that a request leaves out."""
     thinking_options: ThinkingOptions = ThinkingOptions()
-    """What the server's options say of thoughts."""
+    """The server's options of thoughts."""
     template_defaults: Mapping[str, Any] = MappingProxyType({})
-    """What the server's options tell the chat template besides the messages."""
+    """The server's variables for the chat template."""
     template_arguments: Mapping[str, Any] = MappingProxyType({})
-    """What the chat template is told for the next chat besides its messages."""
+    """All variables for the chat template of the next chat, besides its messages."""
     thought: ChatThought | None = None
-    """How the chat that is being answered thinks; None: it does not, or this is no chat."""
+    """The thoughts of the current chat; None if it has none, or if this is not a chat."""
     prompt_size: int = 0
     """How many tokens the prompt of the latest generation has."""
     files: Sequence[bytes] = ()
-    """The image files of the chat that comes next; a marker stands for each in its text."""
+    """The image files of the next chat; its text has a marker in the place of each image."""
     generated: int = 0
     """How many tokens the latest generation has written so far, without one that ends a text."""
 
@@ -91,7 +92,7 @@ class ServedLlama(EntropyLlama):
 
     @cached_property
     def thinking(self) -> ThinkingTemplate | None:
-        """Return what is known of the chat template of a model that thinks."""
+        """Return the chat template of a model that thinks; None for other models."""
         return ThinkingTemplate.of(self)
 
     @cached_property
@@ -100,7 +101,7 @@ class ServedLlama(EntropyLlama):
         return ControlTokens.of(self)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """Return the tokens of a text; raises RequestError where reading it would take too long."""
+        """Return the tokens of a text; raises RequestError if tokenising would take too long."""
         if special:
             self.control_tokens.check(text)
         files, images = self.files, self.images
@@ -120,9 +121,9 @@ class ServedLlama(EntropyLlama):
     def detokenize(
         self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
     ) -> bytes:
-        """Return the text of tokens, with control tokens that are tags of thoughts."""
+        """Return the text of tokens, including control tokens that are tags of thoughts."""
         control = {} if special or self.thinking is None else self.thinking.control
-        if not any(token in control for token in tokens):
+        if not control or not any(token in control for token in tokens):
             return super().detokenize(tokens, prev_tokens, special)
         text, before = b"", list(prev_tokens or ())
         for is_tag, run in groupby(tokens, control.__contains__):
@@ -136,9 +137,10 @@ class ServedLlama(EntropyLlama):
         return text
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Read tokens; see EntropyLlama.eval.
+        """Read tokens; see EntropyLlama.eval().
 
-        A prompt is cut before what its later turns will not have: they go on from there.
+        A prompt is cut before the part that later turns will not contain, so that they can continue
+        from there.
         """
         thought = self.thought if self.generated == 0 else None
         end = 0 if thought is None else thought.tokens_before_answer(tokens, self)
@@ -158,7 +160,7 @@ class ServedLlama(EntropyLlama):
                 return
 
     def _read_piece(self, tokens: Sequence[int]) -> None:
-        """Read a micro-batch; conversations are forgotten where they cannot be swapped out."""
+        """Read a micro-batch; conversations that cannot be swapped out are dropped."""
         while True:
             if self.checkpoint is not None:
                 self.checkpoint()
@@ -178,7 +180,7 @@ class ServedLlama(EntropyLlama):
         return counted.prompt_tokens, counted.generated_tokens
 
     def check_files_shown(self) -> None:
-        """Raise RequestError where a chat has images that its template leaves out."""
+        """Raise RequestError if a chat has images, but the template left out their markers."""
         if self.files:
             raise RequestError(
                 400,
@@ -188,24 +190,28 @@ class ServedLlama(EntropyLlama):
             )
 
     def interrupt(self) -> None:
-        """Call off what waits to be read, whichever thread waits for it."""
+        """Cancel waiting tokens, in whatever thread they wait."""
         self._session.interrupt()
 
     def serve_from(self, prefix_cache: PrefixCache) -> None:
-        """From now on, take a request's conversation from a prefix_cache, and put it back."""
+        """From now on, take each request's conversation from a prefix cache, and return it
+        afterwards.
+        """
         self.prefix_cache, self.latest = prefix_cache, None
         self.totals = Totals()
         self._idle = self._session
 
     def serve_for(self, caller: Caller) -> None:
-        """Forget what another tenant has read: time would tell how much of it a prompt has."""
+        """Discard the text of another tenant, because the time would reveal how much of it a prompt
+        has.
+        """
         tenant = caller.tenant(shared_prefixes=self.shared_prefixes)
         if self.tenant is not None and tenant != self.tenant:
             self.reset()
         self.tenant = tenant
 
     def _create_completion(self, prompt: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
-        """Generate, in the conversation that the prompt goes on with."""
+        """Generate in the conversation that the prompt continues."""
         self.check_files_shown()
         caller = self.caller
         if self.prefix_cache is None:
@@ -246,7 +252,7 @@ class ServedLlama(EntropyLlama):
         grammar: Any = None,
         **options: Any,
     ) -> Any:
-        """Yield tokens as EntropyLlama does; raises RequestError for what cannot be together."""
+        """Yield tokens as EntropyLlama does; raises RequestError for impossible combinations."""
         _check_min_tokens(grammar, logits_processor or ())
         self.prompt_size, self.generated = len(tokens), 0
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
@@ -265,7 +271,9 @@ class ServedLlama(EntropyLlama):
             yield token
 
     def tell_what_is_learnt(self) -> None:
-        """Say on stderr, once, that a profile was left, why none is learnt, or what was fitted."""
+        """Print once on stderr that a profile was written, why none is learnt, or what was
+        fitted.
+        """
         learner, fit = self._session.learner, self._session.predictor_fit
         if learner is not None:
             if (news := learner.news()) is not None:
@@ -274,9 +282,9 @@ class ServedLlama(EntropyLlama):
             _say(news)
 
     def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
-        """Return what leaves only tokens that a grammar allows; raises RequestError.
+        """Return a sampler that allows only tokens of a grammar; raises RequestError.
 
-        It is checked here because a response_format and a tool are grammars, too.
+        The grammar is checked here, because response_format and tools also become grammars.
         """
         try:
             return super()._grammar_sampler(grammar)
@@ -290,7 +298,7 @@ class ServedLlama(EntropyLlama):
 
 
 def _check_min_tokens(grammar: LlamaGrammar | None, processors: Iterable[Any]) -> None:
-    """Raise RequestError where the end is forbidden, and a grammar may allow nothing else."""
+    """Raise RequestError if the end is forbidden, but a grammar may allow nothing else."""
     least = any(isinstance(each, llama_cpp.MinTokensLogitsProcessor) for each in processors)
     if grammar is not None and least:
         raise RequestError(
@@ -301,10 +309,10 @@ def _check_min_tokens(grammar: LlamaGrammar | None, processors: Iterable[Any]) -
 
 
 def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> ServedLlama:
-    """Load the model; raises what EntropyLlama raises. `images`: what its images may take.
+    """Load the model; raises the errors of EntropyLlama. `images`: the limits for its images.
 
-    llama_cpp.server's own loader (LlamaProxy) names llama_cpp.Llama, whose full cache would be
-    allocated before attach() could replace it; its settings have the names of Llama's arguments.
+    llama_cpp.server's own loader (LlamaProxy) would create a llama_cpp.Llama with a full cache
+    before attach() could replace it. Its settings have the names of Llama's arguments.
     """
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
@@ -313,7 +321,8 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
         kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
         chat_handler=_chat_handler(options),
     )
-    if not llama_cpp.llama_supports_gpu_offload():  # llama.cpp would refuse some of them
+    # Without a device, llama.cpp refuses some of these fields.
+    if not llama_cpp.llama_supports_gpu_offload():
         arguments = {name: value for name, value in arguments.items() if name not in _OF_DEVICES}
     if "n_ubatch" not in options.model_fields_set:
         del arguments["n_ubatch"]
@@ -325,7 +334,7 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
         )
     try:
         llama = ServedLlama(path, for_thoughts(cache, options, path), **arguments)
-    except UnsupportedModelError:  # without checkpoints, turns are read again
+    except UnsupportedModelError:  # Without checkpoints, turns are read again.
         llama = ServedLlama(path, cache, **arguments)
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
@@ -354,7 +363,7 @@ def _open_projector(llama: ServedLlama, path: str | None, limits: ImageLimits | 
 
 
 def path_of(options: ModelOptions) -> Path:
-    """Return the path of the model's file, which is fetched first where the hub has it.
+    """Return the path of the model's file, which is downloaded first if necessary.
 
     Raises HubError.
     """
@@ -371,7 +380,7 @@ def _say(text: str) -> None:
 
 
 def cache_options(options: ModelOptions) -> CacheOptions:
-    """Return what is asked of the cache; raises BudgetError or SettingsError."""
+    """Return the options of the cache; raises BudgetError or SettingsError."""
     if options.parallel == 1 and options.checkpoints is None:
         return cache_options_of(options, rungs=WITHOUT_REWALK)
     if options.cache:
@@ -389,10 +398,10 @@ def cache_options(options: ModelOptions) -> CacheOptions:
 
 
 def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> CacheOptions:
-    """Return the options, with checkpoints if the model thinks and nothing is against them.
+    """Return the options, with checkpoints if the model thinks and nothing excludes them.
 
-    The next turn continues from before the last thought; without a checkpoint there, it would read
-    its whole text again.
+    The next turn continues from before the last thought; without a checkpoint there, its whole text
+    would be read again.
     """
     other = options.cache or options.logits_all or options.draft_model is not None
     if cache.in_pool or cache.checkpoints is not None or cache.freeze is not None or other:
@@ -420,9 +429,9 @@ def _chat_handler(options: ModelOptions) -> Any:
 
 
 def _use_template(llama: ServedLlama, template: str) -> None:
-    """Let a template take the place of the model's: a text in Jinja, or a name of a format.
+    """Replace the model's chat template by a Jinja text, or by a named format.
 
-    Raises SettingsError for one that cannot be read.
+    Raises SettingsError for one that cannot be parsed.
     """
     if "{" not in template:
         llama.chat_format = template
@@ -446,7 +455,9 @@ def _use_template(llama: ServedLlama, template: str) -> None:
 
 
 def _set_template_arguments(llama: ServedLlama, options: ModelOptions) -> None:
-    """Let each chat tell the template what its request and the server's options say."""
+    """Let each chat pass the variables of its request and of the server's options to the
+    template.
+    """
     llama.template_defaults = llama.template_arguments = options.template_arguments
     llama.thinking_options = options.thinking_options
     name = str(llama.chat_format)

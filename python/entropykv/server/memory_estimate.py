@@ -1,4 +1,4 @@
-"""Estimate the memory that a model will take, before anything of it is loaded."""
+"""Estimate the memory that a model will take, before it is loaded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from entropykv.policy.plan import attention_layers
 from entropykv.server.loading import cache_options, for_thoughts
 from entropykv.server.model_catalog import parts_of
 from entropykv.server.options import ModelOptions
+from entropykv.session.images import HELD_BYTES
 from entropykv.session.memory_plan import make_plan
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import RAM
 from entropykv.settings.options import parse_bytes
 
 _FIXED = 32 << 20
-"""Bytes of vocabulary, graph and threads, whatever the model."""
+"""Bytes of vocabulary, graph and threads for any model."""
 _VALUE = 4
 """Bytes of a value of llama.cpp's intermediate results, which are f32."""
 _EMBEDDINGS, _FEED_FORWARDS = 4, 3
@@ -25,21 +26,21 @@ _EMBEDDINGS, _FEED_FORWARDS = 4, 3
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Hold bytes that a model takes once it is loaded and its budget is full."""
+    """Hold the bytes that a model takes once it is loaded and its budget is full."""
 
     weights: int
-    """The model's files, all parts of a split one."""
+    """The model's files, including all parts of a split one, and its projector's."""
     cache: int
-    """The KV budget, and what may be kept besides it: checkpoints, and frozen entries in memory.
+    """The KV budget, checkpoints outside it, and frozen entries in memory.
 
-    Conversations that are swapped out to memory are not in it; they are counted as they come.
+    Conversations that are swapped out to memory are not included; they are counted separately.
     """
     overhead: int
-    """What is computed of one micro-batch, and what is fixed."""
+    """The intermediate values of one micro-batch, embeddings of images, and fixed costs."""
 
     @property
     def total(self) -> int:
-        """Return all of them together."""
+        """Return the sum of all."""
         return self.weights + self.cache + self.overhead
 
 
@@ -59,15 +60,19 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
         plan = make_plan(path, asked)
         cache = plan.budget_bytes + _beside_the_budget(asked, plan.saved_bytes)
     values = geometry.n_vocab + _EMBEDDINGS * geometry.n_embd + _FEED_FORWARDS * geometry.n_ff
+    files = parts_of(path) + ([] if options.projector is None else [Path(options.projector)])
+    embeddings = 0 if options.projector is None else HELD_BYTES
     return MemoryEstimate(
-        weights=sum(part.stat().st_size for part in parts_of(path)),
+        weights=sum(file.stat().st_size for file in files if file.is_file()),
         cache=cache,
-        overhead=_FIXED + n_ubatch * values * _VALUE,
+        overhead=_FIXED + n_ubatch * values * _VALUE + embeddings,
     )
 
 
 def _beside_the_budget(options: CacheOptions, evicted_bytes: int) -> int:
-    """Return bytes of checkpoints and frozen entries; `evicted_bytes` is what a budget saves."""
+    """Return the bytes of checkpoints and frozen entries; `evicted_bytes` is what a budget
+    saves.
+    """
     total = 0
     if options.in_pool:
         limit = options.checkpoint_limit

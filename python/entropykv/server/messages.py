@@ -1,4 +1,4 @@
-"""Read the messages of a chat as clients send them, and turn them into what a template can show."""
+"""Read the messages of a chat, and convert them to what a template can show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entropykv.server.image_parts import KINDS, ImageParts
 from entropykv.server.template_traits import TemplateTraits
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The field that has the text of a content part, by the part's type."""
+"""The field with the text of a content part, by the part's type."""
 
 
 class CalledFunction(BaseModel):
@@ -33,9 +33,10 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; `content` is text, a list of text parts, or null beside tool calls."""
+    """One message; `content` is text, a list of text parts, or null with tool calls."""
 
-    model_config = ConfigDict(extra="allow")  # templates may show fields that only some clients add
+    # Templates may show fields that only some clients add.
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
@@ -51,10 +52,10 @@ class Message(BaseModel):
     function_call: CalledFunction | None = None
 
     def text(self, place: str, images: ImageParts) -> str | None:
-        """Return the text, parts joined by line ends as llama-server does.
+        """Return the text, with parts joined by line ends as in llama-server.
 
-        `images` takes those of a user, and gives what stands for them. `place` names the message in
-        a RequestError: for parts that are neither, or no content.
+        `images` collects the images of a user, and returns their markers for the text. `place`
+        names the message in a RequestError, for parts of another kind, or missing content.
         """
         if self.content is None:
             if self.role == "assistant" and (self.tool_calls or self.function_call):
@@ -73,7 +74,7 @@ class Message(BaseModel):
         )
 
     def calls(self) -> list[ToolCall]:
-        """Return the calls, also those of the older `function_call`."""
+        """Return the calls, including those of the older `function_call`."""
         if self.tool_calls:
             return self.tool_calls
         return [ToolCall(function=self.function_call)] if self.function_call else []
@@ -101,11 +102,12 @@ def template_messages(
     instructions: str | None,
     images: ImageParts,
 ) -> list[dict[str, Any]]:
-    """Return what the chat template is given; raises RequestError for what cannot be shown.
+    """Return the messages for the chat template; raises RequestError for content that cannot be
+    shown.
 
-    `instructions` go before everything else, into the system message; `images` takes the images.
-    The role developer is the newer name of system. A template that does not know tools is shown
-    calls and results as text.
+    `instructions` are put at the beginning, into the system message; `images` collects the images.
+    The role developer is the newer name of system. For a template without tools, calls and results
+    are shown as text.
     """
     shown = []
     for index, message in enumerate(messages):
@@ -123,6 +125,8 @@ def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> d
     entry["role"] = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     entry["content"] = "" if text is None and not traits.null_content else text
     calls = [call.model_dump(exclude_none=True) for call in message.calls()]
+    if traits.thinking_field and calls and entry.get("reasoning_content"):
+        entry["thinking"], entry["content"] = entry.pop("reasoning_content"), ""
     for call in calls:
         call["function"]["arguments"] = _arguments(
             call["function"]["arguments"], as_object=traits.object_arguments
@@ -131,7 +135,7 @@ def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> d
 
 
 def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str, Any]:
-    """Return a message of the roles and of the text that every template shows."""
+    """Return a message with only the roles and the text that every template shows."""
     if message.role in ("tool", "function"):
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     role = "system" if message.role == "developer" else message.role
@@ -147,7 +151,9 @@ def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str,
 
 
 def _arguments(arguments: str | dict[str, Any], *, as_object: bool) -> Any:
-    """Return the arguments of a call as JSON text or as an object; text that is no JSON stays."""
+    """Return the arguments of a call as JSON text or as an object; text that is not JSON is
+    unchanged.
+    """
     if not as_object:
         return arguments if isinstance(arguments, str) else json.dumps(arguments)
     if isinstance(arguments, str):
@@ -166,7 +172,7 @@ def _with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[s
 
 
 def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join all system messages: llama-cpp-python's own formats show the first one only."""
+    """Join all system messages, because llama-cpp-python's own formats show only the first one."""
     system = [str(message["content"]) for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else others

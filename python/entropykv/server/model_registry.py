@@ -44,7 +44,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Room:
-    """Hold how many models may be in memory, and their most bytes; None: no limit."""
+    """Hold the most models that may be in memory, and the most bytes of all of them; None: no
+    limit.
+    """
 
     models: int | None = None
     memory: int | None = None

@@ -1,4 +1,4 @@
-"""Read the requests of Ollama's API, and answer them as chats and completions of this server."""
+"""Translate requests of Ollama's API to chats and completions of this server, and answer them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty"),
     *("presence_penalty", "frequency_penalty"),
 )
-"""Options that are fields of our requests by the same name."""
+"""Options that our own requests have under the same name."""
 _NANOSECONDS = 1_000_000_000
 _LATEST = ":latest"
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
 
 class OllamaOptions(Request):
-    """How an answer is written; options that say how a model is loaded change nothing here."""
+    """Hold the options of an answer; options of loading a model are accepted and ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -58,7 +58,7 @@ class OllamaOptions(Request):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
 
     def fields(self) -> dict[str, Any]:
-        """Return them as fields of our requests; those that were left out are not there."""
+        """Return the given options as fields of our own requests."""
         fields = {name: getattr(self, name) for name in _SAMPLING}
         if self.num_predict is not None and self.num_predict > 0:
             fields["max_tokens"] = self.num_predict
@@ -66,39 +66,41 @@ class OllamaOptions(Request):
 
 
 class OllamaRequest(Request):
-    """What /api/chat and /api/generate have in common."""
+    """Hold the fields that requests of /api/chat and /api/generate share."""
 
     model: Name
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions = OllamaOptions()
     keep_alive: str | float | None = None
-    """The server itself decides how long a model stays loaded."""
+    """Accepted and ignored: the server itself decides how long a model stays loaded."""
     think: bool | Literal["low", "medium", "high"] | None = None
 
     @property
     def model_name(self) -> str:
-        """Return the name without the tag that Ollama's clients add."""
+        """Return the model's name without the tag that Ollama's clients append."""
         return self.model.removesuffix(_LATEST)
 
     @property
     def only_loads(self) -> bool:
-        """Tell whether there is no text to answer: such a request loads the model."""
+        """Tell whether the request has no text to answer: then it only loads the model."""
         return False
 
     @abstractmethod
     def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
-        """Return the request as one of ours; raises RequestError."""
+        """Return the equivalent request of our own API; raises RequestError."""
 
     @abstractmethod
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of an answer that hold text: content, thinking and tool_calls."""
+        """Return the fields of an answer for texts with the keys content, thinking and
+        tool_calls.
+        """
 
     def call(self, llama: ServedLlama, started: float, loaded: float) -> Any:
-        """Generate, and return the answer or its lines; raises RequestError.
+        """Generate, and return the answer or an iterator over its lines; raises RequestError.
 
-        `started` and `loaded`: when the request came, and when its model was there, by
-        time.monotonic().
+        `started` and `loaded` are the times of time.monotonic() when the request arrived and when
+        its model was loaded.
         """
         asked = self.asked(llama)
         writer = _Writer(self, started, loaded)
@@ -107,7 +109,7 @@ class OllamaRequest(Request):
         return lines if self.stream else _joined(list(lines), self)
 
     def check(self, llama: ServedLlama) -> None:
-        """Raise RequestError for options that the served model does not have."""
+        """Raise RequestError for options that the served model does not support."""
         if self.options.num_ctx is not None and self.options.num_ctx > llama.n_ctx():
             raise RequestError(
                 400,
@@ -121,7 +123,7 @@ class OllamaRequest(Request):
             )
 
     def template_fields(self) -> dict[str, Any]:
-        """Return what the chat template is told of `think`."""
+        """Return the chat template's variables for the field `think`."""
         if self.think is None:
             return {}
         if isinstance(self.think, str):
@@ -130,20 +132,20 @@ class OllamaRequest(Request):
 
 
 class OllamaFunction(BaseModel):
-    """A function that the model called before."""
+    """Hold a function that the model called in an earlier message."""
 
     name: Name
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class OllamaCall(BaseModel):
-    """A call of a tool that the model made before."""
+    """Hold a tool call of the model in an earlier message."""
 
     function: OllamaFunction
 
 
 class OllamaMessage(BaseModel):
-    """One message of a chat."""
+    """Hold one message of a chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -154,10 +156,10 @@ class OllamaMessage(BaseModel):
     )
     tool_name: Name | None = None
 
-    def as_ours(self, place: str) -> dict[str, Any]:
-        """Return it as a message of OpenAI's form; raises RequestError for images."""
-        _check_images(self.images, place)
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+    def as_ours(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form."""
+        content = _content(self.content, self.images)
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.thinking:
             message["reasoning_content"] = self.thinking
         if self.tool_calls:
@@ -171,7 +173,7 @@ class OllamaMessage(BaseModel):
 
 
 class OllamaChat(OllamaRequest):
-    """A request of /api/chat."""
+    """Hold a request of /api/chat."""
 
     messages: Annotated[list[OllamaMessage], FIRST_ERROR] = Field(
         default_factory=list, max_length=MOST_MESSAGES
@@ -182,22 +184,22 @@ class OllamaChat(OllamaRequest):
 
     @property
     def only_loads(self) -> bool:
-        """Tell whether there is no message: such a request loads the model."""
+        """Tell whether there is no message: then the request only loads the model."""
         return not self.messages
 
     def asked(self, llama: ServedLlama) -> ChatRequest:
-        """Return the request as a chat completion; raises RequestError."""
+        """Return the equivalent chat completion request; raises RequestError."""
         self.check(llama)
-        messages = [each.as_ours(f"messages.{i}") for i, each in enumerate(self.messages)]
+        messages = [each.as_ours() for each in self.messages]
         return _chat_of(self, messages, self.tools)
 
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with these texts."""
+        """Return the message with the given texts."""
         return {"message": {"role": "assistant", "content": "", **texts}}
 
 
 class OllamaGenerate(OllamaRequest):
-    """A request of /api/generate: one turn, or with `raw` a text that goes on."""
+    """Hold a request of /api/generate: one turn of a chat, or with `raw` a text to continue."""
 
     prompt: str = ""
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
@@ -209,13 +211,12 @@ class OllamaGenerate(OllamaRequest):
 
     @property
     def only_loads(self) -> bool:
-        """Tell whether there is no prompt: such a request loads the model."""
+        """Tell whether there is no prompt: then the request only loads the model."""
         return not self.prompt
 
     def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
-        """Return the request as a chat completion or a completion; raises RequestError."""
+        """Return the equivalent chat completion or completion request; raises RequestError."""
         self.check(llama)
-        _check_images(self.images, "images")
         if self.template:
             raise RequestError(
                 400,
@@ -230,7 +231,14 @@ class OllamaGenerate(OllamaRequest):
             )
         if not self.raw and not self.suffix:
             system = [{"role": "system", "content": self.system}] if self.system else []
-            return _chat_of(self, [*system, {"role": "user", "content": self.prompt}], None)
+            turn = {"role": "user", "content": _content(self.prompt, self.images)}
+            return _chat_of(self, [*system, turn], None)
+        if self.images:
+            raise RequestError(
+                400,
+                "images: a text to continue has no images; leave out raw and suffix, or the images",
+                param="images",
+            )
         grammar = None
         if self.format:
             schema = self.format
@@ -241,7 +249,7 @@ class OllamaGenerate(OllamaRequest):
         return _validated(CompletionRequest, fields)
 
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
-        """Return the text under the names of /api/generate."""
+        """Return the given texts with the names of /api/generate."""
         thinking = {"thinking": texts["thinking"]} if "thinking" in texts else {}
         return {"response": texts.get("content", ""), **thinking}
 
@@ -269,16 +277,18 @@ def _validated(kind: type[Asked], fields: dict[str, Any]) -> Asked:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
 
 
-def _check_images(images: list[Any] | None, place: str) -> None:
-    if images:
-        raise RequestError(
-            400, f"{place}: images are not possible inside a KV budget; send text only", param=place
-        )
+def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return a text with its images, which Ollama's clients send in base64, as OpenAI has them."""
+    if not images:
+        return text
+    urls = [f"data:image/png;base64,{image}" for image in images]  # the file says what it is
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
 
 
 @dataclass
 class _Writer:
-    """Write the lines of one answer, and count what it costs."""
+    """Write the lines of one answer, and measure its tokens and durations."""
 
     request: OllamaRequest
     started: float
@@ -287,7 +297,7 @@ class _Writer:
     _usage: dict[str, int] = field(default_factory=dict)
 
     def lines(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield a line for every piece of text, and one that ends the answer."""
+        """Yield a line for every piece of text, and a last one with the totals."""
         began = first = time.monotonic()
         is_first = True
         for chunk in chunks:
@@ -305,7 +315,11 @@ class _Writer:
         return {"model": self.request.model, "created_at": now()}
 
     def _end(self, began: float, first: float) -> dict[str, Any]:
-        """Return the end of an answer; durations are in nanoseconds."""
+        """Return the fields of the last line, with durations in nanoseconds.
+
+        `began` and `first`: when generation began, and when its first piece came, in seconds of
+        time.monotonic().
+        """
         ended = time.monotonic()
         return {
             "done": True,
@@ -320,7 +334,7 @@ class _Writer:
 
 
 def _texts_of(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return what a choice of a chunk adds, by Ollama's names."""
+    """Return the texts that a choice of a chunk adds, with Ollama's names."""
     delta = choice.get("delta") or {"content": choice.get("text", "")}
     texts: dict[str, Any] = {}
     if delta.get("reasoning_content"):
@@ -342,7 +356,7 @@ def _call_of(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(lines: list[dict[str, Any]], request: OllamaRequest) -> dict[str, Any]:
-    """Return one answer that has the texts of all lines."""
+    """Join the lines of an answer to a single one."""
     texts: dict[str, Any] = {}
     for line in lines:
         held = line.get("message", line)
@@ -356,13 +370,13 @@ def _joined(lines: list[dict[str, Any]], request: OllamaRequest) -> dict[str, An
 
 
 def only_loaded(request: OllamaRequest) -> dict[str, Any]:
-    """Return the answer to a request without text, whose model is loaded now."""
+    """Return the answer to a request without text, which has only loaded the model."""
     head = {"model": request.model, "created_at": now()}
     return {**head, **request.piece({}), "done": True, "done_reason": "load"}
 
 
 def now() -> str:
-    """Return the time in Ollama's form."""
+    """Return the current time as Ollama writes it."""
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
 
 

@@ -1,6 +1,7 @@
-"""Offer Ollama's API, which many tools speak alone: chats, texts, and what models there are.
+"""Offer Ollama's API, the only one that many tools support: chats, texts and lists of models.
 
-Streams are lines of JSON. Models are those of the server: none is pulled, made or removed.
+Streams are lines of JSON. The models are those of the server; the routes cannot pull, create or
+delete any.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from entropykv.server.users import Caller, user_of
 from entropykv.thinking.tags import tags_of
 
 INTERFACE = "0.12.6"
-"""The release of Ollama whose interface this is; clients look at it for what they may send."""
+"""The release of Ollama whose API this is; clients check it to learn which fields they may send."""
 PREFIX = "/api"
 _NEVER = "2318-01-01T00:00:00Z"
-"""When a model is unloaded that stays, as Ollama writes it."""
+"""Ollama's time of unloading for a model that stays loaded."""
 _LINES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `stream`, as lines of JSON.",
@@ -59,11 +60,11 @@ _NOT_HERE = {
     "embed": "embeddings are not possible inside a KV budget; use llama_cpp.server for them",
     "embeddings": "embeddings are not possible inside a KV budget; use llama_cpp.server for them",
 }
-"""Why other routes of Ollama's are not here."""
+"""Error messages for routes of Ollama that this server does not offer."""
 
 
 class ShownModel(BaseModel):
-    """The name of the model to show, by its newer or its older field."""
+    """Hold the name of the model to show, in its newer or older field."""
 
     model: Name = ""
     name: Name = ""
@@ -75,7 +76,7 @@ class ShownModel(BaseModel):
 
 
 def ollama_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes."""
+    """Return the routes of Ollama's API for the models of a server."""
     router = APIRouter(prefix=PREFIX, tags=["Ollama"], route_class=BodyRoute)
 
     async def answer(request: Request, body: OllamaRequest) -> Response:
@@ -149,7 +150,7 @@ def _listed(held: list[HeldModel]) -> list[dict[str, Any]]:
 
 
 def _entry(held: HeldModel) -> dict[str, Any]:
-    """Return what a list says of a model; one of the hub that was not fetched yet has no size."""
+    """Return a model's entry in a list; its size is 0 without a local file."""
     path = _file_of(held)
     size, modified = 0, now()
     if path is not None:
@@ -187,6 +188,8 @@ def _shown(held: HeldModel) -> dict[str, Any]:
     if template is None and path is not None and geometry is not None:
         template = read_chat_template(path)
     capabilities = ["completion", "tools", *(["thinking"] if tags_of(template) else [])]
+    if held.served.options.projector is not None:
+        capabilities.append("vision")
     return {
         "modelfile": "",
         "parameters": "",
@@ -199,7 +202,7 @@ def _shown(held: HeldModel) -> dict[str, Any]:
 
 
 def _facts(geometry: ModelGeometry) -> dict[str, Any]:
-    """Return what the header says, by its own names."""
+    """Return the facts of a model's header, with the header's own names."""
     kind = geometry.architecture
     return {
         "general.architecture": kind,
@@ -212,7 +215,7 @@ def _facts(geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def _file_of(held: HeldModel) -> Path | None:
-    """Return the file of a model that is on this machine; nothing is fetched for it."""
+    """Return the local file of a model; None without one, and for models of the hub."""
     options = held.served.options
     if options.hf_repo is not None:
         return None
@@ -231,15 +234,17 @@ def _geometry_of(path: Path | None) -> ModelGeometry | None:
 
 
 class OllamaErrors:
-    """Give errors below /api in Ollama's form, {"error": "..."}, whoever made them (ASGI)."""
+    """Convert the errors of all routes below /api to Ollama's form, {"error": "..."} (ASGI
+    middleware).
+    """
 
     def __init__(self, app: ASGIApp, root_path: str = "") -> None:
-        """Wrap an app that gives errors in OpenAI's form."""
+        """Wrap an app whose errors are in OpenAI's form."""
         self._app = app
         self._prefix = f"{root_path.rstrip('/')}{PREFIX}/"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Pass one request on, and convert its error if it has one."""
         path = scope.get("path", "")
         if scope["type"] != "http" or not path.startswith((f"{PREFIX}/", self._prefix)):
             await self._app(scope, receive, send)
@@ -248,7 +253,7 @@ class OllamaErrors:
 
 
 class _Translated:
-    """Hold an error back until it is whole, and send its sentence."""
+    """Collect the body of an error, and send only its message in the end."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -274,7 +279,9 @@ class _Translated:
 
 
 def _in_their_form(body: bytes) -> bytes:
-    """Return the body of an error with its sentence alone; another body stays as it is."""
+    """Return an error's body in Ollama's form; a body that is not an error of OpenAI's form is
+    unchanged.
+    """
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

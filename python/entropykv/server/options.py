@@ -1,4 +1,4 @@
-"""Hold what the server is asked for: llama_cpp.server's settings, and the budget's."""
+"""Define the options of the server: llama_cpp.server's settings, and those of the budget."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from entropykv.thinking.options import (
 )
 
 MOST_MODELS = 1000
-"""The most models of one server: each is listed, and has figures."""
+"""The most models of one server; each is listed, and has figures."""
 MOST_SECONDS = 10**9
 MOST_TEMPLATE = 2**20
 """The most characters of a chat template."""
 _MOST = 1000.0
-"""The most that a temperature or a penalty can be."""
+"""The largest temperature or penalty."""
 _OF_REQUESTS = "What a request has that does not say it."
 _REQUEST_FIELDS = (
     *("temperature", "top_p", "min_p", "top_k"),
@@ -64,14 +64,17 @@ def _declared(name: str) -> Any:
 
 
 class ModelOptions(ModelSettings):
-    """Name the model and its budget; see EntropyLlama for what the budget's fields mean.
+    """Name the model and its budget; see EntropyLlama for the fields of the budget.
 
-    What is not given comes from environment variables such as ENTROPYKV_MODEL.
+    Values that are not given are read from environment variables such as ENTROPYKV_MODEL.
     """
 
     model_config = _PREFIX
 
-    model: str = Field(default="", description="The path of the model's GGUF file.")
+    model: str = Field(
+        default="",
+        description="The path of the model's GGUF file; given several times, that of each model.",
+    )
     hf_repo: Optional[str] = Field(  # noqa: UP045  (all that add_args_from_model() can read)
         default=None,
         min_length=1,
@@ -128,7 +131,9 @@ class ModelOptions(ModelSettings):
         "one; -1: never.",
     )
     recovery: Literal["soft", "window", "full"] | None = _declared("recovery")
-    """The highest rung; no rewalk, since an answer that was sent cannot be taken back."""
+    """The highest rung; rewalk is not possible, because an answer that was sent cannot be
+    changed.
+    """
     recovery_deviations: float | None = _declared("recovery_deviations")
     recovery_window: int | None = _declared("recovery_window")
 
@@ -150,7 +155,7 @@ class ModelOptions(ModelSettings):
     reasoning_format: ThoughtFormat = Field(
         default="auto",
         description="Where thoughts are shown: none leaves them in the answer, deepseek and auto "
-        "put them in reasoning_content, deepseek-legacy does both in answers that are no streams.",
+        "put them in reasoning_content, deepseek-legacy does both in answers without streaming.",
     )
     reasoning_budget: int = Field(
         default=-1,
@@ -211,7 +216,9 @@ class ModelOptions(ModelSettings):
     @model_validator(mode="before")
     @classmethod
     def set_dynamic_defaults(cls, given: Any) -> Any:
-        """Read -1 threads as 0; llama_cpp.server's own rule would count all of the machine."""
+        """Read -1 threads as 0; llama_cpp.server's own rule would count all cores of the
+        machine.
+        """
         return {
             name: 0 if name in ("n_threads", "n_threads_batch") and str(value) == "-1" else value
             for name, value in given.items()
@@ -219,7 +226,9 @@ class ModelOptions(ModelSettings):
 
     @model_validator(mode="after")
     def _name_one_model(self) -> Self:
-        """Read llama_cpp.server's spelling, and raise ValueError for no model, and for several."""
+        """Accept llama_cpp.server's spelling, and raise ValueError for no model, and for
+        several.
+        """
         if self.hf_model_repo_id is not None:
             if self.hf_repo is not None or self.hf_file is not None:
                 raise ValueError(
@@ -240,14 +249,14 @@ class ModelOptions(ModelSettings):
 
     @model_validator(mode="after")
     def _count_threads(self) -> Self:
-        """Put numbers in the place of 0, as `entropykv run` does."""
+        """Replace 0 by numbers of threads, as `entropykv run` does."""
         self.n_threads = self.n_threads or usable_cores()
         self.n_threads_batch = self.n_threads_batch or self.n_threads
         return self
 
     @property
     def request_defaults(self) -> dict[str, Any]:
-        """Return the fields of requests that take these values where a request leaves them out."""
+        """Return the fields of requests that get these values if a request leaves them out."""
         given = {name: getattr(self, name) for name in _REQUEST_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("max_tokens", 0) < 0:
@@ -261,7 +270,7 @@ class ModelOptions(ModelSettings):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Return what the chat template is told besides the messages."""
+        """Return the variables of the chat template besides the messages."""
         arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning != "auto":
             arguments.update(template_switch(thinks=self.reasoning == "on"))
@@ -278,7 +287,7 @@ class ModelOptions(ModelSettings):
 
     @property
     def served_name(self) -> str:
-        """Return what clients call the model: its alias, its name at the hub, or its file's name.
+        """Return the model's name for clients: its alias, its name at the hub, or its file's name.
 
         A file's name has no folder.
         """
@@ -286,7 +295,9 @@ class ModelOptions(ModelSettings):
 
 
 class ServerOptions(ServerSettings):
-    """Say where and how to serve; variables such as ENTROPYKV_API_KEY have the rest."""
+    """Define where and how to serve; missing values are read from variables such as
+    ENTROPYKV_API_KEY.
+    """
 
     model_config = _PREFIX
 
@@ -311,8 +322,8 @@ class ServerOptions(ServerSettings):
     )
     shared_prefixes: bool = Field(
         default=True,
-        description="Whether conversations of one key go on from what another one of it has read; "
-        "with false, only those of one name do.",
+        description="Whether a conversation can continue from text that another one with the same "
+        "key has read; with false, only if both have the same name.",
     )
     interrupt_requests: bool = Field(
         default=False, description="Whether a new request ends streams of the same key."
@@ -369,7 +380,7 @@ class ServerOptions(ServerSettings):
     drain_seconds: int = Field(
         default=0,
         ge=0,
-        description="Seconds that running requests may go on after SIGTERM; new ones get 503.",
+        description="Seconds that running requests may take after SIGTERM; new ones get 503.",
     )
     cors_origins: Optional[str] = Field(  # noqa: UP045
         default=None,
@@ -421,7 +432,9 @@ class ServerOptions(ServerSettings):
 
     @property
     def models_memory_bytes(self) -> int | None:
-        """Return how many bytes loaded models may take; None: any. SettingsError: it is no size."""
+        """Return how many bytes loaded models may take; None: no limit. Raises SettingsError for an
+        invalid size.
+        """
         if self.models_memory is None:
             return None
         size = parse_bytes(self.models_memory)

@@ -1,4 +1,4 @@
-"""Keep conversations of a pool that nobody is writing in, found by how their texts begin."""
+"""Keep idle conversations of a pool, and find them by the beginning of their texts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
 _WORTH_WAITING = 64
-"""Tokens in common with a prompt that is being read, from which waiting for it is worth it."""
-_LOOK_AGAIN = 0.05
-"""Seconds after which one who waits checks whether it still has to."""
+"""The least common tokens for which a prompt waits for another one that is being read."""
+_CHECK_INTERVAL = 0.05
+"""Seconds between two checks of a waiting prompt."""
 
 
 @dataclass(eq=False)
@@ -34,52 +34,52 @@ class _Conversation:
 
 
 @dataclass(eq=False)
-class _Newcomer:
+class _WaitingPrompt:
     """Hold a prompt that waits for a copy of what another one has read."""
 
     tokens: list[int]
     shared: int
     """How many tokens both prompts have in common."""
     done: bool = False
-    """True once it need not wait any more, whether there is a copy or not."""
+    """True once it need not wait any more, with or without a copy."""
     gone: bool = False
-    """True once nobody wants the copy any more."""
+    """True once the copy is not needed any more."""
     copy: Session | None = None
     goes_on_at: int = 0
-    """The position up to which the copy is of use."""
+    """The position up to which the copy is useful."""
 
 
 @dataclass(eq=False)
 class _Reading:
-    """Hold a prompt that is being read, and those who wait for a part of it."""
+    """Hold a prompt that is being read, and those that wait for a part of it."""
 
     tokens: list[int]
-    newcomers: list[_Newcomer] = field(default_factory=list)
+    waiting_prompts: list[_WaitingPrompt] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Start:
-    """Hold the session that reads a prompt, and what is left to do before it does."""
+    """Hold the session that reads a prompt, and what is left to do before."""
 
     session: Session
     is_new: bool = False
-    """True where it has read nothing yet."""
+    """True if it has read nothing yet."""
     near: _Conversation | None = None
-    """The conversation whose copy would spare most, and how many tokens."""
+    """The conversation whose copy would save most reading, and how many tokens."""
     spared: int = 0
     goes_back_to: int | None = None
-    """Where its text parts from the prompt's."""
+    """The position where its text differs from the prompt."""
 
 
 class PrefixCache:
-    """Keep conversations between two requests; the least recently used are forgotten first.
+    """Keep conversations between two requests; the least recently used are dropped first.
 
-    What is forgotten is read again when somebody goes on with it: requests have the whole text.
-    Conversations go on from others of their tenant alone: see Caller.tenant().
+    A dropped conversation is read again with its next turn, because requests have the whole text.
+    Conversations continue only from others of their tenant: see Caller.tenant().
     """
 
     def __init__(self, pool: Pool, most: int, *, shared_prefixes: bool = True) -> None:
-        """Take a pool; `most` conversations of it are kept."""
+        """Use a pool; at most `most` of its conversations are kept."""
         self._pool = pool
         self._most = most
         self._shared_prefixes = shared_prefixes
@@ -89,11 +89,11 @@ class PrefixCache:
         """The prompts that are being read, by their sessions."""
         self._free: list[_Conversation] = []
         self.forgotten = 0
-        """How many conversations were forgotten so far."""
+        """How many conversations were dropped so far."""
         self.forked = 0
-        """How many requests went on from a copy of another conversation."""
+        """How many requests continued from a copy of another conversation."""
         self.resumed = 0
-        """How many requests went on with a conversation itself."""
+        """How many requests continued a conversation itself."""
 
     # --- a prompt comes ---------------------------------------------------------------------------
 
@@ -104,20 +104,19 @@ class PrefixCache:
         check: Callable[[], object] | None = None,
         continues: Callable[[list[int]], bool] | None = None,
     ) -> Session:
-        """Return the session that a prompt goes on with, or a new one; put() brings it back.
+        """Return the session that a prompt continues, or a new one; put() returns it to the cache.
 
-        A conversation with a name goes on under this name alone. `continues` tells whether the
-        prompt begins with the text of tokens, though it may be spelled with others. Where another
-        prompt that begins the same is just being read, it waits for what both have in common, no
-        longer, and asks `check` meanwhile whether it still should. reads() and has_read() tell how
-        far the prompt was read.
+        A named conversation continues only under its name. `continues` tells whether the prompt
+        begins with the text of some tokens, possibly in other tokens. If another prompt with the
+        same beginning is just being read, this one waits for the common part, and calls `check`
+        meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
         """
         start = self._started(tokens, caller, check, continues)
         session = start.session
         try:
             if start.goes_back_to is not None:
                 _go_back(session, start.goes_back_to)
-            elif start.is_new:  # this may take long, and nobody else waits for it
+            elif start.is_new:  # This may take long, but no other prompt waits for it.
                 session = self._going_on_from_others(start, tokens, caller)
         except BaseException:
             self.gives_up(session)
@@ -133,24 +132,26 @@ class PrefixCache:
         check: Callable[[], object] | None,
         continues: Callable[[list[int]], bool] | None,
     ) -> _Start:
-        """Return who reads a prompt, once nobody is waited for; from now on others wait for it."""
+        """Return the session for a prompt, once it need not wait; from now on, others may wait for
+        it.
+        """
         asked: set[Session] = set()
         while True:
             with self._lock:
-                reader, newcomer = self._worth_waiting_for(tokens, caller, asked)
+                reader, waiting_prompt = self._worth_waiting_for(tokens, caller, asked)
                 if reader is None:
                     start = self._start(tokens, caller, continues)
                     self._reading[start.session] = _Reading(tokens)
                     return start
                 reading = self._reading[reader]
-                reading.newcomers.append(newcomer)
+                reading.waiting_prompts.append(waiting_prompt)
             asked.add(reader)
-            self._wait(newcomer, reading, check)
-            if newcomer.copy is not None:
+            self._wait(waiting_prompt, reading, check)
+            if waiting_prompt.copy is not None:
                 with self._lock:
-                    self._reading[newcomer.copy] = _Reading(tokens)
+                    self._reading[waiting_prompt.copy] = _Reading(tokens)
                     self.forked += 1
-                return _Start(newcomer.copy, goes_back_to=newcomer.goes_on_at)
+                return _Start(waiting_prompt.copy, goes_back_to=waiting_prompt.goes_on_at)
 
     def _start(
         self,
@@ -168,9 +169,10 @@ class PrefixCache:
         return _Start(session, is_new=True, near=near, spared=spared)
 
     def _going_on_from_others(self, start: _Start, tokens: list[int], caller: Caller) -> Session:
-        """Return a new session at the checkpoint, or a copy of the conversation, that spares most.
+        """Return a new session at the checkpoint, or a copy of the conversation, that saves most
+        reading.
 
-        It is the new session itself where there is neither.
+        It is an empty session if there is neither.
         """
         session, beyond = start.session, max(start.spared, LEAST_SPARED) - 1
         if session.return_to_checkpoint(tokens, beyond, repeatable=True):
@@ -188,10 +190,11 @@ class PrefixCache:
         caller: Caller,
         continues: Callable[[list[int]], bool] | None,
     ) -> _Conversation | None:
-        """Return the caller's conversation that a prompt goes on with, if it does with any.
+        """Return the caller's conversation that a prompt continues, or None.
 
-        Others may want to go on with it, too. So the prompt must hold all of the conversation, or
-        all but its last answer, which is quickly read again from the checkpoint before it.
+        Other prompts may also continue it. Therefore the prompt must contain the whole
+        conversation, or all but its last answer, which is quickly read again from the checkpoint
+        before it.
         """
         runner = self._pool.runner
         leads_back = runner.checkpoints.limit_bytes > 0 and runner.config.freezing is None
@@ -211,7 +214,9 @@ class PrefixCache:
         return best
 
     def _nearest(self, tokens: list[int], caller: Caller) -> tuple[_Conversation | None, int]:
-        """Return the tenant's conversation that shares most with a prompt; what a copy spares."""
+        """Return the tenant's conversation with the most common tokens, and how many a
+        copy saves.
+        """
         tenant = self._tenant(caller)
         those = [each for each in self._free if self._tenant(each.caller) == tenant]
         near = max(those, key=lambda each: common_prefix(each.tokens, tokens), default=None)
@@ -223,12 +228,12 @@ class PrefixCache:
     def _copy_of_kept(
         self, near: _Conversation | None, caller: Caller, session: Session
     ) -> Session | None:
-        """Return a copy of a conversation in the place of a new session; None: there is none.
+        """Return a copy of a conversation instead of a new session; None if there is none.
 
-        Where there is no room for a copy, the caller's own conversation itself.
+        If there is no room for a copy, it may be the caller's own conversation itself.
         """
         with self._lock:
-            if near is None or near not in self._free:  # somebody else has taken it meanwhile
+            if near is None or near not in self._free:  # Another request has taken it meanwhile.
                 return None
             near.last_use = time.monotonic()
             try:
@@ -248,8 +253,10 @@ class PrefixCache:
 
     def _worth_waiting_for(
         self, tokens: list[int], caller: Caller, asked: set[Session]
-    ) -> tuple[Session | None, _Newcomer]:
-        """Return who reads more of a prompt now than anybody has read, and is not `asked` yet."""
+    ) -> tuple[Session | None, _WaitingPrompt]:
+        """Return the session that is reading more of a prompt than any kept one has, and is not in
+        `asked`.
+        """
         runner = self._pool.runner
         tenant = self._tenant(caller)
         reader, most = None, 0
@@ -257,90 +264,90 @@ class PrefixCache:
             if session in asked or session.tenant != tenant:
                 continue
             shared = common_prefix(reading.tokens, tokens)
-            # What has passed the place where texts part can be cut there only if it is whole.
+            # Text after the position where both differ can be cut only if nothing was evicted.
             can_be = shared >= session.position or not (runner.recurrent or session.evicted)
             if can_be and shared > most:
                 reader, most = session, shared
-        newcomer = _Newcomer(tokens, most)
+        waiting_prompt = _WaitingPrompt(tokens, most)
         if reader is None or most < _WORTH_WAITING:
-            return None, newcomer
+            return None, waiting_prompt
         _, known = self._nearest(tokens, caller)
         with runner.scheduler.between_steps():
             _, spared = runner.checkpoints.nearest(tokens, tenant, repeatable=True)
-        piece = runner.config.n_ubatch  # up to so many tokens of it are read again
+        piece = runner.config.n_ubatch  # Up to so many tokens of it are read again.
         worth = most >= max(known, spared) + max(_WORTH_WAITING, piece)
-        return (reader if worth else None), newcomer
+        return (reader if worth else None), waiting_prompt
 
     def _wait(
-        self, newcomer: _Newcomer, reading: _Reading, check: Callable[[], object] | None
+        self, waiting_prompt: _WaitingPrompt, reading: _Reading, check: Callable[[], object] | None
     ) -> None:
         try:
-            while not newcomer.done:
+            while not waiting_prompt.done:
                 with self._changed:
-                    if not newcomer.done:
-                        self._changed.wait(_LOOK_AGAIN)
+                    if not waiting_prompt.done:
+                        self._changed.wait(_CHECK_INTERVAL)
                 if check is not None:
                     check()
         except BaseException:
             with self._lock:
-                newcomer.gone = True
-                if newcomer in reading.newcomers:
-                    reading.newcomers.remove(newcomer)
-            if newcomer.copy is not None:
-                newcomer.copy.close()
+                waiting_prompt.gone = True
+                if waiting_prompt in reading.waiting_prompts:
+                    reading.waiting_prompts.remove(waiting_prompt)
+            if waiting_prompt.copy is not None:
+                waiting_prompt.copy.close()
             raise
 
     def reads(self, session: Session, n_tokens: int) -> None:
-        """Note, in the thread that reads a prompt, that `n_tokens` more of it are read next.
+        """Record, in the thread that reads a prompt, that `n_tokens` more are read next.
 
-        Whose prompts part from it before their end get copies of what was read until now.
+        Prompts that differ before the end of these tokens get copies of what was read so far.
         """
         reading = self._reading.get(session)
-        if reading is not None and reading.newcomers:
+        if reading is not None and reading.waiting_prompts:
             end = session.position + n_tokens
-            self._hand_over(session, reading, lambda newcomer: newcomer.shared < end)
+            self._hand_over(session, reading, lambda waiting_prompt: waiting_prompt.shared < end)
 
     def has_read(self, session: Session) -> None:
-        """Note, in the thread that read it, that the prompt of a session was read to its end."""
+        """Record, in the reading thread, that the prompt of a session was read to its end."""
         with self._lock:
             reading = self._reading.pop(session, None)
         if reading is not None:
             self._hand_over(session, reading, lambda _: True)
 
     def gives_up(self, session: Session) -> None:
-        """Note that the prompt that a session was taken for is not read any more, if it was."""
+        """Record that the prompt of a session is not read any further, if it was being read."""
         with self._changed:
             reading = self._reading.pop(session, None)
-            for newcomer in reading.newcomers if reading else ():
-                newcomer.done = True
+            for waiting_prompt in reading.waiting_prompts if reading else ():
+                waiting_prompt.done = True
             self._changed.notify_all()
 
     def _hand_over(
-        self, session: Session, reading: _Reading, is_due: Callable[[_Newcomer], bool]
+        self, session: Session, reading: _Reading, is_due: Callable[[_WaitingPrompt], bool]
     ) -> None:
         with self._lock:
-            due = [each for each in reading.newcomers if is_due(each)]
-            reading.newcomers = [each for each in reading.newcomers if each not in due]
+            due = [each for each in reading.waiting_prompts if is_due(each)]
+            reading.waiting_prompts = [each for each in reading.waiting_prompts if each not in due]
         try:
-            for newcomer in due:
-                self._give_copy(session, newcomer)
+            for waiting_prompt in due:
+                self._give_copy(session, waiting_prompt)
         finally:
             with self._changed:
-                for newcomer in due:
-                    newcomer.done = True
+                for waiting_prompt in due:
+                    waiting_prompt.done = True
                 self._changed.notify_all()
 
-    def _give_copy(self, session: Session, newcomer: _Newcomer) -> None:
-        place = _place_in(session, newcomer.tokens, is_read=True)
+    def _give_copy(self, session: Session, waiting_prompt: _WaitingPrompt) -> None:
+        place = _place_in(session, waiting_prompt.tokens, is_read=True)
         if place < LEAST_SPARED:
             return
         try:
             copy = session.fork()
         except (EntropyKVError, MemoryError):
-            return  # there is no room for a copy: the newcomer reads by itself
+            return  # There is no room for a copy: the waiting prompt is read separately.
         with self._lock:
-            if not newcomer.gone:
-                newcomer.copy, newcomer.goes_on_at = copy, place
+            if not waiting_prompt.gone:
+                waiting_prompt.copy, waiting_prompt.goes_on_at = copy, place
                 return
         copy.close()
 
@@ -371,23 +378,23 @@ class PrefixCache:
             pass
 
     def length_of(self, caller: Caller) -> int:
-        """Return how many tokens a caller's conversation has; 0 where it is not here."""
+        """Return how many tokens a caller's conversation has; 0 if there is none."""
         with self._lock:
             last = self._last(caller)
             return 0 if last is None else len(last.tokens)
 
     def save(self, caller: Caller, path: Path) -> None:
-        """Write a caller's conversation to a file; nobody takes it meanwhile.
+        """Save a caller's conversation to a file; no request can use it meanwhile.
 
-        Raises SessionFileError, or PoolError where it is not here any more.
+        Raises SessionFileError, or PoolError if it was dropped.
         """
         with self._of_caller(caller) as session:
             session.save(path)
 
     def load(self, caller: Caller, path: Path) -> None:
-        """Put what a file has in the place of a caller's conversation.
+        """Replace a caller's conversation by the content of a file.
 
-        Raises SessionFileError, or PoolError where there is no room for it.
+        Raises SessionFileError, or PoolError if there is no room for it.
         """
         session = self._loaded(caller, path)
         with self._lock:
@@ -398,7 +405,7 @@ class PrefixCache:
         self.put(session, caller)
 
     def load_one(self, caller: Caller, path: Path) -> Session:
-        """Put what a file has beside a caller's conversations; raises as load()."""
+        """Load a file as an additional conversation of a caller; raises the errors of load()."""
         session = self._loaded(caller, path)
         self.put(session, caller)
         return session
@@ -414,7 +421,9 @@ class PrefixCache:
         return session
 
     def save_one(self, session: Session, caller: Caller, path: Path) -> SavedContents | None:
-        """Write a conversation to a file, where it is here and of the caller's key; None: not."""
+        """Save a conversation to a file if it exists and belongs to the caller's key; returns None
+        if not.
+        """
         kept = self._taken(session, caller)
         if kept is None:
             return None
@@ -425,7 +434,7 @@ class PrefixCache:
                 self._free.append(kept)
 
     def erase_one(self, session: Session, caller: Caller) -> int:
-        """Forget a conversation of the caller's key; returns its tokens, 0 where it is not here."""
+        """Drop a conversation of the caller's key; returns its tokens, 0 if it does not exist."""
         kept = self._taken(session, caller)
         if kept is None:
             return 0
@@ -433,7 +442,7 @@ class PrefixCache:
         return len(kept.tokens)
 
     def _taken(self, session: Session, caller: Caller) -> _Conversation | None:
-        """Take a conversation from the prefix_cache, where it is here and of the caller's key."""
+        """Take a conversation out of the cache if it exists and belongs to the caller's key."""
         with self._lock:
             for kept in self._free:
                 if kept.session is session and kept.caller.user == caller.user:
@@ -442,7 +451,7 @@ class PrefixCache:
         return None
 
     def _last(self, caller: Caller) -> _Conversation | None:
-        """Return the last one of a caller: an edited text leaves the former one here."""
+        """Return the caller's latest conversation; after an edit, the former one is kept, too."""
         return max(self._of(caller), key=lambda each: each.last_use, default=None)
 
     @contextmanager
@@ -461,7 +470,7 @@ class PrefixCache:
                 self._free.append(kept)
 
     def forget_one(self) -> bool:
-        """Close the least recently used conversation; returns False where there is none."""
+        """Close the least recently used conversation; returns False if there is none."""
         with self._lock:
             if not self._free:
                 return False
@@ -472,13 +481,13 @@ class PrefixCache:
         return True
 
     def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
-        """Return all that are kept: whose each is, its figures, and whether it is in the pool."""
+        """Return all kept conversations: the caller, its figures, and whether it is in the pool."""
         with self._lock:
             kept = list(self._free)
         return [(each.caller, each.session.stats(), each.session.is_live) for each in kept]
 
     def close(self) -> None:
-        """Forget all conversations."""
+        """Drop all conversations."""
         while self.forget_one():
             self.forgotten -= 1
 
@@ -492,18 +501,20 @@ def _is_earlier_turn(other: _Conversation, kept: _Conversation) -> bool:
 
 
 def _place_in(session: Session, tokens: list[int], *, is_read: bool = False) -> int:
-    """Return up to which position a copy of a session spares reading tokens; 0: it does not.
+    """Return up to which position a copy of a session saves reading tokens; 0: it does not.
 
-    All of them only where it ends with them, since that is where it has logits. `is_read`: the
-    session's own prompt is just being read, and has been cut as any reading of it. With freezing, a
-    text that is cut short is as one that was read from 0 only while nothing of it is frozen.
+    It is all of them only if the copy ends there, because only then it has logits. `is_read`: the
+    session's own prompt is just being read, and was cut as in any reading. With freezing, a text
+    that is truncated equals one that was read from 0 only while nothing of it is frozen.
     """
     end = None if is_read and session.freezing is None else len(tokens)
     return reuse_of(session.held(), tokens, Demand(end=end)).position
 
 
 def _go_back(copy: Session, position: int) -> None:
-    """Let a copy go back to where texts part; to the start where there is no room for it now."""
+    """Roll a copy back to the position where texts differ, or to the start if there is no
+    room now.
+    """
     if position < copy.position:
         try:
             copy.truncate(position)

@@ -1,7 +1,7 @@
-"""Serve OpenAI's Responses API, as the chat completion that it asks for.
+"""Serve OpenAI's Responses API by converting each request to a chat completion.
 
-Nothing is kept: each request has the whole conversation. What needs a store, or a tool of OpenAI's,
-is refused by name.
+Nothing is stored: each request has the whole conversation. Features that need a store, or a tool of
+OpenAI's, are refused by name.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             answer = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append({"role": "tool", **answer})
-        elif kind != "reasoning":  # what a model thought is not shown to it again, as at OpenAI
+        elif kind != "reasoning":  # As in OpenAI's API, thoughts are not shown to the model again.
             raise RequestError(
                 400, f"input.{index}: items of type {kind!r} are not possible here", param="input"
             )
@@ -216,7 +216,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _finished(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the response that holds the answer of a chat completion."""
+    """Return a response with the answer of a chat completion."""
     choice = answer["choices"][0]
     message = choice["message"]
     output = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llama_cpp import llama_chat_format
@@ -44,6 +44,10 @@ class TemplateTraits:
     """True if a message with tool calls may have null as its content."""
     shows_every_message: bool = False
     """False if all system messages but the first are left out."""
+    thinking_field: bool = False
+    """True if it reads the thought before a call from the field `thinking`, as gpt-oss's template
+    does.
+    """
     own_tools: bool = False
     """True for a format of llama-cpp-python that writes and reads tool calls itself."""
 
@@ -65,7 +69,7 @@ def traits_of(llama: EntropyLlama) -> TemplateTraits:
     template = template_of(llama)
     if template is None:
         return TemplateTraits()
-    return _Probe(template).traits()
+    return replace(_Probe(template).traits(), thinking_field="message.thinking" in template)
 
 
 class _Probe:
@@ -91,7 +95,7 @@ class _Probe:
         )
 
     def _shows(self, arguments: Any) -> bool:
-        """Tell whether the arguments of a call appear, quoted only once, and also its result."""
+        """Tell whether a prompt has the arguments of a call, quoted only once, and its result."""
         shown = self._with_call(arguments, "")
         return bool(re.search(rf"""(?<!\\)["']{_VALUE}(?!\\)["']""", shown)) and _RESULT in shown
 

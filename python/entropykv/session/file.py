@@ -1,4 +1,4 @@
-"""Define the file of a saved session, which is written whole and read without trusting it.
+"""Define the file of a saved session, which is written as a whole and read without trusting it.
 
 All numbers are little-endian:
 
@@ -8,10 +8,10 @@ All numbers are little-endian:
     sections, one after the other: tokens (i32), logits of the last token (f32), the store's
     digest (blake2b, 16 bytes) of all before it
 
-The headwise store has a section for every KV head, layer by layer: cpp/store/head_states.hpp; where
-budgets follow the text, one more of what was seen of it (f64): online.py's state(). The flat
-store has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose
-version is in the header.
+The headwise store has a section for every KV head, layer by layer: cpp/store/head_states.hpp; if
+budgets follow the text, one more with the measurements (f64): state() in online.py. The flat store
+has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose version is
+in the header.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from entropykv.policy.names import current_name
 
 MAGIC = b"EKVSESS\0"
 VERSION = 7
-"""The version of the format, and the only one that is read. Change it whenever anything in the file
-changes, layout included."""
+"""The version of the format, and the only one that is read. It must change with any part of the
+file, including the layout of pages.
+"""
 
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16
@@ -46,13 +47,15 @@ AGAIN = "read the prompt again and save a new session"
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """Hold the settings that a session was saved with, to compare with those of who loads it."""
+    """Hold the settings that a session was saved with, to compare them with those of the loading
+    session.
+    """
 
     entropykv: str
     llama_cpp_python: str
     model: str
     fingerprint: dict[str, Any]
-    """The model file: see model.identity.identity_of."""
+    """The identity of the model file: see model.identity.identity_of()."""
     store: str
     kv_type: str
     policy: str
@@ -63,8 +66,9 @@ class SavedSettings:
     freeze: str | None
     """The type of frozen entries; None: nothing is frozen."""
     sequence_state: int | None
-    """The version of llama.cpp's own state of a sequence, where the file holds some of it; None: it
-    holds none, and every release of llama.cpp can load it."""
+    """The version of llama.cpp's own state of a sequence, if the file contains one; None: it does
+    not, and every release of llama.cpp can load it.
+    """
 
 
 @dataclass(frozen=True)
@@ -73,28 +77,32 @@ class SavedContents:
 
     position: int
     echoed: int
-    """How many tokens from the first on have entries that echoes have scored: see echo.py."""
+    """For how many of the first tokens echoes have scored the entries: see echo.py."""
     n_tokens: int
     """How many tokens were read."""
     n_logits: int
-    """The vocabulary's size, or 0 where there are no logits of a last token: after truncate()."""
+    """The size of the vocabulary, or 0 if there are no logits of a last token, as after
+    truncate().
+    """
     entries: list[list[int]]
     """How many entries are kept, as [layer][KV head]."""
     evicted: int
-    """How many entries were evicted so far, as the store counts them."""
+    """How many entries were evicted so far, as counted by the store."""
     shift: int
-    """How far positions of the text are before what RoPE saw: see rope.py."""
+    """How far positions of the text were ahead of those that RoPE saw: see
+    llamacpp/positions.py.
+    """
     chat: bool | None
-    """True where the text is a chat by the model's template; None: nobody said."""
+    """True if the text is a chat by the model's template; None if unknown."""
     sections: list[int]
     """The bytes of each of the store's sections."""
     recalls_now: bool
-    """Whether the next token looks for frozen entries, as it does after thaw()."""
+    """True if the next token searches frozen entries, as after thaw()."""
     images: list[list[int]] = dataclasses.field(default_factory=list)
-    """The fields of every ImageSpan; the header has them only where there are images."""
+    """The fields of every ImageSpan; the header contains them only if there are images."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the header has of it."""
+        """Return the fields for the JSON header of the file."""
         fields = dataclasses.asdict(self)
         if not self.images:
             del fields["images"]
@@ -107,7 +115,7 @@ class SavedContents:
 
 
 def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> None:
-    """Raise SessionFileError, naming the setting, where a saved session does not fit this one.
+    """Raise SessionFileError, naming the setting, if a saved session does not fit this one.
 
     Context, budget, sinks and recent window may differ: the entries decide whether they fit.
     """
@@ -175,7 +183,9 @@ def write_session(
 
 @contextmanager
 def new_session_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file that becomes `path` when all is written; SessionFileError where it cannot."""
+    """Open a file that becomes `path` when everything is written; raises SessionFileError if that
+    fails.
+    """
     check_target(path)
     try:
         with new_file(path) as part, open(part, "wb") as file:
@@ -186,7 +196,7 @@ def new_session_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Raise SessionFileError where a session cannot be saved, or would replace another file."""
+    """Raise SessionFileError if a session cannot be saved there, or would replace another file."""
     path = Path(path)
     try:
         if not os.path.lexists(path):
@@ -198,7 +208,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
         raise _unwritable(path, error) from None
     if start not in (b"", MAGIC):
         raise SessionFileError(
-            f"{path}: exists and is no saved session; give another path, or remove it"
+            f"{path}: exists and is not a saved session; give another path, or remove it"
         )
 
 
@@ -218,7 +228,7 @@ def _unwritable(path: str | os.PathLike[str], error: OSError) -> SessionFileErro
 
 
 _MOST_HEADER_BYTES = 1 << 26
-_MOST = 1 << 31  # of tokens, or of entries
+_MOST = 1 << 31  # The most tokens, or entries.
 _MOST_BYTES = 1 << 53
 
 
@@ -245,7 +255,7 @@ class SessionReader:
     """Read a saved session whose header is checked; sections() reads and checks the rest."""
 
     def __init__(self, file: io.BufferedReader | io.BytesIO, where: str) -> None:
-        """Read the header; raises SessionFileError where it is not what write_session writes."""
+        """Read the header; raises SessionFileError if write_session() did not write it."""
         self.where = where
         self._file = file
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -288,7 +298,7 @@ class SessionReader:
         return settings, contents
 
     def sections(self) -> list[bytearray]:
-        """Return tokens, logits and the store's sections, checked against the digest."""
+        """Return tokens, logits and the store's sections, after checking the digest."""
         contents = self.contents
         sizes = [4 * contents.n_tokens, 4 * contents.n_logits, *contents.sections]
         expected = self._file.tell() + sum(sizes) + DIGEST_BYTES
@@ -320,7 +330,7 @@ class SessionReader:
         )
 
     def damaged(self, what: str) -> SessionFileError:
-        """Return the error for a file that is not as it was written."""
+        """Return the error for a damaged file."""
         return SessionFileError(f"{self.where}: is damaged ({what}); {AGAIN}")
 
 
@@ -330,7 +340,7 @@ _LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 
 
 def _is_possible(name: str, value: object) -> bool:
-    """Tell whether a value of the header is of the kind that its field has."""
+    """Tell whether a value of the header has the type of its field."""
     if value is None:
         return name in _MAY_BE_NONE
     if name in _TEXTS or name == "freeze":

@@ -26,11 +26,13 @@ from entropykv.thinking.counter import ThoughtCounter
 
 
 class Decoder(Protocol):
-    """Offer the loop what it needs; a session that is Recoverable can have a recovery ladder."""
+    """Define what the loop needs of a session; one that is Recoverable can have a recovery
+    ladder.
+    """
 
     @property
     def n_ctx(self) -> int:
-        """Return the length of the longest sequence, in tokens."""
+        """Return the most tokens of a sequence."""
 
     @property
     def position(self) -> int:
@@ -54,22 +56,22 @@ class Decoder(Protocol):
 
     @property
     def logits(self) -> npt.NDArray[np.float32] | None:
-        """Return the logits of the last token, (n_vocab,); None where it has none."""
+        """Return the logits of the last token, (n_vocab,); None if they are not known."""
 
     def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Any]:
-        """Decode each micro-batch as the result is iterated."""
+        """Decode lazily: each micro-batch is decoded when the iterator reaches it."""
 
     def truncate(self, position: int) -> None:
-        """Go back to `position` tokens; then there are no logits."""
+        """Roll back to `position` tokens; then there are no logits."""
 
     def is_end(self, token: int) -> bool:
         """Tell whether a token ends the generation."""
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Take down how many tokens of a prompt were read, in how many seconds."""
+        """Record how many tokens of a prompt were read, in how many seconds."""
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Take down how many tokens were written, in how many seconds."""
+        """Record how many tokens were written, in how many seconds."""
 
 
 def generate(
@@ -81,15 +83,15 @@ def generate(
     *,
     thought: ThoughtCounter | None = None,
 ) -> Generator[int, None, None]:
-    """Read a prompt, then yield generated tokens; see Session.generate.
+    """Read a prompt, then yield generated tokens; see Session.generate().
 
-    `on_prompt` is called with the number of tokens read after every micro-batch. `thought` is told
-    every token, and says which one must come where a thought has to end.
+    `on_prompt` is called with the number of tokens read after every micro-batch. `thought` gets
+    every token, and may force one to end a thought.
 
-    With recovery, tokens are read ahead of those yielded. Whoever stops early has to close() the
-    generator before looking at the session: then it is as if nothing had been read ahead, except
-    that it has no logits, and that what reading ahead has evicted does not come back. Where a
-    decode fails, the tokens before it are still yielded, and then the error is raised.
+    With recovery, tokens are read before they are yielded. A consumer that stops early must close()
+    the generator before using the session: then it is as if nothing had been read ahead, except
+    that it has no logits, and that entries evicted meanwhile do not return. If a decode fails, the
+    tokens before it are still yielded, and then the error is raised.
     """
     at_least("max_tokens", max_tokens, -1)
     if max_tokens == 0:
@@ -161,9 +163,9 @@ class _Verifier:
 
 
 class _Generation:
-    """Generate tokens, one after the other.
+    """Generate tokens one by one.
 
-    Those that were chosen, but not yielded, are held back: a rewalk can take them back.
+    Chosen tokens are held back for a while, so that a rewalk can replace them.
     """
 
     def __init__(self, session: Decoder, chooser: _Chooser, max_tokens: int) -> None:
@@ -173,7 +175,7 @@ class _Generation:
         self._start = session.position
         self._n_yielded = 0
         self._last: list[int] = []
-        """The token that was yielded last, if any."""
+        """The last yielded token, if any."""
         self._held: deque[int] = deque()
         self._hold = 0
         self._watch: Watch | None = None
@@ -182,7 +184,7 @@ class _Generation:
             self._watch = Watch(session, session.recovery, session.n_vocab)
 
     def run(self) -> Iterator[int]:
-        """Yield tokens; where it is closed or fails, the session has not read the last of them."""
+        """Yield tokens; if it is closed or fails, the session has not read the last one."""
         try:
             yield from self._generate()
         except BaseException:
@@ -224,7 +226,7 @@ class _Generation:
         return token
 
     def _release(self, n_held: int) -> Iterator[int]:
-        """Yield the oldest tokens, until no more than `n_held` are held back."""
+        """Yield the oldest tokens, until at most `n_held` are held back."""
         while len(self._held) > n_held:
             token = self._held.popleft()
             self._n_yielded += 1
@@ -263,7 +265,7 @@ class _Generation:
             self._rewalk()
 
     def _rewalk(self) -> None:
-        """Drop all that is held back, and get the logits before it again."""
+        """Drop all tokens that are held back, and restore the logits before them."""
         session = self._session
         last = self._start + self._n_yielded - 1
         token = session.tokens[last]
@@ -274,7 +276,9 @@ class _Generation:
         self._chooser.remember(session)
 
     def _forget_unyielded(self) -> None:
-        """Take back what was read ahead, unless somebody has changed the session meanwhile."""
+        """Remove tokens that were read but not yielded, unless the session was changed
+        meanwhile.
+        """
         session = self._session
         known = self._start + max(self._n_yielded - 1, 0)
         n_ahead = session.position - known
@@ -285,7 +289,7 @@ class _Generation:
 
 
 def go_back(session: Decoder, position: int) -> None:
-    """Truncate; where the model or its store cannot, read the text before `position` again."""
+    """Truncate; if the model or its store cannot, read the text before `position` again."""
     tokens = session.tokens[:position]
     try:
         session.truncate(position)
@@ -296,9 +300,9 @@ def go_back(session: Decoder, position: int) -> None:
 
 
 class _Chooser:
-    """Choose tokens by a chain of samplers, which take the vocabulary with its logits.
+    """Choose tokens by a chain of samplers, from given logits.
 
-    llama_sampler_sample() takes the logits of the context, but those of a loaded session were never
+    llama_sampler_sample() reads the logits of the context, but those of a loaded session were never
     there.
     """
 
@@ -331,27 +335,27 @@ class _Chooser:
         self._chain.close()
 
     def count(self, token: int) -> None:
-        """Let the counter of thoughts follow the text, if there is one."""
+        """Report a token to the counter of thoughts, if there is one."""
         if self._thought is not None:
             self._thought.accept(token)
 
     def remember(self, session: Decoder) -> None:
-        """Penalize the last tokens that the session has read, and no others."""
-        if self._chain.remembers:  # otherwise a long session would be copied for nothing
+        """Apply penalties to exactly the last tokens that the session has read."""
+        if self._chain.remembers:  # Without penalties, copying a long text would be useless.
             last = session.tokens[-self._chain.looks_back :]
             self._chain.remember([token for token in last if not is_placeholder(token)])
 
     def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
-        """Sample a token, and tell the chain; None where a grammar allows no token at all.
+        """Sample a token, and report it to the chain; None if a grammar allows no token at all.
 
-        Raises SettingsError where a grammar turns out to be too ambiguous.
+        Raises SettingsError if a grammar turns out to be too ambiguous.
         """
         forced = None if self._thought is None else self._thought.forced
         if forced is not None:
             llama_cpp.llama_sampler_accept(self._chain.handle, forced)
             self._chain.check()
             return forced
-        self._data["id"] = self._ids  # the array must be set anew, since samplers sort it
+        self._data["id"] = self._ids  # Set the ids again, because samplers sort the array.
         self._data["logit"] = logits
         self._data["p"] = 0.0
         array = llama_cpp.llama_token_data_array(self._pointer, self._data.size, -1, False)

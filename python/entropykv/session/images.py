@@ -1,9 +1,10 @@
-"""Let a session read images: tokens in their places, and the embeddings that are read instead.
+"""Let a session read images: their placeholders among the tokens, and their embeddings for the
+model.
 
-An image becomes a run of placeholders in the tokens of a text: numbers below -1, which follow from
-its bytes. So two texts agree exactly where both have the same image, and whatever compares or keeps
-tokens (prefix cache, checkpoints, saved sessions) need not know of images. Only who decodes
-placeholders needs their embeddings, which Images holds.
+An image becomes a run of placeholders in the tokens of a text: numbers below -1, computed from the
+bytes of the image. So two texts have equal tokens only if they show the same images, and code that
+compares or stores tokens (prefix cache, checkpoints, saved sessions) works without knowing about
+images. Only decoding needs the embeddings, which an Images object holds.
 """
 
 from __future__ import annotations
@@ -28,38 +29,38 @@ from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpans
 from entropykv.session.reuse import common_prefix
 
 HELD_BYTES = 256 << 20
-"""Bytes of embeddings that are kept for who reads the same images again."""
+"""The most bytes of embeddings that are kept in case the same images are read again."""
 _MOST_NUMBER = (1 << 31) - 2
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Say what the images of one prompt may take."""
+    """Hold the limits for the images of one prompt."""
 
     number: int = 16
-    """How many images a prompt may have."""
+    """The most images of a prompt."""
     file_bytes: int = 16 << 20
-    """Bytes of the file of one."""
+    """The most bytes of one image file."""
     pixels: int = 32 << 20
-    """Pixels of all together: 3 bytes each while they are decoded."""
+    """The most pixels of all images together; each takes 3 bytes while they are decoded."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReadyImage:
-    """Hold the embeddings of an image, or of a part of one, and what it takes to read them."""
+    """Hold the embeddings of an image, or of a part of one, and everything needed to read them."""
 
     placeholders: list[int]
-    """Tokens in their places."""
+    """The tokens that stand for the image in a text, one for each row."""
     rows: npt.NDArray[np.float32]
-    """(tokens, n_embd)."""
+    """The embeddings, (n_tokens, n_embd)."""
     positions: npt.NDArray[np.int32] | None
     moves: npt.NDArray[np.int32] | None
     sees_all: bool
-    """These three are those of ImageChunk."""
+    """`positions`, `moves` and `sees_all` have the same meaning as in ImageChunk."""
     behind: int
-    """By how many positions RoPE is behind the text after it: see ImageSpan."""
+    """By how much RoPE's position is less than the text position after the image: see ImageSpan."""
     owner: Hashable
-    """Who has shown it."""
+    """The user who has sent the image: see Images.tokenize()."""
 
     @functools.cached_property
     def numbers(self) -> npt.NDArray[np.int32]:
@@ -68,7 +69,7 @@ class ReadyImage:
 
     @property
     def n_tokens(self) -> int:
-        """Return how many tokens it stands for."""
+        """Return the number of its tokens."""
         return len(self.placeholders)
 
     @property
@@ -77,7 +78,9 @@ class ReadyImage:
         return self.rows.nbytes
 
     def part(self, first: int, last: int, position: int) -> Embedded:
-        """Return rows `first` to `last` (exclusive) of an image that begins at a RoPE position."""
+        """Return rows `first` to `last` (exclusive), for an image that begins at a RoPE
+        position.
+        """
         positions = None
         if self.positions is not None and self.moves is not None:
             whole = self.positions + position * self.moves
@@ -87,21 +90,21 @@ class ReadyImage:
 
 @dataclass(frozen=True, eq=False)
 class ImagePart:
-    """Hold rows of an image that are read as one micro-batch."""
+    """Hold the rows of an image that are read as one micro-batch."""
 
     embedded: Embedded
     first: int
-    """The number of the first row."""
+    """The index of the first row in the image."""
     n_tokens: int
     behind: int
-    """As ReadyImage has it."""
+    """The same as ReadyImage.behind."""
     lag: int
-    """How far RoPE is behind the text where the image begins."""
+    """By how much RoPE's position is less than the text position where the image begins."""
 
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """Hold the tokens of a prompt, and the images in it; keep it until the tokens are read."""
+    """Hold the tokens of a prompt and its images; it must be kept until the tokens are read."""
 
     tokens: list[int]
     images: tuple[ReadyImage, ...]
@@ -110,22 +113,22 @@ class ImagePrompt:
 class Images:
     """Read prompts with images for the sessions of one model, and hold their embeddings.
 
-    Any thread may call it. Embeddings of the last prompt are always held, and older ones up to
-    HELD_BYTES; those of an ImagePrompt as long as somebody keeps it.
+    Any thread may call its methods. Embeddings of the last prompt are always held, and older ones
+    up to HELD_BYTES. Those of an ImagePrompt are held at least until it is deleted.
     """
 
     def __init__(self, projector: Projector, limits: ImageLimits | None = None) -> None:
-        """Take a projector, which is closed with this."""
+        """Use a projector; close() closes it, too."""
         self.projector = projector
         self.limits = limits or ImageLimits()
         self._lock = threading.Lock()
         self._held: OrderedDict[tuple[bytes, Hashable], ReadyImage] = OrderedDict()
         self._known: weakref.WeakSet[ReadyImage] = weakref.WeakSet()
-        """All images that anybody holds."""
+        """All images that still exist, held here or by an ImagePrompt."""
 
     @property
     def marker(self) -> str:
-        """Return what stands for an image in the text of a prompt."""
+        """Return the marker for an image in the text of a prompt."""
         return self.projector.marker
 
     @property
@@ -135,7 +138,7 @@ class Images:
             return sum(image.n_bytes for image in self._held.values())
 
     def check(self, files: Sequence[bytes]) -> None:
-        """Raise ImageError for images beyond the limits, or of a format that is not read."""
+        """Raise ImageError for images beyond the limits, or in an unsupported format."""
         limits = self.limits
         if len(files) > limits.number:
             raise ImageError(
@@ -168,11 +171,12 @@ class Images:
     ) -> ImagePrompt:
         """Return the tokens of a text in which `marker` stands for each of the images.
 
-        `files`: the bytes of image files, in the order of their markers. Control tokens in the text
-        are read as such; with `add_bos`, it gets a BOS token where the model wants one. An image is
-        encoded once for each `owner`, so that time does not tell one what another has shown. `poll`
-        is called again and again while images are encoded, and may raise to end that. Raises
-        ImageError for what cannot be read, ContextError for more than `most_tokens` tokens.
+        `files`: the contents of image files, in the order of their markers. Names of control tokens
+        in the text become control tokens. `add_bos`: put a BOS token first if the model wants one.
+        An image is encoded once for each `owner`, so that response times do not reveal what another
+        user has sent. `poll` is called repeatedly while images are encoded, and may raise an
+        exception to stop that. Raises ImageError for images that cannot be read, and ContextError
+        for more than `most_tokens` tokens.
         """
         if text.count(self.marker) != len(files):
             raise ImageError(
@@ -213,7 +217,7 @@ class Images:
         owner: Hashable,
         poll: Callable[[], object] | None,
     ) -> ReadyImage:
-        """Return the embeddings of a chunk: those that are held, or new ones."""
+        """Return the embeddings of a chunk: held ones if possible, otherwise newly encoded ones."""
         key = hashlib.sha256(
             b"%s %s %d %d" % (self.projector.identity.encode(), digest, part, chunk.n_tokens)
         ).digest()
@@ -238,7 +242,7 @@ class Images:
         return held
 
     def _drop_old(self, needed: Sequence[ReadyImage]) -> None:
-        """Let go of the images that were not used for longest, but not of those of this prompt."""
+        """Drop the least recently used images beyond HELD_BYTES, except those in `needed`."""
         with self._lock:
             n_bytes = sum(image.n_bytes for image in self._held.values())
             for key in list(self._held):
@@ -248,9 +252,10 @@ class Images:
                     n_bytes -= self._held.pop(key).n_bytes
 
     def at(self, tokens: Sequence[int]) -> tuple[ReadyImage, int, int]:
-        """Return the image that tokens begin with: its row of the first one, and how many agree.
+        """Return the image that tokens begin with, the row of the first token, and how many tokens
+        match.
 
-        Raises ImageError where nobody holds it any more.
+        Raises ImageError if its embeddings are not held any more.
         """
         best: tuple[ReadyImage, int, int] | None = None
         for image in self._images():
@@ -275,10 +280,10 @@ class Images:
     ) -> ImagePart:
         """Return the rows of an image that are read next, at a position of the text.
 
-        `tokens` begin with its placeholders, `before` are the images that were read. `most` says
-        how many of so many tokens are read at once, of `n_ubatch` that a micro-batch has room for.
-        Raises ImageError as at() does, and ContextError for an image that must be read whole and
-        does not fit into a micro-batch.
+        `tokens` begin with its placeholders; `before` are the images that were read. `most` takes a
+        number of tokens and returns how many of them are read at once. A micro-batch has room for
+        `n_ubatch`. Raises ImageError as at() does, and ContextError for an image that must be read
+        whole and does not fit into a micro-batch.
         """
         image, first, n = self.at(tokens)
         if first > 0 and not before.ends_within(position, first):
@@ -303,20 +308,22 @@ class Images:
             return list(self._known)
 
     def close(self) -> None:
-        """Free the projector, and let go of all embeddings."""
+        """Free the projector, and drop all embeddings."""
         with self._lock:
             self._held.clear()
         self.projector.close()
 
 
 def placeholders_of(key: bytes, n_tokens: int) -> list[int]:
-    """Return tokens below -1 that stand for an image: others for every other key."""
+    """Return tokens below -1 that stand for an image; every key (such as a hash of the image) gives
+    other ones.
+    """
     numbers: Any = np.frombuffer(hashlib.shake_256(key).digest(4 * n_tokens), "<u4")
     return [FIRST_PLACEHOLDER - int(number) % _MOST_NUMBER for number in numbers]
 
 
 def no_projector() -> ImageError:
-    """Return the error for an image where nothing reads images."""
+    """Return the error for a text with an image if no projector is open."""
     return ImageError(
         "the text has an image, and no projector is open here; open the model's with --mmproj FILE "
         "(Session.open_projector)"

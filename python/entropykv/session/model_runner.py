@@ -1,4 +1,4 @@
-"""Hold a loaded model, and the budget that the sequences of its sessions share, be it one only."""
+"""Hold a loaded model, and the budget that its sessions share, one or several."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import Part, Store, decode_parts
 
-_LOOK_AGAIN = 0.02
-"""Seconds after which one who waits looks again whether somebody is idle."""
+_CHECK_INTERVAL = 0.02
+"""Seconds between two checks of a waiting thread whether another session is idle."""
 
 _CLOSED = "the session is closed; make a new one"
 
 
 class ModelRunner:
-    """Hold the model, its context, and what is shared among the sequences in it."""
+    """Hold the model, its context, and everything that its sequences share."""
 
     learner: Learner | None = None
-    """What learns the model's profile from its sequences; None: nobody asked for it."""
+    """Learns the model's profile from its sequences; None without learning."""
     images: Images | None = None
-    """What reads prompts with images; None: no projector is open."""
+    """Reads prompts with images; None if no projector is open."""
     fit: PredictorFit | None = None
-    """What fits the model's predictor to its first texts; None: it is known, or not needed."""
+    """Fits the model's predictor to its first texts; None if it is known, or not needed."""
 
     def __init__(
         self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
@@ -70,7 +70,7 @@ class ModelRunner:
         self.checkpoints = Checkpoints(swap_space, options.checkpoint_limit)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
         self.config = config_for(options, geometry)
-        """What was asked for means this, with the store that serves the model."""
+        """The resolved options, with the store that serves the model."""
         self.budget = options.budget
         self.model = (
             model
@@ -80,13 +80,13 @@ class ModelRunner:
         self.closed = False
         self.slots: list[SequenceSlot] = []
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Sessions of a pool by their numbers, for who looks at all; nothing keeps them here."""
+        """Sessions of a pool by their numbers; the references are weak."""
         self._slots_made = 0
         self._evicted_by_gone = 0
         self._leaving: deque[SequenceSlot] = deque()
-        """Seats that are left as soon as nobody makes a step: see remove_slot_later()."""
+        """Slots that are removed after the running step: see remove_slot_later()."""
         self._ends = False
-        """Whether the runner closes as soon as nobody makes a step."""
+        """True if the runner closes after the running step."""
         self._in_step = False
         self._context: HeadwiseContext | None = None
         self.echo: Echo | None = None
@@ -97,7 +97,7 @@ class ModelRunner:
             self.model.close()
             raise
         self.n_kv_heads = self._spare.n_kv_heads
-        # All single tokens besides a piece of a prompt.
+        # All single tokens in addition to a piece of a prompt.
         n_tokens = self._most_tokens() + self.n_sequences - 1
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
@@ -114,13 +114,16 @@ class ModelRunner:
             self.slots,
             self.scheduler.is_waiting,
         )
-        """The budget, and the sequences that share it: a session alone is a pool of one."""
+        """The budget, and the sequences that share it; a session alone is a pool of one."""
 
     # --- stores -----------------------------------------------------------------------------------
 
     def _first_store(self) -> Store:
-        """Make the store that was asked for; with `auto`, flat where headwise cannot serve it."""
-        if is_recurrent(self.model) and not self.config.geometry.recurrent:  # llama.cpp knows more
+        """Make the requested store; with `auto`, the flat one if headwise cannot serve the
+        model.
+        """
+        # llama.cpp knows more than the header.
+        if is_recurrent(self.model) and not self.config.geometry.recurrent:
             geometry = replace(self.config.geometry, recurrent=True)
             self.config = resolve(self.config.options, geometry, self.config.profile)
         options = self.config.options
@@ -145,7 +148,7 @@ class ModelRunner:
             raise self.too_large(self.budget) from None
 
     def _make_context(self) -> HeadwiseContext:
-        """Make the context; a model whose keys before RoPE are not known predicts nothing."""
+        """Make the context; if a model's keys before RoPE are not known, nothing is predicted."""
         self._prepare_echo()
         context = HeadwiseContext(self.model, self.config, self._most_tokens())
         config = self.config.without_prediction() if context.hook.rope_obstacle else self.config
@@ -163,11 +166,11 @@ class ModelRunner:
         return self.model.tokenize(text, add_bos=False, special=False)
 
     def _most_tokens(self) -> int:
-        """Return the most tokens that a sequence has in a micro-batch, with its echo."""
+        """Return the most tokens of a sequence in a micro-batch, including its echo."""
         return max(self.config.n_ubatch, self.echo.n_ubatch if self.echo else 0)
 
     def too_large(self, budget: Budget) -> BudgetError:
-        """Return the error of a budget for which there is no memory."""
+        """Return the error for a budget for which there is no memory."""
         return BudgetError(
             f"{self.model.name}: a KV budget of {budget} in a context of {self.config.n_ctx} "
             "tokens does not fit into this machine's memory; give a smaller one (kv_budget, n_ctx)"
@@ -206,21 +209,21 @@ class ModelRunner:
             return slot
 
     def remove_slot(self, slot: SequenceSlot) -> None:
-        """Free all of a sequence once no step is being made; the others get its share.
+        """Free a sequence after the running step; the others get its share.
 
-        With the sequence of a session alone, free the model, too. Whoever reads it in another
-        thread gets an EntropyKVError, at the latest with its next micro-batch.
+        If it is that of a session alone, the model is freed, too. Another thread that reads it gets
+        an EntropyKVError, at the latest with its next micro-batch.
         """
         self.refuse(slot)
         self.remove_slot_later(slot)
         with self.scheduler.between_steps(even_closed=True):
-            pass  # who comes here tidies up
+            pass  # Entering and leaving the block removes the slot.
 
     def remove_slot_later(self, slot: SequenceSlot) -> None:
-        """Free all of a sequence before the next step, without waiting for anybody.
+        """Free a sequence before the next step, without waiting.
 
-        Garbage may be collected in any thread, and within a step. After a session alone there is no
-        next step: everything is freed at once.
+        The garbage collector may call this in any thread, and within a step. A session alone has no
+        next step, so everything is freed at once.
         """
         slot.gone = True
         self._leaving.append(slot)
@@ -234,17 +237,19 @@ class ModelRunner:
             raise EntropyKVError("the last decode failed half-way; call reset() first")
 
     def check_open(self, slot: SequenceSlot) -> None:
-        """Raise EntropyKVError for a sequence that is closed, or whose pool is."""
+        """Raise EntropyKVError for a sequence that is closed, or whose pool is closed."""
         if self.closed or slot.gone:
             raise EntropyKVError(_CLOSED)
 
     def refuse(self, slot: SequenceSlot) -> None:
-        """Read nothing more of a sequence: who waits for its next tokens gets an error."""
+        """Refuse further tokens of a sequence: a thread that waits for its next tokens gets an
+        error.
+        """
         slot.gone = True
         self.scheduler.cancel(slot, _CLOSED)
 
     def _tidy(self) -> None:
-        """Do what had to wait for the end of a step, or of something between two."""
+        """Do what had to wait for the end of a step, or of an action between two steps."""
         if self._in_step:
             return
         while self._leaving:
@@ -253,9 +258,9 @@ class ModelRunner:
             self._free()
 
     def foresee(self, slot: SequenceSlot) -> None:
-        """Let a share grow with the text that is expected, where it holds all of it then.
+        """Enlarge a share for the expected text if the new share holds the whole text.
 
-        Otherwise what will be evicted gets its echoes before the share is changed.
+        Otherwise, entries that will be evicted get their echoes before the share changes.
         """
         if slot.live and slot.expected <= slot.shared_for:
             return
@@ -274,10 +279,10 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def exclusively(self, slot: SequenceSlot) -> Iterator[None]:
-        """Do something with a sequence between two steps.
+        """Change a sequence between two steps.
 
-        Raises EntropyKVError where its session or the pool is closed, and within a step, where a
-        generator may be closed that is garbage.
+        Raises EntropyKVError if its session or the pool is closed, and within a step, in which the
+        garbage collector may close a generator.
         """
         with self.scheduler.between_steps():
             if self._in_step:
@@ -287,13 +292,13 @@ class ModelRunner:
 
     @property
     def evictions(self) -> int:
-        """Return how many entries were evicted so far, of all sequences that are or were there."""
+        """Return how many entries were evicted so far, including sequences that no longer exist."""
         gone = self._evicted_by_gone + self.shared.evicted_by_gone
         return gone + sum(slot.evicted for slot in self.slots)
 
     @property
     def recurrent(self) -> bool:
-        """Tell whether sequences have a state that cannot go back."""
+        """Tell whether sequences have a state that cannot be rolled back."""
         return self._context is not None and self._context.recurrent
 
     @contextlib.contextmanager
@@ -304,35 +309,40 @@ class ModelRunner:
                 if self._is_live_now(slot):
                     yield slot.store
                     return
-            time.sleep(_LOOK_AGAIN)
+            time.sleep(_CHECK_INTERVAL)
 
     def _is_live_now(self, slot: SequenceSlot) -> bool:
-        """Make a sequence live, unless others must go first; raises PoolError if nobody helps."""
+        """Make a sequence live, unless others must be read first; raises PoolError if there can be
+        no room.
+        """
         _check_there(slot)
         if slot.live:
             return True
         try:
             self.shared.make_live(slot)
         except PoolError:
-            if self.shared.somebody_else_reads(slot):
+            if self.shared.another_reads(slot):
                 return False
             raise
         return True
 
     def _admit(self, work: Work) -> bool:
-        """Make a sequence live that waits to be read; False where others must go first."""
+        """Make a waiting sequence live; returns False if others must be read first."""
         slot = cast(SequenceSlot, work.owner)
         try:
             if not self._is_live_now(slot):
                 return False
-            if work.part.tokens:  # not for echoes: what the budget will drop gets them before
+            # This excludes echoes: entries that the budget will drop get them before.
+            if work.part.tokens:
                 self.shared.note_growth(slot)
         except Exception as error:
             work.part.error = error
         return True
 
     def resize(self, budget: Budget) -> None:
-        """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
+        """Change the pool's bytes: a larger budget takes effect at once, a smaller one evicts;
+        raises BudgetError.
+        """
         with self.scheduler.between_steps():
             self.shared.resize(budget)
             self.budget = budget
@@ -345,7 +355,7 @@ class ModelRunner:
         self.scheduler.submit(slot, part, arrival)
 
     def rest(self, slot: SequenceSlot) -> None:
-        """Say that nothing more of a sequence is read soon: it may be swapped out for another."""
+        """Record that no tokens of a sequence follow soon, so that it may be swapped out."""
         slot.rests = True
         self.scheduler.rest(slot)
 
@@ -372,7 +382,7 @@ class ModelRunner:
         self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
 
     def teach(self, slot: SequenceSlot, begin: int, end: int) -> None:
-        """Learn from what an echo has just shown of older text of a sequence: these positions."""
+        """Learn from the attention of an echo to older text of a sequence, at these positions."""
         with self.live_store(slot) as store:
             if self.fit is None or self.fit.predictor is not None:
                 return
@@ -380,9 +390,9 @@ class ModelRunner:
             self._learn(end - begin)
 
     def _learn(self, n_tokens: int) -> None:
-        """Fit the predictor and leave a profile, once enough tokens were read twice."""
+        """Fit the predictor and write a profile, once enough tokens were read twice."""
         if self.fit is not None and self.fit.note(n_tokens, self.slots):
-            self.echo = None  # from now on, texts are read once
+            self.echo = None  # From now on, texts are read once.
             self.shared.swap_space.await_prediction()
         if self.learner is not None:
             self.learner.leave_if_complete(self.fit.predictor if self.fit else None)
@@ -394,7 +404,7 @@ class ModelRunner:
         *,
         use_gpu: bool = False,
     ) -> Images:
-        """Open the model's projector, in the place of another one: see Session.open_projector."""
+        """Open the model's projector, and close an earlier one: see Session.open_projector."""
         threads = self.config.options.threads_batch
         images = Images(Projector(path, self.model, n_threads=threads, use_gpu=use_gpu), limits)
         former, self.images = self.images, images
@@ -403,14 +413,14 @@ class ModelRunner:
         return images
 
     def close(self) -> None:
-        """Free everything once no step is being made.
+        """Free everything after the running step.
 
-        Whoever reads or waits in another thread gets an EntropyKVError. Where garbage is collected
+        Other threads that read or wait get an EntropyKVError. If the garbage collector calls this
         within a step, everything is freed at its end.
         """
         self._ends = True
         with self.scheduler.between_steps(even_closed=True):
-            pass  # who comes here tidies up
+            pass  # Entering and leaving the block closes the runner.
 
     def _free(self) -> None:
         if self.closed:

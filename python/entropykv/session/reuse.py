@@ -16,16 +16,19 @@ from entropykv.session.sequence import ReadParts, TokenSequence
 
 LEAST_SPARED = 32
 """The fewest tokens for which a checkpoint or a copy is used: fewer are read just as quickly."""
-_STRETCH = 256
+_BLOCK = 256
 """How many tokens of two texts are compared at once."""
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+    """Return the length of the common beginning of two sequences."""
     n = min(len(first), len(second))
-    for begin in range(0, n, _STRETCH):
-        one, other = first[begin : begin + _STRETCH], second[begin : begin + _STRETCH]
-        if one != other:  # lists are compared at once, many tokens in the time of one
+    for begin in range(0, n, _BLOCK):
+        one, other = (
+            first[begin : begin + _BLOCK],
+            second[begin : begin + _BLOCK],
+        )
+        if one != other:  # Lists are compared at once, many tokens in the time of one.
             for index in range(min(len(one), len(other))):
                 if one[index] != other[index]:
                     return begin + index
@@ -38,11 +41,11 @@ class ReuseSource(Enum):
     NOTHING = "nothing"
     """Nothing is reused: the prompt is read from its start."""
     WHOLE = "whole"
-    """All that is held: the prompt begins with it."""
+    """The whole text: the prompt begins with it."""
     PROMPT = "prompt"
-    """The end of the last prompt that was read, which is this one: its logits are known."""
+    """The end of the last prompt, which equals this one: its logits are known."""
     PART = "part"
-    """A part of what is held: the text is truncated to it."""
+    """A part of the text, which is truncated."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Reuse:
     n_read: int
     """How many tokens of the prompt are left to read."""
     shared: int
-    """How many tokens the prompt and the text that is held have in common."""
+    """How many tokens the prompt and the text have in common."""
     source: ReuseSource
     why: str
 
@@ -66,9 +69,9 @@ class HeldText:
     tokens: array[int]
     position: int
     parts: ReadParts
-    """Where readings of the text were cut, and the logits of the last prompt."""
+    """Where reading started micro-batches, and the logits of the last prompt."""
     has_logits: bool
-    """Whether the logits of the last token are known."""
+    """True if the logits of the last token are known."""
     reusable_from: int
     """Where the text ended when an entry was last evicted; 0 if none ever was."""
     store_can_return_to: Callable[[int], bool]
@@ -109,7 +112,7 @@ class HeldText:
         return replace(self, tokens=self.tokens[:position], position=position, has_logits=False)
 
     def can_return_to(self, position: int) -> bool:
-        """Tell whether truncating to a position leaves the entries that were there then."""
+        """Tell whether truncating to a position leaves the entries of that time."""
         if position == 0:
             return True
         if not self.is_whole or not self.reusable_from <= position <= self.position:
@@ -121,23 +124,25 @@ class HeldText:
         return min(end, self.n_ctx) <= self.n_sure
 
     def cut_before(self, position: int) -> int:
-        """Return the last place up to `position` where a reading of the text was cut.
+        """Return the last position up to `position` where reading the text started a micro-batch.
 
-        It is 0 where the text cannot go back there.
+        It is 0 if the text cannot be rolled back there.
         """
         begin = self.parts.begin_before(position)
         return begin if self.can_return_to(begin) else 0
 
     def repeatable_from(self, position: int, end: int) -> int:
-        """Return the last place up to `position` from which the text is read as it is from 0.
+        """Return the last position up to `position` from which the text is read as it is from 0.
 
-        It is 0 where something may be evicted before `end`: what is kept then depends on all
-        queries that were ever asked.
+        It is 0 if something may be evicted before `end`, because then the kept entries depend on
+        all earlier queries.
         """
         return self.cut_before(position) if self.keeps_all_until(end) else 0
 
     def leads_back_to_prompt(self, position: int, end: int) -> bool:
-        """Tell whether the last prompt ended at `position`, and all of it is there until `end`."""
+        """Tell whether the last prompt ended at `position`, and all its entries are kept until
+        `end`.
+        """
         known = self.parts.logits_at(position) is not None
         return known and self.keeps_all_until(end) and self.can_return_to(position)
 
@@ -147,19 +152,23 @@ class Demand:
     """Say what a prompt requires of the text that it continues from."""
 
     is_cut: bool = True
-    """Whether a part of the text must end where a reading from 0 would be cut, too, so that asking
-    again gives the same numbers."""
+    """True if a part of the text must end where a reading from 0 would also start a micro-batch, so
+    that asking again gives the same numbers.
+    """
     end: int | None = None
-    """How long the text may get without anything evicted, for numbers that are the same; None: what
-    is evicted later does not count."""
+    """The length that the text may reach without any eviction, for equal numbers; None: later
+    evictions do not matter.
+    """
     needs_logits: bool = True
-    """Whether logits must be known where the prompt ends; False: they are read again if need be."""
+    """True if logits must be known at the end of the prompt; False: its last token is read again if
+    necessary.
+    """
     knows_prompt: bool = False
-    """Whether the logits of the last prompt can be used where it is asked for again."""
+    """True if the logits of the last prompt can be used when it is asked again."""
 
 
 def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
-    """Decide from which position a prompt is read, where a text is held.
+    """Decide from which position a prompt must be read if a text is already held.
 
     If the prompt begins with the text, all of the text is reused. Otherwise it is a part of the
     common beginning, without the last token of the prompt, whose logits are needed.

@@ -1,10 +1,10 @@
-"""Choose whose tokens are read next: one decision a step, for all sequences of a pool.
+"""Choose which tokens are read next: one decision per step, for all sequences of a pool.
 
-Every thread that decodes hands in its next tokens and waits. One of them leads: it makes the step
-for all that are waiting, its own tokens among them, until those are read, and then another leads. A
-step reads the single token of everybody who writes, and one piece of a prompt: that of who came
-first. So no stream stalls for more than one piece, and the products of many single tokens cost
-little more than those of one.
+Every thread that decodes submits its next tokens and waits. One thread leads: it makes the steps
+for all waiting threads until its own tokens are read, and then another one leads. A step reads the
+single token of every session that writes, and one piece of the prompt that arrived first. Therefore
+no stream waits for more than one piece, and the products of many single tokens cost little more
+than those of one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from entropykv.errors import EntropyKVError, PoolError
 from entropykv.store.protocol import Part
 
 MOST_PATIENCE = 0.05
-"""Seconds that a step waits, at most, for the next tokens of those who were in the last one."""
+"""The most seconds that a step waits for the next tokens of the sessions in the last step."""
 PATIENCE = 0.5
-"""The same limit, as a part of what the last step took."""
-_LOOK_AGAIN = 0.02
-"""Seconds after which a leader who cannot do anything looks whether somebody is idle."""
+"""The same limit, as a fraction of the last step's time."""
+_CHECK_INTERVAL = 0.02
+"""Seconds between two checks of a leader without work whether a session is idle."""
 
 
 @dataclass(eq=False)
@@ -33,23 +33,23 @@ class Work:
     owner: Hashable
     part: Part
     arrival: int
-    """The number that arrive() gave the text that they are a part of: earlier texts come first."""
+    """The number of their text, from arrive(): earlier texts are read first."""
     turn: threading.Condition = field(default_factory=threading.Condition)
-    """Wakes its thread, and no other: once it is done, or the thread is to do a step."""
+    """Wakes only its own thread: when the tokens were read, or when the thread must lead."""
     thread: int = field(default_factory=threading.get_ident)
     done: bool = False
 
     @property
     def is_single(self) -> bool:
-        """Tell whether it is one token, as those that are written."""
+        """Tell whether it is one token, as when a session writes."""
         return self.part.is_single
 
 
 def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> list[Work]:
     """Return the works of one step: all single tokens, then the first piece of a prompt.
 
-    Without `together`, it is the one or the other, in turns: recurrent layers take only sequences
-    of one length at a time, and llama.cpp reads tokens or embeddings, never both in one step.
+    Without `together`, it is either the one or the other, in turns: recurrent layers accept only
+    sequences of equal length, and llama.cpp reads either tokens or embeddings in one step.
     """
     singles = [work for work in waiting if work.is_single]
     pieces = [work for work in waiting if not work.is_single]
@@ -72,27 +72,30 @@ class Scheduler:
         together: bool,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
-        """`admit` makes a sequence live, or says that it has to wait; `run` does a step.
+        """Use `admit`, which makes a sequence live or returns that it has to wait, and `run`, which
+        does a step.
 
         `together`: see choose(). `tidy` is called before and after every step, and before and after
-        what is done between two: it does what could not be done when it was asked for.
+        actions between two steps: it does what could not be done when it was requested.
         """
         self._admit = admit
         self._run = run
         self._together = together
         self._tidy = tidy
         self._closed: str | None = None
-        """What to tell who comes after close()."""
+        """The message for calls after close()."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        """Wakes who gathers the works of a step, and who waits for the end of one."""
+        """Wakes the thread that gathers the works of a step, and those that wait for the end of
+        one.
+        """
         self._waiting: list[Work] = []
         self._step: list[Work] = []
         """The works that are being read."""
         self._expected: dict[Hashable, int] = {}
-        """Owners that were in the last step, and their threads: they may come again at once."""
+        """Owners in the last step, and their threads; they may soon submit more."""
         self._leader: int | None = None
-        """The thread that does a step, or something between two."""
+        """The thread that makes a step, or does something between two steps."""
         self._gatherer: int | None = None
         """The thread that waits for the works of the next step."""
         self._guests = 0
@@ -112,7 +115,7 @@ class Scheduler:
             return self._arrivals
 
     def submit(self, owner: Hashable, part: Part, arrival: int) -> None:
-        """Have a part read; returns when it was, whatever came of it.
+        """Submit a part; returns when it was read, with or without an error.
 
         Raises EntropyKVError after close().
         """
@@ -135,32 +138,32 @@ class Scheduler:
                 self._hand_over()
 
     def _is_led(self) -> bool:
-        """Tell whether somebody does a step, gathers one, or does something between two."""
+        """Tell whether a thread makes a step, gathers one, or does something between two."""
         return self._leader is not None or self._guests > 0 or self._gatherer is not None
 
     def _hand_over(self) -> None:
-        """Let the thread of a work that waits do the next step, where nobody does."""
+        """Let the thread of a waiting work make the next step, if no thread leads."""
         if self._waiting and not self._is_led():
             self._waiting[0].turn.notify()
 
     def _awaited(self, gatherer: int) -> bool:
-        """Tell whether a thread that gathers waits for the next tokens of others."""
+        """Tell whether a gathering thread waits for the next tokens of others."""
         return any(thread != gatherer for thread in self._expected.values())
 
     def rest(self, owner: Hashable) -> None:
-        """Let nobody wait for an owner's next tokens: there may be none for long."""
+        """Stop waiting for an owner's next tokens, because none may follow soon."""
         with self._changed:
             if self._expected.pop(owner, None) is not None:
                 self._changed.notify_all()
 
     def cancel(self, owner: Hashable, why: str = "the decode was called off") -> None:
-        """Call off what waits to be read of an owner: its thread gets PoolError, which says why."""
+        """Cancel the waiting tokens of an owner: its thread gets a PoolError with the reason."""
         self._drop(lambda work: work.owner is owner, PoolError(why))
 
     def close(self, why: str) -> None:
-        """Call off all that waits, and refuse all that comes: EntropyKVError says why.
+        """Cancel all waiting works, and refuse new ones with an EntropyKVError with the reason.
 
-        The thread that leads calls it, so that no step is being made.
+        The leading thread calls it, so that no step is running.
         """
         with self._lock:
             self._closed = why
@@ -171,7 +174,7 @@ class Scheduler:
             raise EntropyKVError(self._closed)
 
     def _drop(self, concerns: Callable[[Work], bool], error: EntropyKVError) -> None:
-        """Take works from those that wait; what is being read is read to its end."""
+        """Remove works from the waiting ones; a running step is completed."""
         with self._changed:
             for work in [each for each in self._waiting if concerns(each)]:
                 if work not in self._step:
@@ -182,7 +185,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def leads(self) -> bool:
-        """Tell whether the calling thread does a step, or something between two."""
+        """Tell whether the calling thread makes a step, or does something between two."""
         return self._leader == threading.get_ident()
 
     def is_waiting(self, owner: Hashable) -> bool:
@@ -191,7 +194,7 @@ class Scheduler:
 
     @contextmanager
     def between_steps(self, *, even_closed: bool = False) -> Iterator[None]:
-        """Do something with the pool while nobody else does; may be nested.
+        """Change the pool in the `with` block, between two steps; it may be nested.
 
         Raises EntropyKVError after close(), unless `even_closed`.
         """
@@ -212,7 +215,7 @@ class Scheduler:
         try:
             self._tidy()
             if not even_closed:
-                self._check_open()  # which may have been what there was to tidy up
+                self._check_open()  # tidy() may have closed it.
             yield
             self._tidy()
         finally:
@@ -222,7 +225,7 @@ class Scheduler:
                 self._hand_over()
 
     def _lead(self) -> None:
-        """Do one step, or wait for somebody to become idle."""
+        """Make one step, or wait until a session becomes idle."""
         self._gather()
         # All this may have changed while it waited.
         if self._leader is not None or self._guests or not self._waiting:
@@ -242,10 +245,10 @@ class Scheduler:
             self._leader = None
             self._end(done)
         if not done:
-            self._changed.wait(_LOOK_AGAIN)
+            self._changed.wait(_CHECK_INTERVAL)
 
     def _do(self, ready: Sequence[Work]) -> None:
-        """Read those of the next step; all others wait on."""
+        """Read the works of the next step; the others continue to wait."""
         self._singles_turn = not self._singles_turn
         with self._changed:
             possible = [work for work in ready if work.part.error is None]
@@ -273,7 +276,7 @@ class Scheduler:
         self._changed.notify_all()
 
     def _gather(self) -> None:
-        """Wait a little for those who were in the last step, so that they are in this one."""
+        """Wait shortly for the sessions of the last step, so that their tokens join this one."""
         own = self._gatherer = threading.get_ident()
         end = time.monotonic() + self._patience
         try:

@@ -1,9 +1,9 @@
-"""Hold one text that a session has read, besides what the store keeps of it.
+"""Hold one text that a session has read, without the entries, which are in the store.
 
-Sums in floating point depend on how a text is cut: a kernel for one token adds in another order
-than one for many, and so do matrix products of different sizes. A text that is read again from the
-beginning of one of its micro-batches is cut as it was before, and gives the same bits: ReadParts
-knows where they began.
+Floating-point sums depend on how a text is cut into micro-batches: a kernel for one token adds in
+another order than one for many, and so do matrix products of different sizes. If a text is read
+again from the beginning of one of its micro-batches, it is cut in the same way, and gives the same
+bits. ReadParts records these beginnings.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from entropykv.session.image_spans import ImageSpans
 class TokenSequence:
     """Hold tokens, position and logits of a text, and from where on it can be read again.
 
-    These are plain values: who changes the store tells the sequence.
+    These are plain values; code that changes the store also updates the sequence.
     """
 
     def __init__(self, n_ubatch: int, tokens: Iterable[int] = ()) -> None:
-        """Begin with tokens that were read; a micro-batch has `n_ubatch` tokens at most."""
+        """Start with tokens that were read; a micro-batch has at most `n_ubatch` tokens."""
         self.tokens = array("i", tokens)
         """Every token read or generated so far, evicted or not."""
         self.position = len(self.tokens)
         """How many tokens were read."""
         self.logits: Logits | None = None
-        """The logits of the last token, (n_vocab,); None before one and after truncate()."""
+        """The logits of the last token, (n_vocab,); None without tokens and after truncate()."""
         self.echoed = 0
-        """How many tokens from the first on have entries that echoes have scored: see echo.py."""
+        """For how many of the first tokens echoes have scored the entries: see echo.py."""
         self.images = ImageSpans()
-        """Where images are, whose tokens are placeholders."""
+        """The positions of images in the text, whose tokens there are placeholders."""
         self.parts = ReadParts(n_ubatch)
         self.reusable_from = 0
-        """The position at the end of what last evicted an entry; 0 if nothing ever did."""
+        """The position at the end of the last eviction; 0 if nothing was ever evicted."""
         self.evicted_before = 0
-        """How many entries were evicted when it was last looked."""
+        """How many entries had been evicted at the last check."""
 
     def add(self, tokens: list[int], logits: Logits | None, *, is_prompt: bool) -> None:
         """Add a micro-batch that was read; `logits` are those of its last token.
 
-        `is_prompt`: it is no token that was written.
+        `is_prompt`: the tokens belong to a prompt, and were not written.
         """
         self.logits = logits
         self.parts.note(self.position, len(tokens), logits, is_prompt=is_prompt)
@@ -55,22 +55,22 @@ class TokenSequence:
         self.tokens.extend(tokens)
 
     def add_image(self, first: int, n_tokens: int, behind: int) -> None:
-        """Note that an image's rows, from number `first` on, are added next: see ImageSpans.
+        """Record that rows of an image, from row `first` on, are added next: see ImageSpans.
 
-        They get no echo, so that an echo of the text before it is as good as one of all.
+        Images are never echoed, so their tokens count as echoed if all text before them was.
         """
         self.images.note(self.position, first, n_tokens, behind)
         if self.echoed == self.position:
             self.echoed += n_tokens
 
     def note_evictions(self, evicted: int) -> None:
-        """Note where the text ended when entries were evicted; `evicted`: how many so far."""
+        """Record where the text ended if entries were evicted; `evicted`: how many so far."""
         if evicted != self.evicted_before:
             self.reusable_from = max(self.reusable_from, self.position)
         self.evicted_before = evicted
 
     def truncate(self, position: int, n_ctx: int) -> None:
-        """Go back to an earlier position, or to 0."""
+        """Roll back to an earlier position, or to 0."""
         del self.tokens[position - self.position :]
         self.position, self.logits = position, None
         self.parts.truncate(position)
@@ -79,15 +79,16 @@ class TokenSequence:
         if position == 0:
             self.reusable_from = 0
         elif position < self.reusable_from:
-            self.reusable_from = n_ctx + 1  # what is missing now stays so, wherever the text goes
+            # Missing entries stay missing, however the text continues.
+            self.reusable_from = n_ctx + 1
 
     def begin_after_load(self, evicted: int) -> None:
-        """Take over what a file tells of evictions: nobody knows when the last one was."""
+        """Set the number of evictions from a loaded file; the position of the last is unknown."""
         self.reusable_from = self.position if evicted else 0
         self.evicted_before = evicted
 
     def copy(self) -> TokenSequence:
-        """Return a sequence that goes on from here by itself."""
+        """Return an independent copy."""
         other = TokenSequence(0)
         other.tokens, other.position, other.logits = self.tokens[:], self.position, self.logits
         other.echoed, other.parts = self.echoed, self.parts.copy()
@@ -97,10 +98,10 @@ class TokenSequence:
         return other
 
     def to_come_back_to(self) -> TokenSequence:
-        """Return a copy for a checkpoint, with logits only where a prompt ends.
+        """Return a copy for a checkpoint, with logits only at the end of a prompt.
 
-        An answer is asked for again from there. At the end of an answer a longer text goes on, so
-        that nobody needs the logits, which are most of what a copy takes.
+        An answer is asked again from there. After an answer, a longer text follows, so that its
+        logits, most of the size of a copy, are not needed.
         """
         other = self.copy()
         if other.parts.logits_at(other.position) is None:
@@ -110,9 +111,10 @@ class TokenSequence:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes that it takes: tokens, where they were cut, and logits."""
+        """Return its bytes: tokens, records where they were cut, and logits."""
         known = [each for each in (self.logits, self.parts.logits) if each is not None]
-        logits = sum({id(each): each.nbytes for each in known}.values())  # often the same
+        # The arrays are often the same.
+        logits = sum({id(each): each.nbytes for each in known}.values())
         return self.tokens.itemsize * len(self.tokens) + self.parts.n_bytes + logits
 
 
@@ -127,12 +129,12 @@ class _Part:
 class ReadParts:
     """Hold the micro-batches of several tokens that were read, and the last prompt's logits.
 
-    Tokens that were read one by one, as generated ones are, need no place here: a text can be cut
+    Tokens that were read one by one, such as generated ones, are not recorded: a text can be cut
     between any two of them.
     """
 
     def __init__(self, n_ubatch: int) -> None:
-        """Begin with nothing read; a micro-batch has up to `n_ubatch` tokens."""
+        """Start empty; a micro-batch has up to `n_ubatch` tokens."""
         self._n_ubatch = n_ubatch
         self._parts: list[_Part] = []
         self._end_of_prompt = 0
@@ -146,10 +148,10 @@ class ReadParts:
         *,
         is_prompt: bool = False,
     ) -> None:
-        """Take down a micro-batch read at `position`, and the logits of its last token, if any.
+        """Record a micro-batch read at `position`, and the logits of its last token, if any.
 
-        `is_prompt`: it is no token that was written. The last micro-batch of a prompt may have one
-        token, too.
+        `is_prompt`: the tokens belong to a prompt, and were not written. The last micro-batch of a
+        prompt may also have only one token.
         """
         if n_tokens > 1:
             self._parts.append(_Part(position, position + n_tokens))
@@ -158,27 +160,27 @@ class ReadParts:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes that a copy takes, logits not counted."""
+        """Return the bytes of a copy, without logits."""
         return sys.getsizeof(self._parts)
 
     @property
     def logits(self) -> npt.NDArray[np.float32] | None:
-        """Return the logits of the last prompt; None: they are not known."""
+        """Return the logits of the last prompt; None if they are not known."""
         return self._logits
 
     def forget_logits(self) -> None:
-        """Forget the logits of the last prompt, which take 4 bytes for every token known."""
+        """Forget the logits of the last prompt, which take 4 bytes per token of the vocabulary."""
         self._logits = None
 
     def copy(self) -> ReadParts:
-        """Return the same, for a session that was forked."""
+        """Return a copy, for a session that was forked."""
         other = ReadParts(self._n_ubatch)
         other._parts = self._parts[:]
         other._end_of_prompt, other._logits = self._end_of_prompt, self._logits
         return other
 
     def truncate(self, position: int) -> None:
-        """Forget what was read at and beyond a position."""
+        """Remove the tokens from a position on."""
         while self._parts and self._parts[-1].begin >= position:
             self._parts.pop()
         if self._parts and self._parts[-1].end > position:
@@ -188,11 +190,12 @@ class ReadParts:
 
     @property
     def end_of_prompt(self) -> int:
-        """Return the end of the last micro-batch of several tokens; 0 where there was none."""
+        """Return the end of the last micro-batch of several tokens; 0 if there was none."""
         return self._end_of_prompt
 
     def begin_before(self, position: int) -> int:
-        """Return the last position up to `position` where a reading of the same text was cut.
+        """Return the last position up to `position` where reading the same text starts a
+        micro-batch.
 
         A micro-batch that is not full ends where its text ended: a longer text is not cut there.
         """
@@ -205,5 +208,5 @@ class ReadParts:
         return position
 
     def logits_at(self, position: int) -> npt.NDArray[np.float32] | None:
-        """Return the logits after a prompt that ended at `position`; None: they are not known."""
+        """Return the logits after a prompt that ended at `position`; None if they are not known."""
         return self._logits if position == self._end_of_prompt else None

@@ -42,8 +42,8 @@ class SequenceSlot:
         self.position = 0
         """How many tokens had been read at the end of the last step."""
         self.expected = 0
-        """The least tokens that its text will have, as far as known; others get the pages that it
-        does not need.
+        """The expected length of its text in tokens, at least; pages that this length does not need
+        go to other sequences.
         """
         self.shared_for = 0
         """The length of text that the current shares have room for, or were planned with."""
@@ -69,7 +69,7 @@ class SequenceSlot:
         self.text.note_evictions(self.store.evicted)
 
     def is_idle(self, now: float) -> bool:
-        """Tell whether it can be swapped out without delaying anybody."""
+        """Tell whether it can be swapped out without delaying a thread."""
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property

@@ -1,4 +1,4 @@
-"""Decode one sequence of one model under a budget: Session."""
+"""Read and write one sequence of a model under a budget: Session."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget, at_least
 from entropykv.settings.recovery import Recovery, Rung
 from entropykv.settings.renamed import warn_of_name
-from entropykv.store.protocol import CacheLook, Logits
+from entropykv.store.protocol import CacheMapFunction, Logits
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
 
 
 class Session:
     """Read and write one sequence of tokens with a model, inside a KV budget.
 
-    `model`: path of a GGUF file, or a Model, which the session closes. `options`, or keyword
-    arguments of the same names: see CacheOptions; arguments stand in the place of what `options`
-    say. `n_ctx` may be more than the model was trained for: then positions are re-based as the
-    sequence grows, or ContextError tells why the model cannot. `on_climb` is called with each Climb
-    of the recovery ladder. `verbose`: llama.cpp's own log.
+    `model`: the path of a GGUF file, or a Model, which the session closes. `options`, or keyword
+    arguments of the same names, which take precedence: see CacheOptions. `n_ctx` may exceed the
+    trained context: then positions are re-based as the sequence grows, or a ContextError says why
+    the model cannot. `on_climb` is called with each Climb of the recovery ladder. `verbose`: print
+    llama.cpp's own log.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
     """
 
     name: str | None = None
-    """What those who use it call it, to find it among all sessions of a pool."""
+    """A name that callers may set, to find it among the sessions of a pool."""
     _closed = True
-    """True until it holds something, so that close() works even where __init__ raises."""
+    """True until it holds something, so that close() works even if __init__ raises."""
 
     @shows(SessionArguments)
     def __init__(
@@ -96,12 +96,12 @@ class Session:
         verbose: bool = False,
         **arguments: Unpack[SessionArguments],
     ) -> Session:
-        """Make a session with a model of the Hugging Face Hub, which is fetched once.
+        """Make a session with a model of the Hugging Face Hub, which is downloaded only once.
 
-        `repo_id`: user/model or user/model:quant; `filename`: a file of it instead of a quant, or a
-        pattern of its name. What is fetched, and to where, see fetch_model() of entropykv.hub; the
-        other arguments are those of Session. Raises HubError and what Session raises, and
-        MissingExtraError without the extra `hub`.
+        `repo_id`: user/model or user/model:quant; `filename`: the name of a file instead of a
+        quant, or a pattern. fetch_model() of entropykv.hub explains which files are downloaded, and
+        to where; the other arguments are those of Session. Raises HubError, the errors of Session,
+        and MissingExtraError without the extra `hub`.
         """
         from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
 
@@ -120,9 +120,10 @@ class Session:
         tenant: Hashable = None,
         origin: Checkpoint | None = None,
     ) -> Session:
-        """Make a session of a pool, which owns the runner and is kept as long: see Pool.session().
+        """Make a session of a pool, which owns the runner and is kept as long as the session: see
+        Pool.session().
 
-        `origin` is a swapped out state to go on from, which becomes its own.
+        `origin` is a swapped out state to continue from, which becomes its own.
         """
         self = cls.__new__(cls)
         runner.config.check_recovery(recovery)
@@ -142,20 +143,20 @@ class Session:
         tenant: Hashable = None,
         pool: object = None,
     ) -> None:
-        """Take a slot at a runner, and make the parts that work on it."""
+        """Get a slot of a runner, and make the parts that work on it."""
         self._runner = runner
         self._pool = pool
         self.recovery = recovery
         self.on_climb = on_climb
         self.tenant = tenant
-        """Whose texts it shares: see Pool.session."""
+        """The tenant, whose texts it shares: see Pool.session()."""
         self._model = runner.model
         self.config: ResolvedConfig = runner.config
-        """What was asked for, and what it means for the model."""
+        """The options, and what they mean for the model."""
         self._slot = runner.add_slot(weight)
         self._store = self._slot.store
         self.hook = self._store.hook
-        """What changes the context's graphs, and can time them: see entropykv.evaluation.work."""
+        """Changes the context's graphs, and can time them: see entropykv.evaluation.work."""
         self._rollback = Rollback(runner, self._slot, tenant)
         self._reader = SequenceReader(runner, self._slot, self._rollback)
         self._saver = Saver(runner, self._slot)
@@ -163,7 +164,7 @@ class Session:
         self._closed = False
 
     def __enter__(self) -> Session:
-        """Use the session as a context manager: it closes at the end."""
+        """Return the session itself; leaving the `with` block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,16 +172,17 @@ class Session:
         self.close()
 
     def __del__(self) -> None:
-        """Free what nobody has closed; never wait, since this may happen in any thread."""
+        """Free what was not closed, without waiting, because this may happen in any thread."""
         if not self._closed:
             self._closed = True
             self._runner.remove_slot_later(self._slot)
 
     def close(self) -> None:
-        """Free the sequence, and give its part of a pool to the others; free the model if alone.
+        """Free the sequence, and leave its share to the others of a pool; a session alone also
+        frees the model.
 
-        It waits for the micro-batch that is being read. The session cannot be used any more: a
-        thread that reads or writes it gets an EntropyKVError.
+        It waits for the running micro-batch. The session cannot be used any more: a thread that
+        reads or writes it gets an EntropyKVError.
         """
         if not self._closed:
             self._closed = True
@@ -193,7 +195,7 @@ class Session:
 
         Shape (len(tokens), n_vocab) with `all_logits`, else (1, n_vocab) of the last token. Raises
         ContextError for no tokens, unknown tokens, or more than the context holds, and
-        UnsupportedModelError where the graph turns out not to be what the store must change.
+        UnsupportedModelError if the graph is not as the store expects.
         """
         start = time.perf_counter()
         parts = [p for p in self.decode_micro_batches(tokens, all_logits) if p is not None]
@@ -203,10 +205,10 @@ class Session:
     def decode_micro_batches(
         self, tokens: Sequence[int], all_logits: bool, *, writes: bool | None = None
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """Yield each micro-batch's logits as it is read: None for those that have none.
+        """Yield each micro-batch's logits after reading it: None for those without logits.
 
-        `writes`: whether they were written, and are not (the rest of) a prompt; None: a single
-        token is taken for a written one.
+        `writes`: the tokens were written, and are not (the rest of) a prompt; None: a single token
+        counts as written.
         """
         return self._reader.read(tokens, all_logits, writes=writes)
 
@@ -238,23 +240,23 @@ class Session:
     def generate(
         self, tokens: Sequence[int], max_tokens: int = -1, **sampling: Any
     ) -> Generator[int, None, None]:
-        """Read `tokens`, then yield generated ones as they come.
+        """Read `tokens`, then yield generated ones one by one.
 
-        Without tokens, it goes on after the last one read, where `logits` is not None. A token is
-        read when the next one is asked for: the last one that was yielded is not read yet. With
-        recovery, tokens are read ahead of those yielded: close() the generator where you stop early
-        (contextlib.closing), before you look at the session.
+        Without tokens, it continues after the last token read; `logits` must not be None. A token
+        is read when the next one is requested, so the last one that was yielded is not read yet.
+        With recovery, tokens are read before they are yielded: if you stop early, close() the
+        generator (contextlib.closing) before you use the session.
 
         Ends at an end-of-generation token (not yielded), after `max_tokens` (-1: no limit), or when
-        the context is full. `sampling`: the fields of entropykv.sampling.Sampling; temperature 0 is
-        greedy, and with it the result does not depend on `seed`.
+        the context is full. `sampling`: the fields of entropykv.sampling.Sampling; with temperature
+        0, sampling is greedy and does not depend on `seed`.
         """
         return self._resting(generate(self, tokens, max_tokens, Sampling(**sampling)))
 
     def _resting(self, stream: Generator[int, None, None]) -> Generator[int, None, None]:
-        """Pass tokens on; in the end, let no other session of the pool wait for more.
+        """Yield tokens unchanged; at the end, tell the pool not to wait for more.
 
-        While a token is found, nobody frees the vocabulary that samplers read.
+        The vocabulary, which samplers read, is kept while a token is chosen.
         """
         try:
             with closing(stream):
@@ -269,18 +271,20 @@ class Session:
             self.rest()
 
     def rest(self) -> None:
-        """Say that nothing more is read soon: a pool may swap out the session for another one."""
+        """Tell the pool that no tokens follow soon, so that it may swap the session out for another
+        one.
+        """
         if not self._closed and not self._runner.closed:
             self._runner.rest(self._slot)
 
     def interrupt(self) -> None:
-        """Call off a decode that waits for its turn in another thread, which gets PoolError."""
+        """Cancel a decode that waits for its turn in another thread, which gets PoolError."""
         self._runner.scheduler.cancel(self._slot)
 
     def refuse(self) -> None:
-        """Read nothing more: a decode in another thread ends with its next micro-batch.
+        """Refuse further tokens: a decode in another thread ends with its next micro-batch.
 
-        That thread gets an EntropyKVError. What was read can be looked at until close().
+        That thread gets an EntropyKVError. The text can still be examined until close().
         """
         self._runner.refuse(self._slot)
 
@@ -289,9 +293,9 @@ class Session:
     def tokenize(
         self, text: str | None, add_bos: bool | None = None, special: bool = True
     ) -> list[int]:
-        """Return the tokens of a text; `add_bos` None: as the model wants.
+        """Return the tokens of a text; `add_bos` None adds BOS if the model wants it.
 
-        `special`: names of control tokens are read as such. Raises ContextError for None, which
+        `special`: recognise names of control tokens. Raises ContextError for None, which
         chat_prompt() and chat_turn() return if the model has no chat template.
         """
         if text is None:
@@ -308,20 +312,22 @@ class Session:
         return self._model.detokenize(text, special=special)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of a token, for output as it comes; `special`: of control tokens.
+        """Return the bytes of a token, to print it at once; `special`: also of control tokens.
 
-        Those of an image have none.
+        Placeholders of images have none.
         """
         if is_placeholder(token):
             return b""
         return self._model.token_bytes(token, special=special)
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
-        """Return the prompt of one user turn: see Model.chat_prompt."""
+        """Return the prompt of one user turn: see Model.chat_prompt()."""
         return self._model.chat_prompt(text, system)
 
     def chat_turn(self, text: str) -> str | None:
-        """Return what a further user turn adds after an answer: see Model.chat_turn."""
+        """Return the text between an answer and the next one, with a further user turn: see
+        Model.chat_turn().
+        """
         return self._model.chat_turn(text)
 
     @property
@@ -331,7 +337,7 @@ class Session:
 
     @property
     def answer_frame(self) -> AnswerFrame:
-        """Return what the chat template writes before answers: see Model.answer_frame."""
+        """Return what the chat template writes before answers: see Model.answer_frame()."""
         return self._model.answer_frame
 
     def is_end(self, token: int) -> bool:
@@ -395,12 +401,12 @@ class Session:
 
     @property
     def text_bytes(self) -> int:
-        """Return the bytes of its tokens and logits, and of where the text can be read again."""
+        """Return the bytes of its tokens and logits, and of the records where the text was cut."""
         return self._slot.text.n_bytes
 
     @property
     def trajectory(self) -> Trajectory | None:
-        """Return what was held over the text, where entries are frozen."""
+        """Return the numbers of entries over the text, if entries are frozen; else None."""
         return self._slot.trajectory
 
     @property
@@ -410,19 +416,19 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether it was closed, or its pool was."""
+        """Tell whether it or its pool was closed."""
         return self._closed or self._runner.closed
 
     # --- settings ---------------------------------------------------------------------------------
 
     @property
     def n_ctx(self) -> int:
-        """Return the length of the longest sequence, in tokens."""
+        """Return the most tokens of a sequence."""
         return self.config.n_ctx
 
     @property
     def n_ubatch(self) -> int:
-        """Return how many tokens of text are read at once, however many follow."""
+        """Return how many tokens of text are read at once at most."""
         return self._reader.chunk
 
     @property
@@ -432,70 +438,81 @@ class Session:
 
     @property
     def profile(self) -> EntropyProfile | None:
-        """Return the entropy profile that was given or found, where the policy takes one."""
+        """Return the entropy profile that was given or found, if the policy uses one."""
         return self.config.profile
 
     @property
     def freezing(self) -> Freezing | None:
-        """Return where evicted entries are kept; None where they are dropped."""
+        """Return the settings of freezing; None if evicted entries are dropped."""
         return self.config.freezing
 
     @property
     def fallback(self) -> str | None:
-        """Return why the flat store serves the model where either might."""
+        """Return why the flat store serves the model although headwise was possible; None if it
+        does not.
+        """
         return self.config.fallback
 
     @property
     def store(self) -> str:
-        """Return which store serves the model: headwise or flat."""
+        """Return the name of the store: headwise or flat."""
         return self._store.name
 
     @property
     def context(self) -> Any:
-        """Return the llama_context, for samplers; its logits may be another session's."""
+        """Return the llama_context, for samplers; its logits may belong to another session."""
         return self._store.context
 
     @property
     def is_alone(self) -> bool:
-        """Tell whether no other session reads in the llama_context, whose logits are its own."""
+        """Tell whether no other session reads in the llama_context, so that its logits are
+        its own.
+        """
         return self._runner.shared.is_private
 
     @property
     def learner(self) -> Learner | None:
-        """Return what learns the model's profile, and tells what it has left; None without it."""
+        """Return the object that learns the model's profile; None without learning."""
         return self._runner.learner
 
     @property
     def predictor_fit(self) -> PredictorFit | None:
-        """Return what fits the model's predictor to its first texts; None where it is known."""
+        """Return the object that fits the model's predictor to its first texts; None if there is
+        one already.
+        """
         return self._runner.fit
 
     def other_file(self) -> str | None:
-        """Return a sentence where the profile was made with another file of the model's shape."""
+        """Return a note if the profile was made with another file of the model's shape;
+        else None.
+        """
         return None if self.profile is None else other_file(self.profile, self._model.geometry)
 
     @property
     def recipe(self) -> ResolvedConfig:
-        """Return `config` under the name that it had before version 0.2.0."""
+        """Return `config`, under its name before version 0.2.0."""
         warn_of_name("Session.recipe", "config")
         return self.config
 
     # --- the cache --------------------------------------------------------------------------------
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Return the positions that a KV head keeps, ascending; IndexError for no such head."""
+        """Return the positions that a KV head keeps, ascending; raises IndexError for an unknown
+        head.
+        """
         budgets = self._store.budgets()
         if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
             raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
         with self._runner.live_store(self._slot) as store:
             return store.entries(layer, kv_head)
 
-    def cache_map(self) -> CacheLook:
-        """Return a function that looks at what all KV heads hold, for those who watch.
+    def cache_map(self) -> CacheMapFunction:
+        """Return a function that shows what all KV heads hold, for viewers.
 
         look(first, per_column, n_columns) returns three arrays of bytes, (KV heads of all layers,
-        columns), or of one row where all KV heads keep the same: which share of a column's
-        positions is held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+        columns), or with one row if all KV heads keep the same: the shares of a column's positions
+        that are held, that are frozen, and that are held now but were frozen at the last call; in
+        255ths, rounded up.
         """
         return self._store.cache_map()
 
@@ -510,13 +527,15 @@ class Session:
 
     @property
     def sure_entries(self) -> int:
-        """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
+        """Return how many of the newest tokens every KV head certainly keeps; n_ctx if nothing is
+        evicted.
+        """
         return self._store.sure_entries
 
     def resize(self, kv_budget: Budget | str | float) -> None:
-        """Change the budget while running: a larger one holds at once, a smaller one evicts.
+        """Change the budget while running: a larger one takes effect at once, a smaller one evicts.
 
-        BudgetError leaves the session as it was.
+        BudgetError leaves the session unchanged.
         """
         self._runner.check_usable(self._slot)
         budget = Budget.parse(kv_budget)
@@ -527,11 +546,12 @@ class Session:
         self._slot.note_evictions()
 
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
-        """Restore frozen entries as far as the budget has room; returns how many, of all KV heads.
+        """Restore frozen entries as far as the budget has room; returns how many entries of all KV
+        heads.
 
         SOFT: those that would stay frozen for more than one further step; WINDOW: those frozen in
-        the last `window` steps; FULL: all, and detections start again. With the next token, the
-        others are looked through for what it needs.
+        the last `window` steps; FULL: all, and detections start again. The next token also searches
+        the remaining ones.
         """
         self._runner.check_usable(self._slot)
         at_least("window", window, 0)
@@ -544,38 +564,39 @@ class Session:
     def reusable_from(self) -> int:
         """Return where the text ended when an entry was last evicted; 0 if none ever was.
 
-        Truncating to it or beyond leaves the entries that were there when the session stood there.
-        After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
-        session that never read on would have, until reset().
+        Truncating to this position or a later one leaves the same entries as at that time. After
+        truncate() to an earlier one, it is more than n_ctx until reset(): entries are missing that
+        a session without the later text would have.
         """
         return self.held().reusable_from
 
     @property
     def end_of_prompt(self) -> int:
-        """Return where the last prompt ended: what follows was written token by token."""
+        """Return where the last prompt ended; later tokens were written one by one."""
         return self._slot.text.parts.end_of_prompt
 
     def can_return_to(self, position: int) -> bool:
-        """Tell whether truncate(position) leaves the entries of a session that never read on.
+        """Tell whether truncate(position) leaves the entries of a session that never read further.
 
-        Always so for 0. Where it is False, the tokens must be read again. With freezing, which of
-        them are frozen may be others.
+        This is always true for 0. If it is False, the tokens must be read again. With freezing,
+        other entries may be frozen.
         """
         return self.held().can_return_to(position)
 
     def cut_before(self, position: int) -> int:
-        """Return the last place up to `position` where a reading of the text was cut.
+        """Return the last position up to `position` where reading the text started a micro-batch.
 
-        It is 0 where the session cannot return there: see can_return_to().
+        It is 0 if the session cannot return there: see can_return_to().
         """
         return self.held().cut_before(position)
 
     def repeatable_from(self, position: int, end: int) -> int:
-        """Return where to truncate to, so that the text after it is read as it would be from 0.
+        """Return where to truncate to, so that the later text is read as it would be from position
+        0.
 
-        The result is at most `position`, where the text departs from what was read; `end` is how
-        long it may get. It is 0 where something may be evicted before `end`: what is kept then
-        depends on all queries that were ever asked.
+        The result is at most `position`, where the text differs from the one that was read; `end`
+        is the length that it may reach. It is 0 if something may be evicted before `end`, because
+        then the kept entries depend on all earlier queries.
         """
         return self.held().repeatable_from(position, end)
 
@@ -584,22 +605,22 @@ class Session:
         return self._rollback.held()
 
     def truncate(self, position: int) -> None:
-        """Go back to `position` tokens; 0 is possible after a decode that failed, too.
+        """Roll back to `position` tokens; 0 is possible even after a failed decode.
 
-        What was evicted before `position` does not come back: see can_return_to(). ContextError
-        where a model's recurrent layers or sliding windows cannot go back that far.
+        Entries before `position` that were evicted do not return: see can_return_to(). Raises
+        ContextError if recurrent layers or sliding windows cannot roll back that far.
         """
         self._rollback.truncate(position)
 
     def reset(self) -> None:
-        """Forget every token; counters start again."""
+        """Remove all tokens, and reset the counters."""
         self.truncate(0)
         self._clear_counts()
 
     def return_to_prompt(self, position: int, end: int) -> bool:
-        """Go back to the end of the last prompt, whose logits are those of the session again.
+        """Roll back to the end of the last prompt, and restore its logits.
 
-        Returns False, and nothing changes, where the last prompt did not end at `position`, or
+        Returns False, and changes nothing, if the last prompt did not end at `position`, or if
         something may be evicted before `end`: see repeatable_from().
         """
         return self._rollback.return_to_prompt(position, end)
@@ -607,28 +628,29 @@ class Session:
     def return_to_checkpoint(
         self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
     ) -> bool:
-        """Go back to where most of a text was read, if that is more than `beyond` tokens of it.
+        """Roll back to the checkpoint with the longest common beginning, if it exceeds `beyond`
+        tokens.
 
-        That is a checkpoint of any session of its tenant in the pool, whatever was evicted since;
-        with one of all of the text, the logits are there again. False, and nothing changes,
-        where there is none: a session alone keeps none. `repeatable`: only to where a text that is
-        read from 0 is cut, too, or to a checkpoint itself, so that asking again gives the same
-        numbers.
+        It may be a checkpoint of any session of its tenant in the pool, whatever was evicted since.
+        If it covers the whole text, its logits are restored, too. Returns False, and changes
+        nothing, if there is none; a session without a pool keeps none. `repeatable`: only roll back
+        to a position where a reading from 0 also starts a micro-batch, or to a checkpoint itself,
+        so that asking again gives the same numbers.
         """
         return self._rollback.return_to_checkpoint(tokens, beyond, repeatable=repeatable)
 
     def keep_checkpoint(self) -> None:
-        """Keep where the text stands, to come back to: a pool with checkpoints does."""
+        """Keep a checkpoint of the current text, if the pool keeps checkpoints."""
         self._rollback.keep_checkpoint()
 
     def note_turn(self, *, writes: bool) -> None:
-        """Keep a checkpoint where the text turns from what is read to what is written, or back."""
+        """Keep a checkpoint if the text changes from reading to writing, or back."""
         self._rollback.note_turn(writes=writes)
 
     # --- files ------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
-        """Write all that decoding depends on to a file, which appears complete or not at all.
+        """Write the whole state to a file, which appears complete or not at all.
 
         `chat`: whether the text is a chat by the model's template. Raises SessionFileError.
         """
@@ -639,19 +661,19 @@ class Session:
         return self._saver.state()
 
     def load(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Go on with a session that was saved: the same numbers as if it had never ended.
+        """Load a saved session, which continues with the same numbers as if it had never ended.
 
-        Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
-        than what the file holds, it evicts. All of the file is read and checked before anything
-        changes. Raises SessionFileError, or FreezeError where cold storage has no room for it, and
-        leaves the session as it was before.
+        Model file, store, kv_type and policy must be those of the file. If the budget is too small
+        for its entries, it evicts. The whole file is read and checked before anything changes.
+        Raises SessionFileError, or FreezeError if cold storage has no room, and leaves the session
+        unchanged.
         """
         contents = self._saver.load(path)
         self._clear_counts()
         return contents
 
     def load_state(self, data: bytes) -> SavedContents:
-        """Go on with what save_state() returned, as load() does with a file."""
+        """Load what save_state() returned, as load() does with a file."""
         contents = self._saver.load_state(data)
         self._clear_counts()
         return contents
@@ -660,29 +682,29 @@ class Session:
 
     @property
     def weight(self) -> float:
-        """Return its part of the pool, relative to those of the others."""
+        """Return its weight in the pool, relative to the others."""
         return self._slot.weight
 
     @property
     def number(self) -> int:
-        """Return how many sessions its pool had had before it."""
+        """Return how many sessions its pool had made before."""
         return self._slot.number
 
     @property
     def is_live(self) -> bool:
-        """Tell whether it has a share of the pool, and is not swapped out or empty."""
+        """Tell whether it has a share of the pool, and is neither swapped out nor empty."""
         return self._slot.live
 
     def fork(self) -> Session:
-        """Return another session of the pool, which goes on from what this one has read.
+        """Return another session of the pool that continues from the text of this one.
 
-        Both have the same pages until one of them changes. It is swapped out until it reads, and
-        then has a share of the pool. Raises PoolError where no more can be swapped out, and for a
-        session alone.
+        Both use the same pages until one of them changes them. It is swapped out until it reads,
+        and then gets a share of the pool. Raises PoolError if nothing more can be swapped out, and
+        for a session without a pool.
         """
         self._runner.check_usable(self._slot)
         if self._pool is None:
-            raise PoolError("a session alone cannot be forked; make it by a Pool")
+            raise PoolError("a session alone cannot be forked; create it with a Pool")
         return Session.of_pool(
             self._pool,
             self._runner,
@@ -694,7 +716,7 @@ class Session:
         )
 
     def swap_out(self) -> None:
-        """Leave its part of the pool to others until it is used again; raises PoolError."""
+        """Leave its share to the others of the pool until it is used again; raises PoolError."""
         self._runner.check_usable(self._slot)
         shared = self._runner.shared
         with self._runner.exclusively(self._slot):
@@ -702,20 +724,20 @@ class Session:
             shared.share()
 
     def pool_status(self) -> PoolStatus:
-        """Return how it stands among the others of the pool, between two steps.
+        """Return the session's status in its pool, at a moment between two steps.
 
-        Only then does what it holds stay where it is: a step may hand its pages to another one.
+        During a step, its pages may be given to another session.
         """
         with self._runner.scheduler.between_steps():
             return self._runner.shared.status_of(self._slot)
 
     def park(self) -> None:
-        """Swap out, under the name that it had before version 0.2.0."""
+        """Swap out, under the name before version 0.2.0."""
         warn_of_name("Session.park", "swap_out")
         self.swap_out()
 
     def standing(self) -> PoolStatus:
-        """Return pool_status(), under the name that it had before version 0.2.0."""
+        """Return pool_status(), under its name before version 0.2.0."""
         warn_of_name("Session.standing", "pool_status")
         return self.pool_status()
 
@@ -740,15 +762,15 @@ class Session:
         )
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Add to what stats() reports as generated."""
+        """Add generated tokens, and the seconds they took, to the counts of stats()."""
         self._counts.add_generated(n_tokens, seconds)
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Add to what stats() reports as prompt."""
+        """Add tokens of a prompt, and the seconds they took, to the counts of stats()."""
         self._counts.add_prompt(n_tokens, seconds)
 
     def note_climb(self, climb: Climb) -> None:
-        """Take down a climb of the recovery ladder, and tell `on_climb`."""
+        """Record a climb of the recovery ladder, and call `on_climb`."""
         name = climb.rung.name.lower()
         self._counts.add_climb(name)
         if self.trajectory:

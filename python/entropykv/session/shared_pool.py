@@ -22,22 +22,26 @@ from entropykv.settings.options import Budget
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """Say how a session stands among the others of its pool."""
+    """Hold the status of one session in its pool."""
 
     state: Literal["active", "idle", "swapped_out", "waiting"]
-    """What it does; `waiting`: for room in the pool, `idle`: it may be swapped out for another."""
+    """`active`: it reads or writes; `idle`: it may be swapped out for another session;
+    `swapped_out`: it has no share; `waiting`: it waits for room in the pool.
+    """
     idle_seconds: float
-    """Seconds since tokens of it were read."""
+    """Seconds since its last tokens were read."""
     given_up: int
-    """How many entries left because its share became smaller, for the sake of others."""
+    """How many entries were evicted because its share shrank for other sessions."""
     is_swapped_out: bool = False
-    """True where it has no share; it may still wait for one."""
+    """True if it has no share; it may still wait for one."""
     swapped_entries: int = 0
-    """How many entries of all KV heads come back with its next token."""
+    """How many entries of all KV heads will return with its next token."""
     pages_bytes: int = 0
-    """Bytes of pages that it has in the pool while it is swapped out, shared ones included."""
+    """Bytes of the pool's pages that it still holds while it is swapped out, including
+    shared ones.
+    """
     swapped_bytes: int = 0
-    """Bytes that are kept outside of the pool meanwhile."""
+    """Bytes that it takes outside the pool while it is swapped out."""
 
 
 class SharedPool:
@@ -101,7 +105,9 @@ class SharedPool:
             self.share()
 
     def _vacate(self, slot: SequenceSlot) -> None:
-        """Free a sequence's pages and its number; its content is kept elsewhere, or not needed."""
+        """Free a sequence's pages and its number; the caller has kept its content if it is still
+        needed.
+        """
         store = slot.headwise
         store.set_aside()
         self._free_numbers.append(store.sequence)
@@ -130,10 +136,11 @@ class SharedPool:
     def _check_shared(self, what: str) -> None:
         if self._shares.keeps_places:
             raise PoolError(
-                f"a session alone has nobody to share with, and cannot {what}; make it by a Pool"
+                f"a session without a pool shares with no other, and cannot {what}; create it "
+                "with a Pool"
             )
 
-    def somebody_else_reads(self, slot: SequenceSlot) -> bool:
+    def another_reads(self, slot: SequenceSlot) -> bool:
         """Tell whether waiting makes sense, because another live sequence is in use."""
         now = time.monotonic()
         return any(not each.is_idle(now) for each in self.live if each is not slot)
@@ -214,7 +221,7 @@ class SharedPool:
         return self.swap_space.hold(slot.position, pages, store.state_of, spare=True)
 
     def status_of(self, slot: SequenceSlot) -> PoolStatus:
-        """Return the status of a sequence among the others."""
+        """Return the status of a sequence in the pool."""
         now, is_waiting = time.monotonic(), self._is_waiting(slot)
         idle_seconds, swapped = now - slot.last_step, slot.swapped
         if swapped is not None:

@@ -13,7 +13,7 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
 
-STRETCH = 64
+GROWTH_STEP = 64
 """Tokens by which a text is expected to grow, so that shares do not change with every token."""
 LEAST_CHANGE = 1 / 16
 """Shares change only if a new measurement of losses would change one by at least this fraction."""
@@ -189,7 +189,7 @@ class PageShares:
     def _length(self, slot: SequenceSlot) -> int:
         """Return the expected length of a text in tokens."""
         n_tokens = max(slot.expected, slot.position, 1)
-        return min(-(-n_tokens // STRETCH) * STRETCH, self._config.n_ctx)
+        return min(-(-n_tokens // GROWTH_STEP) * GROWTH_STEP, self._config.n_ctx)
 
     def _claim(self, slot: SequenceSlot, part: int) -> Claim:
         curve = slot.headwise.sharing.loss_curve()

@@ -10,6 +10,10 @@ RENAMED = {"park": "swap", "park_limit": "swap_limit"}
 """Options that were renamed in version 0.2.0; the old names work for one more release."""
 
 
+DEPRECATED = r".* is called .* since version "
+"""The beginning of every warning about a deprecated name, as a regular expression."""
+
+
 def with_current_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments under their current names; emits DeprecationWarning for old ones."""
     for name in RENAMED.keys() & arguments.keys():

@@ -33,7 +33,7 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import (
-    CacheLook,
+    CacheMapFunction,
     DamagedState,
     SavedState,
     Shares,
@@ -43,12 +43,13 @@ from entropykv.store.protocol import (
 )
 
 WITHOUT_HOLES = frozenset({"qwen4exp"})
-"""Architectures with a second cache of compressed keys. As of llama-cpp-python 0.3.36 an assertion
-of its indices ends the process once positions are missing; no API tells."""
+"""Architectures with a second cache of compressed keys. As of llama-cpp-python 0.3.36, an assertion
+about its indices ends the process once positions are missing; no API reports this.
+"""
 
 
 class FlatStore(Store):
-    """Evict whole positions from llama.cpp's own cache: all heads keep the same."""
+    """Evict whole positions from llama.cpp's own cache: all heads keep the same ones."""
 
     name = "flat"
     rebases = 0
@@ -62,10 +63,9 @@ class FlatStore(Store):
     ) -> None:
         """Make a context whose cells are the budget plus one micro-batch.
 
-        `budget` None takes that of the config.
-
-        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for a
-        diffusion model, and for one of WITHOUT_HOLES in less than the context.
+        `budget` None takes that of the config. Raises UnsupportedModelError for a squared-ReLU
+        model whose layers are offloaded, for a diffusion model, and for one of WITHOUT_HOLES with a
+        budget below the context.
         """
         options, geometry = config.options, model.geometry
         refuse_diffusion(model)
@@ -74,7 +74,7 @@ class FlatStore(Store):
         self._model = model
         self._is_recurrent = is_recurrent(model)
         self._window = max(0, llama_cpp.llama_model_n_swa(model.handle))
-        """How many of the newest positions layers with sliding windows see; 0 without them."""
+        """How many of the newest positions layers with sliding windows see; 0 without windows."""
         self._config = config
         self._heads_per_layer = geometry.kv_heads_per_layer
         self.n_kv_heads = sum(geometry.kv_heads_per_layer)
@@ -107,7 +107,7 @@ class FlatStore(Store):
 
     @property
     def shift(self) -> int:
-        """Return how far positions of the text are before what RoPE sees."""
+        """Return how far positions of the text are ahead of those that RoPE sees."""
         return self._store.shift
 
     @shift.setter
@@ -143,7 +143,7 @@ class FlatStore(Store):
         *,
         embedded: Embedded | None = None,
     ) -> None:
-        """Compact where holes would cost attention time; rotate keys where positions run out."""
+        """Compact if holes would cost attention time; rotate keys if positions run out."""
         if embedded is not None and embedded.positions is not None:
             raise UnsupportedModelError(
                 f"{self._model.name}: its images have positions of several dimensions (M-RoPE), by "
@@ -151,14 +151,14 @@ class FlatStore(Store):
             )
         self._store.make_room(n_tokens)
         shift = self.rope.shift_for(self.shift, position, n_tokens)
-        # Only right before a decode: a state that is saved until then is not rotated.
+        # Only directly before a decode, so that a state saved before is not rotated.
         if shift != self.shift:
             self._store.rebase(shift)
             self.rebases += 1
         self.hook.begin_step()
 
     def after(self, n_tokens: int, position: int) -> None:
-        """Check that every gate was changed where that is needed; evict down to the budget."""
+        """Check that every gate was changed if necessary, and evict down to the budget."""
         self.hook.check_step()
         self._store.settle(position, n_tokens)
 
@@ -171,7 +171,7 @@ class FlatStore(Store):
         self._store.set_budget(plan.entries, plan.protection.n_sinks, self._recent_window)
 
     def _move_to(self, cells: int) -> None:
-        """Go on in a larger context; where that fails, change nothing and raise BudgetError."""
+        """Move to a larger context; if that fails, change nothing and raise BudgetError."""
         larger = self._new_context(cells)
         try:
             with captured_log():
@@ -192,15 +192,15 @@ class FlatStore(Store):
 
     @property
     def whole_entries(self) -> int:
-        """Return how long a text may get before it evicts anything: as long as the budget is."""
+        """Return the longest text that evicts nothing, which equals the budget."""
         return self._store.budget
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position.
+        """Drop entries from a position on.
 
-        Raises ContextError where the entry before it was evicted, since llama.cpp reads on after
-        that one only, where a recurrent state is beyond it, and where layers with sliding windows
-        have lost what the next token would see.
+        Raises ContextError if the entry before it was evicted, because llama.cpp can only continue
+        after that one; if a recurrent state is beyond it; and if layers with sliding windows have
+        lost entries that the next token would see.
         """
         if self._is_recurrent and position > 0:
             raise cannot_go_back(self._model, position)
@@ -220,14 +220,15 @@ class FlatStore(Store):
             self.shift = 0
 
     def can_return_to(self, position: int) -> bool:
-        """Tell whether neither recurrent layers nor sliding windows keep it from going back."""
+        """Tell whether recurrent layers and sliding windows allow a rollback to a position."""
         return not self._is_recurrent and self._windows_are_whole(position)
 
     def _windows_are_whole(self, position: int) -> bool:
-        """Tell whether layers with sliding windows hold all that a token at `position` would see.
+        """Tell whether layers with sliding windows hold everything that a token at `position` would
+        see.
 
-        llama.cpp puts new tokens into cells that a window has passed, and drops all positions below
-        those: what it still holds of such layers begins at llama_memory_seq_pos_min().
+        llama.cpp reuses cells outside a window, and drops all positions below them: what it still
+        holds of such layers begins at llama_memory_seq_pos_min().
         """
         held = self._store.positions
         in_window = held[(held >= position - self._window) & (held < position)]
@@ -238,11 +239,13 @@ class FlatStore(Store):
         return bool(first <= self.rope_position(int(in_window[0])))
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
-        """Return the positions kept, ascending: the same for every layer and head."""
+        """Return the kept positions, ascending: the same for every layer and head."""
         return self._store.positions
 
-    def cache_map(self) -> CacheLook:
-        """Return a function that shows one row: every KV head keeps the same, none is frozen."""
+    def cache_map(self) -> CacheMapFunction:
+        """Return a function that shows one row: every KV head keeps the same, and nothing is
+        frozen.
+        """
         return self._look
 
     def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
@@ -257,7 +260,7 @@ class FlatStore(Store):
         return [(self._store.budget,) * heads for heads in self._heads_per_layer]
 
     def state(self) -> StoreState:
-        """Return positions and llama.cpp's state, for which the cells are compacted."""
+        """Return positions and llama.cpp's state; the cells are compacted for it."""
         state = self._store.save_state()
         positions = self._store.positions.astype("<i4").tobytes()
         return StoreState(
@@ -286,9 +289,10 @@ class FlatStore(Store):
             )
 
     def load_state(self, state: SavedState) -> None:
-        """Give llama.cpp its state, and evict; raises RuntimeError where it is not taken."""
+        """Load llama.cpp's state, and evict; raises RuntimeError if llama.cpp refuses it."""
         positions, cells = state.sections
-        with captured_log():  # llama.cpp logs more than a user can use
+        # Suppress llama.cpp's log, because the error below says what matters to a user.
+        with captured_log():
             self._store.load_state(
                 np.frombuffer(positions, "<i4").tolist(), cells, state.evicted, state.shift
             )

@@ -1,4 +1,4 @@
-"""Run the headwise store in a session: plan budgets, and serve the attention."""
+"""Run the headwise store in a session: plan budgets, and provide the attention."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
 from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
-from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
+from entropykv.store.protocol import CacheMapFunction, SavedState, Store, StoreState
 from entropykv.store.score_prediction import ScorePrediction
 
 
 class HeadwiseStore(Store):
-    """Keep paged entries per (layer, KV head) of one sequence; others may share its context."""
+    """Keep the paged entries of one sequence per (layer, KV head); others may share its context."""
 
     name = "headwise"
     hook: _core.GraphHook
     shift = 0
     rebases = 0
     share_pages = 0
-    """How many pages of the pool it may hold."""
+    """The most pages of the pool that it may hold."""
     longest: int | None = None
-    """How long its text gets, where the share holds all of it; None: as long as the context."""
+    """The most tokens of its text, if the share holds all of it; None: the whole context."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class HeadwiseStore(Store):
     ) -> None:
         """Make a store in a context.
 
-        `budget` None takes that of the config. In a context of several sequences, it is that of all
-        together, and the store holds nothing before take_share(). Raises
-        UnsupportedModelError where the model's graph has something that this store does not serve,
-        SettingsError where the policy needs what the model does not have.
+        `budget` None takes that of the config. In a context of several sequences, the budget is for
+        all together, and the store holds nothing before take_share(). Raises UnsupportedModelError
+        if the model's graph has something that this store does not support, SettingsError if the
+        policy needs something that the model does not have.
         """
         options, policy = config.options, config.policy
         self._config = config
@@ -114,7 +114,7 @@ class HeadwiseStore(Store):
 
     @property
     def core(self) -> _core.HeadwiseStore:
-        """Return the extension's store, for those who look at attention rows."""
+        """Return the extension's store, for callers that examine attention rows."""
         return self._store
 
     def before(
@@ -126,7 +126,7 @@ class HeadwiseStore(Store):
         *,
         embedded: Embedded | None = None,
     ) -> None:
-        """Reserve pages for all that the micro-batch can leave behind."""
+        """Reserve pages for everything that the micro-batch may leave behind."""
         self.cold.check_file()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         if shift != self.shift:
@@ -166,49 +166,49 @@ class HeadwiseStore(Store):
         return self.sharing.whole_before(position, n_tokens)
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """Share the budget again, where the policy follows the text."""
+        """Share the budget again if the policy follows the text."""
         if self._recurrent:
             self._recurrent.forget_cells()
         if self.sharing.observe(n_tokens):
             self.share_again()
 
     def share_again(self) -> None:
-        """Share the budget by what was seen of the text."""
+        """Share the budget by what the text has shown."""
         with self.cold.growing_later():
             self.sharing.share()
 
     def check(self) -> None:
-        """Raise FreezeError where cold storage failed; what was frozen is given up."""
+        """Raise FreezeError if cold storage failed; all frozen entries are given up."""
         self.cold.check()
 
     def resize(self, budget: Budget) -> None:
-        """Share the new budget among the heads, evicting where they hold more."""
+        """Share the new budget among the heads; those that hold more evict."""
         plan = self.plan_of(budget)
         with self.cold.growing():
             self.sharing.take(plan)
 
     def expect(self, n_tokens: int) -> None:
-        """Keep all of a text of so many tokens while the bytes hold it."""
+        """Keep a text of n_tokens whole if the bytes hold it."""
         self.sharing.expect(n_tokens)
 
     @property
     def sure_entries(self) -> int:
-        """Return how long a text may get of which every KV head keeps everything.
+        """Return the longest text of which every KV head keeps everything.
 
-        It is 0 where a schedule may freeze any of them.
+        It is 0 if a schedule may freeze any entry.
         """
         return self.sharing.sure_entries
 
     @property
     def whole_entries(self) -> int:
-        """Return how long a text may get of which the budget drops nothing."""
+        """Return the longest text of which the budget drops nothing."""
         return max(self.sharing.whole_entries, self.sharing.longest_whole)
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position.
+        """Drop entries from a position on.
 
-        Raises ContextError where a recurrent state is beyond, or where layers with windows have
-        dropped what the tokens after it would see.
+        Raises ContextError if a recurrent state is beyond it, or if layers with windows have
+        dropped entries that later tokens would see.
         """
         self.rollback.check(position)
         if self._recurrent:
@@ -221,15 +221,17 @@ class HeadwiseStore(Store):
             self.sharing.forget()
 
     def can_return_to(self, position: int) -> bool:
-        """Tell whether windows hold all that they held then; recurrent states never do."""
+        """Tell whether windows hold everything that they held at that time; recurrent states never
+        do.
+        """
         return self.rollback.leads_to(position)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending."""
         return self._store.positions(layer, kv_head)
 
-    def cache_map(self) -> CacheLook:
-        """Return a function that looks at what is held: a row for every KV head of all layers."""
+    def cache_map(self) -> CacheMapFunction:
+        """Return a function that shows what is held: a row for every KV head of all layers."""
         return partial(_core.CacheMap().count, self._store)
 
     def budgets(self) -> list[tuple[int, ...]]:
@@ -240,7 +242,7 @@ class HeadwiseStore(Store):
         ]
 
     def state(self) -> StoreState:
-        """Return what is held, to be saved: a section for every KV head."""
+        """Return the content to save: a section for every KV head."""
         return self._state.save()
 
     def check_state(self, state: SavedState) -> None:
@@ -248,23 +250,26 @@ class HeadwiseStore(Store):
         self._state.check(state)
 
     def load_state(self, state: SavedState) -> None:
-        """Get the pages, then copy the entries; heads that hold more than their budget evict."""
+        """Reserve the pages, then copy the entries; heads that hold more than their budget
+        evict.
+        """
         with self.sharing.expecting(state.position):
             self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
         self.rollback.await_state(state.position)
 
     def predict_held(self, n_tokens: int) -> None:
-        """Predict the scores of all entries that are held of a text of so many tokens.
+        """Predict the scores of all entries that are held, for a text of n_tokens.
 
-        For those that were read before there was a predictor; larger scores of an echo stay.
+        These are entries that were read before there was a predictor; larger scores of an echo are
+        kept.
         """
         self._store.predict_stored(n_tokens, self.shift)
 
     # --- in a pool --------------------------------------------------------------------------------
 
     def take_share(self, pages: int, longest: int | None) -> None:
-        """Hold at most so many pages, and evict what is more; `longest`: see there."""
+        """Hold at most so many pages, and evict the rest; `longest`: see the attribute."""
         if (pages, longest) == (self.share_pages, self.longest):
             return
         budget = Budget("bytes", max(1, pages * self.sharing.plan.page_bytes))
@@ -274,7 +279,7 @@ class HeadwiseStore(Store):
         self.share_pages, self.longest = pages, longest
 
     def set_aside(self) -> None:
-        """Forget everything, and leave the pool's pages to others until resize()."""
+        """Drop everything, and leave the pages to others of the pool until resize()."""
         self.truncate(0)
         self._store.give_up_share()
         self.share_pages, self.longest = 0, None
@@ -282,21 +287,23 @@ class HeadwiseStore(Store):
             self._recurrent.forget()
 
     def take_place(self, sequence: int) -> None:
-        """Be llama.cpp's sequence of this number from now on."""
+        """Use this number as llama.cpp's number of the sequence."""
         self.sequence = sequence
         if self._recurrent:
             self._recurrent.sequence = sequence
 
     def checkpoint(self) -> StoreCheckpoint | None:
-        """Share the pages of what is held now; None where it freezes: frozen entries are copied."""
+        """Share the current pages; None if the store freezes, because frozen entries must be
+        copied.
+        """
         if self.cold.settings is not None:
             return None
         return self._state.checkpoint(self.shift, self.rollback.whole_from)
 
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
-        """Hold what a checkpoint holds; what is more than the share is evicted.
+        """Replace the content by that of a checkpoint; entries beyond the share are evicted.
 
-        Returns False where the pool has no room for it: then nothing is held. The checkpoint is
+        Returns False if the pool has no room for it: then the store is empty. The checkpoint is
         dropped if it `ends`.
         """
         done = self._state.go_on_from(checkpoint, self.sharing.share, ends=ends)
@@ -305,7 +312,7 @@ class HeadwiseStore(Store):
         return done
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
-        """Return what state() was when a checkpoint was made."""
+        """Return what state() would have returned when a checkpoint was made."""
         return self._state.state_of(checkpoint)
 
     # --- figures ----------------------------------------------------------------------------------
@@ -334,11 +341,11 @@ class HeadwiseStore(Store):
         }
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore frozen entries of a rung of the ladder: see Session.thaw()."""
+        """Restore the frozen entries of a rung of the recovery ladder: see Session.thaw()."""
         return self.cold.thaw(rung, window, position)
 
     def close(self) -> None:
-        """Remove the file of what is frozen; the context is freed by whoever made it."""
+        """Remove the file of frozen entries; the owner frees the context."""
         self.context = None
         if hasattr(self, "cold"):
             self.cold.close()
@@ -366,7 +373,7 @@ def _core_of(
 
 
 class RollbackRange:
-    """Say from which position on layers with windows still hold all that queries would see."""
+    """Tell to which positions layers with windows can be rolled back."""
 
     def __init__(
         self,
@@ -375,7 +382,7 @@ class RollbackRange:
         layers: Sequence[_core.LayerShape],
         recurrent: RecurrentState | None,
     ) -> None:
-        """Begin with a store that holds nothing; `recurrent`: states never go back."""
+        """Start with an empty store; `recurrent`: states can never be rolled back."""
         self._model = model
         self._core = core
         self._windowed = any(shape.window for shape in layers)
@@ -384,23 +391,27 @@ class RollbackRange:
 
     @property
     def whole_from(self) -> int:
-        """Return the first position whose window is whole."""
+        """Return the first position whose window is complete."""
         return max(self._loaded, self._core.windows_whole_from)
 
     def await_state(self, position: int) -> None:
-        """Know that a state which ends at `position` has nothing of what has left its windows."""
+        """Record that a state up to `position` will be loaded, without the entries outside its
+        windows.
+        """
         self._loaded = position if self._windowed else 0
 
     def begin_from(self, whole_from: int) -> None:
-        """Begin with what a checkpoint could go back to."""
+        """Record the range of a checkpoint that was loaded."""
         self._loaded = whole_from
 
     def leads_to(self, position: int) -> bool:
-        """Tell whether the store holds all that it held when the text ended at `position`."""
+        """Tell whether the store holds everything that it held when the text ended at
+        `position`.
+        """
         return self._recurrent is None and position >= self.whole_from
 
     def check(self, position: int) -> None:
-        """Raise ContextError where it does not, unless all of the text is dropped."""
+        """Raise ContextError if it does not, unless the whole text is dropped."""
         if position == 0:
             return
         if self._recurrent is not None:
@@ -413,5 +424,5 @@ class RollbackRange:
             )
 
     def note_truncated(self, position: int) -> None:
-        """Know that everything at and beyond a position was dropped."""
+        """Record that everything from a position on was dropped."""
         self._loaded = min(self._loaded, position)

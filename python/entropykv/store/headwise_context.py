@@ -1,4 +1,4 @@
-"""Make the llama_context of the headwise store, which one sequence has alone or several share."""
+"""Make the llama_context of the headwise store, for one sequence or for several that share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse
 
 
 class HeadwiseContext:
-    """Hold a context whose attention is ours; llama.cpp's own cells only count one micro-batch."""
+    """Hold a context whose attention is ours; llama.cpp's own cells hold only one micro-batch."""
 
     def __init__(
         self,
@@ -25,10 +25,9 @@ class HeadwiseContext:
     ) -> None:
         """Probe the model's graph, and change it from then on.
 
-        `n_ubatch` is the most tokens that a sequence has in a micro-batch: of text, and of its
-        echo. Stores of a pool share the context's pages; otherwise there is one store, with pages
-        of its own. Raises UnsupportedModelError where the graph has something that this store does
-        not serve.
+        `n_ubatch` is the most tokens of a sequence in a micro-batch, including its echo. Stores of
+        a pool share the context's pages; otherwise there is a single store with pages of its own.
+        Raises UnsupportedModelError if the graph has something that this store does not support.
         """
         options = config.options
         refuse_by_kind(model)
@@ -42,11 +41,11 @@ class HeadwiseContext:
         n_tokens = n_ubatch + self.n_sequences * config.n_drafts
         self.handle: Any = hooked_context(model, options, self.hook, n_tokens, self.n_sequences)
         self.recurrent = is_recurrent(model)
-        """True where sequences have a state that llama.cpp keeps."""
+        """True if sequences have a state that llama.cpp keeps."""
         try:
             self.layers = probed_layers(model, options, self.hook, self.handle)
             self.pool: _core.SequencePool | None = None
-            """The pages that stores share; None where there is one store, with pages of its own."""
+            """The pages that stores share; None if a single store has its own pages."""
             if options.in_pool:
                 self.pool = _core.SequencePool(
                     self.layers, config.kv_type, n_ubatch, self.n_sequences, config.n_drafts
@@ -59,17 +58,17 @@ class HeadwiseContext:
         self._unfinished = False
 
     def begin_step(self) -> None:
-        """Begin a micro-batch, before the stores of its sequences are told of it."""
+        """Begin a micro-batch, before the stores of its sequences begin it."""
         if self._unfinished and not self.recurrent:
-            self.forget_cells()  # a decode that failed leaves some
+            self.forget_cells()  # A failed decode leaves some cells.
         self._unfinished = True
         self.batch.clear()
         self.hook.begin_step()
 
     def end_step(self) -> None:
-        """End the micro-batch: free llama.cpp's cells, and check that every layer was served."""
+        """End the micro-batch: free llama.cpp's cells, and check that our op served every layer."""
         self.batch.clear()
-        if not self.recurrent:  # otherwise each store frees those of its sequence
+        if not self.recurrent:  # Otherwise each store frees those of its own sequence.
             self.forget_cells()
         self._unfinished = False
         self.hook.check_step()

@@ -1,4 +1,4 @@
-"""Define what a session needs of a store, whichever it is."""
+"""Define the interface of all stores."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from entropykv.settings.recovery import Rung
 
 Logits = npt.NDArray[np.float32]
 Shares = npt.NDArray[np.uint8]
-CacheLook = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
-"""Inspections at what a store holds when it is called: see Session.cache_map() for its
-arguments."""
+CacheMapFunction = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
+"""Shows what a store holds when it is called: see Session.cache_map() for its arguments."""
 
 
 @dataclass(frozen=True)
 class StoreState:
-    """Hold what a store needs to be saved."""
+    """Hold what is saved of a store."""
 
     entries: list[list[int]]
     """Number of entries, as [layer][KV head]."""
@@ -35,55 +34,55 @@ class StoreState:
     section_bytes: list[int]
     sections: Iterator[bytes]
     recalls_now: bool = False
-    """Whether the next token looks for frozen entries, as it does after thaw()."""
+    """True if the next token searches frozen entries, as after thaw()."""
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """Hold the state of a store when it was saved, for check_state() and load_state()."""
+    """Hold the saved state of a store, for check_state() and load_state()."""
 
     position: int
-    """Position of the next token."""
+    """The position of the next token."""
     entries: list[list[int]]
     """Number of entries, as [layer][KV head]."""
     evicted: int
     shift: int
-    """How far positions of the text are before what RoPE sees, see Store.shift."""
+    """How far positions of the text are ahead of those that RoPE sees, see Store.shift."""
     sections: Sequence[bytearray]
-    """The sections, as StoreState has them; load_state() may change them."""
+    """The sections, as in StoreState; load_state() may change them."""
     recalls_now: bool
-    """As StoreState has it."""
+    """As in StoreState."""
 
 
 class DamagedState(Exception):  # noqa: N818  (it is caught where the file's name is known)
-    """Raised for a saved state that no store wrote; the text names what cannot be."""
+    """Raised for a saved state that no store has written; the text names the impossible value."""
 
 
 class StateDoesNotFit(Exception):  # noqa: N818
-    """Raised for a sound state that this store cannot take in; the text says the way out."""
+    """Raised for a valid state that this store cannot load; the text says what to do."""
 
 
 class Store(ABC):
     """Keep K and V under a budget, in one llama_context.
 
-    Abstract methods are what every store does; the others have a body for stores that need nothing
-    there.
+    Every store implements the abstract methods; the others have default bodies for stores that need
+    nothing there.
     """
 
     name: str
     context: Any
-    """The llama_context to decode with; resize() may put another in its place."""
+    """The llama_context to decode with; resize() may replace it."""
     hook: _core.GraphHook | _core.WeightHook
-    """What changes the context's graphs, and can time their nodes."""
+    """Changes the context's graphs, and can time their nodes."""
     n_kv_heads: int
-    """How many KV heads all layers have together."""
+    """The number of KV heads of all layers."""
     bytes_full_per_token: int
     """Bytes of K and V of one token for all KV heads, in f16."""
 
     rope: RopeRange
-    """Positions that RoPE may see."""
+    """The positions that RoPE may see."""
     rope_obstacle: str
-    """Why the session cannot go on beyond those positions; empty if it can."""
+    """Why the session cannot continue beyond those positions; empty if it can."""
     rebases: int
     """How often stored keys were moved to other positions."""
     sequence: int = SEQUENCE
@@ -94,30 +93,32 @@ class Store(ABC):
     @property
     @abstractmethod
     def shift(self) -> int:
-        """Return how far positions of the text are before what RoPE sees; loading sets it."""
+        """Return how far positions of the text are ahead of those that RoPE sees; loading
+        sets it.
+        """
 
     @shift.setter
     @abstractmethod
     def shift(self, shift: int) -> None: ...
 
     def rope_position(self, position: int) -> int:
-        """Return where RoPE sees a position of the text."""
+        """Return the RoPE position of a position in the text."""
         return _core.rope_position(position, self.rope.n_sinks, self.shift)
 
     def whole_before(self, position: int, n_tokens: int) -> int:  # noqa: ARG002
         """Return how many of the next tokens to read at once, from `position` on.
 
-        Fewer than `n_tokens` where budgets should follow what the text has shown before it is
-        evicted.
+        It is fewer than `n_tokens` if budgets should follow what the text has shown before entries
+        are evicted.
         """
         return n_tokens
 
     def begin_step(self) -> None:
         """Begin a micro-batch, before the stores of all its sequences make room for it."""
-        return  # a store that is alone in its context need not tell it
+        return  # A store that is alone in its context does not need this.
 
     def end_step(self) -> None:
-        """End the micro-batch after llama_decode, before the stores bring themselves in order."""
+        """End the micro-batch after llama_decode, before the stores' after() is called."""
         return
 
     @abstractmethod
@@ -130,12 +131,13 @@ class Store(ABC):
         *,
         embedded: Embedded | None = None,
     ) -> None:
-        """Make room for a micro-batch, below the positions that RoPE may see.
+        """Make room for a micro-batch, within the positions that RoPE may see.
 
         `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then. The last
         `n_drafts` of the tokens are drafts, at most most_drafts(): settle() follows the decode.
-        `embedded`: what is read in the place of the tokens; UnsupportedModelError where that cannot
-        be.
+        `embedded`:
+        embeddings that are read instead of tokens; raises UnsupportedModelError if the store cannot
+        read them.
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:  # noqa: ARG002
@@ -151,15 +153,15 @@ class Store(ABC):
 
     @abstractmethod
     def after(self, n_tokens: int, position: int) -> None:
-        """Bring the store in order after llama_decode; raises where the graph was not as served."""
+        """Update the store after llama_decode; raises if the graph was not as expected."""
 
     def share_again(self) -> None:
         """Share the budget by what echoes have shown of text that was read before."""
-        return  # heads of equal budgets keep them
+        return  # Heads with equal budgets keep them.
 
     def check(self) -> None:
-        """Raise what went wrong beside a micro-batch that was read well: FreezeError."""
-        return  # only cold storage can fail so
+        """Raise FreezeError for an error that did not affect the reading of a micro-batch."""
+        return  # Only cold storage can have such errors.
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:  # noqa: ARG002
         """Restore frozen entries, see Session.thaw(); returns how many, 0 without cold storage."""
@@ -167,21 +169,23 @@ class Store(ABC):
 
     @abstractmethod
     def resize(self, budget: Budget) -> None:
-        """Apply a new budget: a larger one holds at once, a smaller one evicts."""
+        """Apply a new budget: a larger one takes effect at once, a smaller one evicts."""
 
     def expect(self, n_tokens: int) -> None:  # noqa: ARG002
-        """Plan for a text of so many tokens: one that the bytes hold is kept whole."""
-        return  # a store whose budget is the same for every text has no other plan
+        """Plan for a text of n_tokens: if the bytes hold it, it is kept whole."""
+        return  # A store with the same budget for every text has no other plan.
 
     @property
     @abstractmethod
     def sure_entries(self) -> int:
-        """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
+        """Return how many of the newest tokens every KV head certainly keeps; n_ctx if nothing is
+        evicted.
+        """
 
     @property
     @abstractmethod
     def whole_entries(self) -> int:
-        """Return how long a text may get before its budgets evict anything; n_ctx: they do not."""
+        """Return the longest text whose budgets evict nothing; n_ctx: they never do."""
 
     @property
     @abstractmethod
@@ -190,16 +194,16 @@ class Store(ABC):
 
     @abstractmethod
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position.
+        """Drop entries from a position on.
 
-        Raises ContextError, and nothing has changed, where that would leave other entries than are
-        needed to go on.
+        Raises ContextError, and changes nothing, if entries would be missing that are needed to
+        continue.
         """
 
     def can_return_to(self, position: int) -> bool:  # noqa: ARG002
-        """Tell whether truncate() to an earlier position leaves what was there then.
+        """Tell whether truncate() to an earlier position leaves the entries of that time.
 
-        Eviction since is not counted, nor is position 0, where nothing was held.
+        Evictions since then are not considered, nor is position 0, at which nothing was held.
         """
         return True
 
@@ -208,8 +212,8 @@ class Store(ABC):
         """Return the positions that a KV head keeps, ascending."""
 
     @abstractmethod
-    def cache_map(self) -> CacheLook:
-        """Return a function that looks at what is held: see Session.cache_map()."""
+    def cache_map(self) -> CacheMapFunction:
+        """Return a function that shows what is held: see Session.cache_map()."""
 
     @abstractmethod
     def budgets(self) -> list[tuple[int, ...]]:
@@ -222,7 +226,9 @@ class Store(ABC):
 
     @abstractmethod
     def counters(self) -> dict[str, Any]:
-        """Return the store's figures for SessionStats; of frozen entries only where it has any."""
+        """Return the store's figures for SessionStats; figures of frozen entries only if it has
+        some.
+        """
 
     @abstractmethod
     def state(self) -> StoreState:
@@ -230,13 +236,13 @@ class Store(ABC):
 
     @abstractmethod
     def check_state(self, state: SavedState) -> None:
-        """Raise DamagedState or StateDoesNotFit where load_state() would not go well."""
+        """Raise DamagedState or StateDoesNotFit if load_state() would fail."""
 
     @abstractmethod
     def load_state(self, state: SavedState) -> None:
-        """Replace everything by a checked state, and evict down to the budget.
+        """Replace the content by a checked state, and evict down to the budget.
 
-        An Exception leaves the store as it was.
+        An exception leaves the store unchanged.
         """
 
     def close(self) -> None:
@@ -248,30 +254,30 @@ class Store(ABC):
 
 @dataclass
 class Part:
-    """Hold tokens of one sequence in a micro-batch, and what came of them."""
+    """Hold tokens of one sequence in a micro-batch, and their result."""
 
     store: Store
     tokens: Sequence[int]
     position: int
     n_rows: int
-    """How many of the last tokens get logits."""
+    """For how many of the last tokens logits are computed."""
     echo: Sequence[int] = ()
-    """Tokens that follow, of which nothing is kept: their queries rank the entries."""
+    """Tokens that follow, of which nothing is kept: their queries score the entries."""
+    embedded: Embedded | None = None
+    """Embeddings that are read instead of tokens, without an echo."""
+    lag: int = 0
+    """By how much RoPE's position is less than the text position, because of earlier images."""
     n_drafts: int = 0
     """How many of the tokens, the last ones, are drafts; all tokens get logits then."""
     verify: Callable[[Logits], int] | None = None
     """Returns how many drafts are right, by the logits of all tokens; it must not raise."""
     n_right: int = field(default=0, init=False)
     """How many of the drafts were right, and are read."""
-    embedded: Embedded | None = None
-    """Embeddings that are read in the place of the tokens, without an echo."""
-    lag: int = 0
-    """How far RoPE's position is behind that of the text, by images before."""
     logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
-    """Logits, (n_rows, n_vocab); None for n_rows 0."""
+    """The logits, (n_rows, n_vocab); None for n_rows 0."""
     error: BaseException | None = field(default=None, init=False)
     untouched: bool = field(default=True, init=False)
-    """True while the store is still what it was, although there is an error."""
+    """True if the store is still unchanged after an error."""
 
     @property
     def is_single(self) -> bool:
@@ -306,9 +312,10 @@ class Part:
 
 
 def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> None:
-    """Decode one micro-batch, whose parts are of sequences in one context; single tokens first.
+    """Decode one micro-batch, whose parts are of sequences in one context; single tokens come
+    first.
 
-    What goes wrong becomes the error of those parts that it concerns.
+    An error is stored in those parts that it concerns.
     """
     first = parts[0].store
     first.begin_step()
@@ -363,7 +370,7 @@ def _made_room(part: Part, model_name: str) -> bool:
 
 
 def _as_ours(error: Exception, model_name: str) -> Exception:
-    """Turn what the extension says of a graph that is not as it needs it into a typed error."""
+    """Convert an error of the extension about an unexpected graph to a typed error."""
     if isinstance(error, EntropyKVError) or not isinstance(error, RuntimeError):
         return error
     converted = UnsupportedModelError(f"{model_name}: {error}")
@@ -381,9 +388,9 @@ def decode_inside(
     model_name: str,
     echo: Sequence[int] = (),
 ) -> npt.NDArray[np.float32] | None:
-    """Decode one micro-batch of one sequence; returns logits as MicroBatch.decode does.
+    """Decode one micro-batch of one sequence; returns logits as MicroBatch.decode() does.
 
-    Raises UnsupportedModelError where the graph is not what the store must change.
+    Raises UnsupportedModelError if the graph is not as the store expects.
     """
     part = Part(store, tokens, position, n_rows, echo)
     decode_parts([part], batch, model_name)

@@ -9,7 +9,7 @@ import { Charts } from "./charts";
 import { assignColours } from "./colours";
 import { Holders } from "./holders";
 import { MapView, WHOLE } from "./map";
-import { about, type Holder, type Picture, picture, type Range, watch } from "./stream";
+import { absence, about, type Holder, type Picture, picture, type Range, watch } from "./stream";
 import { ShadedText } from "./text";
 
 // Whether the page can be seen: what nobody sees costs the server nothing.
@@ -42,6 +42,7 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
   const connected = useStore(connection);
   const model = useStore(about);
   const now = useStore(picture);
+  const why = useStore(absence);
   const [wanted, choose] = useWanted(now?.conversations ?? []);
   const [range, setRange] = useState<Range>(WHOLE);
   const [at, setAt] = useState<number | null>(null);
@@ -62,7 +63,11 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
   if (!model || !now)
     return (
       <aside class="panel" aria-label="Cache">
-        <p class="thinking">Looking at the cache…</p>
+        {why === "unloaded" ? (
+          <p class="unseen">The model is not in memory. The first question loads it.</p>
+        ) : (
+          <p class="thinking">Looking at the cache…</p>
+        )}
       </aside>
     );
   if (model.shared) assignColours(now.conversations.map((each) => each.id));

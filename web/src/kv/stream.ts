@@ -1,5 +1,6 @@
 // Pictures of the cache, as the server sends them, and their history.
 import { ApiError, connection, eventsOf, get, keyQuestion, request } from "../api";
+import { withModel } from "../models";
 import { Store } from "../store";
 
 const RETRY_MS = 2000;
@@ -116,6 +117,8 @@ export interface Point {
 export const about = new Store<About | null>(null);
 export const picture = new Store<Picture | null>(null);
 export const history = new Store<Point[]>([]);
+// Why there is no picture.
+export const absence = new Store<"unknown" | "unloaded">("unknown");
 
 async function inflated(base64: string): Promise<Uint8Array> {
   const text = atob(base64);
@@ -142,7 +145,7 @@ export async function watch(
   columns: number,
   signal: AbortSignal,
 ): Promise<void> {
-  const query = new URLSearchParams({ first: `${range.first}`, columns: `${columns}` });
+  const query = withModel({ first: `${range.first}`, columns: `${columns}` });
   if (conversation !== null) query.set("conversation", conversation);
   if (range.last !== null) query.set("last", `${range.last}`);
   while (!signal.aborted) {
@@ -151,15 +154,26 @@ export async function watch(
       for await (const event of eventsOf(response)) {
         if (signal.aborted) return;
         const data = JSON.parse(event.data);
-        if (event.name === "model") about.set(data);
-        else await show(data);
+        if (event.name === "model") {
+          about.set(data);
+          absence.set("unknown");
+        } else await show(data);
       }
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof ApiError && error.status === 401) return; // begun anew with a key
+      if (error instanceof ApiError && error.status === 400) forget("unloaded");
     }
     await until(signal);
   }
+}
+
+// Show nothing of a model that is not in memory, or that is no longer looked at.
+export function forget(why: "unknown" | "unloaded"): void {
+  absence.set(why);
+  about.set(null);
+  picture.set(null);
+  history.set([]);
 }
 
 async function show(sent: Sent): Promise<void> {
@@ -249,6 +263,6 @@ export const heldText = (
   count: number,
   signal?: AbortSignal,
 ): Promise<HeldText> => {
-  const query = new URLSearchParams({ conversation, first: `${first}`, count: `${count}` });
+  const query = withModel({ conversation, first: `${first}`, count: `${count}` });
   return get(`v1/kv/text?${query}`, signal);
 };
