@@ -11,6 +11,7 @@ import pytest
 from entropykv import Session
 from entropykv.session.echo import Echo
 from entropykv.store.headwise import HeadwiseStore
+from entropykv.store.protocol import Part
 from tests.support.logits import tokens_for
 
 TOKENS = tokens_for(700)
@@ -94,6 +95,7 @@ def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> No
     sequence = session._slot.text
     for first in range(0, len(tokens), echo.chunk):
         chunk = tokens[first : first + echo.chunk]
-        session._reader._decode(chunk, 0, echo.of(sequence.tokens, chunk) if echoes else [], first)
+        echoed = echo.of(sequence.tokens, chunk) if echoes else []
+        session._reader._decode(Part(session._store, chunk, first, 0, echoed), first)
         sequence.add(chunk, None, is_prompt=True)
         session._slot.broken = False

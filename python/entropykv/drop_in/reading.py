@@ -6,7 +6,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import llama_cpp
 import numpy as np
@@ -86,8 +86,9 @@ class PromptReader:
         """
         session, all_logits = self._session, llama._logits_all
         llama._requires_eval = True
-        if written and session.drafting is not None and self._reads_ahead(llama):
-            self._read_ahead(llama, ids[0])
+        verifying = self._verifying(llama) if written else None
+        if verifying is not None:
+            self._read_ahead(llama, ids[0], verifying)
             return
         first = llama.n_tokens
         for logits in session.decode_micro_batches(ids, all_logits=all_logits, writes=written):
@@ -102,15 +103,17 @@ class PromptReader:
 
     # --- drafts -----------------------------------------------------------------------------------
 
-    def _reads_ahead(self, llama: llama_cpp.Llama) -> bool:
-        """Tell whether drafts can be verified: by samplers that use nothing but logits."""
-        sampler = getattr(llama, "_sampler", None)
+    def _verifying(self, llama: llama_cpp.Llama) -> SamplerOfSequence | None:
+        """Return the samplers that verify drafts; None if they use more than logits."""
+        sampler: object = getattr(llama, "_sampler", None)
+        if self._session.drafting is None or self._watch is not None or llama._logits_all:
+            return None
         plain = isinstance(sampler, SamplerOfSequence) and not sampler.has_processors
-        return plain and self._watch is None and not llama._logits_all
+        return cast(SamplerOfSequence, sampler) if plain else None
 
-    def _read_ahead(self, llama: llama_cpp.Llama, token: int) -> None:
+    def _read_ahead(self, llama: llama_cpp.Llama, token: int, sampler: SamplerOfSequence) -> None:
         """Read a token that was sampled, and the drafts behind it that are sampled, too."""
-        session, sampler, ahead = self._session, llama._sampler, self._ahead
+        session, ahead = self._session, self._ahead
         most = session.n_ctx
         if self.max_tokens is not None:
             most = self.max_tokens - self._n_sampled - 1

@@ -240,10 +240,6 @@ class DraftCounts:
     steps: int = 0
     """Steps of written tokens, with drafts or without."""
 
-    def figures(self) -> dict[str, int]:
-        """Return what SessionStats shows of them."""
-        return {"drafted_tokens": self.drafted, "accepted_drafts": self.accepted}
-
 
 class Drafting:
     """Draft for one text: with the drafter, as many tokens as pay."""

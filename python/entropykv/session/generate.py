@@ -134,31 +134,30 @@ class _Verifier:
         self._chooser = chooser
         self._session = session
         self._drafts = drafts
-        self.chosen: list[int | None] = []
-        """The tokens that were chosen: the drafts that are right, then another one."""
+        self.is_asked = False
+        """Whether drafts were read, and tokens chosen."""
+        self.accepted: list[int] = []
+        """The drafts that are right."""
+        self.next: int | None = None
+        """The token that was chosen after them; None: a grammar allows none."""
         self.error: Exception | None = None
-        """What went wrong while the next one was chosen."""
-
-    @property
-    def accepted(self) -> list[int]:
-        """Return the drafts that are right."""
-        n = len(self.chosen) - (self.error is None)
-        return list(self._drafts[: max(0, n)])
+        """What went wrong while it was chosen."""
 
     def verify(self, rows: Logits) -> int:
         """Return how many drafts are right; an error waits until the step has ended."""
+        self.is_asked = True
         for i, logits in enumerate(rows):
             try:
-                token = self._chooser.choose(logits)
+                self.next = self._chooser.choose(logits)
             except Exception as error:
                 self.error = error
                 break
-            self.chosen.append(token)
-            if token is None or self._session.is_end(token):
+            if self.next is None or self._session.is_end(self.next):
                 break
-            self._chooser.count(token)
-            if i == len(rows) - 1 or token != self._drafts[i]:
+            self._chooser.count(self.next)
+            if i == len(rows) - 1 or self.next != self._drafts[i]:
                 break
+            self.accepted.append(self.next)
         return len(self.accepted)
 
 
@@ -209,12 +208,12 @@ class _Generation:
                 yield from self._release(0)
                 raise
             session.count_generated(0, time.perf_counter() - start)
-            if chosen:
-                *accepted, token = chosen
-                self._held.extend(accepted)
-                yield from self._release(self._hold)
-            else:
+            if chosen is None:
                 token = self._choose(session.logits)
+            else:
+                token = chosen.next
+                self._held.extend(chosen.accepted)
+                yield from self._release(self._hold)
         yield from self._release(0)
 
     def _choose(self, logits: Logits | None) -> int | None:
@@ -234,19 +233,16 @@ class _Generation:
             self._session.count_generated(1, 0.0)
             yield token
 
-    def _read(self, token: int) -> list[int | None]:
-        """Read a token; returns those chosen after it, of which all but the last are read, too.
-
-        An empty list: nothing was chosen yet.
-        """
+    def _read(self, token: int) -> _Verifier | None:
+        """Read a token, and drafts; returns what was chosen after it, or None: nothing yet."""
         session = self._session
         if self._watch is None and isinstance(session, Drafts) and session.drafting is not None:
             return self._read_drafts(session, token)
         for _ in session.decode_micro_batches([token], all_logits=False):
             pass
-        return []
+        return None
 
-    def _read_drafts(self, session: Drafts, token: int) -> list[int | None]:
+    def _read_drafts(self, session: Drafts, token: int) -> _Verifier | None:
         left = self._max_tokens - self._n_yielded - len(self._held) - 1
         most = session.n_ctx if self._max_tokens < 0 else left
         drafts = session.propose_drafts(token, most)
@@ -255,7 +251,7 @@ class _Generation:
         if verifier.error is not None:
             self._held.extend(verifier.accepted)
             raise verifier.error
-        return verifier.chosen
+        return verifier if verifier.is_asked else None
 
     def _recover(self) -> None:
         logits = self._session.logits

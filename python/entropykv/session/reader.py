@@ -107,8 +107,9 @@ class SequenceReader:
         part = Part(self._store, tokens, text.position, len(tokens), lag=text.images.lag)
         part.n_drafts, part.verify = len(drafts), verify
         logits = self._decode(part, runner.scheduler.arrive())
-        for i in range(part.n_read if logits is not None else 0):
-            text.add([tokens[i]], logits[i].copy(), is_prompt=False)
+        for i in range(part.n_read):
+            row = None if logits is None else logits[i].copy()
+            text.add([tokens[i]], row, is_prompt=False)
         if self.drafting is not None:
             self.drafting.note(part.n_drafts, part.n_right)
         slot.note_evictions()

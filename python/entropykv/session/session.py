@@ -756,7 +756,8 @@ class Session:
             entries_full=self.position * store.n_kv_heads,
             peak_rss_bytes=peak_rss_bytes(),
             freeze=self.freezing.where if self.freezing else None,
-            **(self.drafting.counts.figures() if self.drafting else {}),
+            drafted_tokens=self.drafting.counts.drafted if self.drafting else 0,
+            accepted_drafts=self.drafting.counts.accepted if self.drafting else 0,
             **self._counts.figures(),
             **store.counters(),
         )
