@@ -410,6 +410,19 @@ def test_refuses_files_that_are_no_projector_of_the_model(
         session.decode(prompt_of(session).tokens)
 
 
+def test_says_so_where_libmtmd_has_another_interface(
+    causal: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projector.load_mtmd.cache_clear()
+    monkeypatch.delattr("llama_cpp.mtmd_cpp.mtmd_helper_image_get_decoder_pos")
+    with (
+        Session(causal.path, n_ctx=512, n_threads=1) as session,
+        pytest.raises(UnsupportedModelError, match=r"in another way .* install 0\.3\.36"),
+    ):
+        session.open_projector(causal.projector)
+    projector.load_mtmd.cache_clear()
+
+
 def test_says_so_where_llama_cpp_python_lacks_libmtmd(
     causal: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
