@@ -335,7 +335,7 @@ def test_a_model_that_cannot_be_loaded_harms_no_other(folder: Path, tmp_path: Pa
     run(talk())
 
 
-def test_whoever_waits_for_a_model_has_limits(folder: Path) -> None:
+def test_requests_that_wait_for_a_model_have_limits(folder: Path) -> None:
     async def talk() -> None:
         limits = {"max_waiting": 2, "request_seconds": 2}
         async with running(catalog_of(folder, "one"), **limits) as served:
