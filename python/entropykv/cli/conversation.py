@@ -172,7 +172,9 @@ class Conversation:
             session.count_prompt(len(said), time.perf_counter() - start)
 
     def _return_to(self, position: int) -> None:
-        """Go back to a position; where something was evicted since, from a checkpoint before it."""
+        """Roll back to a position; if something was evicted since, return to a checkpoint and read
+        the text after it again.
+        """
         session = self.session
         if session.can_return_to(position):
             session.truncate(position)
