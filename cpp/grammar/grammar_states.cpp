@@ -171,10 +171,10 @@ void GrammarStates::search(std::uint32_t stack) {
         if (next.kind != SymbolKind::rule) {
             found_.push_back(each);
             if (found_.size() > limits_.most_stacks)
-                throw std::length_error("it is too ambiguous: more than " +
-                                        std::to_string(limits_.most_stacks) +
-                                        " ways to go on at one place; let alternatives begin with "
-                                        "different characters");
+                throw std::length_error(
+                    "it is too ambiguous: more than " + std::to_string(limits_.most_stacks) +
+                    " ways to continue at one place; let alternatives begin with "
+                    "different characters");
             continue;
         }
         const std::uint32_t rest = past(each);

@@ -40,7 +40,7 @@ class SessionFileError(EntropyKVError, ValueError):
 
 
 class FreezeError(EntropyKVError):
-    """Raised if cold storage cannot be made, or if somebody has changed its file."""
+    """Raised if cold storage cannot be made, or if another process has changed its file."""
 
 
 class PoolError(EntropyKVError):
@@ -52,7 +52,7 @@ class ContextError(EntropyKVError, ValueError):
 
 
 class ImageError(EntropyKVError, ValueError):
-    """Raised for an image that is damaged, too large or not held any more, or that nobody reads."""
+    """Raised for an image that is damaged, too large or no longer held, or without a projector."""
 
 
 class SettingsError(EntropyKVError, ValueError):

@@ -120,7 +120,7 @@ def test_what_goes_wrong_is_one_sentence(
         f"/load {tmp_path}/junk": "is not a saved session",
         f"/load {tmp_path}/other": "other.ekv: ",
         f"/save {tmp_path}/none/x": "No such file",
-        f"/save {tiny_llama}": "is no saved session",
+        f"/save {tiny_llama}": "is not a saved session",
         "/save ..": "is a directory",
     }
     out, errors = chat(tiny_llama, "the\n" + "\n".join(wrong) + "\n/budget 1024\nof\n")

@@ -134,7 +134,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "removed": (lambda path: path.unlink(), "was removed"),
     "another version": (another_version, "has version 77"),
     "another model": (another_model, "belongs to another model"),
-    "zeros": (lambda path: overwrite(path, 0, bytes(4096)), "is no file of frozen entries"),
+    "zeros": (lambda path: overwrite(path, 0, bytes(4096)), "is not a file of frozen entries"),
 }
 
 

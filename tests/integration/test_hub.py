@@ -147,7 +147,7 @@ def test_an_interrupted_download_goes_on_where_it_ended(
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith("entropykv: interrupted: what has come is kept")
+    assert errors.splitlines()[-1].startswith("entropykv: interrupted: the downloaded part is kept")
     there = part.stat().st_size
     assert 0 < there < len(data)
 

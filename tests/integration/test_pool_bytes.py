@@ -253,7 +253,7 @@ def test_impossible_pools_are_refused(model: Path, tmp_path: Path) -> None:
         pool_of(model, n_sequences=257)
     with pytest.raises(SettingsError, match="swap cannot be"):
         pool_of(model, swap="cupboard")
-    with pytest.raises(SettingsError, match="is no directory"):
+    with pytest.raises(SettingsError, match="is not a directory"):
         pool_of(model, swap=f"disk:{tmp_path / 'nowhere'}")
     with pytest.raises(SettingsError, match="swap_limit"):
         pool_of(model, swap_limit="none")

@@ -270,6 +270,17 @@ def test_unloading_waits_for_the_end_of_an_answer(folder: Path) -> None:
     run(talk())
 
 
+def test_whoever_watches_keeps_no_model_in_memory(folder: Path) -> None:
+    async def talk() -> None:
+        async with running(catalog_of(folder, "one", sleep_idle_seconds=1)) as served:
+            await text_of(served, "one")
+            watching = await served.client.get("/v1/kv/stream?model=one")  # until it ends
+            assert "event: kv" in watching.text
+            assert served.models.named("one").engine is None
+
+    run(talk())
+
+
 # --- while a model is loaded ----------------------------------------------------------------------
 
 

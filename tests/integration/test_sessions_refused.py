@@ -180,7 +180,7 @@ def test_a_failed_save_leaves_the_old_file(
             with pytest.raises(SessionFileError, match="No space left"):
                 session.save(file)
         assert (file.read_bytes(), os.listdir(tmp_path)) == (old, ["x.ekv"])
-        with pytest.raises(SessionFileError, match="is no saved session"):
+        with pytest.raises(SessionFileError, match="is not a saved session"):
             session.save(tiny_llama)
         session.save(file)
         assert file.read_bytes() == session.save_state()

@@ -1,13 +1,12 @@
 """`entropykv serve`, `chat` and `run` separate thoughts from answers, and drop them in later turns.
 
-The model of the package writes no tags itself. So the template begins the thought and a budget ends
-it, or a grammar writes the tags.
+The model of the package writes no tags itself. So the template begins the thought, and a budget
+ends it.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from gguf import GGUFWriter, TokenType
 
 from tests.support.chats import Chat, piped
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.thinking import CLOSING, OPENING
+from tests.support.thinking import OPENING
 from tests.support.tiny_models import write_llama
 
 THOUGHT = 40
 SYSTEM = {"role": "system", "content": "The quiet barn stood below the square. " * 12}
-GRAMMAR = 'root ::= "<think>" [a-z ]{20,20} "</think>" [a-z ]{1,12}'
 NEEDS: tuple[object, ...] = ("--kv-budget", 64, "--policy", "uniform", "--kv-type", "f16")
 
 
@@ -247,15 +245,33 @@ def test_run_writes_the_answer_alone_to_stdout(
 ) -> None:
     from entropykv.cli import main  # noqa: PLC0415
 
-    path = template_file(tmp_path, CLOSING)
+    path = template_file(tmp_path, OPENING)
     command = ["run", "-m", str(MODEL), "--chat-template-file", str(path), "-p", "Where?"]
     command += ["--temp", "0", "-t", "1", "-n", "60"]
     budget = ["--reasoning-budget", "8", "--grammar", "root ::= [a-z ]{9,9}"]
     assert main([*command, *budget]) == 0
     shown = capsys.readouterr()
     assert len(shown.out.strip("\n")) <= 9
-    assert main([*command, "--reasoning-format", "none", "--grammar", GRAMMAR]) == 0
-    assert sys.stdout is not None
+    assert main([*command, *budget, "--reasoning-format", "none"]) == 0
+    raw = capsys.readouterr().out.strip("\n")
+    thought, _, said = raw.partition("</think>")
+    assert said.strip() == shown.out.strip() != ""
+    assert shown.err.startswith(thought.strip())
+
+
+def test_run_tells_the_template_whether_to_think(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from entropykv.cli import main  # noqa: PLC0415
+
+    path = template_file(tmp_path, OPENING)
+    command = ["run", "-m", str(MODEL), "--chat-template-file", str(path), "-p", "Where?"]
+    command += ["--temp", "0", "-t", "1", "-n", "4"]
+    read = []
+    for options in ([], ["--reasoning", "on"], ["-rea", "off"], ["--reasoning-effort", "low"]):
+        assert main([*command, *options]) == 0
+        read.append(capsys.readouterr().err.split("prompt  ")[1].split(" tokens")[0])
+    assert read[0] == read[1] == read[3] != read[2]
 
 
 def test_thoughts_are_no_part_of_plain_text(capsys: pytest.CaptureFixture[str]) -> None:

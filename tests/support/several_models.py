@@ -55,12 +55,12 @@ class Gates:
         self.closed[name] = threading.Event()
         return self.closed[name]
 
-    def load(self, options: ModelOptions) -> ServedLlama:
+    def load(self, options: ModelOptions, *arguments: Any) -> ServedLlama:
         name = options.served_name
         self.loads.append(name)
         if name in self.closed:
             assert self.closed[name].wait(60)
-        return load_llama(options)
+        return load_llama(options, *arguments)
 
 
 @dataclass

@@ -171,7 +171,7 @@ def test_templates_that_end_in_recursion_are_no_failure_of_the_server() -> None:
 
 @pytest.mark.parametrize("text", ["{", "", "NaN", '{"prompt": NaN}', '"\\ud800"', "\xff"])
 def test_what_is_no_json_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match="the body is no JSON"):
+    with pytest.raises(RequestError, match="the body is not JSON"):
         read_body(CompletionRequest, text.encode("latin-1"))
 
 

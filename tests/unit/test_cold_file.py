@@ -122,7 +122,7 @@ def test_a_file_that_was_cut_is_refused(cold: ColdFile) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"magic": b"notours\0"}, "no file of frozen entries"),
+        ({"magic": b"notours\0"}, "not a file of frozen entries"),
         ({"version": VERSION + 1}, f"version {VERSION + 1} of the format"),
         ({"identity": cold_file.digest_of({"n_vocab": 6})}, "another model"),
         ({"nonce": bytes(16)}, "another session"),

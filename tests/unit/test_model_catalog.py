@@ -14,7 +14,7 @@ from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve import _parser_of_models, add_serve
 from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
-from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions
+from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions, create_app
 from entropykv.server.model_catalog import models_in, parts_of
 
 
@@ -201,7 +201,7 @@ def test_a_catalog_has_each_name_once(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="a server has 1 to"):
         ModelCatalog.of_several([ServedModel.of(f"{i}", options) for i in range(1001)])
     for name in ("", "x" * 257, "two\nlines"):
-        with pytest.raises(SettingsError, match="is no name of a model"):
+        with pytest.raises(SettingsError, match="is not a name of a model"):
             ServedModel.of(name, options)
 
 
@@ -209,3 +209,10 @@ def test_a_catalog_has_each_name_once(tmp_path: Path) -> None:
 def test_a_size_that_is_none_is_refused(size: str) -> None:
     with pytest.raises(SettingsError, match="--models-memory"):
         _ = ServerOptions(models_memory=size).models_memory_bytes
+
+
+def test_no_more_models_start_than_may_be_loaded(tmp_path: Path) -> None:
+    options = ModelOptions(model=str(tmp_path / "x.gguf"))
+    both = [ServedModel.of(name, options, load_on_startup=True) for name in ("one", "two")]
+    with pytest.raises(SettingsError, match="--models-max"):
+        create_app(ModelCatalog.of_several(both), ServerOptions(models_max=1))

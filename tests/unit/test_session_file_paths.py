@@ -57,7 +57,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path, "is a directory"),
         (tmp_path / "none" / "x.ekv", "No such file or directory"),
         (other / "x.ekv", "Not a directory"),
-        (other, "is no saved session"),
+        (other, "is not a saved session"),
         (Path("a\0b"), "null"),
         (tmp_path / ("x" * 250), "name too long"),
     ):

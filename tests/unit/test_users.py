@@ -65,8 +65,8 @@ def test_without_keys_all_are_one_user() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"\n# nobody yet\n", "there is no key in it"),
-        (b"\xff\xfe", "no text"),
+        (b"\n# nobody yet\n", "it contains no key"),
+        (b"\xff\xfe", "not text"),
         (None, "No such"),
         (b"".join(b"key %d\n" % n for n in range(1001)), "1001 keys are more than 1000"),
     ],

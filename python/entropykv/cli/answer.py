@@ -96,6 +96,8 @@ def write_answer(
         finally:
             n_read = session.position - end_of_prompt
             answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
+            if thought is not None:
+                thought.end()
             sys.stdout.write("\n")
             sys.stdout.flush()
 
@@ -116,7 +118,7 @@ def _read_before(
 
 
 def _answer_of(thought: ShownThought, pieces: Iterator[str]) -> Iterator[str]:
-    """Yield what of the pieces of a text is no thought."""
+    """Yield the parts of a text that are not a thought."""
     for piece in pieces:
         yield thought.take(piece)
     yield thought.finish()

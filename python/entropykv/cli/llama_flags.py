@@ -727,7 +727,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         cs 0 --no-spec-draft-backend-sampling
         """,
-        noted("there are no drafts"),
+        noted("drafts are not supported"),
     ),
     *_flags(
         """

@@ -279,7 +279,7 @@ def fetch_named(options: argparse.Namespace) -> None:
     try:
         options.model = str(fetch_model(options.hf_repo, options.hf_file, tell=say))
     except KeyboardInterrupt:
-        say("interrupted: what has come is kept, and the same command goes on from there")
+        say("interrupted: the downloaded part is kept, and the same command continues from there")
         raise
 
 

@@ -204,7 +204,9 @@ def _prompt_tokens(
             )
         turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
     if turn is None and options.system is not None:
-        raise SettingsError("-sys needs a chat template, and there is none here; give it in -p")
+        raise SettingsError(
+            "-sys needs a chat template, and the model has none; put the text into -p"
+        )
     if loaded:
         check_chat(loaded, turn is not None, options.load_session)
     add_bos = None if turn is None and not loaded else False

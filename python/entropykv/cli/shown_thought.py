@@ -113,7 +113,8 @@ class ShownThought:
             tags, self.piece, opened=self.opened, budget=options.budget, ending=ending
         )
         self._reader = reader_of(tags, opened=self.opened)
-        self._is_shown = False
+        self._is_apart = options.format in ("auto", "deepseek")
+        self._is_shown = self._ended = False
 
     @classmethod
     def of(
@@ -145,17 +146,17 @@ class ShownThought:
         for stdout.
         """
         shown = self._show(self._reader.finish(), "")
-        self._end()
+        self.end()
         return shown
 
     def _show(self, parts: Parts, text: str) -> str:
-        if self._options.format in ("none", "deepseek-legacy"):
+        if not self._is_apart:
             self.answer += parts.answer
             return text
         if parts.thought and not self._folded:
             self._write(parts.thought)
         if parts.answer:
-            self._end()
+            self.end()
         self.answer += parts.answer
         return parts.answer
 
@@ -166,10 +167,13 @@ class ShownThought:
         sys.stderr.write(f"{dim}{text}{plain}")
         sys.stderr.flush()
 
-    def _end(self) -> None:
-        """End the shown thought, once."""
-        n_tokens, folds = self.counter.n_tokens, self._folded and not self.answer
-        if folds and n_tokens and self._options.separates:
+    def end(self) -> None:
+        """End the shown thought, once; also when the answer was interrupted within it."""
+        if self._ended:
+            return
+        self._ended = True
+        n_tokens = self.counter.n_tokens
+        if self._folded and n_tokens and self._is_apart:
             self._write(f"[thought for {n_tokens} tokens]")
         if self._is_shown:
             self._is_shown = False

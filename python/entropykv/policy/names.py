@@ -214,15 +214,15 @@ def _parsed(text: str) -> Policy:
         return policy
     if policy.importance.by_position:
         raise SettingsError(
-            f"policy {name} goes by positions and takes no measure; use --policy {name}"
+            f"policy {name} ranks by position and accepts no measure; use --policy {name}"
         )
     importance = Importance.parse(measure)
     if policy.rule.by_layer:
         _check_choice_of_layers(name, importance)
     if policy.schedule and (importance.repeats or not importance.of_observed):
         raise SettingsError(
-            f"policy {name} goes by what each step's queries find, and {importance} does not; use "
-            f"--policy {name}, or measure mass, attention or products"
+            f"policy {name} depends on what each step's queries find, and {importance} does not; "
+            f"use --policy {name}, or measure mass, attention or products"
         )
     # Keep the policy's decay with any measure, because a policy may need the sum over all queries.
     importance = replace(importance, decay=policy.importance.decay)

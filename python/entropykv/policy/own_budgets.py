@@ -88,7 +88,7 @@ class OwnBudgets:
         try:
             copy.deepcopy(self._given).load(state)
         except ValueError as error:
-            return f"what policy {self._given.name} cannot go on from: {error}"
+            return f"what policy {self._given.name} cannot continue from: {error}"
         return None
 
     def load(self, state: Floats) -> None:

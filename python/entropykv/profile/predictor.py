@@ -52,7 +52,7 @@ _MOST_FEATURES = 1 << 16
 _MOST_TOKENS = 2**31 - 1
 _NAMES = ("n_features", "n_tokens", "correlation", "lookups", "weights")
 _LEAST_TRUST = 1e-9
-"""Shares of attention that are multiplied by it are as good as none."""
+"""A factor that makes any share of attention negligible."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,9 +196,7 @@ def _weights_in(
             f"{len(n_features)} layers need {n_head_kv * sum(n_features)}; {ADVICE}"
         )
     if not np.isfinite(flat).all():
-        raise ProfileError(
-            f"{where}: predictor.weights has values that are no finite numbers; {ADVICE}"
-        )
+        raise ProfileError(f"{where}: predictor.weights has values that are not finite; {ADVICE}")
     ends = np.cumsum([n_head_kv * n for n in n_features])[:-1]
     return tuple(
         part.reshape(n_head_kv, n)

@@ -16,7 +16,7 @@ class ApiKeyCheck:
     """Answer requests without a valid API key with 401 (ASGI middleware)."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        """Wrap an app; if there are no keys, everybody is let in."""
+        """Wrap an app; if there are no keys, all requests pass."""
         self._app = app
         self._keys = keys
 

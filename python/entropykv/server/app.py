@@ -155,11 +155,13 @@ def _registry(catalog: ModelCatalog, server: ServerOptions) -> ModelRegistry:
             shared_prefixes=server.shared_prefixes,
         )
 
+    room = Room(server.models_max or None, server.models_memory_bytes)
+    catalog.check_startup(room.models)
     return ModelRegistry(
         catalog,
         open_model,
         describe,
-        room=Room(server.models_max or None, server.models_memory_bytes),
+        room=room,
         limits=limits,
         autoload=server.models_autoload,
     )

@@ -140,7 +140,7 @@ def read_body(model: type[BaseModel], body: bytes) -> BaseModel:
             raise RequestError(
                 400, f"the body has more than {MOST_DEPTH} objects and lists within each other"
             ) from None
-        raise RequestError(400, f"the body is no JSON: {error}") from None
+        raise RequestError(400, f"the body is not JSON: {error}") from None
     check_values(value)
     try:
         return model.model_validate(value)

@@ -23,6 +23,8 @@ from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
 if TYPE_CHECKING:
     from entropykv.server.loading import ServedLlama
 
+_LONGEST_KEY = 1_024
+"""Characters of arguments whose frame is remembered."""
 _MOST_FRAMES = 64
 """How many frames are cached, one for each set of template arguments in requests."""
 
@@ -62,16 +64,18 @@ class ThinkingTemplate:
         key = json.dumps(arguments, sort_keys=True, default=str)
         found = self._frames.get(key)
         if found is None:
+            found = self._frame_of(arguments)
             if len(self._frames) >= _MOST_FRAMES:
                 self._frames.clear()
-            try:
-                found = frame_of(lambda m: str(self._formatter(messages=m, **arguments).prompt))
-            except (
-                Exception
-            ):  # A template is a program of the model's author, and may raise anything.
-                found = AnswerFrame()
-            self._frames[key] = found
+            if len(key) <= _LONGEST_KEY:
+                self._frames[key] = found
         return found
+
+    def _frame_of(self, arguments: Mapping[str, Any]) -> AnswerFrame:
+        try:
+            return frame_of(lambda m: str(self._formatter(messages=m, **arguments).prompt))
+        except Exception:  # A template is a program of its author, and may raise anything.
+            return AnswerFrame()
 
 
 def _token_of(llama: ServedLlama, text: str) -> int | None:

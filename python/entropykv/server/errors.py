@@ -80,7 +80,7 @@ def as_request_error(error: BaseException) -> RequestError:
             "objects and lists within each other",
         )
     logger.error("a generation failed", exc_info=error)
-    return RequestError(500, f"the generation failed: {error}; the server goes on")
+    return RequestError(500, f"the generation failed: {error}; the server continues")
 
 
 def without_frames(error: RequestError) -> RequestError:

@@ -83,7 +83,9 @@ def _file_of(part: dict[str, Any], place: str, most: int) -> bytes:
     head, found, data = url.partition(",")
     if not found or not head.lower().endswith(";base64"):
         raise RequestError(
-            400, f"{place}: it is no data:image/png;base64,... with a file in base64", param=place
+            400,
+            f"{place}: it is not a data:image/png;base64,... URL with a file in base64",
+            param=place,
         )
     try:
         # Decode only one byte more than allowed, which is enough to refuse the file.

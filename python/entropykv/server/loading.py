@@ -123,7 +123,7 @@ class ServedLlama(EntropyLlama):
     ) -> bytes:
         """Return the text of tokens, including control tokens that are tags of thoughts."""
         control = {} if special or self.thinking is None else self.thinking.control
-        if not any(token in control for token in tokens):
+        if not control or not any(token in control for token in tokens):
             return super().detokenize(tokens, prev_tokens, special)
         text, before = b"", list(prev_tokens or ())
         for is_tag, run in groupby(tokens, control.__contains__):

@@ -42,7 +42,7 @@ class ServedModel:
         for each in (name, *aliases):
             if not 0 < len(each) <= MOST_NAME or not each.isprintable():
                 raise SettingsError(
-                    f"{each[:MOST_NAME]!r} is no name of a model; give 1 to {MOST_NAME} "
+                    f"{each[:MOST_NAME]!r} is not a name of a model; give 1 to {MOST_NAME} "
                     "characters that can be printed"
                 )
         named = options.model_copy(update={"model_alias": name})
@@ -65,6 +65,18 @@ class ModelCatalog:
             raise SettingsError(
                 f"there are {len(self.models)} models; a server has 1 to {MOST_MODELS}"
             )
+        self._check_names()
+
+    def check_startup(self, most: int | None) -> None:
+        """Raise SettingsError if more models are loaded at startup than may be loaded at a time."""
+        n_starting = sum(model.load_on_startup for model in self.models)
+        if most is not None and n_starting > most:
+            raise SettingsError(
+                f"{n_starting} models have load-on-startup, and {most} may be loaded at a time; "
+                "raise --models-max"
+            )
+
+    def _check_names(self) -> None:
         owners: dict[str, str] = {}
         for model in self.models:
             for name in (model.name, *model.aliases):
@@ -112,7 +124,7 @@ def models_in(directory: str) -> dict[str, Path]:
         found[name] = path
     if not found:
         raise SettingsError(
-            f"{directory}: there is no GGUF file of a model in it; put one there (--models-dir)"
+            f"{directory}: it contains no GGUF file of a model; put one there (--models-dir)"
         )
     return found
 

@@ -236,7 +236,7 @@ class OllamaGenerate(OllamaRequest):
         if self.images:
             raise RequestError(
                 400,
-                "images: a text that goes on has none; leave raw and suffix out, or the images",
+                "images: a text to continue has no images; leave out raw and suffix, or the images",
                 param="images",
             )
         grammar = None

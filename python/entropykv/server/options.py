@@ -71,7 +71,10 @@ class ModelOptions(ModelSettings):
 
     model_config = _PREFIX
 
-    model: str = Field(default="", description="The path of the model's GGUF file.")
+    model: str = Field(
+        default="",
+        description="The path of the model's GGUF file; given several times, that of each model.",
+    )
     hf_repo: Optional[str] = Field(  # noqa: UP045  (all that add_args_from_model() can read)
         default=None,
         min_length=1,
@@ -150,7 +153,7 @@ class ModelOptions(ModelSettings):
     reasoning_format: ThoughtFormat = Field(
         default="auto",
         description="Where thoughts are shown: none leaves them in the answer, deepseek and auto "
-        "put them in reasoning_content, deepseek-legacy does both in answers that are no streams.",
+        "put them in reasoning_content, deepseek-legacy does both in answers without streaming.",
     )
     reasoning_budget: int = Field(
         default=-1,
@@ -317,8 +320,8 @@ class ServerOptions(ServerSettings):
     )
     shared_prefixes: bool = Field(
         default=True,
-        description="Whether conversations of one key go on from what another one of it has read; "
-        "with false, only those of one name do.",
+        description="Whether a conversation can continue from text that another one with the same "
+        "key has read; with false, only if both have the same name.",
     )
     interrupt_requests: bool = Field(
         default=False, description="Whether a new request ends streams of the same key."
@@ -375,7 +378,7 @@ class ServerOptions(ServerSettings):
     drain_seconds: int = Field(
         default=0,
         ge=0,
-        description="Seconds that running requests may go on after SIGTERM; new ones get 503.",
+        description="Seconds that running requests may take after SIGTERM; new ones get 503.",
     )
     cors_origins: Optional[str] = Field(  # noqa: UP045
         default=None,

@@ -201,7 +201,7 @@ def _token_biases(
         if not all(0 <= token < llama.n_vocab() for token in ids):
             raise RequestError(
                 400,
-                f"logit_bias: {key!r} is no token; they are 0 to {llama.n_vocab() - 1}",
+                f"logit_bias: {key!r} is not a token; tokens are 0 to {llama.n_vocab() - 1}",
                 param="logit_bias",
             )
         if not math.isfinite(bias) or abs(bias) > 1000.0:

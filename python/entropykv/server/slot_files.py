@@ -96,7 +96,7 @@ class SlotFiles:
                 param="filename",
             )
         if action == "restore" and not path.is_file():
-            raise RequestError(400, f"{name}: there is no such file", param="filename")
+            raise RequestError(400, f"{name}: no such file", param="filename")
         return path
 
 

@@ -97,7 +97,7 @@ def _keys_in(path: str) -> list[str]:
         # Windows editors write a byte order mark.
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise SettingsError(
             f"{path}: the keys cannot be read ({reason}); give a text file with one key a line "
             "(--api-key-file)"
@@ -105,7 +105,7 @@ def _keys_in(path: str) -> list[str]:
     keys = [line.strip() for line in lines]
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:  # Without this check, an empty file would let everyone in.
-        raise SettingsError(f"{path}: there is no key in it; write one a line (--api-key-file)")
+        raise SettingsError(f"{path}: it contains no key; write one key per line (--api-key-file)")
     if len(keys) > _MOST_KEYS:
         raise SettingsError(
             f"{path}: {len(keys)} keys are more than {_MOST_KEYS}, with which each request is "

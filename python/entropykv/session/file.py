@@ -208,7 +208,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
         raise _unwritable(path, error) from None
     if start not in (b"", MAGIC):
         raise SessionFileError(
-            f"{path}: exists and is no saved session; give another path, or remove it"
+            f"{path}: exists and is not a saved session; give another path, or remove it"
         )
 
 

@@ -318,7 +318,7 @@ class ModelRunner:
         try:
             self.shared.make_live(slot)
         except PoolError:
-            if self.shared.somebody_else_reads(slot):
+            if self.shared.another_reads(slot):
                 return False
             raise
         return True

@@ -69,7 +69,7 @@ class SequenceSlot:
         self.text.note_evictions(self.store.evicted)
 
     def is_idle(self, now: float) -> bool:
-        """Tell whether it can be swapped out without delaying anybody."""
+        """Tell whether it can be swapped out without delaying a thread."""
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property

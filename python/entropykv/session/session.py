@@ -678,7 +678,7 @@ class Session:
         """
         self._runner.check_usable(self._slot)
         if self._pool is None:
-            raise PoolError("a session alone cannot be forked; make it by a Pool")
+            raise PoolError("a session alone cannot be forked; create it with a Pool")
         return Session.of_pool(
             self._pool,
             self._runner,

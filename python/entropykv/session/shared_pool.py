@@ -136,10 +136,11 @@ class SharedPool:
     def _check_shared(self, what: str) -> None:
         if self._shares.keeps_places:
             raise PoolError(
-                f"a session alone has nobody to share with, and cannot {what}; make it by a Pool"
+                f"a session without a pool shares with no other, and cannot {what}; create it "
+                "with a Pool"
             )
 
-    def somebody_else_reads(self, slot: SequenceSlot) -> bool:
+    def another_reads(self, slot: SequenceSlot) -> bool:
         """Tell whether waiting makes sense, because another live sequence is in use."""
         now = time.monotonic()
         return any(not each.is_idle(now) for each in self.live if each is not slot)

@@ -85,7 +85,7 @@ class SwapSpace:
         if where.startswith(DISK) and where != DISK:
             self._directory = Path(where[len(DISK) :])
             if not self._directory.is_dir():
-                raise SettingsError(f"{self._directory}: is no directory; give one that is there")
+                raise SettingsError(f"{self._directory}: is not a directory; give an existing one")
         elif where != RAM:
             raise SettingsError(f"swap cannot be {where!r}; use ram or disk:DIRECTORY")
 

@@ -60,7 +60,7 @@ class Recovery:
     smooth: int = option(4, "tokens over which uncertainty is smoothed", least=1)
     warm_up: int = option(16, "tokens before which nothing counts", least=2)
     memory: int = option(128, "tokens whose mean and deviation count", least=2)
-    refractory: int = option(4, "tokens after a climb in which there is no other", least=0)
+    refractory: int = option(4, "tokens after a climb during which no other climb is made", least=0)
     calm: int = option(32, "tokens without a spike after which the ladder goes down", least=1)
     window: int = option(
         64,

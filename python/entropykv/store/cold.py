@@ -82,7 +82,7 @@ class ColdSide:
         self._store = store if self.settings else None
 
     def check_file(self) -> None:
-        """Check the file before a micro-batch; raises FreezeError if somebody has changed it."""
+        """Check the file before a micro-batch; raises FreezeError if it was changed elsewhere."""
         if self._file and self._store:
             try:
                 self._file.check()

@@ -112,7 +112,7 @@ class ColdFile:
     def _what_differs(self, header: bytes) -> str:
         magic, version, _, nonce, identity, _ = _FIELDS.unpack_from(header)
         if magic != MAGIC:
-            return "is no file of frozen entries any more"
+            return "is not a file of frozen entries any more"
         if version != VERSION:
             return f"has version {version} of the format, but this entropykv writes {VERSION}"
         if header[-_DIGEST_BYTES:] != _digest(header[:-_DIGEST_BYTES], _DIGEST_BYTES):
