@@ -1,4 +1,4 @@
-"""Measure the memory that models of one server take, and what stays when they are unloaded.
+"""Measure the memory that the models of one server take, and how much remains after unloading.
 
 `python benchmarks/model_memory.py DIR` serves the GGUF files in DIR one at a time: it asks each for
 an answer, unloads it, and prints the resident set of the process and the server's estimate, in MiB.
@@ -31,7 +31,7 @@ def ask(server: Server, model: str) -> None:
 
 
 def unload(server: Server, model: str) -> None:
-    """Unload a model, and wait until it has left."""
+    """Unload a model, and wait until it is unloaded."""
     server.post("/models/unload", json.dumps({"model": model}))
     while states(server)[model]["value"] != "unloaded":
         time.sleep(0.05)
@@ -46,7 +46,8 @@ def main() -> None:
     server = Server("--models-dir", options.directory, *OPTIONS, model=None, usual=())
     try:
         names = list(states(server))
-        ask(server, names[0])  # what is allocated once, for the whole process
+        # The first request also allocates memory that stays for the whole process.
+        ask(server, names[0])
         unload(server, names[0])
         before = server.rss()
         print(f"the process without a model: {before / 2**20:.1f} MiB")

@@ -40,7 +40,7 @@ def test_calibrate_writes_a_profile(tiny_llama: Path, tmp_path: Path) -> None:
     shown = entropykv("profile", output)
     assert shown.returncode == 0, shown.stderr
     assert "policy profile" in shown.stdout
-    assert "Where KV heads look things up" in shown.stdout
+    assert "KV heads that look facts up" in shown.stdout
     compared = entropykv("profile", output, output)
     assert "correlation 1.0000" in compared.stdout
 

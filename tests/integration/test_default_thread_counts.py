@@ -60,7 +60,7 @@ def test_the_server_says_it_too(
         assert ("use --n_threads 1, or leave it out" in errors) == bool(times)
 
 
-def test_nobody_says_how_many() -> None:
+def test_without_an_option_the_number_of_threads_is_chosen() -> None:
     cache, here = CacheOptions(), usable_cores()
     of_llama, arguments = split_arguments(None, {})
     options = ModelOptions(model="x")

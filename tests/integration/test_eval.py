@@ -168,7 +168,7 @@ def test_impossible_requests_are_refused_before_anything_long(
         ((*text, "--passkeys", 1, "--facts-per-text", 40), "wordings"),
         (("--dataset", bad), "bad.jsonl: line 1"),
         ((*text, "--plot", tmp_path / "plot.txt"), "plot"),
-        ((*text, "--resume", texts[0]), "no log"),
+        ((*text, "--resume", texts[0]), "is not a log"),
         ((*text, "--resume", tmp_path), "cannot be written"),
         ((*text, "--tuning-share", "0.000000001", "--part", "tuning"), "part tuning"),
     ):

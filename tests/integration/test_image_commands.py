@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
+from entropykv.cli import image_options
+from entropykv.cli.conversation import Conversation
+from entropykv.session.sampling import Sampling
 from tests.support.command import assert_refused, entropykv
 from tests.support.image_reference import MARKER
 from tests.support.tiny_vision import png
@@ -110,3 +114,22 @@ def test_refuses_another_number_of_places_than_of_images(model: VisionModel, ima
     named = ("-m", model.path, "--mmproj", model.projector, "--image", image)
     result = entropykv("run", *named, *OPTIONS, "-p", "<__media__> and <__media__>")
     assert_refused(result, "2 places (<__media__>) for 1 images")
+
+
+def test_ctrl_c_while_an_image_is_encoded_ends_the_turn_alone(
+    model: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model.session() as session:
+        conversation = Conversation(session, Sampling(temperature=0.0), max_tokens=4)
+        conversation.files = [png(64, 40)]
+
+        def press(*_: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(image_options, "say", press)  # it is called before the encoding
+        answer = conversation.ask("what is it")
+        assert (answer.interrupted, answer.unread, session.position) == (True, None, 0)
+        monkeypatch.setattr(image_options, "say", lambda _: None)
+        assert conversation.ask("what is it").tokens
+        assert len(conversation.turns) == 1
+        assert conversation.files == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.support.image_reference import MARKER
 from tests.support.running_server import KEY, Server
 from tests.support.served import served
 from tests.support.tiny_vision import png
-from tests.support.vision_models import VisionModel, prompt_of, write_vision
+from tests.support.vision_models import TOKENS, VisionModel, prompt_of, write_vision
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 LIMITS = ("--max-images", 2, "--max-image-bytes", 20_000, "--max-image-pixels", 100_000)
@@ -76,6 +77,9 @@ def test_answers_are_those_of_a_session(
     assert server.get("/props").json()["modalities"] == {"vision": True, "audio": False}
     kv = server.kv()
     assert kv["kv_bytes_peak"] <= kv["kv_bytes_budget"]
+    held = re.search(r"^entropykv_image_bytes (\d+)$", server.get("/metrics").text, re.MULTILINE)
+    assert held is not None
+    assert int(held[1]) >= TOKENS["causal"] * 64 * 4
 
 
 def test_streams_and_responses_have_images_too(client: openai.OpenAI) -> None:

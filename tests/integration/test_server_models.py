@@ -335,7 +335,7 @@ def test_a_model_that_cannot_be_loaded_harms_no_other(folder: Path, tmp_path: Pa
     run(talk())
 
 
-def test_whoever_waits_for_a_model_has_limits(folder: Path) -> None:
+def test_requests_that_wait_for_a_model_have_limits(folder: Path) -> None:
     async def talk() -> None:
         limits = {"max_waiting": 2, "request_seconds": 2}
         async with running(catalog_of(folder, "one"), **limits) as served:
@@ -359,37 +359,34 @@ def test_a_model_is_not_loaded_for_clients_that_have_gone(folder: Path) -> None:
             await text_of(served, "one")
             long = asyncio.ensure_future(streamed(served, "one"))
             await until(lambda: served.counts("one")[1] == 1)
-            sent: list[Any] = []
-            gone = asyncio.Event()
-            body = json.dumps({**WORDS, "model": "two"}).encode()
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive() -> Any:
-                if messages:
-                    return messages.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: Any) -> None:
-                sent.append(message)
-
-            headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/v1/completions",
-                "query_string": b"",
-                "headers": headers,
-            }
-            request = asyncio.ensure_future(served.app(scope, receive, send))
+            leaves = asyncio.Event()
+            request = asyncio.ensure_future(served.ask_and_leave("two", leaves))
             await until(lambda: served.models.named("one").leaves)
-            gone.set()
-            await request
-            assert sent[0]["status"] == 499
+            leaves.set()
+            assert await request == 499
             await until(lambda: not served.models.named("one").leaves)
             await long
             assert served.gates.loads == ["one"]
             assert await served.states() == {"one": "loaded", "two": "unloaded"}
+
+    run(talk())
+
+
+def test_nor_where_its_turn_comes_once_they_have_gone(folder: Path) -> None:
+    async def talk() -> None:
+        async with running(catalog_of(folder, "one", "two")) as served:
+            gate, leaves = served.gates.close("one"), asyncio.Event()
+            first = asyncio.ensure_future(served.ask("one"))
+            await until(lambda: "one" in served.gates.loads)
+            request = asyncio.ensure_future(served.ask_and_leave("two", leaves))
+            await until(lambda: served.models.named("two").estimate is not None)
+            leaves.set()
+            assert await request == 499
+            gate.set()
+            assert (await first).status_code == 200
+            await served.until("two", "unloaded")
+            assert served.gates.loads == ["one"]
+            assert (await served.ask("two")).status_code == 200
 
     run(talk())
 

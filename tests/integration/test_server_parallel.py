@@ -217,7 +217,7 @@ def test_slots_and_figures_of_conversations(server: Server) -> None:
     assert all(each["kv_bytes_now"] <= each["kv_bytes_budget"] for each in kept if each["live"])
 
 
-def test_who_leaves_stops_nobody_else(server: Server) -> None:
+def test_a_client_that_disconnects_stops_no_other_request(server: Server) -> None:
     with server.client() as client:
         expected = complete(client, PROMPTS[1], max_tokens=60).choices[0].text
         going = [complete(client, prompt, stream=True, **LONG) for prompt in PROMPTS[:2]]

@@ -16,7 +16,7 @@ from gguf import GGUFWriter, TokenType
 
 from tests.support.chats import Chat, piped
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.thinking import OPENING
+from tests.support.thinking import CLOSING, OPENING
 from tests.support.tiny_models import write_llama
 
 THOUGHT = 40
@@ -324,5 +324,31 @@ def test_tags_that_are_control_tokens_are_seen(magistral: Path, tmp_path: Path) 
         form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
         chosen = Asked(server).message(response_format=form)
         assert json.loads(chosen["content"]) in ("yes", "no")
+    finally:
+        assert server.end()[0] == 0
+
+
+# --- thoughts that the model begins ---------------------------------------------------------------
+
+
+def test_a_turn_reads_only_what_is_new_if_the_model_begins_its_thoughts(tmp_path: Path) -> None:
+    """Qwen 3's prompts end before the thought, so the next turn parts from them at their end."""
+    path = template_file(tmp_path, CLOSING)
+    server = Server("--chat-template-file", path, "--api-key", KEY, *NEEDS, usual=("-c", 8192))
+    grammar = 'root ::= "<think>" [a-z ]{200,200} "</think>" [a-z ]{8,8}'
+    messages = [SYSTEM]
+    try:
+        for turn in range(3):
+            messages.append(question(f"Where is the garden? {turn}"))
+            before = server.kv()["prompt_tokens"]
+            answer = Asked(server).whole(*messages, grammar=grammar, max_tokens=400)
+            message = answer["choices"][0]["message"]
+            assert len(message["reasoning_content"]) > 150
+            n_read = server.kv()["prompt_tokens"] - before
+            n_prompt = answer["usage"]["prompt_tokens"]
+            assert n_read == n_prompt if turn == 0 else n_read < 60 < n_prompt
+            messages.append({"role": "assistant", "content": message["content"]})
+        assert server.kv()["evictions"] > 0
+        assert len(server.kv()["conversations"]) == 1
     finally:
         assert server.end()[0] == 0

@@ -49,7 +49,7 @@ def test_it_was_built_against_what_is_here() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_there_is_one_libllama_whoever_comes_first() -> None:
+def test_only_one_libllama_is_loaded_in_any_order_of_imports() -> None:
     """Only one libllama is loaded, because a second one would have its own log, thread pool and
     backends.
     """

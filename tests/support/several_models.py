@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -79,6 +80,31 @@ class Running:
     async def ask(self, model: str | None, **fields: Any) -> httpx.Response:
         named = {} if model is None else {"model": model}
         return await self.client.post("/v1/completions", json={**WORDS, **named, **fields})
+
+    async def ask_and_leave(self, model: str, leaves: asyncio.Event) -> int:
+        """Ask as a client that goes once the event is set; the status is that of its answer."""
+        body = json.dumps({**WORDS, "model": model}).encode()
+        messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+        statuses: list[int] = []
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await leaves.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        }
+        await self.app(scope, receive, send)
+        return statuses[0]
 
     async def states(self) -> dict[str, str]:
         listed = (await self.client.get("/v1/models")).json()["data"]

@@ -356,7 +356,7 @@ def test_bodies_have_limits_of_bytes_and_seconds() -> None:
     assert status(piece(b"123456789")) == 200  # Refused bodies are no longer counted.
 
 
-def test_a_slow_upload_holds_nobodys_turn(tmp_path: Path) -> None:
+def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
     """With a single model, the turn was once taken before the body had arrived."""
     engine = engine_of(FakeLlama(), client_seconds=60)
     conversations = Conversations(tmp_path, 1 << 20)

@@ -161,7 +161,7 @@ def test_attach_leaves_to_the_model_what_is_its_own() -> None:
         attach(None, 0.2, n_ctx=64)  # type: ignore[arg-type, call-arg]
 
 
-def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
+def test_a_resolved_config_says_what_a_session_follows(tiny_llama: Path) -> None:
     """Every figure of the config, known before anything is loaded, equals that of the session."""
     for options in (
         CacheOptions(n_ctx=96, kv_budget=0.5),
@@ -179,7 +179,7 @@ def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
                 assert session.stats().kv_bytes_budget == planned.pool_bytes
 
 
-def test_a_recipe_refuses_what_does_not_go_together(tiny_llama: Path) -> None:
+def test_resolving_refuses_options_that_contradict_each_other(tiny_llama: Path) -> None:
     geometry = read_geometry(tiny_llama)
     for options, error, what in (
         (CacheOptions(recovery=Recovery()), SettingsError, "nothing is; use --freeze"),

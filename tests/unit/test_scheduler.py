@@ -49,7 +49,7 @@ def test_single_tokens_of_all_and_the_first_prompt(
 
 
 @pytest.mark.parametrize("singles_turn", [True, False])
-def test_nobody_waits_for_a_turn_that_is_nobodys(singles_turn: bool) -> None:
+def test_works_of_one_kind_do_not_wait_for_the_turn_of_the_other(singles_turn: bool) -> None:
     for waiting in (WAITING[:1], WAITING[1:2]):
         assert choose(waiting, together=False, singles_turn=singles_turn) == waiting
     assert choose([], together=True, singles_turn=singles_turn) == []
@@ -149,7 +149,7 @@ def test_an_error_of_a_step_is_everybodys_and_the_next_one_goes_on() -> None:
     assert recorded.submit("b", 1, 2).error is None
 
 
-def test_who_is_not_admitted_waits_and_keeps_nobody_else() -> None:
+def test_a_sequence_that_is_not_admitted_waits_without_delaying_others() -> None:
     open_doors = threading.Event()
     recorded = Recorded(admit=lambda work: work.owner != "late" or open_doors.is_set())
     late = threading.Thread(target=recorded.submit, args=("late", 1, 1))

@@ -52,7 +52,7 @@ def test_every_key_of_a_file_is_a_user(tmp_path: Path) -> None:
         b"BEARER ",
     ],
 )
-def test_without_a_right_key_one_is_nobody(given: bytes) -> None:
+def test_a_wrong_key_identifies_no_user(given: bytes) -> None:
     assert Keys(["anna-key"]).user_of(given) is None
 
 

@@ -1,4 +1,5 @@
-"""Calibrate a model: measure the entropy of every query head over texts, and what KV heads lose.
+"""Calibrate a model: measure the entropy of every query head, and the losses of KV heads, over
+texts.
 
 The method is that of the BitNet document: H = -sum p log2 p of the attention rows at 25, 50, 75 and
 100 % of every text, averaged over 20 texts. The attention op of the headwise store computes the

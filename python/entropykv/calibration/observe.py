@@ -147,7 +147,9 @@ class Observer:
         return rows
 
     def losses(self, tokens: Sequence[int], rules: CurveRules) -> list[list[HeadLoss]]:
-        """Return what every KV head loses in a text of rules.length tokens, as [layer][KV head]."""
+        """Return the losses of every KV head in a text of rules.length tokens, as
+        [layer][KV head].
+        """
         self._store.truncate(0)
         for first in range(0, rules.n_read, self.n_ubatch):
             self._read(tokens[first : min(first + self.n_ubatch, rules.n_read)], first)
@@ -159,7 +161,9 @@ class Observer:
         return losses
 
     def importance_of(self, tokens: Sequence[int]) -> list[list[Rows]]:
-        """Read a text; returns the importance of its entries then, [layer][KV head][entry]."""
+        """Read a text; returns the importance of its entries at its end, [layer][KV
+        head][entry].
+        """
         self._store.truncate(0)
         for first in range(0, len(tokens), self.n_ubatch):
             self._read(tokens[first : first + self.n_ubatch], first)
@@ -174,10 +178,10 @@ class Observer:
     def _attended(
         self, tokens: Sequence[int], position: int
     ) -> Iterator[tuple[int, int, Queries, Entries]]:
-        """Read tokens, a micro-batch at most; yields what each KV head attends with and to.
+        """Read at most a micro-batch of tokens; yields the queries and entries of each KV head.
 
-        Those are its layer and number, the queries of its group, and the entries of the whole text
-        with the importance that those before the tokens had.
+        Each item has the layer, the KV head, the queries of its group of heads, and the entries of
+        the whole text, with the importance that they had before these tokens were read.
         """
         importance = self._importance()
         self._core.capture_queries(True)
@@ -234,8 +238,10 @@ class ReadText:
         predict: Callable[[Sequence[int], int], Logits],
         attend: Callable[[Sequence[int], int], Iterator[tuple[int, int, Queries, Entries]]],
     ) -> None:
-        """Use `store`, which holds the text; it ends at `position`, and `predict` and `attend` read
-        tokens after it.
+        """Use `store`, which holds the text.
+
+        `position`: where the text ends; `predict` and `attend`: functions that read tokens after
+        it.
         """
         self._store = store
         self._position = position
@@ -244,7 +250,7 @@ class ReadText:
         self._whole = store.checkpoint()
 
     def rollback(self) -> None:
-        """Restore the state in which the store holds the whole text, and nothing after it."""
+        """Restore the store's state at the end of the text."""
         if self._whole is None or not self._store.go_on_from(self._whole, ends=False):
             raise CalibrationError("the pool has no room to read a text twice; use fewer tokens")
 
@@ -253,14 +259,14 @@ class ReadText:
         self._store.sharing.limit_layer(layer, recent_window)
 
     def predictions(self, tokens: Sequence[int]) -> Logits:
-        """Read tokens after the text that is held; returns their logits, (len(tokens), n_vocab)."""
+        """Read tokens after the text; returns their logits, (len(tokens), n_vocab)."""
         return self._predict(tokens, self._position)
 
     def attended(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, Queries, Entries]]:
-        """Read tokens, a micro-batch at most, after what is held.
+        """Read at most a micro-batch of tokens after the text.
 
-        Yields layer and number of each KV head, the queries of its group, and the entries of the
-        whole text with the importance that those before the tokens had.
+        Yields the layer, the KV head, the queries of its group of heads, and the entries of the
+        whole text, with the importance that they had before these tokens were read.
         """
         return self._attend(tokens, self._position)
 

@@ -105,7 +105,7 @@ def write_answer(
 def _read_before(
     session: Session, tokens: list[int], last: int, on_prompt: Callable[[int], None]
 ) -> int:
-    """Read a prompt but for its last tokens, keep a checkpoint, and return how many were read."""
+    """Read a prompt except its last tokens, keep a checkpoint, and return how many were read."""
     n_first = len(tokens) - last
     if last == 0 or n_first <= 0:
         return 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.image_options import tokens_of, with_places
-from entropykv.cli.interrupts import noted_interrupts
+from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.cli.shown_thought import ShownThought
 from entropykv.errors import EntropyKVError, SettingsError
@@ -81,7 +81,11 @@ class Conversation:
         try:
             shown = with_places(text, len(self.files)) if self.files else text
             prompt = self._prompt_of(shown)
-            tokens = self._tokens_of(prompt, shown)
+            with noted_interrupts() as interrupts:
+                tokens = self._tokens_of(prompt, shown, interrupts.check)
+        except InterruptionError:  # while an image was encoded: nothing was read
+            answer.interrupted = True
+            return answer
         except EntropyKVError:
             self.files = []  # or every further turn would have them, and fail as well
             raise
@@ -119,13 +123,14 @@ class Conversation:
             return session.chat_prompt(text, self._system)
         return session.chat_turn(text)
 
-    def _tokens_of(self, prompt: str | None, text: str) -> list[int]:
+    def _tokens_of(self, prompt: str | None, text: str, poll: Callable[[], object]) -> list[int]:
         session, first = self.session, self.session.position == 0
         if prompt is not None:
-            return tokens_of(session, prompt, self.files, add_bos=False)
+            return tokens_of(session, prompt, self.files, add_bos=False, poll=poll)
         before = ([] if self._system is None else [self._system]) if first else [""]
         add_bos = None if first else False
-        return tokens_of(session, "\n".join([*before, text]), self.files, add_bos=add_bos)
+        lines = "\n".join([*before, text])
+        return tokens_of(session, lines, self.files, add_bos=add_bos, poll=poll)
 
     def _tokens_left_out(self, tokens: list[int]) -> int:
         """Return how many tokens at the end of a prompt later turns of the conversation lack."""
@@ -167,7 +172,9 @@ class Conversation:
             session.count_prompt(len(said), time.perf_counter() - start)
 
     def _return_to(self, position: int) -> None:
-        """Go back to a position; where something was evicted since, from a checkpoint before it."""
+        """Roll back to a position; if something was evicted since, return to a checkpoint and read
+        the text after it again.
+        """
         session = self.session
         if session.can_return_to(position):
             session.truncate(position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from entropykv.cli.notes import say
@@ -89,11 +89,17 @@ def with_places(text: str, n_images: int) -> str:
 
 
 def tokens_of(
-    session: Session, text: str, files: Sequence[bytes], *, add_bos: bool | None
+    session: Session,
+    text: str,
+    files: Sequence[bytes],
+    *,
+    add_bos: bool | None,
+    poll: Callable[[], object] | None = None,
 ) -> list[int]:
     """Encode the images of a prompt, and return its tokens, with placeholders for each image.
 
-    Raises ImageError, and ContextError for more tokens than there is room for.
+    `poll` is called repeatedly while images are encoded, and may raise to stop that. Raises
+    ImageError, and ContextError for more tokens than there is room for.
     """
     images = session.images
     if not files or images is None:
@@ -106,5 +112,6 @@ def tokens_of(
         files,
         add_bos=add_bos is not False,
         most_tokens=session.n_ctx - session.position,
+        poll=poll,
     )
     return prompt.tokens

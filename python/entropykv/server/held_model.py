@@ -73,6 +73,11 @@ class HeldModel:
         """Tell whether no request uses it, and none is about to."""
         return self.users == 0 and (self.waiting == 0 or self.leaves)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Tell whether a request waits until it is loaded, or it is to be loaded anyway."""
+        return self.waiting > 0 or self.wanted
+
     def count_bytes(self) -> int:
         """Return the estimated bytes that it takes, including those swapped out to memory.
 

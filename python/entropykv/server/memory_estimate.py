@@ -10,6 +10,7 @@ from entropykv.policy.plan import attention_layers
 from entropykv.server.loading import cache_options, for_thoughts
 from entropykv.server.model_catalog import parts_of
 from entropykv.server.options import ModelOptions
+from entropykv.session.images import HELD_BYTES
 from entropykv.session.memory_plan import make_plan
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import RAM
@@ -28,14 +29,14 @@ class MemoryEstimate:
     """Hold the bytes that a model takes once it is loaded and its budget is full."""
 
     weights: int
-    """The model's files, including all parts of a split one."""
+    """The model's files, including all parts of a split one, and its projector's."""
     cache: int
     """The KV budget, checkpoints outside it, and frozen entries in memory.
 
     Conversations that are swapped out to memory are not included; they are counted separately.
     """
     overhead: int
-    """The intermediate values of one micro-batch, and fixed costs."""
+    """The intermediate values of one micro-batch, embeddings of images, and fixed costs."""
 
     @property
     def total(self) -> int:
@@ -60,10 +61,11 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
         cache = plan.budget_bytes + _beside_the_budget(asked, plan.saved_bytes)
     values = geometry.n_vocab + _EMBEDDINGS * geometry.n_embd + _FEED_FORWARDS * geometry.n_ff
     files = parts_of(path) + ([] if options.projector is None else [Path(options.projector)])
+    embeddings = 0 if options.projector is None else HELD_BYTES
     return MemoryEstimate(
         weights=sum(file.stat().st_size for file in files if file.is_file()),
         cache=cache,
-        overhead=_FIXED + n_ubatch * values * _VALUE,
+        overhead=_FIXED + n_ubatch * values * _VALUE + embeddings,
     )
 
 

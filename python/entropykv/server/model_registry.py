@@ -265,7 +265,8 @@ class ModelRegistry:
             if (refusal := self._too_large(held)) is not None:
                 raise refusal
             async with self._turn:
-                if not await self._make_room(held) or self._closing:
+                await self._make_room(held)
+                if self._closing or not held.is_awaited:
                     return
                 served = ServedModel(held.name, options, held.served.aliases)
                 self._adopt(held, await self._threads.call(lambda: self._open_for(served)))
@@ -305,8 +306,8 @@ class ModelRegistry:
             code="model_too_large",
         )
 
-    async def _make_room(self, held: HeldModel) -> bool:
-        """Unload idle models until another one fits; returns False if nobody waits for it any more.
+    async def _make_room(self, held: HeldModel) -> None:
+        """Unload idle models until another one fits, or nobody waits for that one any more.
 
         If all are busy, the least recently used one accepts no new requests, so that it becomes
         idle.
@@ -314,22 +315,20 @@ class ModelRegistry:
         leaving: HeldModel | None = None
         try:
             while not await self._has_room(held):
-                if self._closing or not (held.waiting or held.wanted):
-                    return False
+                if self._closing or not held.is_awaited:
+                    return
                 there = sorted((each for each, _ in self.loaded()), key=lambda each: each.last_used)
                 idle = next((each for each in there if each.is_idle), None)
                 if idle is not None:
                     await self._free(idle, ModelState.UNLOADED)
                     continue
-                if (
-                    leaving is None
-                ):  # A model that was just loaded first answers the requests that waited.
+                if leaving is None:
+                    # A model that was just loaded first answers the requests that waited for it.
                     busy = (each for each in there if each.users and not each.leaves)
                     leaving = next(busy, None)
                     if leaving is not None:
                         leaving.leaves = True
                 await self._changed.wait()
-            return True
         finally:
             if leaving is not None:
                 leaving.leaves = False

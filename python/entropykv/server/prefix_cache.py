@@ -59,14 +59,15 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Start:
-    """Hold the session that reads a prompt, and what is left to do before."""
+    """Hold the session chosen for a prompt, and the steps to take before it reads the prompt."""
 
     session: Session
     is_new: bool = False
     """True if it has read nothing yet."""
     near: _Conversation | None = None
-    """The conversation whose copy would save most reading, and how many tokens."""
+    """The conversation whose copy would save most reading."""
     spared: int = 0
+    """How many tokens that copy would save."""
     goes_back_to: int | None = None
     """The position where its text differs from the prompt."""
 

@@ -25,7 +25,7 @@ CacheMapFunction = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
 
 @dataclass(frozen=True)
 class StoreState:
-    """Hold what is saved of a store."""
+    """Hold the parts of a store's state, for a file or for swapped out sequences."""
 
     entries: list[list[int]]
     """Number of entries, as [layer][KV head]."""
