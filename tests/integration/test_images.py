@@ -319,6 +319,32 @@ def test_refuses_what_is_no_image_and_goes_on(causal: VisionModel, damage, words
         session.decode(prompt_of(session).tokens)
 
 
+def test_files_that_are_changed_at_random_are_read_or_refused(causal: VisionModel) -> None:
+    """llama.cpp decodes them in this process, which must not end."""
+    random = np.random.default_rng(3)
+    outcomes = [0, 0]
+    with causal.session() as session:
+        for _ in range(300):
+            data = bytearray(png(16, 16))
+            for place in random.integers(0, len(data), random.integers(1, 6)):
+                data[place] = random.integers(0, 256)
+            if random.random() < 0.2:
+                del data[random.integers(1, len(data)) :]
+            try:
+                prompt_of(session, MARKER, [bytes(data)])
+            except ImageError:
+                outcomes[0] += 1
+            else:
+                outcomes[1] += 1
+    assert min(outcomes) > 5
+
+
+def test_images_of_extreme_sides_are_read(model: VisionModel) -> None:
+    with model.session() as session:
+        for width, height in ((1, 1), (200, 1), (1, 200), (700, 4), (4, 700)):
+            assert prompt_of(session, MARKER, [png(width, height)]).images
+
+
 def test_refuses_more_tokens_than_there_is_room_for_before_it_encodes(causal: VisionModel) -> None:
     with causal.session() as session:
         images = session.images
@@ -382,6 +408,19 @@ def test_refuses_files_that_are_no_projector_of_the_model(
         assert session.images is None
         session.open_projector(causal.projector)
         session.decode(prompt_of(session).tokens)
+
+
+def test_says_so_where_libmtmd_has_another_interface(
+    causal: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projector.load_mtmd.cache_clear()
+    monkeypatch.delattr("llama_cpp.mtmd_cpp.mtmd_helper_image_get_decoder_pos")
+    with (
+        Session(causal.path, n_ctx=512, n_threads=1) as session,
+        pytest.raises(UnsupportedModelError, match=r"in another way .* install 0\.3\.36"),
+    ):
+        session.open_projector(causal.projector)
+    projector.load_mtmd.cache_clear()
 
 
 def test_says_so_where_llama_cpp_python_lacks_libmtmd(

@@ -44,6 +44,13 @@ from entropykv.model.header import (
 
 _NODES = 16
 """How many nodes of the encoder's graph are computed before encode() may be interrupted again."""
+_TEXT_FIELDS = ["text", "text_len", "add_special", "parse_special"]
+_FUNCTIONS = (
+    "mtmd_helper_image_get_decoder_pos",
+    "mtmd_helper_init_opt_default",
+    "mtmd_helper_log_set",
+)
+"""What tells libmtmd's interface of llama-cpp-python 0.3.36 from those of releases before."""
 _SIZES = (
     "embedding_length",
     "attention.head_count",
@@ -296,6 +303,13 @@ def load_mtmd() -> Any:
             "this llama-cpp-python was built without libmtmd, which reads images "
             f"({error}); install one that has it, or leave --mmproj out"
         ) from None
+    text = getattr(mtmd_cpp, "mtmd_input_text", None)
+    fields = [name for name, *_ in getattr(text, "_fields_", ())]
+    if fields != _TEXT_FIELDS or not all(hasattr(mtmd_cpp, name) for name in _FUNCTIONS):
+        raise UnsupportedModelError(
+            f"llama-cpp-python {llama_cpp.__version__} calls libmtmd, which reads images, in "
+            "another way than is known here; install 0.3.36, or leave --mmproj out"
+        )
     quiet = llama_logger.llama_log_callback
     mtmd_cpp.mtmd_helper_log_set(quiet, ctypes.c_void_p(0))
     return mtmd_cpp
