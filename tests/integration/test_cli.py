@@ -226,7 +226,7 @@ def test_plan_says_what_a_session_does(tiny_llama: Path, tmp_path: Path) -> None
         ("best", ("'best'", "uniform")),
         ("uniform:best", ("'best'", "mass, attention, products, reconstruct, expected")),
         ("uniform:mass+best", ("'best'", "values, distinct, echo, predicted")),
-        ("streaming:mass", ("takes no measure",)),
+        ("streaming:mass", ("accepts no measure",)),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "plan", "bench"])

@@ -57,9 +57,11 @@ def micro_batches_of(
     found = []
     before = HeadwiseStore.before
 
-    def note(self: HeadwiseStore, n_tokens: int, position: int, n_echo: int = 0) -> None:
+    def note(
+        self: HeadwiseStore, n_tokens: int, position: int, n_echo: int = 0, **options: Any
+    ) -> None:
         found.append((position, n_tokens, n_echo))
-        before(self, n_tokens, position, n_echo)
+        before(self, n_tokens, position, n_echo, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(HeadwiseStore, "before", note)
@@ -101,6 +103,7 @@ def test_a_text_that_fits_teaches_nothing(
         assert fit_of(session).report() is None
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
     """Another session of the pool has read a text that fits, without predictions."""
     with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=1200, n_sequences=3, n_threads=1) as pool:

@@ -50,9 +50,9 @@ class Basis:
         return self.geometry == other.geometry and same
 
     def advantage_over(self, other: Basis) -> str | None:
-        """Return in words what this basis was measured with more of than `other`, for a message.
+        """Return a phrase for a message: from how much more text this basis comes than `other`.
 
-        None if it has no such advantage.
+        Returns None if it does not come from more text.
         """
         if self.curve_texts * self.curve_length > other.curve_texts * other.curve_length:
             has = f"loss curves from {self.curve_texts} texts of {self.curve_length} tokens"
