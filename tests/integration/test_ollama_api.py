@@ -143,7 +143,7 @@ def test_models_are_listed_and_shown(server: Server) -> None:
     [
         ("chat", {"messages": [{**QUESTION, "images": ["aGk="]}]}, "--mmproj"),
         ("generate", {"prompt": "a", "images": ["aGk="]}, "--mmproj"),
-        ("generate", {"prompt": "a", "images": ["aGk="], "raw": True}, "leave raw"),
+        ("generate", {"prompt": "a", "images": ["aGk="], "raw": True}, "leave out raw"),
         ("chat", {"messages": [QUESTION], "options": {"num_ctx": N_CTX + 1}}, "num_ctx"),
         ("chat", {"messages": [QUESTION], "think": True}, "does not support thinking"),
         ("chat", {"messages": [QUESTION], "format": "yaml"}, "format"),

@@ -58,6 +58,8 @@ class Reader:
         self._folder = folder
         self._server: Server | None = None
         (folder / "model.gguf").symlink_to(model)
+        (folder / "models").mkdir()
+        (folder / "models" / "bitnet.gguf").symlink_to(model)
         text = (ROOT / "examples" / "lighthouse.txt").read_bytes()[:TEXT_BYTES]
         (folder / "long.txt").write_bytes(text)
         command = folder / "bin" / "entropykv"
@@ -69,10 +71,10 @@ class Reader:
         """Run a block to its end, or start its server; an error shows the output."""
         if block.served is not None:
             self.close()
-            given = block.served
-            model = given.index("-m")
-            options = (*given[:model], *given[model + 2 :], "-t", 1)
-            self._server = Server(*options, model=self._folder / given[model + 1], usual=())
+            files = ("-m", "--models-dir")
+            words = zip(["", *block.served], block.served, strict=False)
+            given = [self._folder / word if before in files else word for before, word in words]
+            self._server = Server(*given, "-t", 1, model=None, usual=())
             return
         code = block.code.replace(SHOWN_URL, self._server.url if self._server else SHOWN_URL)
         shell = ["bash", "-euo", "pipefail", "-c"]

@@ -1,11 +1,10 @@
-"""Find the KV heads in which predicted scores rank entries worse than the text's own queries do.
+"""Trust: in which KV heads predicted scores are worth more than what the text's own queries gave.
 
-Some heads look for entries that no linear function of key and value can tell, such as the token
-that followed the last occurrence of the current one. There, predictions make a head keep the wrong
-entries, whatever is asked about the text. So a text is read with everything kept, as for the loss
-curves. Then the entries of each KV head are ranked with and without predictions, and the loss of
-its outputs is added up twice: over the queries of the text's continuation, and over those of its
-repetition.
+What some heads look for, no linear function of key and value tells well enough. What is predicted
+there makes a head keep the wrong entries, whatever the text is asked for. So a text is read with
+everything kept, as for the loss curves; then each KV head is ranked with and without predictions,
+and what its outputs would have lost is added up twice: over the queries of how the text goes on,
+and over those of its repetition.
 """
 
 from __future__ import annotations
