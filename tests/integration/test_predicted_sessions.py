@@ -96,6 +96,6 @@ def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> No
     for first in range(0, len(tokens), echo.chunk):
         chunk = tokens[first : first + echo.chunk]
         echoed = echo.of(sequence.tokens, chunk) if echoes else []
-        session._reader._decode(Part(session._store, chunk, first, 0, echoed), first)
+        session._reader._decode(Part(session._store, chunk, sequence.position, 0, echoed), first)
         sequence.add(chunk, None, is_prompt=True)
         session._slot.broken = False

@@ -48,8 +48,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         help="a micro-batch is never larger (default: %(default)s)",
     )
     add_threads_option(group, "n_threads_batch")
-    for name in ("spec_type", "draft_max"):
-        add_option(group, CacheOptions, name)
     for flag, name in (("-ctk", "K"), ("-ctv", "V")):
         group.add_argument(
             flag,

@@ -136,6 +136,9 @@ FLAGS: tuple[LlamaFlag, ...] = (
         csp 1 -ub --ubatch-size
         csp ? -fa --flash-attn
         csp 1 -ngl --gpu-layers --n-gpu-layers
+        cs 1 --spec-type
+        cs 1 --spec-draft-n-max
+        cs 1 --draft --draft-n --draft-max
         csp 1 -m --model
         csp 0 -v --verbose --log-verbose
         csp 1 --lora

@@ -187,6 +187,13 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
     add_option(group, CacheOptions, "store")
     add_threads_option(group)
     add_option(group, CacheOptions, "n_ubatch", default=_DEFAULTS.micro_batch)
+    add_option(group, CacheOptions, "spec_type", type=spec_type)
+    add_option(group, CacheOptions, "draft_max")
+
+
+def spec_type(text: str) -> str:
+    """Read --spec-type, as an argparse type; llama.cpp's kinds of n-grams are one kind here."""
+    return "ngram" if text.startswith("ngram-") else text
 
 
 def add_threads_option(group: argparse._ActionsContainer, name: str = "n_threads") -> None:
