@@ -99,7 +99,7 @@ struct Machine {
         batch.clear();
         for (Run& run : runs) {
             const std::int32_t end = run.pair->end;
-            batch.add(run.pair->attention, run.n, end, end, 0, run.n - 1);
+            batch.add(run.pair->attention, run.n, end, end, 0, false, run.n - 1);
             for (int layer = 0; layer < kLayers; ++layer) run.layers.push_back(rows(run.n));
         }
         std::vector<std::vector<float>> outputs;

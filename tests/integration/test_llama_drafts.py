@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from entropykv import EntropyLlama
-from tests.integration.test_drafting import AllDrafts, Oracle
+from entropykv.session.drafting import Drafting
+from tests.support.draft_oracles import Oracle, draft_with
 from tests.support.running_server import Server
 
 TEXT = [1, *(3 + 7 * i % 50 for i in range(60))]
@@ -33,12 +34,8 @@ def answer(llm: EntropyLlama, n: int, **options: Any) -> list[int]:
     return found
 
 
-def drafting(llm: EntropyLlama, text: list[int], seed: int) -> AllDrafts:
-    session = llm._session
-    session._reader.drafting = AllDrafts(
-        Oracle(text, seed), session._runner.step_costs, session.config.n_drafts
-    )
-    return session._reader.drafting
+def drafting(llm: EntropyLlama, text: list[int], seed: int) -> Drafting:
+    return draft_with(llm._session, Oracle(text, seed))
 
 
 @pytest.mark.parametrize("n_sequences", [None, 2])

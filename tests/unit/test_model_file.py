@@ -53,6 +53,8 @@ def test_geometry_of_a_llama_file(tiny: Path) -> None:
         n_ctx_train=2048,
         n_vocab=320,
         weights_bytes=sum(tensor.n_bytes for tensor in tensors),
+        n_embd=64,
+        n_ff=64,
         file_bytes=tiny.stat().st_size,
         weight_types=geometry.weight_types,
         activation=None,

@@ -172,7 +172,12 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         elif use is not None and llama.traits.shows_tools:
             arguments["tools"] = use.definitions()
         thought = ChatThought.begin(
-            llama, arguments["messages"], arguments.get("tools"), self.thinking_options(llama)
+            llama,
+            llama.thinking,
+            llama.template_arguments,
+            arguments["messages"],
+            arguments.get("tools"),
+            self.thinking_options(llama),
         )
         llama.thought = thought
         if grammar := self._grammar(reader):

@@ -7,21 +7,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 from llama_cpp.llama_grammar import LlamaGrammar
 
+from entropykv.drop_in.entropy_llama import EntropyLlama
 from entropykv.server.template_traits import template_of
 from entropykv.thinking import grammar as thought_grammar
 from entropykv.thinking.counter import ThoughtCounter
 from entropykv.thinking.options import ThinkingOptions
 from entropykv.thinking.reader import Parts, read_whole, reader_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
-
-if TYPE_CHECKING:
-    from entropykv.server.loading import ServedLlama
 
 _LONGEST_KEY = 1_024
 """Characters of arguments whose frame is remembered."""
@@ -32,7 +30,7 @@ _MOST_FRAMES = 64
 class ThinkingTemplate:
     """Hold the chat template of a model that thinks."""
 
-    def __init__(self, template: str, tags: ThoughtTags, llama: ServedLlama) -> None:
+    def __init__(self, template: str, tags: ThoughtTags, llama: EntropyLlama) -> None:
         """Use a template's text and the tags in it."""
         self.tags = tags
         self._formatter: Any = Jinja2ChatFormatter(template, eos_token="", bos_token="")
@@ -42,7 +40,7 @@ class ThinkingTemplate:
         """The control tokens that are tags, with their texts."""
 
     @classmethod
-    def of(cls, llama: ServedLlama) -> ThinkingTemplate | None:
+    def of(cls, llama: EntropyLlama) -> ThinkingTemplate | None:
         """Return the template of a model; None if the model does not think."""
         template = template_of(llama)
         tags = tags_of(template)
@@ -78,7 +76,7 @@ class ThinkingTemplate:
             return AnswerFrame()
 
 
-def _token_of(llama: ServedLlama, text: str) -> int | None:
+def _token_of(llama: EntropyLlama, text: str) -> int | None:
     tokens = llama_cpp.Llama.tokenize(llama, text.encode(), add_bos=False, special=True)
     return tokens[0] if len(tokens) == 1 else None
 
@@ -98,16 +96,19 @@ class ChatThought:
     @classmethod
     def begin(
         cls,
-        llama: ServedLlama,
+        llama: EntropyLlama,
+        template: ThinkingTemplate | None,
+        arguments: Mapping[str, Any],
         messages: Sequence[Any],
         tools: Any,
         options: ThinkingOptions,
     ) -> ChatThought | None:
-        """Start a chat of a model that thinks; returns None for other models."""
-        template = llama.thinking
+        """Start a chat of a model that thinks; returns None for other models.
+
+        `arguments` are the variables of the chat template besides `messages` and `tools`.
+        """
         if template is None:
             return None
-        arguments = llama.template_arguments
         opened = template.is_open_after(messages, tools, arguments)
         ending = (options.message + template.tags.end).encode()
         counter = ThoughtCounter(
@@ -136,7 +137,7 @@ class ChatThought:
         wrapped._root = thought_grammar.ROOT
         return wrapped
 
-    def tokens_before_answer(self, tokens: Sequence[int], llama: ServedLlama) -> int:
+    def tokens_before_answer(self, tokens: Sequence[int], llama: EntropyLlama) -> int:
         """Return how many tokens at the end of a prompt its later turns will not contain."""
         opening, text, count = self.opening.encode(), b"", 0
         while len(text) < len(opening) and count < len(tokens):

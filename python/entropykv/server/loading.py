@@ -238,7 +238,7 @@ class ServedLlama(EntropyLlama):
                 self.prefix_cache.put(session, caller, self._answer_place(session))
 
     def _answer_place(self, session: Session) -> int:
-        """Return where the next turn will continue that lacks the last thought; 0: none was had."""
+        """Return the position before the last thought, or 0: the next turn continues there."""
         if self.thought is None or self.thought.counter.n_tokens == 0:
             return 0
         prompt = session.tokens[: session.end_of_prompt]

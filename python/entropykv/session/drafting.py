@@ -2,14 +2,12 @@
 
 A step reads the weights once, whether it has one token or eight. So a run of guessed tokens
 (drafts) is read behind the token that was chosen last; those that the samplers choose, too, are
-accepted, and the others are undone. Drafts come from the text itself (NgramDrafter), from a smaller
-model, or from an object of the user's. How many of them are read follows from how often they were
-right, and from what steps cost (DraftLengths).
+accepted, and the others are undone. Drafts come from the text itself (NgramDrafter). How many of
+them are read follows from how often they were right, and from what steps cost (DraftLengths).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +16,6 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 
-MOST_DRAFTS = 15
-"""Tokens that are drafted at a time: with the token before them, as many as a page stages."""
 _NGRAM = 3
 """Tokens that must occur before, for what followed them to be a draft."""
 _LONGEST_MATCH = 32
@@ -41,9 +37,6 @@ class Drafter(Protocol):
     @property
     def n_bytes(self) -> int:
         """Return the bytes that it holds."""
-
-    def close(self) -> None:
-        """Free what it holds."""
 
 
 class NgramDrafter:
@@ -67,9 +60,6 @@ class NgramDrafter:
     def n_bytes(self) -> int:
         """Return the bytes of the tables."""
         return self._latest.nbytes + self._earlier.nbytes
-
-    def close(self) -> None:
-        """Keep nothing: the tables go with the object."""
 
     def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
         """Return what followed the longest earlier match: see Drafter."""
@@ -213,24 +203,6 @@ class DraftLengths:
         self._tried[i] = self._tried[i] * self._DECAY + min(n_right + 1, n_drafts)
 
 
-class OwnDrafter:
-    """Ask an object of the user's, as llama_cpp.Llama(draft_model=...) takes it."""
-
-    def __init__(self, draft_model: object) -> None:
-        """Take a callable of an array of tokens, which returns an array of drafts."""
-        self._draft_model = draft_model
-
-    n_bytes = 0
-
-    def close(self) -> None:
-        """Keep the object: it is the user's."""
-
-    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
-        """Return the drafts of the object, as many as are asked for: see Drafter."""
-        drafts: Sequence[int] = self._draft_model(tokens.astype(np.intc))  # type: ignore[operator]
-        return [int(token) for token in drafts[:most]], _NGRAM
-
-
 @dataclass
 class DraftCounts:
     """Count what drafts were read, and how many of them were right."""
@@ -272,7 +244,3 @@ class Drafting:
             self.counts.drafted += n_drafts
             self.counts.accepted += n_right
             self._lengths.note(self._sureness, n_drafts, n_right)
-
-    def close(self) -> None:
-        """Free what the drafter holds."""
-        self._drafter.close()

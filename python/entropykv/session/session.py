@@ -402,7 +402,8 @@ class Session:
     @property
     def text_bytes(self) -> int:
         """Return the bytes of its tokens and logits, and of the records where the text was cut."""
-        return self._slot.text.n_bytes
+        drafting = self.drafting
+        return self._slot.text.n_bytes + (drafting.n_bytes if drafting else 0)
 
     @property
     def trajectory(self) -> Trajectory | None:

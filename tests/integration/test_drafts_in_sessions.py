@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +9,10 @@ import numpy as np
 import pytest
 
 from entropykv import Pool, Session
-from entropykv.session.drafting import Drafting, StepCosts, Tokens
+from tests.support.draft_oracles import Oracle, draft_with
 
 N_CTX = 400
 PROMPT = [1, *(3 + 7 * i % 50 for i in range(60))]
-
-
-class Oracle:
-    """Draft what the text without drafts has next, with a mistake now and then."""
-
-    n_bytes = 0
-
-    def __init__(self, text: list[int], seed: int) -> None:
-        self.text = text
-        self.chance = random.Random(seed)
-
-    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
-        drafts = self.text[len(tokens) : len(tokens) + self.chance.randrange(most + 1)]
-        if drafts and self.chance.random() < 0.6:
-            place = self.chance.randrange(len(drafts))
-            drafts = [*drafts[:place], (drafts[place] + 1) % 50, *drafts[place + 1 :]]
-        return drafts, 32
-
-    def close(self) -> None:
-        """Hold nothing."""
-
-
-class AllDrafts(Drafting):
-    """Read all drafts, whether they pay or not."""
-
-    def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
-        super().propose(tokens, most, n_others)
-        return self._drafter.draft(tokens, min(most, self._most))[0]
-
-
-def draft_with(session: Session, oracle: Oracle) -> Drafting:
-    session._reader.drafting = AllDrafts(oracle, StepCosts(), session.config.n_drafts)
-    return session._reader.drafting
 
 
 def held(session: Session) -> list[Any]:

@@ -1,0 +1,38 @@
+"""Draft what a text is known to have next, with mistakes now and then."""
+
+from __future__ import annotations
+
+import random
+
+from entropykv import Session
+from entropykv.session.drafting import Drafting, StepCosts, Tokens
+
+
+class Oracle:
+    """A drafter that knows a text, and makes a mistake in every second draft or so."""
+
+    n_bytes = 0
+
+    def __init__(self, text: list[int], seed: int) -> None:
+        self.text = text
+        self.chance = random.Random(seed)
+
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
+        drafts = self.text[len(tokens) : len(tokens) + self.chance.randrange(most + 1)]
+        if drafts and self.chance.random() < 0.6:
+            place = self.chance.randrange(len(drafts))
+            drafts = [*drafts[:place], (drafts[place] + 1) % 50, *drafts[place + 1 :]]
+        return drafts, 32
+
+
+class AllDrafts(Drafting):
+    """Read all drafts, whether they pay or not."""
+
+    def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
+        super().propose(tokens, most, n_others)
+        return self._drafter.draft(tokens, min(most, self._most))[0]
+
+
+def draft_with(session: Session, oracle: Oracle) -> Drafting:
+    session._reader.drafting = AllDrafts(oracle, StepCosts(), session.config.n_drafts)
+    return session._reader.drafting
