@@ -37,6 +37,8 @@ def random_options(chance: random.Random, model: FuzzModel, folder: Path) -> dic
         "recent_window": chance.choice((None, None, 1, 5, 16, 64)),
         "freeze": freeze,
         "recovery": _recovery(chance) if freeze else None,
+        "spec_type": chance.choice(("none", "ngram")),
+        "draft_max": chance.choice((1, 3, 15, 63)),
     }
 
 
