@@ -40,8 +40,9 @@ def test_programs_with_a_chat_template_can_be_run(smollm2: Path, tmp_path: Path)
 
 def test_most_pages_have_something_that_is_run() -> None:
     run = [page for page in PAGES if any(block.reason is None for block in blocks_of(page))]
-    # The commands that install packages would change the environment.
-    assert len(run) >= len(PAGES) - 1
+    # The commands that install packages would change the environment, and those of images need a
+    # model with a projector.
+    assert len(run) >= len(PAGES) - 2
 
 
 def test_a_command_that_fails_is_shown(tmp_path: Path) -> None:

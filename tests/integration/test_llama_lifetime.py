@@ -203,11 +203,11 @@ def test_an_interrupt_while_reading(
     original = getattr(inner, moment)
     calls = []
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        original(*arguments)
+        original(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(inner, moment, interrupted)

@@ -58,10 +58,15 @@ def micro_batches_of(
     before = HeadwiseStore.before
 
     def note(
-        self: HeadwiseStore, n_tokens: int, position: int, n_echo: int = 0, **options: Any
+        self: HeadwiseStore,
+        n_tokens: int,
+        position: int,
+        n_echo: int = 0,
+        n_drafts: int = 0,
+        **options: Any,
     ) -> None:
         found.append((position, n_tokens, n_echo))
-        before(self, n_tokens, position, n_echo, **options)
+        before(self, n_tokens, position, n_echo, n_drafts, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(HeadwiseStore, "before", note)
