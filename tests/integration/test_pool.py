@@ -191,7 +191,7 @@ def test_a_session_alone_is_live_and_shares_with_nobody(model: Path, store: str)
         session.decode(PROMPTS[0])
         expected = session.decode([7])
         for leave in (session.fork, session.swap_out):
-            with pytest.raises(PoolError, match="without a pool"):
+            with pytest.raises(PoolError, match="create it with a Pool"):
                 leave()
         session.keep_checkpoint()
         assert not session.return_to_checkpoint(PROMPTS[0])
