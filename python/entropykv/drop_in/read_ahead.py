@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from entropykv.session.drafting import Logits, Verification
 from entropykv.session.session import Session
-
-Logits = npt.NDArray[np.float32]
 
 
 class ReadAhead:
@@ -33,29 +29,19 @@ class ReadAhead:
         self._read.clear()
         self._error = None
 
-    def verify(
-        self,
-        rows: Logits,
-        drafts: Sequence[int],
-        sample: Callable[[Logits], int],
-        is_end: Callable[[int], bool],
-    ) -> int:
+    def verify(self, rows: Logits, verification: Verification) -> int:
         """Sample by the logits of a run with drafts; returns how many of the drafts are right.
 
-        What sampling raises is raised when the token is asked for: see take().
+        An error of sampling is raised when Llama asks for the token: see take().
         """
-        for i, row in enumerate(rows):
-            self._rows.append(row.copy())
-            try:
-                token = sample(row)
-            except Exception as error:  # Llama gets it where it samples
-                self._error = error
-                break
-            self._sampled.append(token)
-            if i == len(rows) - 1 or is_end(token) or token != drafts[i]:
-                break
-            self._read.append(token)
-        return len(self._read)
+        n_right = verification.verify(rows)
+        self._rows.extend(row.copy() for row in rows[: n_right + 1])
+        self._read.extend(verification.accepted)
+        self._sampled.extend(verification.accepted)
+        self._error = verification.error
+        if self._error is None and verification.next is not None:
+            self._sampled.append(verification.next)
+        return n_right
 
     def first_row(self, logits: Logits | None) -> Logits | None:
         """Return the logits behind the token before the drafts; `logits` where none were read."""

@@ -17,6 +17,7 @@ from entropykv.drop_in.context import BudgetContext
 from entropykv.drop_in.read_ahead import ReadAhead
 from entropykv.drop_in.sampler import SamplerOfSequence
 from entropykv.errors import EntropyKVError
+from entropykv.session.drafting import Verification
 from entropykv.session.recovery import Watch
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session
@@ -118,9 +119,10 @@ class PromptReader:
         if self.max_tokens is not None:
             most = self.max_tokens - self._n_sampled - 1
         drafts = session.propose_drafts(token, most)
+        verification = Verification(drafts, sampler.sample_from, session.is_end)
 
         def verify(rows: npt.NDArray[np.float32]) -> int:
-            return ahead.verify(rows, drafts, sampler.sample_from, session.is_end)
+            return ahead.verify(rows, verification)
 
         session.decode_drafts(token, drafts, verify)
         self._advance(llama, token, ahead.first_row(session.logits))

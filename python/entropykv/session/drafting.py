@@ -8,6 +8,7 @@ them are read follows from how often they were right, and from what steps cost (
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
 
 _NGRAM = 3
 """Tokens that must occur before, for what followed them to be a draft."""
@@ -244,3 +246,42 @@ class Drafting:
             self.counts.drafted += n_drafts
             self.counts.accepted += n_right
             self._lengths.note(self._sureness, n_drafts, n_right)
+
+
+class Verification:
+    """Choose tokens by the logits of a run with drafts, as long as they are the drafts."""
+
+    def __init__(
+        self,
+        drafts: Sequence[int],
+        choose: Callable[[Logits], int | None],
+        is_end: Callable[[int], bool],
+    ) -> None:
+        """Verify `drafts`: `choose` samples a token by logits; None: a grammar allows none."""
+        self._drafts = drafts
+        self._choose = choose
+        self._is_end = is_end
+        self.is_asked = False
+        """Whether drafts were read, and tokens chosen."""
+        self.accepted: list[int] = []
+        """The drafts that are right."""
+        self.next: int | None = None
+        """The token that was chosen after them."""
+        self.error: Exception | None = None
+        """The error that choosing it raised, if any."""
+
+    def verify(self, rows: Logits) -> int:
+        """Return how many drafts are right; an error is kept until the step has ended."""
+        self.is_asked = True
+        for i, logits in enumerate(rows):
+            try:
+                self.next = self._choose(logits)
+            except Exception as error:
+                self.error = error
+                break
+            if self.next is None or self._is_end(self.next):
+                break
+            if i == len(rows) - 1 or self.next != self._drafts[i]:
+                break
+            self.accepted.append(self.next)
+        return len(self.accepted)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
-from entropykv.session.drafting import Drafting
+from entropykv.session.drafting import Drafting, Verification
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.recovery import Recoverable, Watch
 from entropykv.session.sampling import SamplerChain, Sampling
@@ -127,40 +127,6 @@ class Drafts(Decoder, Protocol):
         """Read a token, and those of the drafts behind it that are right; see Session."""
 
 
-class _Verifier:
-    """Choose tokens by the logits of a run with drafts, as long as they are the drafts."""
-
-    def __init__(self, chooser: _Chooser, session: Decoder, drafts: Sequence[int]) -> None:
-        self._chooser = chooser
-        self._session = session
-        self._drafts = drafts
-        self.is_asked = False
-        """Whether drafts were read, and tokens chosen."""
-        self.accepted: list[int] = []
-        """The drafts that are right."""
-        self.next: int | None = None
-        """The token that was chosen after them; None: a grammar allows none."""
-        self.error: Exception | None = None
-        """What went wrong while it was chosen."""
-
-    def verify(self, rows: Logits) -> int:
-        """Return how many drafts are right; an error waits until the step has ended."""
-        self.is_asked = True
-        for i, logits in enumerate(rows):
-            try:
-                self.next = self._chooser.choose(logits)
-            except Exception as error:
-                self.error = error
-                break
-            if self.next is None or self._session.is_end(self.next):
-                break
-            self._chooser.count(self.next)
-            if i == len(rows) - 1 or self.next != self._drafts[i]:
-                break
-            self.accepted.append(self.next)
-        return len(self.accepted)
-
-
 class _Generation:
     """Generate tokens one by one.
 
@@ -181,6 +147,10 @@ class _Generation:
         if isinstance(session, Recoverable) and session.recovery is not None:
             self._hold = session.recovery.held_back
             self._watch = Watch(session, session.recovery, session.n_vocab)
+        # Checked once: the check reads every property of the protocol, also the whole text.
+        self._drafts: Drafts | None = None
+        if self._watch is None and isinstance(session, Drafts) and session.drafting is not None:
+            self._drafts = session
 
     def run(self) -> Iterator[int]:
         """Yield tokens; if it is closed or fails, the session has not read the last one."""
@@ -218,10 +188,14 @@ class _Generation:
 
     def _choose(self, logits: Logits | None) -> int | None:
         start = time.perf_counter()
+        token = self._next(logits)
+        self._session.count_generated(0, time.perf_counter() - start)
+        return token
+
+    def _next(self, logits: Logits | None) -> int | None:
         token = self._chooser.choose(logits)
         if token is not None and not self._session.is_end(token):
             self._chooser.count(token)
-        self._session.count_generated(0, time.perf_counter() - start)
         return token
 
     def _release(self, n_held: int) -> Iterator[int]:
@@ -233,25 +207,24 @@ class _Generation:
             self._session.count_generated(1, 0.0)
             yield token
 
-    def _read(self, token: int) -> _Verifier | None:
+    def _read(self, token: int) -> Verification | None:
         """Read a token, and drafts; returns what was chosen after it, or None: nothing yet."""
-        session = self._session
-        if self._watch is None and isinstance(session, Drafts) and session.drafting is not None:
-            return self._read_drafts(session, token)
-        for _ in session.decode_micro_batches([token], all_logits=False):
+        if self._drafts is not None:
+            return self._read_drafts(self._drafts, token)
+        for _ in self._session.decode_micro_batches([token], all_logits=False):
             pass
         return None
 
-    def _read_drafts(self, session: Drafts, token: int) -> _Verifier | None:
+    def _read_drafts(self, session: Drafts, token: int) -> Verification | None:
         left = self._max_tokens - self._n_yielded - len(self._held) - 1
         most = session.n_ctx if self._max_tokens < 0 else left
         drafts = session.propose_drafts(token, most)
-        verifier = _Verifier(self._chooser, session, drafts)
-        session.decode_drafts(token, drafts, verifier.verify)
-        if verifier.error is not None:
-            self._held.extend(verifier.accepted)
-            raise verifier.error
-        return verifier if verifier.is_asked else None
+        found = Verification(drafts, self._next, session.is_end)
+        session.decode_drafts(token, drafts, found.verify)
+        if found.error is not None:
+            self._held.extend(found.accepted)
+            raise found.error
+        return found if found.is_asked else None
 
     def _recover(self) -> None:
         logits = self._session.logits

@@ -370,7 +370,7 @@ class ModelRunner:
         finally:
             self._in_step = False
         now = time.monotonic()
-        if all(part.is_single and part.error is None for part in parts):
+        if self.config.n_drafts and all(p.is_single and p.error is None for p in parts):
             self.step_costs.note(sum(len(part.tokens) for part in parts), now - start)
         for work in works:
             slot = cast(SequenceSlot, work.owner)
