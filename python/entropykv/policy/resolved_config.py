@@ -53,7 +53,7 @@ class ResolvedConfig:
     options: CacheOptions
     """The options that were given."""
     geometry: ModelGeometry
-    store: Literal["headwise", "flat"]
+    store: Literal["headwise", "device", "flat"]
     fallback: str | None
     """Why the flat store serves the model although the headwise one was possible; None
     otherwise.
@@ -245,16 +245,19 @@ def resolve(
     store does not support, and ContextError for too many sinks.
     """
     flat = options.store == "flat" or flat_because is not None
-    if flat and options.in_pool:
+    store: Literal["headwise", "device", "flat"] = (
+        "flat" if flat else "device" if options.store == "device" else "headwise"
+    )
+    if store != "headwise" and options.in_pool:
         raise UnsupportedModelError(
-            f"{geometry.name}: the flat store holds one conversation, and no pool; use "
+            f"{geometry.name}: the {store} store holds one conversation, and no pool; use "
             "--store headwise (store='headwise'), or a Session"
         )
     freezing = options.freezing or (Freezing() if schedules(options.policy) else None)
     policy = policy_named(
         options.policy,
         profile,
-        "flat" if flat else "headwise",
+        store,
         freezes=freezing is not None,
         recurrent=geometry.recurrent,
         predictable=predictable,
@@ -265,14 +268,14 @@ def resolve(
     kv_type = kv_type_for(
         options.kv_type, options.budget, geometry, n_ctx * (options.n_sequences or 1)
     )
-    if flat:
-        kv_type = _flat_kv_type(options.kv_type, kv_type, geometry)
+    if store != "headwise":
+        kv_type = _type_of_llama(options.kv_type, kv_type, geometry, store)
     if freezing is not None:
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
     config = ResolvedConfig(
         options=options,
         geometry=geometry,
-        store="flat" if flat else "headwise",
+        store=store,
         fallback=flat_because,
         policy=policy,
         profile=profile,
@@ -280,17 +283,17 @@ def resolve(
         kv_type=kv_type,
         n_ctx=n_ctx,
         n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
-        n_drafts=_most_drafts(options, geometry, freezing, flat=flat),
+        n_drafts=_most_drafts(options, geometry, freezing, store),
     )
     config.check_recovery(options.recovery)
     return config
 
 
 def _most_drafts(
-    options: CacheOptions, geometry: ModelGeometry, freezing: Freezing | None, *, flat: bool
+    options: CacheOptions, geometry: ModelGeometry, freezing: Freezing | None, store: str
 ) -> int:
     """Return how many drafts are read at a time; 0 where wrong ones could not be undone."""
-    if options.spec_type == "none" or flat or freezing is not None or geometry.recurrent:
+    if options.spec_type == "none" or store != "headwise" or freezing is not None or geometry.recurrent:
         return 0
     return options.draft_max
 
@@ -313,8 +316,8 @@ def _largest_micro_batch(
     return largest_micro_batch(n_ubatch, n_ctx, geometry.n_ctx_train)
 
 
-def _flat_kv_type(asked: str, chosen: str, geometry: ModelGeometry) -> str:
-    """Return the type of llama.cpp's cache: f16 if heads do not fill whole blocks of the type that
+def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:
+    """Return the type of a store whose tensors are llama.cpp's: f16 if heads do not fill whole blocks of the type that
     `auto` chose.
 
     Raises SettingsError if such a type was requested explicitly.
@@ -326,6 +329,6 @@ def _flat_kv_type(asked: str, chosen: str, geometry: ModelGeometry) -> str:
     if asked == "auto":
         return "f16"
     raise SettingsError(
-        f"{geometry.name}: the flat store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} "
+        f"{geometry.name}: the {store} store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} "
         f"values, with heads of {odd[0]}; use --kv-type f16 (kv_type='f16')"
     )

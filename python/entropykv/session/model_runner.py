@@ -41,6 +41,7 @@ from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget, is_number
 from entropykv.store.flat import FlatStore
+from entropykv.store.device import DeviceStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import Part, Store, decode_parts
@@ -102,7 +103,7 @@ class ModelRunner:
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self.step_costs = StepCosts()
-        self._threads = Threads(options, fixed=self.config.store == "flat")
+        self._threads = Threads(options, fixed=self.config.store != "headwise")
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
@@ -141,6 +142,8 @@ class ModelRunner:
             if self.config.store == "flat":
                 self._prepare_echo()
                 return FlatStore(self.model, self.config, self.budget)
+            if self.config.store == "device":
+                return DeviceStore(self.model, self.config, self.budget)
             if self._context is None:
                 self._context = self._make_context()
             return HeadwiseStore(self.model, self.config, self._context, self.budget)

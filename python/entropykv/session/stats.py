@@ -91,6 +91,10 @@ class SessionStats:
     """Working memory of our kernels' threads. It depends on the micro-batch, the widest row of
     weights and the threads.
     """
+    kv_bytes_on_devices: dict[str, int] = field(default_factory=dict)
+    """The bytes of the device store by device: entries, staging and working memory; empty for other
+    stores.
+    """
     drafted_tokens: int = 0
     """How many tokens were guessed and read: see docs/background/drafts.md."""
     accepted_drafts: int = 0

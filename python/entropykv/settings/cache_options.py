@@ -128,8 +128,8 @@ class CacheOptions:
     )
     store: str = option(
         "auto",
-        "headwise: per KV head, on the CPU; flat: llama.cpp's own cache, any model and backend; "
-        "auto: headwise where it can serve the model",
+        "headwise: per KV head, on the CPU; device: per KV head, on the device of each layer; flat: "
+        "llama.cpp's own cache, any model and backend; auto: headwise where it can serve the model",
         "--store",
         choices=STORES,
     )
