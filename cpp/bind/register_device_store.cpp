@@ -33,7 +33,7 @@ std::byte* data_of(const py::bytearray& state) {
 }
 
 void check_head(const DeviceStore& store, int layer, int head) {
-    if (layer < 0 || layer >= store.ledger().n_layers() || head < 0 ||
+    if (layer < 0 || layer >= store.n_layers() || head < 0 ||
         head >= store.ledger().shape(layer).n_head_kv)
         throw std::invalid_argument("a KV head that the model does not have");
 }
@@ -100,6 +100,7 @@ void register_device_store(py::module_& m) {
                 self.set_budgets(budgets, {n_sinks, recent_window});
             },
             py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
+        .def("release", &DeviceStore::release)
         .def("truncate", &DeviceStore::truncate, py::arg("position"))
         .def(
             "positions",

@@ -111,11 +111,16 @@ private:
         return ggml_cast(context_, ggml_scale(context_, hidden, -1e30f), GGML_TYPE_F16);
     }
 
+    // Returns the rows of a group: [KV head][row][dim]. The last rows of a head may be those of the
+    // next one, which are masked; ggml only lets views overlap that are changed afterwards.
     ggml_tensor* rows_of(ggml_tensor* all, const DeviceGroup& group, std::int64_t width) {
         const DeviceHead& head = layer_.heads()[index(group.first_head)];
-        return ggml_view_4d(context_, all, all->ne[0], width, 1, group.n_heads, all->nb[1],
-                            all->nb[1] * index(head.rows()), all->nb[1] * index(head.rows()),
-                            all->nb[1] * index(head.first_row));
+        const std::size_t stride = all->nb[1] * index(head.rows());
+        ggml_tensor* rows = ggml_view_4d(
+            context_, all, all->ne[0], std::min<std::int64_t>(width, head.rows()), 1,
+            group.n_heads, all->nb[1], stride, stride, all->nb[1] * index(head.first_row));
+        rows->ne[1] = width;
+        return rows;
     }
 
     // Returns the queries of a group: [KV head][query head of the KV head][token][k_dim].

@@ -231,22 +231,27 @@ void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection&
                 throw std::invalid_argument("a budget that has no rows on the device");
         }
     ledger_.set_budgets(budgets, pages_of(budgets), protection);
-    for (int layer = 0; layer < ledger_.n_layers(); ++layer)
+    for (int layer = 0; layer < n_layers(); ++layer)
         for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head) find_rows(layer, head);
 }
 
 void DeviceStore::truncate(std::int32_t position) {
     ledger_.truncate(position);
-    for (int layer = 0; layer < ledger_.n_layers(); ++layer)
+    for (int layer = 0; layer < n_layers(); ++layer)
         for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head) {
             layers_[index(layer)].rows.heads()[index(head)].staged_rows.clear();
             find_rows(layer, head);
         }
 }
 
+void DeviceStore::release() noexcept {
+    layers_.clear();
+    devices_.clear();
+}
+
 std::size_t DeviceStore::budget_bytes() const {
     std::size_t bytes = 0;
-    for (int layer = 0; layer < ledger_.n_layers(); ++layer)
+    for (int layer = 0; layer < n_layers(); ++layer)
         for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head)
             bytes += index(budget(layer, head)) * layers_[index(layer)].rows.entry_bytes();
     return bytes;
@@ -254,7 +259,7 @@ std::size_t DeviceStore::budget_bytes() const {
 
 std::size_t DeviceStore::used_bytes() const {
     std::size_t bytes = 0;
-    for (int layer = 0; layer < ledger_.n_layers(); ++layer)
+    for (int layer = 0; layer < n_layers(); ++layer)
         for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head)
             bytes += index(count(layer, head)) * layers_[index(layer)].rows.entry_bytes();
     return bytes;
@@ -342,7 +347,7 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
     std::vector<int> budgets;
     const KernelTable& kernels = *ledger_.components().common.kernels;
     std::size_t next = 0;
-    for (int layer = 0; layer < ledger_.n_layers(); ++layer) {
+    for (int layer = 0; layer < n_layers(); ++layer) {
         const PageLayout& saved = layers_[index(layer)].layout;
         const PageLayout& own = ledger_.layout(layer);
         for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h, ++next) {
@@ -370,7 +375,7 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
     loader.begin(counts, addresses, budgets);
     truncate(0);
     next = 0;
-    for (int layer = 0; layer < ledger_.n_layers(); ++layer) {
+    for (int layer = 0; layer < n_layers(); ++layer) {
         DeviceLayer& rows = layers_[index(layer)].rows;
         const PageLayout& saved = layers_[index(layer)].layout;
         for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h, ++next) {

@@ -48,6 +48,12 @@ public:
     // Drops the entries at positions >= position.
     void truncate(std::int32_t position);
 
+    // Frees all memory of the devices; nothing may be read or saved afterwards. A device may be gone
+    // when the garbage collector ends the store, so closing a session must not wait for that.
+    void release() noexcept;
+
+    // Returns how many layers there are; 0 after release().
+    int n_layers() const { return static_cast<int>(layers_.size()); }
     const HeadStore& ledger() const { return ledger_; }
     std::size_t entries() const { return ledger_.entries(); }
     std::size_t evicted() const { return ledger_.evicted(); }

@@ -24,7 +24,8 @@ int ops_of(const LayerShape& shape) { return (shape.latent ? 1 : 2) + shape.read
 bool is_input(const ggml_tensor* tensor, const DeviceCopies& copies) {
     while (tensor != nullptr) {
         tensor = copies.source_of(tensor);
-        if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0) return true;
+        if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0 || copies.is_copied_leaf(tensor))
+            return true;
         const bool passes_on = tensor->op == GGML_OP_CPY || tensor->op == GGML_OP_CONT;
         tensor = tensor->view_src != nullptr ? tensor->view_src
                  : passes_on                 ? tensor->src[0]

@@ -28,8 +28,13 @@ def built_with_rpc() -> bool:
 
 
 def _library(name: str) -> Any:
-    """Load a library of ggml; the functions that are used return pointers, or nothing."""
-    return ctypes.CDLL(str(next(LIBRARIES.glob(f"lib{name}.*"))))
+    """Load a library of ggml; the functions that are used return pointers, or nothing.
+
+    A wheel has copies instead of links. Only the file that libllama itself loads, by its number of
+    the interface, has the list of devices that llama.cpp looks at.
+    """
+    numbered = sorted(LIBRARIES.glob(f"lib{name}.so.*"), key=lambda path: len(path.name))
+    return ctypes.CDLL(str(numbered[0] if numbered else next(LIBRARIES.glob(f"lib{name}.*"))))
 
 
 def serve(port: int) -> None:

@@ -255,6 +255,12 @@ class DeviceStore(Store):
         self._store.load(counts, list(state.sections))
         self._store.evicted += state.evicted
 
+    def close(self) -> None:
+        """Free the context, and the memory of the devices."""
+        super().close()
+        if hasattr(self, "_store"):
+            self._store.release()
+
     @property
     def evicted(self) -> int:
         """Return how many entries of all KV heads were evicted so far."""
