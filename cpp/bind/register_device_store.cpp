@@ -17,8 +17,7 @@ std::unique_ptr<DeviceStore> make_device_store(const GraphHook& hook, const std:
                                                const std::vector<int>& budgets, int n_threads) {
     std::vector<DeviceLayerSource> layers;
     for (const AttentionNode& node : hook.nodes())
-        layers.push_back(
-            {node.shape, node.memory, {node.op_params.begin(), node.op_params.end()}});
+        layers.push_back({node.shape, node.memory, {node.op_params.begin(), node.op_params.end()}});
     StoreSettings settings;
     settings.type = kv_type_named(kv_type);
     settings.importance = importance;
@@ -85,6 +84,12 @@ void register_states(py::class_<DeviceStore>& store) {
 }  // namespace
 
 void register_device_store(py::module_& m) {
+    m.def(
+        "device_rows",
+        [](const std::vector<int>& budgets, int max_tokens, int max_entries) {
+            return device_rows(budgets, max_tokens, max_entries);
+        },
+        py::arg("budgets"), py::arg("max_tokens"), py::arg("max_entries"));
     py::class_<DeviceStore> store(m, "DeviceStore");
     register_states(store);
     store
@@ -95,8 +100,7 @@ void register_device_store(py::module_& m) {
         .def("reserve", &DeviceStore::reserve, py::arg("n_tokens"), py::arg("position"))
         .def(
             "set_budgets",
-            [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks,
-               int recent_window) {
+            [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks, int recent_window) {
                 self.set_budgets(budgets, {n_sinks, recent_window});
             },
             py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))

@@ -33,8 +33,8 @@ ggml_tensor* input(ggml_context* context, ggml_type type, std::int64_t a, std::i
 }
 
 struct Inputs {
-    ggml_tensor* rows;              // [KV head][token]: where K and V of the tokens go
-    ggml_tensor* token_positions;   // [token]
+    ggml_tensor* rows;                        // [KV head][token]: where K and V of the tokens go
+    ggml_tensor* token_positions;             // [token]
     std::vector<ggml_tensor*> row_positions;  // by group: [KV head][row]
 };
 
@@ -84,8 +84,7 @@ private:
             *squares = ggml_sum_rows(context_, ggml_sqr(context_, values));
             finish(*squares);
         }
-        ggml_tensor* written =
-            ggml_set_rows(context_, leaf_of(context_, to), values, inputs.rows);
+        ggml_tensor* written = ggml_set_rows(context_, leaf_of(context_, to), values, inputs.rows);
         ggml_build_forward_expand(graph_, written);
         return written;
     }
@@ -97,8 +96,8 @@ private:
 
     // Returns by how much rows are newer than queries, [KV head][query][row].
     ggml_tensor* newer(ggml_tensor* row_positions, int first, int n) {
-        ggml_tensor* queries = ggml_view_2d(context_, inputs.token_positions, 1, n,
-                                            sizeof(float), index(first) * sizeof(float));
+        ggml_tensor* queries = ggml_view_2d(context_, inputs.token_positions, 1, n, sizeof(float),
+                                            index(first) * sizeof(float));
         ggml_tensor* rows = ggml_repeat_4d(context_, row_positions, row_positions->ne[0], n, 1,
                                            row_positions->ne[3]);
         return ggml_sub(context_, rows, queries);
@@ -106,8 +105,7 @@ private:
 
     // Returns -infinity for the rows that a query does not see, and 0 for the others.
     ggml_tensor* mask(ggml_tensor* row_positions, int first, int n) {
-        ggml_tensor* hidden =
-            ggml_clamp(context_, newer(row_positions, first, n), 0.0f, 1.0f);
+        ggml_tensor* hidden = ggml_clamp(context_, newer(row_positions, first, n), 0.0f, 1.0f);
         return ggml_cast(context_, ggml_scale(context_, hidden, -1e30f), GGML_TYPE_F16);
     }
 
@@ -117,8 +115,8 @@ private:
         const DeviceHead& head = layer_.heads()[index(group.first_head)];
         const std::size_t stride = all->nb[1] * index(head.rows());
         ggml_tensor* rows = ggml_view_4d(
-            context_, all, all->ne[0], std::min<std::int64_t>(width, head.rows()), 1,
-            group.n_heads, all->nb[1], stride, stride, all->nb[1] * index(head.first_row));
+            context_, all, all->ne[0], std::min<std::int64_t>(width, head.rows()), 1, group.n_heads,
+            all->nb[1], stride, stride, all->nb[1] * index(head.first_row));
         rows->ne[1] = width;
         return rows;
     }
@@ -128,8 +126,7 @@ private:
         const int of_kv = layer_.shape().n_head / layer_.shape().n_head_kv;
         return ggml_view_4d(context_, q_, q_->ne[0], n, of_kv, group.n_heads, q_->nb[1], q_->nb[2],
                             q_->nb[2] * index(of_kv),
-                            q_->nb[1] * index(first) +
-                                q_->nb[2] * index(of_kv * group.first_head));
+                            q_->nb[1] * index(first) + q_->nb[2] * index(of_kv * group.first_head));
     }
 
     int width_of(const DeviceGroup& group) const {
@@ -146,9 +143,8 @@ private:
         inputs.row_positions.push_back(positions);
         ggml_tensor* keys = rows_of(k_, group, width);
         ggml_tensor* values = rows_of(v_, group, width);
-        ggml_tensor* attended =
-            ggml_flash_attn_ext(context_, queries_of(group, 0, n), keys, values,
-                                mask(positions, 0, n), scale_, 0.0f, softcap_);
+        ggml_tensor* attended = ggml_flash_attn_ext(context_, queries_of(group, 0, n), keys, values,
+                                                    mask(positions, 0, n), scale_, 0.0f, softcap_);
         std::memcpy(attended->op_params, node_.op_params, sizeof attended->op_params);
         const int of_kv = layer_.shape().n_head / layer_.shape().n_head_kv;
         const std::size_t head_bytes = output_->nb[1];
@@ -175,8 +171,8 @@ private:
 
     ggml_tensor* given_by(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* positions,
                           int first, int n) {
-        ggml_tensor* products = ggml_mul_mat(
-            context_, keys, ggml_cont(context_, queries_of(group, first, n)));
+        ggml_tensor* products =
+            ggml_mul_mat(context_, keys, ggml_cont(context_, queries_of(group, first, n)));
         ggml_mul_mat_set_prec(products, GGML_PREC_F32);
         float scale = scale_;
         if (softcap_ != 0.0f) {
@@ -184,8 +180,8 @@ private:
             products = ggml_scale(context_, products, softcap_);
             scale = 1.0f;
         }
-        ggml_tensor* given = ggml_soft_max_ext(context_, products, mask(positions, first, n), scale,
-                                               0.0f);
+        ggml_tensor* given =
+            ggml_soft_max_ext(context_, products, mask(positions, first, n), scale, 0.0f);
         if (importance_.measure().statistic == Statistic::squared_probability)
             given = ggml_sqr(context_, given);
         // 1 for rows outside of the query's neighbourhood, and 0 for the others.
@@ -283,9 +279,7 @@ DeviceAttention::DeviceAttention(ggml_backend_buffer_type_t memory, int n_thread
     if (set_threads != nullptr) set_threads(backend_.get(), n_threads);
 }
 
-std::string DeviceAttention::name() const {
-    return ggml_backend_dev_name(device_of(memory_));
-}
+std::string DeviceAttention::name() const { return ggml_backend_dev_name(device_of(memory_)); }
 
 std::string DeviceAttention::unsupported(const DeviceLayer& layer,
                                          const ImportanceSettings& importance,

@@ -30,7 +30,7 @@ struct DeviceNode {
     const ggml_tensor* q;        // [k_dim, n_tokens, n_head], f32
     const ggml_tensor* k_cells;  // [k_dim, cells, n_head_kv]: token i of the micro-batch in cell i
     const ggml_tensor* v_cells;
-    const ggml_tensor* output;     // [v_dim, n_head, n_tokens], f32
+    const ggml_tensor* output;      // [v_dim, n_head, n_tokens], f32
     const std::int32_t* op_params;  // those of GGML_OP_FLASH_ATTN_EXT
 };
 

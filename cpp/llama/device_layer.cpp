@@ -1,9 +1,20 @@
 #include "llama/device_layer.hpp"
 
+#include <algorithm>
 #include <new>
 #include <stdexcept>
 
 namespace entropykv {
+
+int device_rows(int budget, int max_tokens, int max_entries) {
+    return std::min(budget + max_tokens, max_entries);
+}
+
+int device_rows(const std::vector<int>& budgets, int max_tokens, int max_entries) {
+    int rows = kDeviceRowStep;  // attention may read rows behind the last head's, which are masked
+    for (const int budget : budgets) rows += device_rows(budget, max_tokens, max_entries);
+    return rows;
+}
 
 int DeviceHead::used_rows() const {
     int used = 0;

@@ -21,6 +21,12 @@ constexpr int kDeviceRowStep = 256;
 // Is the position of a row without an entry: it lies behind every query, so none sees it.
 constexpr float kFreeRow = 1e9f;
 
+// Returns how many rows a KV head with such a budget gets: those of its entries, and of the micro-batch
+// that is read before the others are evicted.
+int device_rows(int budget, int max_tokens, int max_entries);
+// Returns how many rows a layer with such heads has.
+int device_rows(const std::vector<int>& budgets, int max_tokens, int max_entries);
+
 struct FreeBuffer {
     void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
 };
@@ -30,10 +36,10 @@ struct FreeContext {
 
 // The rows of one KV head: which entries lie in them, and which are free.
 struct DeviceHead {
-    int first_row = 0;              // in the layer's tensors
-    std::vector<float> positions;   // by row; kFreeRow: the row is free
-    std::vector<int> entry_rows;    // the rows of the entries, in the order of the ledger
-    std::vector<int> staged_rows;   // the rows of the micro-batch that is read
+    int first_row = 0;             // in the layer's tensors
+    std::vector<float> positions;  // by row; kFreeRow: the row is free
+    std::vector<int> entry_rows;   // the rows of the entries, in the order of the ledger
+    std::vector<int> staged_rows;  // the rows of the micro-batch that is read
 
     int rows() const { return static_cast<int>(positions.size()); }
     // Returns how many rows attention must read to see all entries.

@@ -47,7 +47,9 @@ void write_row_number(float* key, int row) {
     key[1] = static_cast<float>(row % kRowBase);
 }
 
-int row_number(const float* key) { return static_cast<int>(key[0]) * kRowBase + static_cast<int>(key[1]); }
+int row_number(const float* key) {
+    return static_cast<int>(key[0]) * kRowBase + static_cast<int>(key[1]);
+}
 
 // Writes a value of the ledger with the squared norm of the entry's value. Two values hold it more
 // exactly than one f16.
@@ -56,14 +58,12 @@ void write_norm(float* value, float squared) {
     const float norm = std::sqrt(std::max(squared, 0.0f));
     const float rounded = half_to_float(float_to_half(std::min(norm, 60000.0f)));
     // The first must not be larger than the norm, since squares only add up.
-    value[0] = rounded > norm ? half_to_float(float_to_half(norm * (1.0f - 1.0f / 1024.0f)))
-                              : rounded;
+    value[0] =
+        rounded > norm ? half_to_float(float_to_half(norm * (1.0f - 1.0f / 1024.0f))) : rounded;
     value[1] = std::sqrt(std::max(norm * norm - value[0] * value[0], 0.0f));
 }
 
-ggml_type type_of(KvType type) {
-    return type == KvType::q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
-}
+ggml_type type_of(KvType type) { return type == KvType::q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16; }
 
 float squared_norm(const float* value, int dim) {
     float sum = 0.0f;
@@ -88,7 +88,7 @@ DeviceStore::DeviceStore(const std::vector<DeviceLayerSource>& layers,
         std::vector<int> head_rows;
         for (int head = 0; head < layer.shape.n_head_kv; ++head)
             head_rows.push_back(
-                std::min(budgets.at(next++) + settings.max_tokens, settings.max_entries));
+                device_rows(budgets.at(next++), settings.max_tokens, settings.max_entries));
         add_layer(layer, head_rows, n_threads);
         layers_.back().layout = layouts[layers_.size() - 1];
     }
@@ -102,17 +102,16 @@ void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<i
     if (found == devices_.end())
         found = devices_.insert(devices_.end(),
                                 std::make_unique<DeviceAttention>(source.memory, n_threads));
-    layers_.push_back({DeviceLayer(source.shape, type_of(type_), head_rows, source.memory),
-                       found->get(),
-                       {}});
+    layers_.push_back(
+        {DeviceLayer(source.shape, type_of(type_), head_rows, source.memory), found->get(), {}});
 }
 
 void DeviceStore::check_supported(const std::vector<DeviceLayerSource>& layers) {
     for (std::size_t i = 0; i < layers_.size(); ++i) {
         for (const int n_tokens : {1, ledger_.settings().max_tokens}) {
-            const std::string op = layers_[i].device->unsupported(
-                layers_[i].rows, ledger_.settings().importance, layers[i].op_params.data(),
-                n_tokens);
+            const std::string op =
+                layers_[i].device->unsupported(layers_[i].rows, ledger_.settings().importance,
+                                               layers[i].op_params.data(), n_tokens);
             if (!op.empty())
                 throw std::runtime_error("its device " + layers_[i].device->name() +
                                          " cannot compute " + op);
@@ -225,8 +224,8 @@ void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection&
     std::size_t next = 0;
     for (const Layer& layer : layers_)
         for (const DeviceHead& head : layer.rows.heads()) {
-            const int needed = std::min(budgets.at(next++) + ledger_.settings().max_tokens,
-                                        ledger_.settings().max_entries);
+            const int needed = device_rows(budgets.at(next++), ledger_.settings().max_tokens,
+                                           ledger_.settings().max_entries);
             if (needed > head.rows())
                 throw std::invalid_argument("a budget that has no rows on the device");
         }
@@ -318,7 +317,8 @@ void DeviceStore::save_head(int layer, int h, std::byte* state) {
 
 std::string DeviceStore::state_problem(int layer, int count, const std::byte* state,
                                        std::size_t size, std::int32_t end) const {
-    if (count < 0 || count > ledger_.settings().max_entries) return "an impossible number of entries";
+    if (count < 0 || count > ledger_.settings().max_entries)
+        return "an impossible number of entries";
     const PageLayout& layout = layers_.at(index(layer)).layout;
     if (size != index(pages_for(count, layout.entries)) * layout.bytes)
         return "a size that is not that of its entries";

@@ -19,7 +19,7 @@ namespace entropykv {
 // Is what a layer needs of llama.cpp's graph.
 struct DeviceLayerSource {
     LayerShape shape;
-    ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
+    ggml_backend_buffer_type_t memory;    // where llama.cpp has the layer's cache
     std::vector<std::int32_t> op_params;  // of its attention node
 };
 
@@ -48,8 +48,8 @@ public:
     // Drops the entries at positions >= position.
     void truncate(std::int32_t position);
 
-    // Frees all memory of the devices; nothing may be read or saved afterwards. A device may be gone
-    // when the garbage collector ends the store, so closing a session must not wait for that.
+    // Frees all memory of the devices; nothing may be read or saved afterwards. A device may be
+    // gone when the garbage collector ends the store, so closing a session must not wait for that.
     void release() noexcept;
 
     // Returns how many layers there are; 0 after release().

@@ -136,7 +136,8 @@ void GraphHook::probe_attention(const ggml_tensor* node) {
         return refuse("its heads are larger than " + std::to_string(kMaxHeadDim) + " values");
     if (on_devices_) {
         probe_device(node);
-    } else if (!is_of_cpu(node) || (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer))) {
+    } else if (!is_of_cpu(node) ||
+               (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer))) {
         return refuse("its attention is offloaded to a device");
     }
     AttentionNode seen{};
@@ -167,8 +168,7 @@ void GraphHook::probe_device(const ggml_tensor* node) {
     const ggml_tensor* k = node->src[1];
     if (k->type != GGML_TYPE_F16 || node->src[2]->type != GGML_TYPE_F16)
         return refuse("its cache is not f16");
-    if (cache_layer_of(node->src[2], kCacheK) >= 0)
-        return refuse("its V is a part of its K (MLA)");
+    if (cache_layer_of(node->src[2], kCacheK) >= 0) return refuse("its V is a part of its K (MLA)");
     if (node->src[4] != nullptr) return refuse("its attention has sinks of its own");
     float max_bias = 0.0f;
     std::memcpy(&max_bias, node->op_params + 1, sizeof max_bias);

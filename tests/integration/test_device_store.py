@@ -6,7 +6,7 @@ cannot read. Without that backend, all layers are on the CPU, which is a device 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,15 @@ import pytest
 
 from entropykv import BudgetError, EntropyKVError, Pool, Session, SessionFileError
 from entropykv.errors import ContextError
+from entropykv.session.memory_plan import format_plan, make_plan
+from entropykv.settings.cache_options import CacheOptions
+from tests.architectures import ARCHITECTURES, Architecture
 from tests.support.logits import relative_error, tokens_for
 from tests.support.profiles import profile_of
-from tests.support.rpc_device import built_with_rpc, rpc_device
+from tests.support.releases import write_known
+from tests.support.rpc_device import built_with_rpc, use_rpc_device
 from tests.support.saved_sessions import all_entries
-from tests.support.tiny_models import write_gemma, write_gpt2, write_llama
+from tests.support.tiny_models import write_gpt2, write_llama
 from tests.support.tiny_writer import TinyRope
 
 pytestmark = pytest.mark.device
@@ -34,21 +38,25 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "groups": lambda path: write_llama(path, n_head=6, n_head_kv=3, head_dim=64),
     "multi-head": lambda path: write_llama(path, n_head=4, n_head_kv=4, head_dim=32),
     "factors": lambda path: write_llama(path, head_dim=32, rope=TinyRope(factors=FACTORS)),
-    "without-rope": lambda path: write_llama(
-        path, n_layer=4, head_dim=32, architecture="smollm3"
-    ),
+    "without-rope": lambda path: write_llama(path, n_layer=4, head_dim=32, architecture="smollm3"),
     "learned-positions": lambda path: write_gpt2(path, n_ctx_train=512),
 }
+REFUSED = {
+    "windowed": "sliding window",
+    "shared keys": "",
+    "hybrid": "recurrent layers",
+    "recurrent": "recurrent layers",
+    "latent": "MLA",
+    "ALiBi": "ALiBi",
+}
+"""Kinds of models that the store does not serve, and the reason that it gives."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device() -> Iterator[None]:
+def device() -> None:
     """Provide a device that is not the CPU, if there is one."""
-    if LAYERS == 0:
-        yield
-        return
-    with rpc_device():
-        yield
+    if LAYERS:
+        use_rpc_device()
 
 
 def model_of(name: str, folder: Path) -> Path:
@@ -94,6 +102,19 @@ def test_with_an_ample_budget_it_gives_the_logits_of_stock_on_that_device(model:
         assert session.stats().evictions == 0
 
 
+@pytest.mark.skipif(LAYERS == 0, reason="takes minutes; make test-device runs it")
+@pytest.mark.parametrize("architecture", ARCHITECTURES["plain"], ids=lambda a: a.name)
+def test_it_serves_every_architecture_without_windows(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_known(path, architecture)
+    with on_cpu(path, store="auto", kv_budget=1.0, n_ctx=256) as cpu:
+        expected = read(cpu, 60, 4)
+    with on_device(path, store="auto" if cpu.store == "flat" else "device", n_ctx=256) as session:
+        assert relative_error(read(session, 60, 4), expected) < 5e-3
+
+
 @pytest.mark.parametrize("budget", [0.5, 0.25, 40])
 def test_with_a_small_budget_it_keeps_the_entries_that_the_cpu_keeps(
     model: Path, budget: float
@@ -107,7 +128,8 @@ def test_with_a_small_budget_it_keeps_the_entries_that_the_cpu_keeps(
     same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
     assert same > 0.98
     assert relative_error(rows[:48], expected[:48]) < 2e-3
-    assert relative_error(rows, expected) < (2e-3 if same == 1 else 5e-2)
+    # Entries that were evicted on the way may have differed, too.
+    assert relative_error(rows, expected) < 5e-2
 
 
 @pytest.mark.parametrize(
@@ -224,7 +246,8 @@ def test_a_smaller_budget_evicts_at_once_and_a_larger_one_is_refused(llama: Path
     with on_device(llama, kv_budget=0.5) as session:
         read(session)
         session.resize(0.25)
-        assert all(n <= most for n, most in zip(_counts(session)[0], session.budgets()[0]))
+        for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
+            assert all(n <= most for n, most in zip(heads, budgets, strict=True))
         session.decode(tokens_for(60, seed=8))
         with pytest.raises(BudgetError, match="cannot grow"):
             session.resize(1.0)
@@ -250,10 +273,13 @@ def test_what_it_cannot_do_is_refused_by_name(
 
 
 def test_models_that_it_cannot_serve_are_refused_by_name(tmp_path: Path, llama: Path) -> None:
-    windows = tmp_path / "gemma.gguf"
-    write_gemma(windows)
-    with pytest.raises(EntropyKVError, match="the device store cannot serve .* sliding windows"):
-        on_device(windows)
+    path = tmp_path / "model.gguf"
+    for kind, words in REFUSED.items():
+        write_known(path, ARCHITECTURES[kind][0])
+        with pytest.raises(
+            EntropyKVError, match=f"device store cannot serve this model: .*{words}"
+        ):
+            on_device(path)
     with pytest.raises(EntropyKVError, match="the device store holds one conversation"):
         Pool(llama, n_sequences=2, store="device", n_ctx=N_CTX)
 
@@ -265,6 +291,18 @@ def test_a_text_beyond_the_trained_context_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ContextError, match="does not move keys"):
             session.decode(tokens_for(200))
         session.decode(tokens_for(100))
+
+
+def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
+    options: dict[str, Any] = {"store": "device", "policy": "uniform", "kv_type": "f16"}
+    options |= {"n_ctx": N_CTX, "n_ubatch": 48, "kv_budget": 0.3, "n_gpu_layers": LAYERS}
+    plan = make_plan(llama, CacheOptions(**options))
+    places = plan.bytes_by_place
+    assert places["main memory" if LAYERS else "devices"] == 0
+    with on_device(llama, kv_budget=0.3) as session:
+        stats = session.stats()
+        assert sum(places.values()) == stats.kv_bytes_budget + stats.kv_bytes_staging
+    assert ("in devices" if LAYERS else "in main memory") in format_plan(plan)
 
 
 def test_policy_auto_needs_no_predictor(llama: Path) -> None:

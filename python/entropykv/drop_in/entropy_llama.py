@@ -190,7 +190,9 @@ class EntropyLlama(llama_cpp.Llama):
                 self._pool.close()
             raise
         if self.verbose and session.fallback:
-            sys.stderr.write(f"EntropyLlama: {session.fallback}; going on with store='flat'\n")
+            sys.stderr.write(
+                f"EntropyLlama: {session.fallback}; going on with store='{session.store}'\n"
+            )
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget

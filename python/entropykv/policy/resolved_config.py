@@ -55,7 +55,7 @@ class ResolvedConfig:
     geometry: ModelGeometry
     store: Literal["headwise", "device", "flat"]
     fallback: str | None
-    """Why the flat store serves the model although the headwise one was possible; None
+    """Why the device or flat store serves the model although `auto` prefers the headwise one; None
     otherwise.
     """
     policy: Policy
@@ -185,7 +185,16 @@ class ResolvedConfig:
                 f"{why}; the flat store cannot freeze: use it without --freeze (freeze=) and "
                 "without policy rolling-freeze"
             )
-        return resolve(self.options, self.geometry, self.profile, flat_because=why)
+        return resolve(self.options, self.geometry, self.profile, instead=("flat", why))
+
+    def on_device_store(self, why: str) -> ResolvedConfig:
+        """Return the config for the device store, if attention is on a device.
+
+        Raises SettingsError and UnsupportedModelError for options that it does not support.
+        """
+        if self.n_ctx > self.geometry.n_ctx_train:
+            raise UnsupportedModelError(f"{why}; the device store moves no keys to other positions")
+        return resolve(self.options, self.geometry, self.profile, instead=("device", why))
 
     def without_prediction(self) -> ResolvedConfig:
         """Return the config for a model whose keys before RoPE are not known.
@@ -233,20 +242,20 @@ def resolve(
     geometry: ModelGeometry,
     profile: EntropyProfile | None,
     *,
-    flat_because: str | None = None,
+    instead: tuple[Literal["device", "flat"], str] | None = None,
     predictable: bool = True,
 ) -> ResolvedConfig:
     """Resolve options for a model of which only the file's header is read.
 
     Opens no files: the caller finds the profile, which is None if the policy uses none or none
-    exists. `flat_because`: why the flat store must serve the model, although headwise or auto was
-    requested. `predictable`: whether the model's keys before RoPE are known, which only its graph
+    exists. `instead`: the store that serves the model although headwise or auto was requested, and
+    why. `predictable`: whether the model's keys before RoPE are known, which only its graph
     can tell. Raises SettingsError for options that contradict each other or that the model or its
     store does not support, and ContextError for too many sinks.
     """
-    flat = options.store == "flat" or flat_because is not None
+    asked = options.store if instead is None else instead[0]
     store: Literal["headwise", "device", "flat"] = (
-        "flat" if flat else "device" if options.store == "device" else "headwise"
+        "device" if asked == "device" else "flat" if asked == "flat" else "headwise"
     )
     if store != "headwise" and options.in_pool:
         raise UnsupportedModelError(
@@ -262,7 +271,12 @@ def resolve(
         recurrent=geometry.recurrent,
         predictable=predictable,
     )
-    check_freezing(freezing, options.store, options.kv_type)
+    check_freezing(freezing, options.store if store == "headwise" else store, options.kv_type)
+    if store == "device" and options.learn:
+        raise SettingsError(
+            "--learn (learn) reads texts twice, which the device store does not; use --store "
+            "headwise (store='headwise'), or make a profile with `entropykv calibrate`"
+        )
     n_ctx = options.n_ctx or geometry.n_ctx_train
     check_sinks(options.n_sinks, n_ctx, geometry.n_ctx_train)
     kv_type = kv_type_for(
@@ -276,7 +290,7 @@ def resolve(
         options=options,
         geometry=geometry,
         store=store,
-        fallback=flat_because,
+        fallback=None if instead is None else instead[1],
         policy=policy,
         profile=profile,
         freezing=freezing,
@@ -293,7 +307,12 @@ def _most_drafts(
     options: CacheOptions, geometry: ModelGeometry, freezing: Freezing | None, store: str
 ) -> int:
     """Return how many drafts are read at a time; 0 where wrong ones could not be undone."""
-    if options.spec_type == "none" or store != "headwise" or freezing is not None or geometry.recurrent:
+    if (
+        options.spec_type == "none"
+        or store != "headwise"
+        or freezing is not None
+        or geometry.recurrent
+    ):
         return 0
     return options.draft_max
 
@@ -317,8 +336,9 @@ def _largest_micro_batch(
 
 
 def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:
-    """Return the type of a store whose tensors are llama.cpp's: f16 if heads do not fill whole blocks of the type that
-    `auto` chose.
+    """Return the type of a store whose K and V are tensors of ggml.
+
+    It is f16 if heads do not fill whole blocks of the type that `auto` chose.
 
     Raises SettingsError if such a type was requested explicitly.
     """

@@ -83,9 +83,7 @@ class DeviceStore(Store):
             self.close()
             raise
         self.hook.serve_on_devices(self._store)
-        self.rope = RopeRange(
-            self.hook.rope_limit or model.geometry.n_ctx_train, options.n_sinks
-        )
+        self.rope = RopeRange(self.hook.rope_limit or model.geometry.n_ctx_train, options.n_sinks)
         self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
         self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
 
@@ -128,7 +126,8 @@ class DeviceStore(Store):
 
     @shift.setter
     def shift(self, shift: int) -> None:
-        assert shift == 0, _NO_SHIFT
+        if shift != 0:
+            raise ValueError(_NO_SHIFT)
 
     @property
     def recent_window(self) -> int:

@@ -48,7 +48,8 @@ def hooked_context(
 ) -> Any:
     """Make a context with cells for one micro-batch; the hook changes its graphs.
 
-    `on_devices`: the cells of each layer are on its device. A micro-batch has up to `n_ubatch` tokens of one sequence, and one token of each other one.
+    `on_devices`: the cells of each layer are on its device. A micro-batch has up to `n_ubatch`
+    tokens of one sequence, and one token of each other one.
     """
     n_tokens = n_ubatch + n_sequences - 1
     # In a hybrid model, the last cell of a sequence stays until it reads more.
