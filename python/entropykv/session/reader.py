@@ -107,7 +107,8 @@ class SequenceReader:
         if self._runner.config.options.spec_type != "auto":
             return False
         if self._own_products is None:
-            self._own_products = "llama.cpp" not in self._store.hook.products.values()
+            kernels = self._store.hook.products.values()
+            self._own_products = not any("llama.cpp" in kernel for kernel in kernels)
         return not self._own_products
 
     def read_drafts(
