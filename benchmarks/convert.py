@@ -24,7 +24,7 @@ from inputs import BitNetShape, write_bitnet
 _CONVERT = """
 import sys
 from entropykv.cli import main
-from entropykv.session.stats import peak_rss_bytes
+from entropykv.system import peak_rss_bytes
 before = peak_rss_bytes()
 code = main(["convert", *sys.argv[1:]])
 print(f"memory: {(peak_rss_bytes() - before) / 2**20:.0f} MiB more than Python and the package")

@@ -1,11 +1,9 @@
 #include "cold/cold_storage.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <cstring>
 #include <string>
+
+#include "platform/file_access.hpp"
 
 namespace entropykv {
 
@@ -42,32 +40,6 @@ namespace {
 
 constexpr std::size_t kGrowBytes = std::size_t{4} << 20;
 
-bool write_all(int descriptor, const void* data, std::size_t n, std::size_t offset) {
-    const auto* from = static_cast<const char*>(data);
-    while (n > 0) {
-        const ssize_t done = pwrite(descriptor, from, n, static_cast<off_t>(offset));
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0) return false;
-        from += done;
-        offset += static_cast<std::size_t>(done);
-        n -= static_cast<std::size_t>(done);
-    }
-    return true;
-}
-
-bool read_all(int descriptor, void* data, std::size_t n, std::size_t offset) {
-    auto* to = static_cast<char*>(data);
-    while (n > 0) {
-        const ssize_t done = pread(descriptor, to, n, static_cast<off_t>(offset));
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0) return false;
-        to += done;
-        offset += static_cast<std::size_t>(done);
-        n -= static_cast<std::size_t>(done);
-    }
-    return true;
-}
-
 std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
     a = (a ^ b) * 0x9e3779b97f4a7c15u;
     return a ^ (a >> 29);
@@ -82,9 +54,8 @@ void FileStorage::grow(std::size_t n_pages) {
     if (needed <= allocated_) return;
     const std::size_t start = allocated_ == 0 ? kHeaderBytes : allocated_;
     const std::size_t end = needed + kGrowBytes;
-    const int error =
-        posix_fallocate(descriptor_, static_cast<off_t>(start), static_cast<off_t>(end - start));
-    if (error != 0) throw ColdStorageError(std::strerror(error));
+    const std::string error = allocate_at(file_, start, end - start);
+    if (!error.empty()) throw ColdStorageError(error);
     allocated_ = end;
 }
 
@@ -106,16 +77,16 @@ std::uint64_t FileStorage::checksum(std::uint32_t page, const std::byte* data) c
 
 bool FileStorage::write(std::uint32_t page, const std::byte* data) noexcept {
     const std::uint64_t sum = checksum(page, data);
-    const bool written = write_all(descriptor_, data, page_bytes(), place(page)) &&
-                         write_all(descriptor_, &sum, sizeof sum, place(page) + page_bytes());
+    const bool written = write_at(file_, data, page_bytes(), place(page)) &&
+                         write_at(file_, &sum, sizeof sum, place(page) + page_bytes());
     if (!written) fail("cannot be written");
     return written;
 }
 
 const std::byte* FileStorage::read(std::uint32_t page, std::byte* buffer) noexcept {
     std::uint64_t sum = 0;
-    if (!read_all(descriptor_, buffer, page_bytes(), place(page)) ||
-        !read_all(descriptor_, &sum, sizeof sum, place(page) + page_bytes())) {
+    if (!read_at(file_, buffer, page_bytes(), place(page)) ||
+        !read_at(file_, &sum, sizeof sum, place(page) + page_bytes())) {
         fail("cannot be read, or was cut short");
         return nullptr;
     }

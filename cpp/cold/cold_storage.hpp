@@ -84,9 +84,9 @@ public:
     // The file begins with so many bytes, which are left to the caller.
     static constexpr std::size_t kHeaderBytes = 4096;
 
-    // The descriptor must stay open; the caller closes it.
-    FileStorage(std::size_t page_bytes, int descriptor, std::array<std::uint64_t, 2> nonce)
-        : ColdStorage(page_bytes), descriptor_(descriptor), nonce_(nonce) {}
+    // The file must stay open; the caller closes it. See platform/file_access.hpp for its number.
+    FileStorage(std::size_t page_bytes, int file, std::array<std::uint64_t, 2> nonce)
+        : ColdStorage(page_bytes), file_(file), nonce_(nonce) {}
     bool write(std::uint32_t page, const std::byte* data) noexcept override;
     const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept override;
     std::size_t file_bytes() const override { return allocated_; }
@@ -98,7 +98,7 @@ private:
     std::size_t place(std::uint32_t page) const;
     std::uint64_t checksum(std::uint32_t page, const std::byte* data) const noexcept;
 
-    int descriptor_;
+    int file_;
     std::array<std::uint64_t, 2> nonce_;
     std::size_t allocated_ = 0;  // bytes of the file
 };

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <ggml.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+
+#include "platform/system_memory.hpp"
 
 namespace entropykv {
 
@@ -28,17 +28,9 @@ inline int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
 }
 
 // Gives the memory of llama.cpp's cache cells back to the system, once our nodes have replaced all
-// reads and writes of them. If anything did read them, it would find zeros.
+// reads and writes of them. Nothing reads them any more, so that their content does not matter.
 inline void release_cells(const ggml_tensor* cache) {
-#if defined(MADV_DONTNEED)
-    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    const auto start = reinterpret_cast<std::size_t>(cache->data);
-    const std::size_t first = (start + system_page - 1) / system_page * system_page;
-    const std::size_t last = (start + ggml_nbytes(cache)) / system_page * system_page;
-    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
-#else
-    (void)cache;
-#endif
+    discard_memory(cache->data, ggml_nbytes(cache));
 }
 
 }  // namespace entropykv

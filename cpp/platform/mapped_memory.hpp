@@ -4,11 +4,9 @@
 
 #include <cstddef>
 
-namespace entropykv {
+#include "platform/system_memory.hpp"
 
-// Memory is mapped in slabs of one huge page each, if the system has huge pages. With small pages,
-// reading many pages of a few KiB would cause a TLB miss for each.
-constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
+namespace entropykv {
 
 // Returns how much memory `bytes` bytes take if no more will follow: whole slabs if that wastes
 // next to nothing of the last one, otherwise pages of the system.

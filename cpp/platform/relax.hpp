@@ -1,16 +1,20 @@
 // Lets the threads of an op wait for each other.
 #pragma once
 
+#if !defined(_WIN32)
 #include <time.h>
+#endif
 
 #include <atomic>
+#if defined(_WIN32)
+#include <thread>
+#endif
 
 namespace entropykv {
 
 // This takes about 0.1 ms, which is longer than any wait for a running thread. After that, the
 // other thread probably has no core, and spinning would only keep one from it.
 constexpr int kMostSpins = 4096;
-constexpr timespec kNap{0, 50'000};
 
 // Does what ggml's threads do; yielding would give the core away for milliseconds.
 inline void relax() {
@@ -18,6 +22,17 @@ inline void relax() {
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
+#endif
+}
+
+// Sleeps for a moment. The shortest sleep of Windows is a millisecond or more, so there it only
+// lets other threads run.
+inline void nap() noexcept {
+#if defined(_WIN32)
+    std::this_thread::yield();
+#else
+    constexpr timespec kNap{0, 50'000};
+    nanosleep(&kNap, nullptr);
 #endif
 }
 
@@ -30,7 +45,7 @@ void wait_until(const Done& done) noexcept {
             relax();
             ++spins;
         } else {
-            nanosleep(&kNap, nullptr);
+            nap();
         }
     }
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from entropykv import system
 from entropykv.errors import EntropyKVError
 
 
@@ -22,6 +23,9 @@ def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
     On an error, it is removed and `target` is unchanged. Raises OSError if it cannot be written.
     """
     target = Path(target)
+    obstacle = system.name_obstacle(target)
+    if obstacle is not None:
+        raise OSError(errno.EINVAL, obstacle)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
         with open(part, "xb"):
@@ -30,21 +34,12 @@ def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise OSError(errno.EINVAL, str(error)) from error
     try:
         yield part
-        _sync(part)
+        system.sync(part)
         os.replace(part, target)
-        with suppress(OSError):  # Not every file system can sync a directory.
-            _sync(target.parent)
+        system.sync_folder(target.parent)
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
@@ -59,16 +54,22 @@ def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> st
         raise refusal(f"{path}: not a text in UTF-8; convert it first") from None
 
 
+class NotRegularError(OSError):
+    """Says that a path names a folder, a pipe or a device, where a file is needed."""
+
+
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
-    """Open a regular file for reading; raises OSError for any other: opening a pipe would block."""
+    """Open a regular file for reading; raises NotRegularError for any other, because opening a pipe
+    would wait for its writer, and a device may have no end.
+    """
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # The name has a null byte.
         raise OSError(0, str(error)) from error
     if stat.S_ISDIR(mode):
-        raise OSError(0, "is a directory")
+        raise NotRegularError(0, "is a directory")
     if not stat.S_ISREG(mode):
-        raise OSError(0, "is not a regular file")
+        raise NotRegularError(0, "is not a regular file")
     with open(path, "rb") as file:
         yield file

@@ -1,7 +1,5 @@
 // Tests cold storage without Python: the codecs, storage in memory and in files, the records of a
 // head, the numbers of the schedule, and the kernels that find frozen entries.
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -18,6 +16,8 @@
 #include "cold/cold_head.hpp"
 #include "cold/cold_storage.hpp"
 #include "decide/freezing.hpp"
+#include "platform/file_access.hpp"
+#include "temporary_file.hpp"
 #include "testing.hpp"
 
 namespace {
@@ -134,16 +134,6 @@ void test_codecs() {
 constexpr std::size_t kBytes = 1000;
 constexpr std::array<std::uint64_t, 2> kNonce{11, 22};
 
-struct TemporaryFile {
-    TemporaryFile() {
-        char path[] = "/tmp/entropykv-cold-test-XXXXXX";
-        descriptor = mkstemp(path);
-        unlink(path);
-    }
-    ~TemporaryFile() { close(descriptor); }
-    int descriptor;
-};
-
 Bytes page_of(int number) {
     Bytes page(kBytes);
     std::mt19937 random(static_cast<unsigned>(number));
@@ -171,9 +161,9 @@ void test_pages_come_back(ColdStorage& storage) {
 }
 
 // Checks that reading a page returns null and reports why, and that other pages are unchanged.
-void check_lost(int descriptor, std::uint32_t page, std::array<std::uint64_t, 2> nonce,
+void check_lost(int number, std::uint32_t page, std::array<std::uint64_t, 2> nonce,
                 const char* why) {
-    FileStorage storage(kBytes, descriptor, nonce);
+    FileStorage storage(kBytes, number, nonce);
     Bytes buffer(kBytes);
     CHECK(storage.read(page, buffer.data()) == nullptr);
     CHECK(storage.failed() != nullptr && std::strcmp(storage.failed(), why) == 0);
@@ -181,43 +171,43 @@ void check_lost(int descriptor, std::uint32_t page, std::array<std::uint64_t, 2>
 
 void test_a_file_is_not_trusted() {
     const TemporaryFile file;
-    FileStorage storage(kBytes, file.descriptor, kNonce);
+    FileStorage storage(kBytes, file.number, kNonce);
     for (int i = 0; i < 3; ++i) CHECK(storage.write(storage.take(), page_of(i).data()));
     const std::size_t stride = kBytes + sizeof(std::uint64_t);
     const auto at = [&](int page, std::size_t byte) {
-        return static_cast<off_t>(FileStorage::kHeaderBytes + index(page) * stride + byte);
+        return FileStorage::kHeaderBytes + index(page) * stride + byte;
     };
     const char* changed = "does not hold what was written to it";
     for (const std::size_t byte : {std::size_t{0}, std::size_t{31}, kBytes - 1, kBytes + 3}) {
         char value = 0;
-        CHECK(pread(file.descriptor, &value, 1, at(1, byte)) == 1);
+        CHECK(read_at(file.number, &value, 1, at(1, byte)));
         for (int bit = 0; bit < 8; ++bit) {
             const char flipped = static_cast<char>(value ^ (1 << bit));
-            CHECK(pwrite(file.descriptor, &flipped, 1, at(1, byte)) == 1);
-            check_lost(file.descriptor, 1, kNonce, changed);
+            CHECK(write_at(file.number, &flipped, 1, at(1, byte)));
+            check_lost(file.number, 1, kNonce, changed);
         }
-        CHECK(pwrite(file.descriptor, &value, 1, at(1, byte)) == 1);
+        CHECK(write_at(file.number, &value, 1, at(1, byte)));
         CHECK(holds(storage, 1, page_of(1)));
     }
     Bytes other(stride);  // a whole page with its checksum, in the wrong place
-    CHECK(pread(file.descriptor, other.data(), stride, at(0, 0)) == static_cast<ssize_t>(stride));
-    CHECK(pwrite(file.descriptor, other.data(), stride, at(2, 0)) == static_cast<ssize_t>(stride));
-    check_lost(file.descriptor, 2, kNonce, changed);
-    check_lost(file.descriptor, 0, {11, 23}, changed);  // a page of another session
-    check_lost(file.descriptor, 0, {22, 11}, changed);
+    CHECK(read_at(file.number, other.data(), stride, at(0, 0)));
+    CHECK(write_at(file.number, other.data(), stride, at(2, 0)));
+    check_lost(file.number, 2, kNonce, changed);
+    check_lost(file.number, 0, {11, 23}, changed);  // a page of another session
+    check_lost(file.number, 0, {22, 11}, changed);
     CHECK(storage.failed() == nullptr && holds(storage, 0, page_of(0)));
-    CHECK(ftruncate(file.descriptor, at(1, kBytes / 2)) == 0);
-    check_lost(file.descriptor, 1, kNonce, "cannot be read, or was cut short");
+    CHECK(file.cut_to(at(1, kBytes / 2)));
+    check_lost(file.number, 1, kNonce, "cannot be read, or was cut short");
     CHECK(holds(storage, 0, page_of(0)));
 }
 
 void test_a_file_that_cannot_be_written() {
-    int descriptor = -1;
+    int number = -1;
     {
         const TemporaryFile file;
-        descriptor = file.descriptor;
+        number = file.number;
     }
-    FileStorage closed(kBytes, descriptor, kNonce);
+    FileStorage closed(kBytes, number, kNonce);
     bool thrown = false;
     try {
         closed.take();
@@ -229,7 +219,7 @@ void test_a_file_that_cannot_be_written() {
     CHECK(closed.failed() != nullptr && std::strcmp(closed.failed(), "cannot be written") == 0);
     // A device that is always full must refuse a page, whatever was reserved.
     if (FILE* full = std::fopen("/dev/full", "r+")) {
-        FileStorage storage(kBytes, fileno(full), kNonce);
+        FileStorage storage(kBytes, number_of(full), kNonce);
         CHECK(!storage.write(0, page_of(0).data()) && storage.failed() != nullptr);
         std::fclose(full);
     }
@@ -240,9 +230,9 @@ void test_storage() {
     test_pages_come_back(memory);
     CHECK(memory.file_bytes() == 0);
     const TemporaryFile file;
-    FileStorage storage(kBytes, file.descriptor, kNonce);
+    FileStorage storage(kBytes, file.number, kNonce);
     test_pages_come_back(storage);
-    CHECK(static_cast<off_t>(storage.file_bytes()) == lseek(file.descriptor, 0, SEEK_END));
+    CHECK(storage.file_bytes() == file.bytes());
     test_a_file_is_not_trusted();
     test_a_file_that_cannot_be_written();
 }

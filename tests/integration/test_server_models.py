@@ -19,6 +19,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv import EntropyLlama
 from entropykv.errors import SettingsError
 from entropykv.server import ModelCatalog, ModelOptions, ServerOptions, create_app
+from entropykv.server.errors import RequestError
 from entropykv.server.memory_estimate import estimate_memory
 from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import Server
@@ -245,6 +246,30 @@ def test_an_idle_model_sleeps_until_the_next_request(folder: Path, several: bool
             assert served.gates.loads == ["one", "one"]
 
     run(talk())
+
+
+def test_the_engine_of_an_app_is_the_one_in_memory(folder: Path) -> None:
+    async def talk() -> None:
+        options = catalog_of(folder, "one", sleep_idle_seconds=1).models[0].options
+        async with running(options) as served:
+            await text_of(served, "one")
+            state = served.app.state
+            first = state.engine
+            assert first is served.models.named("one").engine
+            await served.until("one", "sleeping")
+            with pytest.raises(RequestError, match="is not loaded"):
+                _ = state.engine
+            await text_of(served, "one")
+            assert state.engine is served.models.named("one").engine
+            assert state.engine is not first
+
+    run(talk())
+
+
+def test_an_app_of_several_models_has_no_engine(folder: Path) -> None:
+    app = create_app(catalog_of(folder, "one", "two"), ServerOptions())
+    assert not hasattr(app.state, "engine")
+    assert app.state.models.has_several
 
 
 def test_unloading_waits_for_the_end_of_an_answer(folder: Path) -> None:

@@ -115,3 +115,21 @@ def test_a_wheel_that_names_a_folder_of_this_machine(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("entropykv/_core.so", b"\0/usr/lib/x\0" + bytes(BACKEND / "y.c") + b"\0z")
     assert named_paths(wheel) == [f"entropykv/_core.so: {BACKEND / 'y.c'}"]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("libggml-base.so", "libggml-base.so.0"), "libggml-base.so"),
+        (("libggml-base.dylib", "libggml-base.0.dylib"), "libggml-base.dylib"),
+        (("ggml-base.lib", "ggml-base.dll", "ggml.dll"), "ggml-base.dll"),
+        (("llama.dll",), None),
+    ],
+)
+def test_the_library_of_ggml_is_found_on_every_system(
+    tmp_path: Path, names: tuple[str, ...], found: str | None
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    library = installed_llama_cpp.ggml_library(tmp_path)
+    assert (library and library.name) == found

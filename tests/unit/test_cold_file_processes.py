@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from entropykv import system
 from entropykv.store import cold_file
 from tests.support.cold_files import create, names
 
@@ -111,7 +112,7 @@ print(os.path.exists(file.path), ColdFile.create(sys.argv[1], 8192, {}).n_leftov
 def test_a_file_that_another_process_removed_before_the_lock_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, n_calls = cold_file._lock, 0
+    lock, n_calls = system.lock, 0
 
     def late(descriptor: int) -> bool:
         nonlocal n_calls
@@ -121,7 +122,7 @@ def test_a_file_that_another_process_removed_before_the_lock_is_made_again(
             assert cold_file._remove_leftover(str(tmp_path / name))
         return lock(descriptor)
 
-    monkeypatch.setattr(cold_file, "_lock", late)
+    monkeypatch.setattr(system, "lock", late)
     file = create(tmp_path)
     assert names(tmp_path) == [Path(file.path).name]
     file.check()
@@ -131,7 +132,7 @@ def test_a_file_that_another_process_removed_before_the_lock_is_made_again(
 def test_a_file_that_another_process_looks_at_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, others = cold_file._lock, []
+    lock, others = system.lock, []
 
     def held(descriptor: int) -> bool:
         if not others:
@@ -140,7 +141,7 @@ def test_a_file_that_another_process_looks_at_is_made_again(
             assert lock(others[0])
         return lock(descriptor)
 
-    monkeypatch.setattr(cold_file, "_lock", held)
+    monkeypatch.setattr(system, "lock", held)
     file = create(tmp_path)
     os.close(others[0])
     assert names(tmp_path) == [Path(file.path).name]

@@ -208,7 +208,7 @@ def test_files_that_are_no_profile(tmp_path: Path, content: bytes, message: str)
 def test_missing_file_and_directory_are_named(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"none.json: no such file"):
         EntropyProfile.load(tmp_path / "none.json")
-    with pytest.raises(ProfileError, match="cannot be read"):
+    with pytest.raises(ProfileError, match="is a directory; give the path of a profile file"):
         EntropyProfile.load(tmp_path)
     with pytest.raises(ProfileError, match="cannot be written"):
         example().save(tmp_path / "none" / "profile.json")

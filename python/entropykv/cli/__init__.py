@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from entropykv import system
 from entropykv.cli.bench import add_bench
 from entropykv.cli.calibrate import add_calibrate
 from entropykv.cli.chat import add_chat
@@ -29,6 +30,7 @@ EXIT_BAD_INPUT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 2, and one sentence on stderr, for bad input."""
+    system.use_utf8()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         with deprecations_as_notes():

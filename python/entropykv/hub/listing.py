@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from entropykv import system
+
 MOST_FILES = 20_000
 """The most files of a repository that are considered; the largest model repositories have
 hundreds.
@@ -54,7 +56,8 @@ def listing_of(repo: str, answer: object) -> Listing:
     """Read the hub's answer about a repository; raises ValueError with a reason for an invalid
     answer.
 
-    Files whose paths would lie outside the repository's folder are left out.
+    Files whose paths would lie outside the repository's folder, or that this system cannot have,
+    are left out.
     """
     data = _mapping(answer, "the answer")
     commit = data.get("sha")
@@ -66,7 +69,7 @@ def listing_of(repo: str, answer: object) -> Listing:
     if len(siblings) > MOST_FILES:
         raise ValueError(f"it lists {len(siblings)} files, more than {MOST_FILES}")
     found = (_file_of(_mapping(sibling, "a file")) for sibling in siblings)
-    return Listing(repo, commit, tuple(file for file in found if _is_inside(file.path)))
+    return Listing(repo, commit, tuple(file for file in found if _can_be_kept(file.path)))
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
@@ -85,6 +88,10 @@ def _file_of(sibling: Mapping[str, Any]) -> HubFile:
     digest = stored.get("sha256") if isinstance(stored, dict) else sibling.get("blobId")
     known = isinstance(digest, str) and _DIGEST.fullmatch(digest)
     return HubFile(path, size, digest if known else None)
+
+
+def _can_be_kept(path: str) -> bool:
+    return _is_inside(path) and system.name_obstacle(path) is None
 
 
 def _is_inside(path: str) -> bool:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
+from entropykv.files import NotRegularError, open_regular
 
 I2_S_TYPE = 36
 """The tensor type of Microsoft's BitNet fork, which stock llama.cpp no longer knows."""
@@ -93,13 +94,13 @@ def check_prefix(path: Path) -> int:
     try:
         if path.is_dir():
             raise _directory(path)
-        if path.exists() and not path.is_file():
-            raise ModelFileError(f"{path}: is not a regular file; give the path of a GGUF file")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             prefix = file.read(_PREFIX.size)
             file_bytes = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file; give the path of a GGUF file") from None
+    except NotRegularError as error:
+        raise ModelFileError(f"{path}: {error.strerror}; give the path of a GGUF file") from None
     except (OSError, ValueError) as error:
         raise ModelFileError(
             f"{path}: cannot be read ({error}); give the path of a GGUF file"

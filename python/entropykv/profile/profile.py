@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.errors import ProfileError
-from entropykv.files import new_file
+from entropykv.files import NotRegularError, new_file, open_regular
 from entropykv.profile.curves import LossCurves
 from entropykv.profile.json_fields import (
     ADVICE,
@@ -101,13 +101,18 @@ class EntropyProfile:
         """Read a profile file of version 1 or 2; ProfileError names the file and the field."""
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            with open_regular(path) as file:
+                text = file.read().decode("utf-8")
         except FileNotFoundError:
             raise ProfileError(
                 f"{path}: no such file; make a profile with `entropykv calibrate`"
             ) from None
         except UnicodeDecodeError as error:
             raise ProfileError(f"{path}: is not UTF-8 text; {ADVICE}") from error
+        except NotRegularError as error:
+            raise ProfileError(
+                f"{path}: {error.strerror}; give the path of a profile file"
+            ) from None
         except (OSError, ValueError) as error:
             raise ProfileError(
                 f"{path}: cannot be read ({error}); give the path of a profile file"

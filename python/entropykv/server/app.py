@@ -17,6 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
+from starlette.datastructures import State
 
 from entropykv import _version
 from entropykv.errors import SettingsError
@@ -75,8 +76,9 @@ def create_app(
     """Make the app that serves one model, which is loaded at once, or the models of a catalog.
 
     The shutdown of the app frees the models. app.state.models is the ModelRegistry. For one model,
-    app.state.engine is its Engine: engine.call() uses the EntropyLlama between two requests, and
-    engine.before_close() registers a function for the shutdown (to save sessions, for example).
+    app.state.engine is its Engine, which is another one after the model has slept: engine.call()
+    uses the EntropyLlama between two requests, and engine.before_close() registers a function for
+    the shutdown (to save sessions, for example).
     `page`: the initial settings of conversations of the page at /. Two apps share nothing. Raises
     the errors of EntropyLlama for one model, and SettingsError for a file of keys that cannot be
     read, and for impossible options of a model.
@@ -111,9 +113,7 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
-    app.state.models = models
-    if catalog.any_name:
-        app.state.engine = models.engine_of(None)
+    app.state = _AppState(models, has_engine=catalog.any_name)
     _add_middleware(app, server, models, keys)
     add_error_handlers(app)
     app.include_router(openai_routes(models, ping=not server.disable_ping_events))
@@ -132,6 +132,24 @@ def create_app(
         return HTMLResponse(docs_page(app.openapi()))
 
     return app
+
+
+class _AppState(State):
+    """Hold what app.state offers to the code that embeds the app."""
+
+    def __init__(self, models: ModelRegistry, *, has_engine: bool) -> None:
+        super().__init__({"models": models, "_has_engine": has_engine})
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine of the only model, which is another one after the model has slept.
+
+        Raises RequestError while it is not in memory.
+        """
+        if not self._has_engine:
+            raise AttributeError("an app of several models has no engine; use app.state.models")
+        engine: Engine = self.models.engine_of(None)
+        return engine
 
 
 def _limits_of(catalog: ModelCatalog, server: ServerOptions) -> Limits:

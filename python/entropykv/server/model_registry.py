@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import threading
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from entropykv import system
 from entropykv.errors import SettingsError
 from entropykv.server.admission import Admission, Limits, arrival_of, too_late
 from entropykv.server.client_presence import CLIENT_GONE, unless_gone
@@ -464,7 +464,7 @@ def _with_path(options: ModelOptions) -> ModelOptions:
 def _give_memory_back() -> None:
     """Return freed memory to the system, including that of objects in reference cycles."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # A function of glibc.
+    trim = system.c_function("malloc_trim")  # A function of glibc.
     if trim is not None:
         trim(0)
 

@@ -38,6 +38,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 NAME = "entropykv"
+_RESTARTS: int | None = getattr(signal, "SIGHUP", None)
+"""The signal that restarts the replicas; Windows has none."""
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -132,7 +134,8 @@ def _builder(
 
 
 def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOptions) -> None:
-    """Serve until SIGINT or SIGTERM; SIGHUP restarts the replicas, a few at a time.
+    """Serve until SIGINT or SIGTERM; SIGHUP, which Windows lacks, restarts the replicas, a few
+    at a time.
 
     Uses a running Ray cluster, or else starts one on this machine, and ends it again. Raises
     EntropyKVError if the replicas cannot be started.
@@ -150,10 +153,9 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
         try:
             with _signals() as next_signal:  # After ray.init(), which sets its own handlers.
                 serve.start(http_options=http)
-                number = signal.SIGHUP.value
-                while number == signal.SIGHUP:
+                _deploy(application(model, server, shared))
+                while next_signal() == _RESTARTS:
                     _deploy(application(model, server, shared))
-                    number = next_signal()
                 serve.delete(NAME)
         finally:
             ray.shutdown()
@@ -184,7 +186,9 @@ def _sessions(options: ReplicaOptions) -> Iterator[ReplicaOptions]:
 def _signals() -> Iterator[Callable[[], int]]:
     """Yield a function that waits for the next signal, and returns its number."""
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    numbers = [
+        number for number in (_RESTARTS, signal.SIGINT, signal.SIGTERM) if number is not None
+    ]
     before = [signal.signal(number, lambda got, _: received.put(got)) for number in numbers]
     try:
         yield received.get

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -12,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from entropykv import system
 from entropykv.errors import SettingsError
 from entropykv.server.app import create_app
 from entropykv.server.connections import protocol_of
@@ -81,7 +81,7 @@ def _give_memory_back() -> None:
     Otherwise glibc keeps the memory of large requests, once for every thread that handled one.
     Other C libraries have no such settings.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_option = system.c_function("mallopt")
     if set_option is not None:
         set_option(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
         set_option(_M_ARENA_MAX, _ARENAS)

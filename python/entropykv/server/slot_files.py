@@ -18,6 +18,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.server.bodies import read_body
 from entropykv.server.engine import Engine
@@ -86,6 +87,9 @@ class SlotFiles:
                 "folder, that begins with no dot",
                 param="filename",
             )
+        obstacle = system.name_obstacle(name)
+        if obstacle is not None:
+            raise RequestError(400, f"filename: {obstacle}; give another", param="filename")
         folder = self._directory / user if user else self._directory
         make_directory(folder)
         path = folder / name

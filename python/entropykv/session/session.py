@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Unpack
 
+from entropykv import system
 from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, PoolError
 from entropykv.llamacpp.model import Model
@@ -36,7 +37,7 @@ from entropykv.session.rollback import Rollback
 from entropykv.session.sampling import Sampling
 from entropykv.session.saving import Saver
 from entropykv.session.shared_pool import PoolStatus
-from entropykv.session.stats import SessionCounts, SessionStats, peak_rss_bytes
+from entropykv.session.stats import SessionCounts, SessionStats
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
 from entropykv.settings.freezing import Freezing
@@ -761,7 +762,7 @@ class Session:
             n_ctx=self.n_ctx,
             kv_bytes_full=self.position * store.bytes_full_per_token,
             entries_full=self.position * store.n_kv_heads,
-            peak_rss_bytes=peak_rss_bytes(),
+            peak_rss_bytes=system.peak_rss_bytes(),
             freeze=self.freezing.where if self.freezing else None,
             drafted_tokens=drafts.drafted,
             accepted_drafts=drafts.accepted,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 
@@ -135,15 +132,3 @@ class SessionStats:
     def decode_speed(self) -> float:
         """Return how many tokens were generated per second."""
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-
-def peak_rss_bytes() -> int:
-    """Return the largest resident size of this process so far, in bytes."""
-    status = Path("/proc/self/status")
-    # VmHWM covers only this program, whereas getrusage() also includes its parent before exec.
-    if status.exists():
-        for line in status.read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

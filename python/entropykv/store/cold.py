@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from entropykv import _core
+from entropykv import _core, system
 from entropykv.errors import BudgetError, FreezeError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.model.identity import identity_of
@@ -73,7 +73,7 @@ class ColdSide:
             limit_bytes=freezing.limit_bytes or 0,
             recall_interval=freezing.recall_interval,
             schedule=_schedule(freezing, policy) if policy.schedule else None,
-            descriptor=self._file.descriptor if self._file else -1,
+            descriptor=system.number_of(self._file.descriptor) if self._file else -1,
             nonce=self._file.nonce if self._file else b"",
         )
 

@@ -12,7 +12,7 @@ All numbers are little-endian; the first HEADER_BYTES are
 
 and the rest is the store's.
 
-A process holds a lock (flock) on its file from before the header is written until it ends in any
+A process holds a lock on its file from before the header is written until it ends in any
 way. Therefore a file that can be locked is a leftover. Programs that the process starts do not
 inherit the lock (O_CLOEXEC); a forked child holds it as long as it lives.
 """
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -31,6 +30,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from entropykv import system
 from entropykv.errors import FreezeError
 
 MAGIC = b"EKVCOLD\0"
@@ -42,9 +42,6 @@ _PREFIX = "entropykv-"
 _SUFFIX = ".cold"
 _FIELDS = struct.Struct("<8sII16s16sI")
 _DIGEST_BYTES = 8
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-# Without O_NONBLOCK, opening a pipe would block.
-_EXISTING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ATTEMPTS = 100
 
 
@@ -98,7 +95,7 @@ class ColdFile:
         micro-batch.
         """
         try:
-            header = os.pread(self.descriptor, HEADER_BYTES, 0)
+            header = system.read_at(self.descriptor, HEADER_BYTES, 0)
             status = os.fstat(self.descriptor)
         except OSError as error:
             raise self._refused(f"cannot be read any more ({error.strerror})") from None
@@ -157,21 +154,21 @@ def _digest(data: bytes, size: int) -> bytes:
 
 
 def _write(descriptor: int, header: bytes) -> None:
-    if os.pwrite(descriptor, header, 0) != len(header):
+    if system.write_at(descriptor, header, 0) != len(header):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _new_locked(directory: str) -> tuple[str, int]:
     """Return path and descriptor of a new, empty file whose lock is held.
 
-    Between open() and flock(), another process may take the file for a leftover and lock or remove
+    Between open() and lock(), another process may take the file for a leftover and lock or remove
     it; then the next name is tried.
     """
     for _ in range(_ATTEMPTS):
         path = os.path.join(directory, f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}")
-        descriptor = os.open(path, _NEW, 0o600)
+        descriptor = os.open(path, system.private_file_flags(), 0o600)
         try:
-            if _lock(descriptor) and os.fstat(descriptor).st_nlink:
+            if system.lock(descriptor) and os.fstat(descriptor).st_nlink:
                 return path, descriptor
         except BaseException:
             _remove(path, descriptor)
@@ -180,17 +177,6 @@ def _new_locked(directory: str) -> tuple[str, int]:
         _remove(path, descriptor)
         os.close(descriptor)
     raise OSError(errno.EBUSY, "other processes remove every new file there")
-
-
-def _lock(descriptor: int) -> bool:
-    """Try to lock; returns whether that succeeded. Raises OSError if the file system has
-    no locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _remove(path: str, descriptor: int) -> bool:
@@ -220,13 +206,13 @@ def _remove_leftovers(directory: str) -> int:
 def _remove_leftover(path: str) -> bool:
     """Remove a file if it is a leftover; returns whether it was one."""
     try:
-        descriptor = os.open(path, _EXISTING)
+        descriptor = os.open(path, system.existing_file_flags())
     except OSError:
         return False
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _lock(descriptor):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not system.lock(descriptor):
             return False
-        start = os.pread(descriptor, len(MAGIC), 0)
+        start = system.read_at(descriptor, len(MAGIC), 0)
         # The header may be incomplete, because a process may have died before writing it.
         is_ours = MAGIC.startswith(start)
         return is_ours and _remove(path, descriptor)

@@ -1,0 +1,33 @@
+// What the store asks of the system's memory: addresses without memory, memory for a part of them,
+// and its return. One source file per kind of system defines these functions.
+#pragma once
+
+#include <cstddef>
+
+namespace entropykv {
+
+// Memory is mapped in slabs of one huge page each, if the system has huge pages. With small pages,
+// reading many pages of a few KiB would cause a TLB miss for each.
+constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
+
+// Returns the size of the pages in which the system gives memory.
+std::size_t system_page_bytes();
+
+// Reserves addresses for so many bytes, a multiple of a slab. Where the system has huge pages, they
+// begin at a multiple of a slab. Returns null if the system has no addresses left.
+std::byte* reserve_addresses(std::size_t bytes);
+// Gives back all addresses that one call has reserved, and their memory.
+void release_addresses(std::byte* start, std::size_t bytes) noexcept;
+
+// Maps zeroed memory for reserved addresses. Both numbers are multiples of the system's pages.
+// Returns false, and changes nothing, if there is no memory.
+bool map_memory(std::byte* start, std::size_t bytes);
+// Gives the memory of reserved addresses back. Returns false if the system frees the memory, but
+// leaves the addresses accessible, with zeros.
+bool unmap_memory(std::byte* start, std::size_t bytes) noexcept;
+
+// Tells the system that the content of memory, which may be anyone's, is not needed any more. Only
+// whole pages within the range are affected. What is read there afterwards is undefined.
+void discard_memory(void* start, std::size_t bytes) noexcept;
+
+}  // namespace entropykv

@@ -1,0 +1,198 @@
+"""Do what every operating system does in its own way: locks, memory, folders, names of files.
+
+Other modules call these functions and name no operating system. `WINDOWS` is read at every call, so
+that tests can set it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any
+
+WINDOWS = os.name == "nt"
+"""Whether this is Windows."""
+
+_LOCKED_BYTE = 0x7FFF_FFFE
+"""The place of the byte that is locked on Windows: its C library takes places of 31 bits, and lets
+the holder of the lock read and write there.
+"""
+_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³])", re.IGNORECASE)
+_NOT_IN_NAMES = re.compile(r'[<>:"|?*\x00-\x1f]')
+
+
+def file_flags(*names: str) -> int:
+    """Return flags for os.open(), such as "O_NOFOLLOW"; a system's missing flags count as 0."""
+    return sum(getattr(os, name, 0) for name in {*names})
+
+
+def private_file_flags() -> int:
+    """Return the flags of os.open() for a new file that only this process uses.
+
+    Windows removes such a file when its process ends, and lets it be removed before.
+    """
+    return (
+        os.O_RDWR
+        | os.O_CREAT
+        | os.O_EXCL
+        | file_flags("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY", "O_NOINHERIT", "O_TEMPORARY")
+    )
+
+
+def existing_file_flags() -> int:
+    """Return the flags of os.open() for a file that may be anything; a pipe does not wait."""
+    return os.O_RDWR | file_flags(
+        "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"
+    )
+
+
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Read up to `size` bytes from `offset`; raises OSError."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.read(descriptor, size)
+
+
+def write_at(descriptor: int, data: bytes, offset: int) -> int:
+    """Write bytes at `offset`; returns how many were written. Raises OSError."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.write(descriptor, data)
+
+
+def number_of(descriptor: int) -> int:
+    """Return the number of an open file that the extension uses: on Windows, that of its handle."""
+    return int(_msvcrt().get_osfhandle(descriptor)) if WINDOWS else descriptor
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; returns False if another process holds the lock.
+
+    Raises OSError if the file system has no locks.
+    """
+    try:
+        if WINDOWS:
+            os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+            _msvcrt().locking(descriptor, _msvcrt().LK_NBLCK, 1)
+        else:
+            fcntl: Any = importlib.import_module("fcntl")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except PermissionError:  # What Windows says of a lock that another process holds.
+        if WINDOWS:
+            return False
+        raise
+    return True
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Write a file to the disk; raises OSError."""
+    descriptor = os.open(path, os.O_RDWR)  # Windows syncs no file that is open for reading.
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Write the names in a folder to the disk where the system and the file system can do so."""
+    if WINDOWS:
+        return  # It writes names by itself, and opens no folder.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def name_obstacle(path: str | os.PathLike[str]) -> str | None:
+    """Return why this system cannot have a file of this name; None if it can.
+
+    Windows would open a device for "NUL.gguf", write "a:b" into a hidden part of the file "a", and
+    drop a dot at the end.
+    """
+    if not WINDOWS:
+        return None
+    for part in PurePath(os.path.splitdrive(os.fspath(path))[1].replace("\\", "/")).parts:
+        if part in ("/", ".", ".."):
+            continue
+        if _NOT_IN_NAMES.search(part):
+            return f'{part!r} has a character that Windows has in no name: < > : " | ? *'
+        if part.endswith((".", " ")):
+            return f"{part!r} ends with a dot or a space, which Windows would drop"
+        if _DEVICES.fullmatch(part.split(".")[0].rstrip(" ")):
+            return f"{part!r} is the name of a device of Windows"
+    return None
+
+
+def c_function(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library that Python uses; None if it has none of this name.
+
+    Windows has none of those that we ask for.
+    """
+    if WINDOWS:
+        return None
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return function
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest memory of this process so far, in bytes."""
+    if WINDOWS:
+        return _peak_on_windows()
+    status = Path("/proc/self/status")
+    # VmHWM covers only this program, whereas getrusage() also includes its parent before exec.
+    if status.exists():
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    resource: Any = importlib.import_module("resource")
+    peak = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _MemoryCounters(ctypes.Structure):
+    """Repeat PROCESS_MEMORY_COUNTERS of Windows."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("page_faults", ctypes.c_uint32),
+        ("peak", ctypes.c_size_t),
+        ("others", ctypes.c_size_t * 7),
+    )
+
+
+def _peak_on_windows() -> int:
+    kernel = _kernel32()
+    kernel.GetCurrentProcess.restype = ctypes.c_void_p
+    counters = _MemoryCounters(size=ctypes.sizeof(_MemoryCounters))
+    process = ctypes.c_void_p(kernel.GetCurrentProcess())
+    kernel.K32GetProcessMemoryInfo(process, ctypes.byref(counters), counters.size)
+    return int(counters.peak)
+
+
+def use_utf8() -> None:
+    """Read and write UTF-8 on standard streams: Windows has others for pipes."""
+    if WINDOWS:
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding="utf-8")
+
+
+def _msvcrt() -> Any:
+    return importlib.import_module("msvcrt")
+
+
+def _kernel32() -> Any:
+    return getattr(ctypes, "WinDLL")("kernel32")  # noqa: B009  (only Windows has it)

@@ -1,0 +1,172 @@
+"""What Windows does differently, with its functions replaced by fakes on this system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from entropykv import system
+from entropykv.errors import ModelFileError, ProfileError
+from entropykv.files import new_file
+from entropykv.hub.listing import listing_of
+from entropykv.model.header import check_prefix
+from entropykv.profile.profile import EntropyProfile
+from entropykv.store.cold_file import ColdFile
+
+
+class FakeRuntime(SimpleNamespace):
+    """Stands for the module msvcrt: flock() at the place that was sought, and the lock's errors."""
+
+    LK_NBLCK = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[int] = []
+
+    def locking(self, descriptor: int, mode: int, size: int) -> None:
+        assert (mode, size) == (self.LK_NBLCK, 1)
+        self.places.append(os.lseek(descriptor, 0, os.SEEK_CUR))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PermissionError(errno.EACCES, "Permission denied") from None
+
+    def get_osfhandle(self, descriptor: int) -> int:
+        return descriptor + 1000
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(system, "WINDOWS", True)
+    monkeypatch.setitem(sys.modules, "msvcrt", runtime)
+    for name in ("pread", "pwrite", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
+        monkeypatch.delattr(os, name)
+    return runtime
+
+
+REFUSED = ["NUL", "con.gguf", "a/COM1", "lpt9.tar.gz", "aux .txt", "a:b", "what?", "dot.", "end "]
+ACCEPTED = ["model.gguf", "../a", ".hidden", "console.gguf", "com10", "nulls/aux_1", "模型.gguf"]
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("path", [*REFUSED, "a\\nul"])
+def test_windows_has_no_file_of_such_a_name(path: str) -> None:
+    assert system.name_obstacle(path) is not None
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("path", ACCEPTED)
+def test_windows_has_files_of_other_names(path: str) -> None:
+    assert system.name_obstacle(path) is None
+
+
+def test_other_systems_have_files_of_all_names() -> None:
+    assert system.name_obstacle("a:b/NUL. ") is None
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_new_file_is_refused_by_its_name_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="device of Windows"), new_file(tmp_path / "nul.ekv"):
+        pytest.fail("a file was made")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("windows")
+def test_files_of_the_hub_that_windows_cannot_have_are_left_out() -> None:
+    names = ("model.gguf", "aux.gguf", "folder./model.gguf")
+    answer = {"sha": "a" * 40, "siblings": [{"rfilename": name, "size": 1} for name in names]}
+    assert [file.path for file in listing_of("a/b", answer).files] == ["model.gguf"]
+
+
+def test_a_file_is_synced_through_a_descriptor_that_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+
+    def fsync(descriptor: int) -> None:
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        synced.append(mode != os.O_RDONLY)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with new_file(tmp_path / "a") as part:
+        part.write_bytes(b"content")
+    assert synced[0]
+    assert (tmp_path / "a").read_bytes() == b"content"
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_folder_is_not_synced_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a folder was opened"))
+    system.sync_folder(tmp_path)
+
+
+def test_frozen_entries_have_their_file_on_windows(windows: FakeRuntime, tmp_path: Path) -> None:
+    file = ColdFile.create(tmp_path, 4096, {"name": "model"})
+    file.check()
+    assert windows.places == [0x7FFF_FFFE]
+    assert system.number_of(file.descriptor) == file.descriptor + 1000
+    other = ColdFile.create(tmp_path, 4096, {"name": "model"})
+    assert other.n_leftovers == 0  # The first file is locked.
+    for each in (file, other):
+        each.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_damaged_file_of_frozen_entries_is_refused_without_pread(tmp_path: Path) -> None:
+    file = ColdFile.create(tmp_path, 4096, {"name": "model"})
+    with open(file.path, "r+b") as changed:
+        changed.write(b"other")
+    with pytest.raises(Exception, match="not a file of frozen entries any more"):
+        file.check()
+    file.close()
+
+
+def test_the_number_of_a_file_is_its_descriptor_elsewhere(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "wb") as file:
+        assert system.number_of(file.fileno()) == file.fileno()
+
+
+@pytest.mark.usefixtures("windows")
+def test_functions_of_glibc_are_asked_for_only_where_they_can_be() -> None:
+    assert system.c_function("malloc_trim") is None
+
+
+def test_a_missing_function_of_the_c_library_is_none() -> None:
+    assert system.c_function("no_function_has_this_name") is None
+
+
+@pytest.mark.usefixtures("windows")
+def test_windows_is_asked_for_the_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_peak_on_windows", lambda: 7)
+    assert system.peak_rss_bytes() == 7
+
+
+@pytest.mark.usefixtures("windows")
+def test_piped_output_is_utf8_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252"))
+    system.use_utf8()
+    sys.stdout.write("模型")
+    sys.stdout.flush()
+    assert raw.getvalue().decode("utf-8") == "模型"
+
+
+def test_a_pipe_or_device_given_as_a_profile_or_model_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "entropy_config.json"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(ProfileError, match="not a regular file; give the path of a profile"):
+            EntropyProfile.load(path)
+        with pytest.raises(ModelFileError, match="not a regular file; give the path of a GGUF"):
+            check_prefix(path)
+    with pytest.raises(ProfileError, match="is a directory"):
+        EntropyProfile.load(tmp_path)
