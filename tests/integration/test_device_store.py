@@ -263,6 +263,7 @@ def test_a_smaller_budget_evicts_at_once_and_a_larger_one_is_refused(llama: Path
         ({"policy": "uniform:mass+predicted"}, "cannot follow policy"),
         ({"freeze": "ram"}, "no cold storage"),
         ({"learn": True, "policy": "auto"}, "learn"),
+        ({"spec_type": "ngram"}, "undone on the device store"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(
