@@ -45,10 +45,8 @@ def _obstacle(
         return "in recurrent layers"
     if freezing is not None:
         return "where entries are frozen"
-    if store == "device":
-        return "on the device store"
-    if store == "flat":
-        return None
+    if store != "headwise":
+        return "on the device store" if store == "device" else None
     if policy.importance.repeats:
         return f"under policy {policy.name}, which reads texts twice"
     if policy.rule.by_layer:
