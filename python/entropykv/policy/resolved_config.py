@@ -13,6 +13,7 @@ from entropykv import _core
 from entropykv.errors import BudgetError, SettingsError, UnsupportedModelError
 from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.drafts import spec_type_for
 from entropykv.policy.names import (
     AUTO,
     learns_predictor,
@@ -67,6 +68,8 @@ class ResolvedConfig:
     n_ctx: int
     n_ubatch: int
     """The most tokens of text in a micro-batch."""
+    spec_type: str
+    """How tokens are guessed ahead: none, ngram or draft."""
     n_drafts: int
     """How many drafts a sequence may have in a micro-batch."""
 
@@ -269,6 +272,7 @@ def resolve(
         kv_type = _flat_kv_type(options.kv_type, kv_type, geometry)
     if freezing is not None:
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
+    spec_type = spec_type_for(options, geometry, policy, freezing, flat=flat)
     config = ResolvedConfig(
         options=options,
         geometry=geometry,
@@ -280,19 +284,11 @@ def resolve(
         kv_type=kv_type,
         n_ctx=n_ctx,
         n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
-        n_drafts=_most_drafts(options, geometry, freezing, flat=flat),
+        spec_type=spec_type,
+        n_drafts=0 if spec_type == "none" else options.draft_max,
     )
     config.check_recovery(options.recovery)
     return config
-
-
-def _most_drafts(
-    options: CacheOptions, geometry: ModelGeometry, freezing: Freezing | None, *, flat: bool
-) -> int:
-    """Return how many drafts are read at a time; 0 where wrong ones could not be undone."""
-    if options.spec_type == "none" or flat or freezing is not None or geometry.recurrent:
-        return 0
-    return options.draft_max
 
 
 def _largest_micro_batch(

@@ -27,7 +27,13 @@ from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import resolve
 from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
-from entropykv.session.drafting import StepCosts
+from entropykv.session.drafting import (
+    Drafter,
+    DraftModels,
+    FunctionDrafter,
+    NgramDrafter,
+    StepCosts,
+)
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
@@ -58,6 +64,8 @@ class ModelRunner:
     """Learns the model's profile from its sequences; None without learning."""
     images: Images | None = None
     """Reads prompts with images; None if no projector is open."""
+    draft_model: DraftModels | None = None
+    """Guesses tokens for its sequences; None if no small model is open."""
     fit: PredictorFit | None = None
     """Fits the model's predictor to its first texts; None if it is known, or not needed."""
 
@@ -207,6 +215,16 @@ class ModelRunner:
             self._slots_made += 1
             self.slots.append(slot)
             return slot
+
+    def drafter(self) -> Drafter | None:
+        """Make what guesses the tokens of a sequence; None if nothing does."""
+        config = self.config
+        if config.spec_type == "none":
+            return None
+        if self.draft_model is not None:
+            return self.draft_model.drafter()
+        given = config.options.spec_draft_model
+        return FunctionDrafter(given) if callable(given) else NgramDrafter()
 
     def remove_slot(self, slot: SequenceSlot) -> None:
         """Free a sequence after the running step; the others get its share.
@@ -439,6 +457,8 @@ class ModelRunner:
         self._close_context()
         if self.images is not None:
             self.images.close()
+        if self.draft_model is not None:
+            self.draft_model.close()
         self.model.close()
 
 

@@ -92,6 +92,10 @@ class SessionStats:
     """How many tokens were guessed and read: see docs/background/drafts.md."""
     accepted_drafts: int = 0
     """How many of them were right."""
+    draft_steps: int = 0
+    """In how many steps tokens were written while a drafter was there, with drafts or without."""
+    draft_kv_bytes: int = 0
+    """The bytes of the KV budget of the model of --model-draft, besides kv_bytes_budget."""
     freeze: str | None = None
     """Where evicted entries are frozen, ram or disk:DIR; None: they are dropped."""
     frozen_entries: int = 0
