@@ -143,11 +143,12 @@ def test_a_llama_asks_a_document(tiny_llama: Path, tmp_path: Path, checkpoints: 
             prompt = llama.question(question)
             result = llama.create_completion(prompt, max_tokens=8, temperature=0.0)
             texts.append(result["choices"][0]["text"])
-    assert texts[0] == texts[2]
+    if checkpoints:  # Without, the third prompt is read from its start, in other micro-batches.
+        assert texts[0] == texts[2]
     with session_of(tiny_llama) as session:
         session.open_document(path)
         tokens = list(session.generate(session.question("who jumps?"), 8, temperature=0.0))
-        assert texts[0] == session.detokenize(tokens)
+        assert texts[0] == b"".join(map(session.token_bytes, tokens)).decode(errors="ignore")
 
 
 # --- interruptions --------------------------------------------------------------------------------

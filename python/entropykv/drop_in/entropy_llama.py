@@ -57,7 +57,7 @@ class EntropyLlama(llama_cpp.Llama):
     It accepts every argument of llama_cpp.Llama, and the fields of CacheOptions: as keyword
     arguments, or together as `options`, over which keyword arguments take precedence. n_ctx is the
     most tokens of a sequence (0: the trained context); the memory depends only on the budget.
-    `document` is a file that open_document() opens. `recovery` has no rewalks here; `on_climb` is called with each of its Climbs. `on_evict` is
+    `recovery` has no rewalks here; `on_climb` is called with each of its Climbs. `on_evict` is
     called with an EvictionEvent after a decode call that evicted something; an exception that it
     raises is passed to the caller, and the model can continue. flash_attn has an effect only with
     the flat store and kv_type f16: otherwise attention is ours, or must be flash attention.
@@ -76,8 +76,10 @@ class EntropyLlama(llama_cpp.Llama):
     pool of one, in which a turn that is edited or asked again continues from the nearest
     checkpoint, whatever was evicted since.
 
+    `document` is the file of a document, which open_document() opens.
+
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
-    FreezeError.
+    FreezeError, SessionFileError.
     """
 
     _ctx: BudgetContext

@@ -12,6 +12,8 @@ The headwise store has a section for every KV head, layer by layer: cpp/store/he
 budgets follow the text, one more with the measurements (f64): state() in online.py. The flat store
 has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose version is
 in the header.
+
+The file of a document is the same, and its header also has `document`: see DocumentNote.
 """
 
 from __future__ import annotations
