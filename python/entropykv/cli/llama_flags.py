@@ -418,7 +418,9 @@ FLAGS: tuple[LlamaFlag, ...] = (
         csp 0 -kvo --kv-offload
         csp 0 -nkvo --no-kv-offload
         """,
-        noted("the headwise store's K and V are in main memory anyway"),
+        noted(
+            "--store says where K and V are: headwise, in main memory; device, with their layers"
+        ),
     ),
     *_flags(
         """

@@ -182,7 +182,9 @@ class EntropyLlama(llama_cpp.Llama):
             model.close()
             raise
         if self.verbose and session.fallback:
-            sys.stderr.write(f"EntropyLlama: {session.fallback}; going on with store='flat'\n")
+            sys.stderr.write(
+                f"EntropyLlama: {session.fallback}; going on with store='{session.store}'\n"
+            )
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget

@@ -14,8 +14,7 @@ def spec_type_for(
     geometry: ModelGeometry,
     policy: Policy,
     freezing: Freezing | None,
-    *,
-    flat: bool,
+    store: str,
 ) -> str:
     """Return how tokens are guessed ahead: none, ngram or draft.
 
@@ -26,10 +25,10 @@ def spec_type_for(
     asked = options.spec_type
     if asked == "none":
         return asked
-    obstacle = _obstacle(geometry, policy, freezing, flat=flat)
+    obstacle = _obstacle(geometry, policy, freezing, store)
     kind = "ngram" if options.spec_draft_model is None else "draft"
     if asked == "auto" and kind == "ngram":
-        return "none" if obstacle is not None or flat else kind
+        return "none" if obstacle is not None or store == "flat" else kind
     if obstacle is not None:
         raise SettingsError(
             f"{geometry.name}: wrong guesses could not be undone {obstacle}, so no tokens are "
@@ -39,15 +38,15 @@ def spec_type_for(
 
 
 def _obstacle(
-    geometry: ModelGeometry, policy: Policy, freezing: Freezing | None, *, flat: bool
+    geometry: ModelGeometry, policy: Policy, freezing: Freezing | None, store: str
 ) -> str | None:
     """Return why wrong guesses could not be undone; None if they can."""
     if geometry.recurrent:
         return "in recurrent layers"
     if freezing is not None:
         return "where entries are frozen"
-    if flat:
-        return None
+    if store != "headwise":
+        return "on the device store" if store == "device" else None
     if policy.importance.repeats:
         return f"under policy {policy.name}, which reads texts twice"
     if policy.rule.by_layer:

@@ -19,7 +19,7 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
@@ -46,6 +46,7 @@ from entropykv.session.swap_space import SwapSpace
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget, is_number
+from entropykv.store.device import DeviceStore
 from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
@@ -110,7 +111,7 @@ class ModelRunner:
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self.step_costs = StepCosts()
-        self._threads = Threads(options, fixed=self.config.store == "flat")
+        self._threads = Threads(options, fixed=self.config.store != "headwise")
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
@@ -127,8 +128,9 @@ class ModelRunner:
     # --- stores -----------------------------------------------------------------------------------
 
     def _first_store(self) -> Store:
-        """Make the requested store; with `auto`, the flat one if headwise cannot serve the
-        model.
+        """Make the requested store; with `auto`, another one if headwise cannot serve the model.
+
+        That is the device store if layers are on a device, or else the flat one.
         """
         # llama.cpp knows more than the header.
         if is_recurrent(self.model) and not self.config.geometry.recurrent:
@@ -140,15 +142,24 @@ class ModelRunner:
         except UnsupportedModelError as error:
             if options.store != "auto" or (options.in_pool and not self.config.freezing):
                 raise
-            self._close_context()
-            self.config = self.config.on_flat_store(str(error))
-            return self._make_store()
+            why = str(error)
+        self._close_context()
+        headwise = self.config
+        if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
+            with contextlib.suppress(UnsupportedModelError, SettingsError):
+                self.config = headwise.on_device_store(why)
+                return self._make_store()
+        self.config = headwise.on_flat_store(why)
+        return self._make_store()
 
     def _make_store(self) -> Store:
         try:
-            if self.config.store == "flat":
+            if self.config.store != "headwise":
                 self._prepare_echo()
+            if self.config.store == "flat":
                 return FlatStore(self.model, self.config, self.budget)
+            if self.config.store == "device":
+                return DeviceStore(self.model, self.config, self.budget)
             if self._context is None:
                 self._context = self._make_context()
             return HeadwiseStore(self.model, self.config, self._context, self.budget)

@@ -454,14 +454,14 @@ class Session:
 
     @property
     def fallback(self) -> str | None:
-        """Return why the flat store serves the model although headwise was possible; None if it
-        does not.
+        """Return why the device or flat store serves the model although `auto` prefers headwise;
+        None if neither does.
         """
         return self.config.fallback
 
     @property
     def store(self) -> str:
-        """Return the name of the store: headwise or flat."""
+        """Return the name of the store: headwise, device or flat."""
         return self._store.name
 
     @property

@@ -140,8 +140,9 @@ class CacheOptions:
     )
     store: str = option(
         "auto",
-        "headwise: per KV head, on the CPU; flat: llama.cpp's own cache, any model and backend; "
-        "auto: headwise where it can serve the model",
+        "headwise: per KV head, on the CPU; device: per KV head, where each layer is; flat: "
+        "llama.cpp's own cache, any model and backend; auto: headwise where it can serve the "
+        "model, else device if layers are on a device",
         "--store",
         choices=STORES,
     )
