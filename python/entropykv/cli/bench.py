@@ -25,6 +25,7 @@ from entropykv.cli.options import (
     list_of,
 )
 from entropykv.cli.plots import check_plot, draw_bench
+from entropykv.errors import SettingsError
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.evaluation.draft_bench import bench_drafts
 from entropykv.evaluation.metrics import disagreement_note
@@ -95,7 +96,13 @@ def _bench(options: argparse.Namespace) -> int:
     fetch_named(options)
     trained = read_geometry(options.model).n_ctx_train
     threads = CacheOptions(n_threads=options.threads).threads
+    if options.spec_draft_model is not None and not options.spec:
+        raise SettingsError("--model-draft is measured with --spec; give that, too")
     if options.spec:
+        if options.spec_type == "none":
+            raise SettingsError(
+                "--spec measures guesses, and --spec-type none makes none; use ngram"
+            )
         return _bench_drafts(options, trained)
     settings = BenchSettings(
         lengths=options.lengths or [n for n in _LENGTHS if n <= trained] or [trained],
