@@ -89,6 +89,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _bench(options: argparse.Namespace) -> int:
     demo_of(options)
+    _check_drafts(options)
     if options.plot:
         check_plot(options.plot)
     check_writable(options.json)
@@ -96,13 +97,7 @@ def _bench(options: argparse.Namespace) -> int:
     fetch_named(options)
     trained = read_geometry(options.model).n_ctx_train
     threads = CacheOptions(n_threads=options.threads).threads
-    if options.spec_draft_model is not None and not options.spec:
-        raise SettingsError("--model-draft is measured with --spec; give that, too")
     if options.spec:
-        if options.spec_type == "none":
-            raise SettingsError(
-                "--spec measures guesses, and --spec-type none makes none; use ngram"
-            )
         return _bench_drafts(options, trained)
     settings = BenchSettings(
         lengths=options.lengths or [n for n in _LENGTHS if n <= trained] or [trained],
@@ -144,6 +139,14 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plot:
         draw_bench(rows, options.plot)
     return 0
+
+
+def _check_drafts(options: argparse.Namespace) -> None:
+    """Raise SettingsError for options of drafts without --spec, or --spec without drafts."""
+    if options.spec_draft_model is not None and not options.spec:
+        raise SettingsError("--model-draft is measured with --spec; give that, too")
+    if options.spec and options.spec_type == "none":
+        raise SettingsError("--spec measures drafts, and --spec-type none reads none; use ngram")
 
 
 _DRAFT_HEADER = "| task | tok/s without | with | times | tokens a step | accepted of drafted |"
