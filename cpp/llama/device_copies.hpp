@@ -16,8 +16,12 @@ public:
     // Returns the tensor that was copied, or `tensor` itself if it is not a copy or its source is
     // unknown.
     const ggml_tensor* source_of(const ggml_tensor* tensor) const;
+    // Tells whether a tensor is a copy of something that no node computes: an input or a weight.
+    bool is_copied_leaf(const ggml_tensor* tensor) const;
 
 private:
+    static std::string copied_name(const ggml_tensor* tensor);
+
     std::unordered_map<std::string, const ggml_tensor*> last_;  // finds the last node by its name
 };
 

@@ -11,6 +11,7 @@
 #include "llama/cache_tensors.hpp"
 #include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
+#include "llama/device_store.hpp"
 
 namespace entropykv {
 namespace {
@@ -23,7 +24,8 @@ int ops_of(const LayerShape& shape) { return (shape.latent ? 1 : 2) + shape.read
 bool is_input(const ggml_tensor* tensor, const DeviceCopies& copies) {
     while (tensor != nullptr) {
         tensor = copies.source_of(tensor);
-        if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0) return true;
+        if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0 || copies.is_copied_leaf(tensor))
+            return true;
         const bool passes_on = tensor->op == GGML_OP_CPY || tensor->op == GGML_OP_CONT;
         tensor = tensor->view_src != nullptr ? tensor->view_src
                  : passes_on                 ? tensor->src[0]
@@ -42,14 +44,21 @@ bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
 
 }  // namespace
 
-GraphHook::GraphHook(int relu2_layers, int n_threads, bool batch_invariant)
-    : weights_(relu2_layers, n_threads, batch_invariant) {}
+GraphHook::GraphHook(int relu2_layers, int n_threads, bool batch_invariant, bool on_devices)
+    : on_devices_(on_devices), weights_(relu2_layers, n_threads, batch_invariant) {}
 
 // llama.cpp calls this, so no exception may leave it.
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     auto* hook = static_cast<GraphHook*>(user_data);
     try {
-        if (!ask) return hook->times().end(node), true;
+        if (!ask) {
+            if (!hook->attend_instead(node)) hook->times().end(node);
+            return true;
+        }
+        if (hook->devices_ != nullptr) {
+            hook->weights_.change(node);
+            return hook->leave_out(node) || hook->times().begin();
+        }
         if (hook->attention_ == nullptr) {
             hook->weights_.change_gate(node);
             return hook->probe(node);
@@ -125,8 +134,12 @@ void GraphHook::probe_attention(const ggml_tensor* node) {
         return refuse("its queries are not f32");
     if (k->ne[0] > kMaxHeadDim || v->ne[0] > kMaxHeadDim)
         return refuse("its heads are larger than " + std::to_string(kMaxHeadDim) + " values");
-    if (!is_of_cpu(node) || (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer)))
+    if (on_devices_) {
+        probe_device(node);
+    } else if (!is_of_cpu(node) ||
+               (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer))) {
         return refuse("its attention is offloaded to a device");
+    }
     AttentionNode seen{};
     seen.cache_layer = cache_layer;
     seen.shape = {static_cast<int>(q->ne[2]), static_cast<int>(k->ne[2]),
@@ -137,6 +150,8 @@ void GraphHook::probe_attention(const ggml_tensor* node) {
     seen.softcap = params[2];
     seen.has_sinks = node->src[4] != nullptr;
     seen.rope = rope_of(cache_layer, seen.shape.k_dim);
+    seen.memory = ggml_backend_buffer_get_type(root_of(k)->buffer);
+    std::memcpy(seen.op_params.data(), node->op_params, sizeof node->op_params);
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
         return refuse("its query heads are no multiple of its KV heads");
     const auto of_layer = [&](const Keys& keys) { return keys.cache_layer == cache_layer; };
@@ -146,6 +161,18 @@ void GraphHook::probe_attention(const ggml_tensor* node) {
         if (first.cache_layer == cache_layer) return probe_reader(first, node, seen);
     nodes_.push_back(seen);
     masks_.push_back(node->src[3]);
+}
+
+// Refuses what the device store cannot serve yet.
+void GraphHook::probe_device(const ggml_tensor* node) {
+    const ggml_tensor* k = node->src[1];
+    if (k->type != GGML_TYPE_F16 || node->src[2]->type != GGML_TYPE_F16)
+        return refuse("its cache is not f16");
+    if (cache_layer_of(node->src[2], kCacheK) >= 0) return refuse("its V is a part of its K (MLA)");
+    if (node->src[4] != nullptr) return refuse("its attention has sinks of its own");
+    float max_bias = 0.0f;
+    std::memcpy(&max_bias, node->op_params + 1, sizeof max_bias);
+    if (max_bias > 0.0f) return refuse("its attention has a bias by distance (ALiBi)");
 }
 
 // Records another layer that attends to the K and V of `first`.
@@ -179,6 +206,43 @@ void GraphHook::serve(AttentionBatch& attention) {
                                                : std::vector<float>{}});
     }
     attention_ = &attention;
+}
+
+void GraphHook::serve_on_devices(DeviceStore& store) {
+    layers_.clear();
+    copies_ = {};
+    devices_ = &store;
+}
+
+// Makes llama.cpp compute everything up to an attention node, and nothing for the node itself.
+bool GraphHook::leave_out(ggml_tensor* node) {
+    if (node->op != GGML_OP_FLASH_ATTN_EXT) return false;
+    node->op = GGML_OP_NONE;
+    left_out_ = node;
+    return true;
+}
+
+// Computes the attention of a node that was left out; returns false for any other node. The node is
+// as it was afterwards, since llama.cpp may use its graph again.
+bool GraphHook::attend_instead(ggml_tensor* node) {
+    if (left_out_ != node || devices_ == nullptr) return false;
+    left_out_ = nullptr;
+    node->op = GGML_OP_FLASH_ATTN_EXT;
+    const int cache_layer = cache_layer_of(node->src[1], kCacheK);
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+        if (nodes_[i].cache_layer != cache_layer) continue;
+        const bool there = ggml_backend_buffer_get_type(node->buffer) == nodes_[i].memory ||
+                           (ggml_backend_buffer_is_host(node->buffer) &&
+                            ggml_backend_buft_is_host(nodes_[i].memory));
+        if (!there) fault_ = "a layer's attention is on another device than its K and V";
+        if (there)
+            devices_->attend(static_cast<int>(i), {node->src[0], node->src[1], node->src[2], node,
+                                                   nodes_[i].op_params.data()});
+        ++served_;
+        return true;
+    }
+    fault_ = "a graph has an attention node that the first one did not have";
+    return true;
 }
 
 // Returns the entry of the first reader; those of the other readers follow it.
@@ -232,8 +296,10 @@ void GraphHook::begin_step() {
 
 void GraphHook::check_step() const {
     if (const char* fault = fault_.load(); fault != nullptr) throw std::runtime_error(fault);
+    if (devices_ != nullptr) devices_->check_step();
     int expected = 0;
-    for (const AttentionNode& node : nodes_) expected += ops_of(node.shape);
+    for (const AttentionNode& node : nodes_)
+        expected += devices_ != nullptr ? node.shape.readers : ops_of(node.shape);
     if (served_ != expected)
         throw std::runtime_error("only " + std::to_string(served_) + " of " +
                                  std::to_string(expected) + " attention nodes were served");

@@ -2,9 +2,15 @@
 // all layers in the graphs of one llama_context, through its evaluation callback. First the context
 // decodes one token while the hook only probes the graph: it finds the geometry of the model, or
 // why the headwise store cannot serve it. After serve(), every graph is changed before it is
-// computed, so that the sequences of the micro-batch attend with their own stores.
+// computed, so that the sequences of the micro-batch attend with their own stores. For the device
+// store, the write nodes stay, and the attention nodes are left out: their attention is computed on
+// the layer's device, between the nodes before and after.
 #pragma once
 
+#include <ggml-backend.h>
+#include <ggml.h>
+
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -14,9 +20,9 @@
 #include "llama/rope_probe.hpp"
 #include "llama/weight_hook.hpp"
 
-struct ggml_tensor;
-
 namespace entropykv {
+
+class DeviceStore;
 
 struct AttentionNode {
     int cache_layer;  // N of cache_k_l<N>
@@ -26,12 +32,17 @@ struct AttentionNode {
     float max_bias;  // ALiBi's largest bias; 0: none
     bool has_sinks;
     RopeParams rope;  // rotates the stored keys
+    // Are for the device store: the buffer type of the layer's cache, and what the node computes.
+    ggml_backend_buffer_type_t memory;
+    std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)> op_params;
 };
 
 class GraphHook {
 public:
     // The parameters are those of its WeightHook, whose gates are changed while probing, too.
-    GraphHook(int relu2_layers, int n_threads, bool batch_invariant = false);
+    // on_devices: the device store will serve, so attention may be on any device.
+    GraphHook(int relu2_layers, int n_threads, bool batch_invariant = false,
+              bool on_devices = false);
     GraphHook(const GraphHook&) = delete;
     GraphHook& operator=(const GraphHook&) = delete;
 
@@ -55,6 +66,8 @@ public:
 
     // Changes all graphs from now on. `attention` must outlive the last decode of the context.
     void serve(AttentionBatch& attention);
+    // Does the same with the device store, which must outlive the last decode, too.
+    void serve_on_devices(DeviceStore& store);
 
     const ProductHook& products() const { return weights_.products(); }
     NodeTimes& times() { return weights_.times(); }
@@ -83,12 +96,15 @@ private:
     bool probe(const ggml_tensor* node);
     void probe_attention(const ggml_tensor* node);
     void probe_reader(AttentionNode& first, const ggml_tensor* node, const AttentionNode& seen);
+    void probe_device(const ggml_tensor* node);
     void probe_write(const ggml_tensor* node);
     void probe_keys(const ggml_tensor* rows, int cache_layer);
     RopeParams rope_of(int cache_layer, int head_dim);
     void refuse(const std::string& why);
     void note_obstacle(const std::string& why);
     void change(ggml_tensor* node);
+    bool leave_out(ggml_tensor* node);
+    bool attend_instead(ggml_tensor* node);
     void replace(ggml_tensor* node, OpFunction function, const LayerHook& layer);
     LayerHook* layer_of(int cache_layer);
 
@@ -97,6 +113,9 @@ private:
     static void attend_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
     AttentionBatch* attention_ = nullptr;
+    DeviceStore* devices_ = nullptr;
+    bool on_devices_;
+    const ggml_tensor* left_out_ = nullptr;  // the attention node that the device store computes
     WeightHook weights_;
     std::vector<AttentionNode> nodes_;
     std::vector<const ggml_tensor*> masks_;  // masks of nodes_, while probing

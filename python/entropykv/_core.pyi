@@ -323,11 +323,18 @@ class GraphHook:
     WeightHook does.
     """
 
-    def __init__(self, relu2_layers: int, n_threads: int, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        relu2_layers: int,
+        n_threads: int,
+        batch_invariant: bool = False,
+        on_devices: bool = False,
+    ) -> None:
         """Make a hook; for the first two arguments see WeightHook.
 
         `batch_invariant`: when tokens of several sequences are read together, each gets exactly the
-        bits that it gets alone.
+        bits that it gets alone. `on_devices`: a DeviceStore will serve, so attention may be on any
+        device.
         """
 
     @property
@@ -373,6 +380,9 @@ class GraphHook:
 
     def serve(self, batch: AttentionBatch) -> None:
         """Begin to replace attention in graphs; the batch tells whose tokens the graphs read."""
+
+    def serve_on_devices(self, store: DeviceStore) -> None:
+        """Begin to leave attention out of graphs; the store computes it on the layers' devices."""
 
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
@@ -866,6 +876,81 @@ class CacheMap:
         positions that is held, that is frozen, and that is held now but was frozen at the last
         count; in 255ths, rounded up.
         """
+
+def device_rows(budgets: Sequence[int], max_tokens: int, max_entries: int) -> int:
+    """Return how many rows a layer of a DeviceStore has whose KV heads have such budgets."""
+
+class DeviceStore:
+    """Keep K and V of one sequence in rows on the devices of their layers, per KV head.
+
+    The host decides who stays, as HeadwiseStore does; saved states are those of HeadwiseStore.
+    """
+
+    def __init__(
+        self,
+        hook: GraphHook,
+        kv_type: str,
+        importance: ImportanceSettings,
+        n_sinks: int,
+        recent_window: int,
+        max_tokens: int,
+        max_entries: int,
+        budgets: Sequence[int],
+        n_threads: int,
+    ) -> None:
+        """Allocate rows for the budgets, by KV head of all layers, and for one micro-batch.
+
+        Raises ValueError for a measure that needs keys on the host, RuntimeError if a device cannot
+        compute attention, MemoryError if it has no memory.
+        """
+
+    def reserve(self, n_tokens: int, position: int) -> None:
+        """Choose the rows of the next micro-batch, whose first token is at `position`."""
+
+    def set_budgets(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
+        """Set budgets that rows were allocated for; raises ValueError for larger ones."""
+
+    def release(self) -> None:
+        """Free the memory of the devices; nothing may be read afterwards."""
+
+    def truncate(self, position: int) -> None: ...
+    def positions(self, layer: int, kv_head: int) -> _Ints: ...
+    def budget(self, layer: int, kv_head: int) -> int: ...
+    def count(self, layer: int, kv_head: int) -> int: ...
+    def state_bytes(self, layer: int, kv_head: int) -> int: ...
+    def save_head(self, layer: int, kv_head: int) -> bytes: ...
+    def state_problem(self, layer: int, count: int, state: bytearray, end: int) -> str:
+        """Return what is wrong with the state of a text of `end` tokens, or an empty string."""
+
+    def most_loaded(self, layer: int, kv_head: int) -> int:
+        """Return how many entries a KV head has rows for, while a state is loaded."""
+
+    def load(self, counts: Sequence[int], states: Sequence[bytearray]) -> None:
+        """Replace the entries of all KV heads by states that state_problem() accepts."""
+
+    evicted: int
+    @property
+    def entries(self) -> int: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int:
+        """Return the bytes of the rows beyond the budgets: for one micro-batch, and padding."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes of working memory on devices and host, and of the host's ledger."""
+
+    @property
+    def device_bytes(self) -> list[tuple[str, int]]:
+        """Return the name of each device, and the bytes of rows and working memory there."""
+
+    @property
+    def eviction_seconds(self) -> float: ...
 
 class FlatStore:
     """Evict whole positions from the cache of a llama_context, which is given by its address."""

@@ -1,10 +1,10 @@
-"""Layers run on a device that llama.cpp treats as a GPU; K, V and attention stay on the CPU."""
+"""Layers run on a device that llama.cpp treats as a GPU, with every store."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from entropykv import EntropyLlama, Session
+from entropykv import EntropyLlama, Session, UnsupportedModelError
 from entropykv.llamacpp.model import captured_log
 from tests.support.logits import relative_error, tokens_for
-from tests.support.rpc_device import built_with_rpc, rpc_device
+from tests.support.rpc_device import built_with_rpc, use_rpc_device
 from tests.support.tiny_models import write_gemma, write_llama
 from tests.support.tiny_writer import TinyRope
 
@@ -38,10 +38,8 @@ MODELS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device() -> Iterator[None]:
-    """Provide a device; models that use it are closed before it is removed."""
-    with rpc_device():
-        yield
+def device() -> None:
+    use_rpc_device()
 
 
 @pytest.fixture(params=sorted(MODELS))
@@ -51,20 +49,27 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("n_gpu_layers", [1, 99])
+@pytest.mark.parametrize("n_gpu_layers", [1, 2, 99])
 @pytest.mark.parametrize("budget", [1.0, 0.25])
-def test_the_headwise_store_gives_the_logits_that_it_gives_without(
+def test_store_auto_gives_the_logits_that_it_gives_without_a_device(
     model: Path, n_gpu_layers: int, budget: float
 ) -> None:
     tokens = tokens_for(200)
     rows = []
     for layers in (0, n_gpu_layers):
         options: dict[str, Any] = {"n_ctx": 240, "n_gpu_layers": layers, "n_ubatch": 32}
-        with Session(model, kv_budget=budget, **options) as session:
-            assert session.store == "headwise"
+        with Session(model, kv_budget=budget, policy="uniform", **options) as session:
+            # Of one layer, llama.cpp offloads only the output.
+            assert session.store == ("headwise" if layers < 2 else "device")
+            assert bool(session.fallback) == (session.store == "device")
             rows.append(session.decode(tokens, all_logits=True))
             assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
     assert relative_error(rows[1], rows[0]) < 5e-2
+
+
+def test_the_headwise_store_is_refused_by_name_where_attention_is_on_a_device(model: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="the headwise store cannot serve this model"):
+        Session(model, n_ctx=240, store="headwise", n_gpu_layers=99)
 
 
 def test_layers_are_on_the_device(model: Path) -> None:
@@ -73,20 +78,19 @@ def test_layers_are_on_the_device(model: Path) -> None:
     with captured_log() as log:
         handle = llama_cpp.llama_model_load_from_file(os.fsencode(model), parameters)
     llama_cpp.llama_model_free(handle)
-    assert re.search(r"offloaded (\d+)/\1 layers", "".join(text for _, text in log))
+    lines = "".join(text for _, text in log)
+    assert re.search(r"offloaded (\d+)/\1 layers", lines)
+    assert re.search(r"layer +0 assigned to device RPC", lines)
 
 
-def test_a_text_beyond_the_trained_context(tmp_path: Path) -> None:
-    """Keys are moved to other positions by the rotation that was seen on the device."""
-    path = tmp_path / "factors.gguf"
-    MODELS["factors"](path)
-    rows = []
-    for layers in (0, 99):
-        with Session(path, n_ctx=1024, kv_budget=96, n_gpu_layers=layers, n_ubatch=32) as session:
-            for first in range(0, 800, 100):
-                row = session.decode(tokens_for(100, seed=first))
-            rows.append(row)
-    assert relative_error(rows[1], rows[0]) < 1e-3
+def test_beyond_the_trained_context_store_auto_takes_the_flat_store(tmp_path: Path) -> None:
+    path = tmp_path / "llama.gguf"
+    MODELS["llama"](path)
+    options: dict[str, Any] = {"kv_budget": 96, "kv_type": "f16", "n_gpu_layers": 99}
+    with Session(path, n_ctx=1024, n_ubatch=32, **options) as session:
+        assert session.store == "flat"
+        for first in range(0, 800, 100):
+            session.decode(tokens_for(100, seed=first))
 
 
 def test_the_flat_store_keeps_its_cache_on_the_device(model: Path) -> None:
@@ -103,10 +107,15 @@ def test_an_application_gets_the_same_answer(smollm2: Path) -> None:
     answers = []
     for layers in (0, -1):
         llm = EntropyLlama(
-            str(smollm2), n_ctx=512, kv_budget=0.5, n_gpu_layers=layers, verbose=False
+            str(smollm2),
+            n_ctx=512,
+            kv_budget=0.5,
+            kv_type="f16",
+            n_gpu_layers=layers,
+            verbose=False,
         )
         reply = llm("The capital of France is", max_tokens=12, temperature=0.0)
         answers.append(reply["choices"][0]["text"])
-        assert llm.kv_stats().store == "headwise"
+        assert llm.kv_stats().store == ("headwise" if layers == 0 else "device")
         llm.close()
     assert answers[0] == answers[1]

@@ -126,8 +126,8 @@ def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: 
         ({"n_batch": 0}, "n_batch cannot be 0"),
         ({"n_ubatch": 0}, "n_ubatch cannot be 0"),
         (
-            {"draft_model": LlamaPromptLookupDecoding(), "kv_budget": 0.5},
-            "draft_model .* kv_budget",
+            {"draft_model": LlamaPromptLookupDecoding(), "spec_type": "none"},
+            "spec_draft_model",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_n_ctx_is_the_logical_context(tiny_llama: Path) -> None:
     llm.close()
 
 
-def test_a_draft_model_works_where_nothing_is_evicted(tiny_llama: Path, store: str) -> None:
+def test_a_draft_model_leaves_the_text_as_it_is(tiny_llama: Path, store: str) -> None:
     prompt = "the and the and the and the "
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0}
     plain = EntropyLlama(str(tiny_llama), n_ctx=128, kv_type="f16", store=store, **QUIET)

@@ -12,6 +12,7 @@ class Oracle:
     """A drafter that knows a text, and makes a mistake in every second draft or so."""
 
     n_bytes = 0
+    seconds_each = 0.0
 
     def __init__(self, text: list[int], seed: int) -> None:
         self.text = text
@@ -23,6 +24,9 @@ class Oracle:
             place = self.chance.randrange(len(drafts))
             drafts = [*drafts[:place], (drafts[place] + 1) % 50, *drafts[place + 1 :]]
         return drafts, 32
+
+    def close(self) -> None:
+        return
 
 
 class AllDrafts(Drafting):

@@ -6,13 +6,14 @@ between the two. Requires a llama-cpp-python built with GGML_RPC (`make test-dev
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,13 @@ def built_with_rpc() -> bool:
 
 
 def _library(name: str) -> Any:
-    """Load a library of ggml; the functions that are used return pointers, or nothing."""
-    return ctypes.CDLL(str(next(LIBRARIES.glob(f"lib{name}.*"))))
+    """Load a library of ggml; the functions that are used return pointers, or nothing.
+
+    A wheel has copies instead of links. Only the file that libllama itself loads, by its number of
+    the interface, has the list of devices that llama.cpp looks at.
+    """
+    numbered = sorted(LIBRARIES.glob(f"lib{name}.so.*"), key=lambda path: len(path.name))
+    return ctypes.CDLL(str(numbered[0] if numbered else next(LIBRARIES.glob(f"lib{name}.*"))))
 
 
 def serve(port: int) -> None:
@@ -48,26 +54,25 @@ def serve(port: int) -> None:
     start(f"127.0.0.1:{port}".encode(), None, 1, 1, device)
 
 
-@contextlib.contextmanager
-def rpc_device() -> Iterator[None]:
-    """Register a device in this process, which models that are loaded afterwards may use."""
+@functools.cache
+def use_rpc_device() -> None:
+    """Register a device in this process, which models that are loaded afterwards may use.
+
+    It stays until the process ends, because llama.cpp cannot forget a device.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
         [sys.executable, "-c", f"from tests.support.rpc_device import serve; serve({port})"]
     )
-    try:
-        _wait_for(port, server)
-        add = _library("ggml-rpc").ggml_backend_rpc_add_server
-        add.restype = ctypes.c_void_p
-        register = _library("ggml").ggml_backend_register
-        register.argtypes = (ctypes.c_void_p,)
-        register(add(f"127.0.0.1:{port}".encode()))
-        yield
-    finally:
-        server.kill()
-        server.wait()
+    atexit.register(server.kill)
+    _wait_for(port, server)
+    add = _library("ggml-rpc").ggml_backend_rpc_add_server
+    add.restype = ctypes.c_void_p
+    register = _library("ggml").ggml_backend_register
+    register.argtypes = (ctypes.c_void_p,)
+    register(add(f"127.0.0.1:{port}".encode()))
 
 
 def _wait_for(port: int, server: subprocess.Popen[bytes], seconds: float = 30) -> None:

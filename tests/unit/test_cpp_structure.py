@@ -20,7 +20,7 @@ BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
 times.
 """
 
-WRAPPED = {"Checkpoint", "FlatStore"}
+WRAPPED = {"Checkpoint", "DeviceStore", "FlatStore"}
 """Python classes that wrap the C++ class of the same name."""
 
 FILES = sorted([*CPP.rglob("*.hpp"), *CPP.rglob("*.cpp")])

@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv.session.drafting import DraftLengths, NgramDrafter, StepCosts, Tokens
+from entropykv.session.drafting import (
+    Drafting,
+    DraftLengths,
+    FunctionDrafter,
+    NgramDrafter,
+    StepCosts,
+    Tokens,
+)
 
 SMALL = st.lists(st.integers(0, 3), max_size=60)
 
@@ -27,14 +34,14 @@ def longest_earlier(text: list[int]) -> int:
 
 
 def test_what_followed_the_longest_match_is_drafted() -> None:
-    drafter = NgramDrafter(64)
+    drafter = NgramDrafter()
     assert drafter.draft(tokens(9, 1, 2, 3, 7, 8, 1, 2, 3, 4, 5, 9, 1, 2, 3), 2) == ([7, 8], 4)
     assert drafter.draft(tokens(1, 2), 4) == ([], 0)
 
 
 @given(SMALL)
 def test_a_draft_is_an_earlier_continuation(text: list[int]) -> None:
-    drafts, sureness = NgramDrafter(64).draft(np.array(text, np.int32), 5)
+    drafts, sureness = NgramDrafter().draft(np.array(text, np.int32), 5)
     assert sureness <= longest_earlier(text)
     if drafts:
         assert sureness >= 3
@@ -47,7 +54,7 @@ def test_a_draft_is_an_earlier_continuation(text: list[int]) -> None:
 def test_a_rollback_leaves_no_place_of_what_was_there(
     first: list[int], second: list[int], kept: int
 ) -> None:
-    drafter = NgramDrafter(130)
+    drafter = NgramDrafter()
     drafter.draft(np.array(first, np.int32), 5)
     text = [*first[:kept], *second]
     drafter.draft(np.array(first[:kept], np.int32), 5)
@@ -57,9 +64,20 @@ def test_a_rollback_leaves_no_place_of_what_was_there(
         assert any(text[i : i + len(wanted)] == wanted for i in range(len(text)))
 
 
-def test_the_tables_are_counted_and_bounded() -> None:
-    assert 4 * 1000 <= NgramDrafter(1000).n_bytes <= 20_000
-    assert NgramDrafter(10**6).n_bytes <= 4 * (10**6 + 1) + 4 * 2**16
+def test_the_tables_grow_with_the_text() -> None:
+    drafter = NgramDrafter()
+    assert drafter.n_bytes == 0
+    for n in (10, 1000, 300_000):
+        drafter.draft(np.arange(n, dtype=np.int32), 5)
+        assert 4 * n <= drafter.n_bytes <= max(1024, 12 * n)
+
+
+@given(st.lists(SMALL, max_size=6))
+def test_a_text_that_grows_is_indexed_as_if_it_came_at_once(pieces: list[list[int]]) -> None:
+    drafter, text = NgramDrafter(), tokens()
+    for piece in pieces:
+        text = np.append(text, np.array(piece, np.int32)).astype(np.int32)
+        assert drafter.draft(text, 5) == NgramDrafter().draft(text, 5)
 
 
 def costs(of_token: float) -> StepCosts:
@@ -87,4 +105,45 @@ def test_drafts_that_are_wrong_are_read_less_and_tried_again_later() -> None:
     for _ in range(50):
         lengths.note(32, 4, 0)
     assert lengths.choose(15, 32) == 0
-    assert any(lengths.choose(15, 32) > 0 for _ in range(2000))
+    for _ in range(2000):
+        lengths.fade()
+    assert lengths.choose(15, 32) > 0
+
+
+def test_drafts_that_cost_time_are_made_only_where_they_pay() -> None:
+    lengths = DraftLengths(costs(0.1))
+    assert lengths.choose(15, 32, cost_each=0.1) > lengths.choose(15, 32, cost_each=0.5) > 0
+    assert lengths.choose(15, 32, cost_each=1.0) == 0
+
+
+class Dear:
+    """A drafter whose drafts take as long as a step, and are wrong."""
+
+    n_bytes = 0
+    seconds_each = 0.002
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def draft(self, text: Tokens, most: int) -> tuple[list[int], int]:  # noqa: ARG002
+        self.asked += 1
+        return [1] * most, 2
+
+    def close(self) -> None:
+        return
+
+
+def test_a_dear_drafter_that_is_wrong_is_asked_seldom() -> None:
+    drafter = Dear()
+    drafting = Drafting(drafter, costs(0.1), 15)
+    for _ in range(400):
+        drafts = drafting.propose(tokens(1, 2, 3), 15)
+        drafting.note(len(drafts), 0)
+    assert 2 <= drafter.asked < 60
+
+
+def test_a_function_drafts_and_is_cut() -> None:
+    drafter = FunctionDrafter(lambda text: np.append(text, 7))
+    assert drafter.draft(tokens(4, 5), 9)[0] == [4, 5, 7]
+    assert drafter.draft(tokens(4, 5), 2)[0] == [4, 5]
+    assert drafter.draft(tokens(4, 5), 0) == ([], 0)

@@ -172,7 +172,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
             f"--kv-budget {3 * trained // 4} or less"
         )
     if session.fallback:
-        say(f"using the flat store instead: {session.fallback}")
+        say(f"using the {session.store} store instead: {session.fallback}")
     if note := session.other_file():
         say(note)
     if session.learner is not None and session.learner.obstacle is not None:

@@ -139,6 +139,8 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cs 1 --spec-type
         cs 1 --spec-draft-n-max
         cs 1 --draft --draft-n --draft-max
+        cs 1 --spec-draft-p-min --draft-p-min
+        cs 1 --spec-draft-model -md --model-draft
         csp 1 -m --model
         csp 0 -v --verbose --log-verbose
         csp 1 --lora
@@ -416,7 +418,9 @@ FLAGS: tuple[LlamaFlag, ...] = (
         csp 0 -kvo --kv-offload
         csp 0 -nkvo --no-kv-offload
         """,
-        noted("the headwise store's K and V are in main memory anyway"),
+        noted(
+            "--store says where K and V are: headwise, in main memory; device, with their layers"
+        ),
     ),
     *_flags(
         """
@@ -698,11 +702,9 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cs 1 --spec-synth-len
         cs 1 --spec-synth-rates
         cs 1 --spec-draft-p-split --draft-p-split
-        cs 1 --spec-draft-p-min --draft-p-min
         cs 0 --spec-draft-backend-sampling
         cs 1 --spec-draft-device -devd --device-draft
         cs 1 --spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
-        cs 1 --spec-draft-model -md --model-draft
         cs 1 --spec-ngram-mod-n-min
         cs 1 --spec-ngram-mod-n-max
         cs 1 --spec-ngram-mod-n-match
@@ -721,13 +723,16 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --spec-ngram-min-hits
         cs 0 --spec-default
         """,
-        refused("drafts come from the text itself: use --spec-type ngram and --draft-max"),
+        refused(
+            "drafts come from the text itself, or from -md, with the same threads and "
+            "--draft-kv-budget: use --spec-type, -md, --draft-max and --draft-p-min"
+        ),
     ),
     *_flags(
         """
         cs 0 --no-spec-draft-backend-sampling
         """,
-        noted("drafts come from the text itself"),
+        noted("drafts are always chosen on the CPU"),
     ),
     *_flags(
         """

@@ -192,12 +192,20 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
     add_option(group, CacheOptions, "store")
     add_threads_option(group)
     add_option(group, CacheOptions, "n_ubatch", default=_DEFAULTS.micro_batch)
+    add_draft_options(group)
+
+
+def add_draft_options(group: argparse._ActionsContainer) -> None:
+    """Add options of who guesses tokens ahead, and how many."""
     add_option(group, CacheOptions, "spec_type", type=spec_type)
-    add_option(group, CacheOptions, "draft_max")
+    for name in ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min"):
+        add_option(group, CacheOptions, name)
 
 
 def spec_type(text: str) -> str:
     """Read --spec-type, as an argparse type; llama.cpp's kinds of n-grams are one kind here."""
+    if text == "draft-simple":
+        return "draft"
     return "ngram" if text.startswith("ngram-") else text
 
 

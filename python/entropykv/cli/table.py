@@ -37,7 +37,12 @@ def _draft_rows(stats: SessionStats) -> list[Row]:
     """Return how many drafts were right; empty if there were none."""
     if not stats.drafted_tokens:
         return []
-    return [("drafts", f"{stats.accepted_drafts} of {stats.drafted_tokens} accepted")]
+    per_step = 1.0 + stats.accepted_drafts / max(stats.draft_steps, 1)
+    text = f"{stats.accepted_drafts} of {stats.drafted_tokens} accepted, {per_step:.2f} tokens/step"
+    rows = [("drafts", text)]
+    if stats.draft_kv_bytes:
+        rows.append(("KV of the draft model", _mib(stats.draft_kv_bytes)))
+    return rows
 
 
 def _frozen_rows(stats: SessionStats) -> list[Row]:

@@ -149,10 +149,15 @@ def check_kind(*, embedding: bool, vocab_only: bool, attention_type: int) -> Non
             )
 
 
-def check_draft_model(draft_model: Any, may_evict: bool) -> None:
-    """Raise SettingsError if a rejected draft could evict entries, which could not be restored."""
-    if draft_model is not None and may_evict:
+def with_draft_model(budget: BudgetArguments, draft_model: Any) -> BudgetArguments:
+    """Return the arguments for a Llama with a draft_model, which drafts inside the budget.
+
+    Raises SettingsError if the cache options say otherwise.
+    """
+    if draft_model is None:
+        return budget
+    if budget.cache.spec_draft_model is not None:
         raise SettingsError(
-            "draft_model takes back the tokens that it guessed wrong, but what they evicted does "
-            "not come back; use kv_budget=1.0 or no draft_model"
+            "draft_model and spec_draft_model both guess tokens ahead; leave one of them out"
         )
+    return replace(budget, cache=replace(budget.cache, spec_draft_model=draft_model))

@@ -8,6 +8,7 @@ from typing import cast
 
 import llama_cpp
 from llama_cpp import _internals as internals
+from llama_cpp.llama_speculative import LlamaDraftModel
 from typing_extensions import Unpack
 
 from entropykv.drop_in.arguments import (
@@ -81,6 +82,10 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
         if isinstance(llm.chat_handler, BudgetImageHandler):
             llm.chat_handler = llm.chat_handler.handler
         llm.__dict__.pop("_image_prompt", None)
+        drafts = llm._budget.cache.spec_draft_model
+        if drafts is not None and callable(drafts):
+            llm.draft_model = cast(LlamaDraftModel, drafts)
+            llm._logits_all = True  # Its generate() needs them to check drafts.
         del llm._budget, llm._guard, llm._reader, llm._alike
         stock = cast(llama_cpp.Llama, llm)
         stock.__class__ = llama_cpp.Llama

@@ -25,8 +25,8 @@ from typing_extensions import Self
 from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
-    check_draft_model,
     split_arguments,
+    with_draft_model,
 )
 from entropykv.drop_in.call_guard import CallGuard
 from entropykv.drop_in.chat_schemas import checked_schemas
@@ -184,6 +184,7 @@ class EntropyLlama(llama_cpp.Llama):
 
     def _begin(self, geometry: ModelGeometry, budget: BudgetArguments) -> None:
         """Replace the stock context, which is freed, by a session."""
+        budget = with_draft_model(budget, self.draft_model)
         self._alike = weakref.WeakSet([self])
         SharedModel.of(self._model)
         model = BorrowedModel(self, geometry)
@@ -192,20 +193,18 @@ class EntropyLlama(llama_cpp.Llama):
         except BaseException:
             model.close()
             raise
-        try:
-            least = min(entries for layer in session.budgets() for entries in layer)
-            may_evict = self._pool is not None or least < session.n_ctx
-            check_draft_model(self.draft_model, may_evict=may_evict)
-        except SettingsError:
-            session.close()
-            if self._pool is not None:
-                self._pool.close()
-            raise
         if self.verbose and session.fallback:
-            sys.stderr.write(f"EntropyLlama: {session.fallback}; going on with store='flat'\n")
+            sys.stderr.write(
+                f"EntropyLlama: {session.fallback}; going on with store='{session.store}'\n"
+            )
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget
+        if self.draft_model is not None:
+            # The session drafts, and Llama.generate() does not. Llama keeps the logits of all
+            # tokens because of a draft model, whether that was asked for or not.
+            self.draft_model = None
+            self._logits_all = self._logits_all and self.scores.shape[0] == session.n_ctx
         self._pieces = {}
         self._take(session)
 

@@ -44,7 +44,7 @@ class Evaluation:
         for combination in self._combinations:
             with combination.session(self._engine, part.n_ctx, _shortest(part)) as session:
                 if session.fallback:
-                    notes.append(f"using the flat store instead:  {session.fallback}")
+                    notes.append(f"using the {session.store} store instead:  {session.fallback}")
                 if note := session.other_file():
                     notes.append(note)
         return list(dict.fromkeys(notes))

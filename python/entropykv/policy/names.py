@@ -21,7 +21,8 @@ Entries are ranked by a predictor, with the measure that the profile names: the 
 or one that is fitted to the first texts, which are read twice for it. If a model's keys before RoPE
 are not known, nothing can be predicted, and all texts are read twice. With frozen entries it is
 `uniform`, because needed entries return and every head needs room for them; on the flat store it is
-`recency`.
+`recency`. On the device store it is `profile` or `uniform`, and only the queries of the text rank
+entries.
 """
 FAST = "fast"
 """The default without predictions and echoes: only the queries of the text rank entries."""
@@ -113,6 +114,8 @@ def policy_named(
             f"policy {policy.name} reads text twice, which would change the state of the model's "
             "recurrent layers; use measure mass"
         )
+    if store == "device":
+        _check_device(policy)
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
@@ -157,6 +160,24 @@ def schedules(name: str | OwnPolicy) -> bool:
     return base in POLICIES and POLICIES[base].schedule
 
 
+def _check_device(policy: Policy) -> None:
+    """Raise SettingsError for a policy that the device store cannot follow.
+
+    Its budgets must not change while a text is read, since every KV head has its rows from the
+    start, and its measure must not need keys, which are not on the host.
+    """
+    importance = policy.importance
+    of_device = importance.by_position or (
+        importance.measure in ("mass", "attention") and set(importance.modifiers) <= {"values"}
+    )
+    if policy.rule.by_text or policy.schedule or policy.own is not None or not of_device:
+        raise SettingsError(
+            f"the device store cannot follow policy {policy.name}; use --policy uniform, profile, "
+            "entropy, recency or streaming, with measure mass or attention, also with +values, or "
+            "--store headwise"
+        )
+
+
 def _own(policy: object) -> Policy:
     own = check_own_policy(policy, [AUTO, FAST, *POLICIES])
     importance = Importance.parse(own.importance)
@@ -193,6 +214,8 @@ def _chosen(
     if freezes:
         return "uniform"
     curves = None if profile is None else profile.curves
+    if store == "device":
+        return "uniform" if curves is None else "profile"
     name = "adaptive" if curves is None else "profile"
     if not foresees:
         return name

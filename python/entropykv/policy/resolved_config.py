@@ -13,6 +13,7 @@ from entropykv import _core
 from entropykv.errors import BudgetError, SettingsError, UnsupportedModelError
 from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.drafts import spec_type_for
 from entropykv.policy.names import (
     AUTO,
     learns_predictor,
@@ -53,9 +54,9 @@ class ResolvedConfig:
     options: CacheOptions
     """The options that were given."""
     geometry: ModelGeometry
-    store: Literal["headwise", "flat"]
+    store: Literal["headwise", "device", "flat"]
     fallback: str | None
-    """Why the flat store serves the model although the headwise one was possible; None
+    """Why the device or flat store serves the model although `auto` prefers the headwise one; None
     otherwise.
     """
     policy: Policy
@@ -67,6 +68,8 @@ class ResolvedConfig:
     n_ctx: int
     n_ubatch: int
     """The most tokens of text in a micro-batch."""
+    spec_type: str
+    """How tokens are guessed ahead: none, ngram or draft."""
     n_drafts: int
     """How many drafts a sequence may have in a micro-batch."""
 
@@ -185,7 +188,16 @@ class ResolvedConfig:
                 f"{why}; the flat store cannot freeze: use it without --freeze (freeze=) and "
                 "without policy rolling-freeze"
             )
-        return resolve(self.options, self.geometry, self.profile, flat_because=why)
+        return resolve(self.options, self.geometry, self.profile, instead=("flat", why))
+
+    def on_device_store(self, why: str) -> ResolvedConfig:
+        """Return the config for the device store, if attention is on a device.
+
+        Raises SettingsError and UnsupportedModelError for options that it does not support.
+        """
+        if self.n_ctx > self.geometry.n_ctx_train:
+            raise UnsupportedModelError(f"{why}; the device store moves no keys to other positions")
+        return resolve(self.options, self.geometry, self.profile, instead=("device", why))
 
     def without_prediction(self) -> ResolvedConfig:
         """Return the config for a model whose keys before RoPE are not known.
@@ -233,66 +245,67 @@ def resolve(
     geometry: ModelGeometry,
     profile: EntropyProfile | None,
     *,
-    flat_because: str | None = None,
+    instead: tuple[Literal["device", "flat"], str] | None = None,
     predictable: bool = True,
 ) -> ResolvedConfig:
     """Resolve options for a model of which only the file's header is read.
 
     Opens no files: the caller finds the profile, which is None if the policy uses none or none
-    exists. `flat_because`: why the flat store must serve the model, although headwise or auto was
-    requested. `predictable`: whether the model's keys before RoPE are known, which only its graph
+    exists. `instead`: the store that serves the model although headwise or auto was requested, and
+    why. `predictable`: whether the model's keys before RoPE are known, which only its graph
     can tell. Raises SettingsError for options that contradict each other or that the model or its
     store does not support, and ContextError for too many sinks.
     """
-    flat = options.store == "flat" or flat_because is not None
-    if flat and options.in_pool:
+    asked = options.store if instead is None else instead[0]
+    store: Literal["headwise", "device", "flat"] = (
+        "device" if asked == "device" else "flat" if asked == "flat" else "headwise"
+    )
+    if store != "headwise" and options.in_pool:
         raise UnsupportedModelError(
-            f"{geometry.name}: the flat store holds one conversation, and no pool; use "
+            f"{geometry.name}: the {store} store holds one conversation, and no pool; use "
             "--store headwise (store='headwise'), or a Session"
         )
     freezing = options.freezing or (Freezing() if schedules(options.policy) else None)
     policy = policy_named(
         options.policy,
         profile,
-        "flat" if flat else "headwise",
+        store,
         freezes=freezing is not None,
         recurrent=geometry.recurrent,
         predictable=predictable,
     )
-    check_freezing(freezing, options.store, options.kv_type)
+    check_freezing(freezing, options.store if store == "headwise" else store, options.kv_type)
+    if store == "device" and options.learn:
+        raise SettingsError(
+            "--learn (learn) reads texts twice, which the device store does not; use --store "
+            "headwise (store='headwise'), or make a profile with `entropykv calibrate`"
+        )
     n_ctx = options.n_ctx or geometry.n_ctx_train
     check_sinks(options.n_sinks, n_ctx, geometry.n_ctx_train)
     kv_type = kv_type_for(
         options.kv_type, options.budget, geometry, n_ctx * (options.n_sequences or 1)
     )
-    if flat:
-        kv_type = _flat_kv_type(options.kv_type, kv_type, geometry)
+    if store != "headwise":
+        kv_type = _type_of_llama(options.kv_type, kv_type, geometry, store)
     if freezing is not None:
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
+    spec_type = spec_type_for(options, geometry, policy, freezing, store)
     config = ResolvedConfig(
         options=options,
         geometry=geometry,
-        store="flat" if flat else "headwise",
-        fallback=flat_because,
+        store=store,
+        fallback=None if instead is None else instead[1],
         policy=policy,
         profile=profile,
         freezing=freezing,
         kv_type=kv_type,
         n_ctx=n_ctx,
         n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
-        n_drafts=_most_drafts(options, geometry, freezing, flat=flat),
+        spec_type=spec_type,
+        n_drafts=0 if spec_type == "none" else options.draft_max,
     )
     config.check_recovery(options.recovery)
     return config
-
-
-def _most_drafts(
-    options: CacheOptions, geometry: ModelGeometry, freezing: Freezing | None, *, flat: bool
-) -> int:
-    """Return how many drafts are read at a time; 0 where wrong ones could not be undone."""
-    if options.spec_type == "none" or flat or freezing is not None or geometry.recurrent:
-        return 0
-    return options.draft_max
 
 
 def _largest_micro_batch(
@@ -313,9 +326,10 @@ def _largest_micro_batch(
     return largest_micro_batch(n_ubatch, n_ctx, geometry.n_ctx_train)
 
 
-def _flat_kv_type(asked: str, chosen: str, geometry: ModelGeometry) -> str:
-    """Return the type of llama.cpp's cache: f16 if heads do not fill whole blocks of the type that
-    `auto` chose.
+def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:
+    """Return the type of a store whose K and V are tensors of ggml.
+
+    It is f16 if heads do not fill whole blocks of the type that `auto` chose.
 
     Raises SettingsError if such a type was requested explicitly.
     """
@@ -326,6 +340,6 @@ def _flat_kv_type(asked: str, chosen: str, geometry: ModelGeometry) -> str:
     if asked == "auto":
         return "f16"
     raise SettingsError(
-        f"{geometry.name}: the flat store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} "
+        f"{geometry.name}: the {store} store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} "
         f"values, with heads of {odd[0]}; use --kv-type f16 (kv_type='f16')"
     )

@@ -19,6 +19,9 @@ _ALONE = "0"
 _COUNTERS = (
     "prompt_tokens",
     "generated_tokens",
+    "drafted_tokens",
+    "accepted_drafts",
+    "draft_steps",
     "prompt_seconds",
     "decode_seconds",
     "evictions",

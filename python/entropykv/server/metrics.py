@@ -30,6 +30,8 @@ _METRICS = (
     ("generated_tokens_total", "counter", "generated_tokens", "Tokens generated."),
     ("drafted_tokens_total", "counter", "drafted_tokens", "Tokens guessed ahead and read."),
     ("accepted_drafts_total", "counter", "accepted_drafts", "Guessed tokens that were right."),
+    ("draft_steps_total", "counter", "draft_steps", "Steps that wrote, where tokens are guessed."),
+    ("draft_kv_bytes", "gauge", "draft_kv_bytes", "The KV budget of the draft model."),
     ("prompt_seconds_total", "counter", "prompt_seconds", "Seconds of reading prompts."),
     ("decode_seconds_total", "counter", "decode_seconds", "Seconds of generating tokens."),
 )

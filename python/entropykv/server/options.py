@@ -96,6 +96,9 @@ class ModelOptions(ModelSettings):
     n_threads_batch: int = _declared("n_threads_batch")
     spec_type: str = _declared("spec_type")
     draft_max: int = _declared("draft_max")
+    spec_draft_model: Optional[str] = _declared("spec_draft_model")  # noqa: UP045
+    draft_kv_budget: str = _declared("draft_kv_budget")
+    draft_p_min: float = _declared("draft_p_min")
     logits_all: bool = Field(
         default=False, description="Keep the logits of every token; logprobs need it."
     )

@@ -19,6 +19,7 @@ class Totals:
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0
+    draft_steps: int = 0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
 

@@ -25,6 +25,9 @@ _IN_BOTH = (
     "recent_window",
     "spec_type",
     "draft_max",
+    "spec_draft_model",
+    "draft_kv_budget",
+    "draft_p_min",
 )
 """Fields of CacheOptions that the command line and the server have by the same name."""
 

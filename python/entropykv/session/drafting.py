@@ -2,8 +2,9 @@
 
 A step reads the weights once, whether it has one token or eight. So a run of guessed tokens
 (drafts) is read behind the token that was chosen last; those that the samplers choose, too, are
-accepted, and the others are undone. Drafts come from the text itself (NgramDrafter). How many of
-them are read follows from how often they were right, and from what steps cost (DraftLengths).
+accepted, and the others are undone. Drafts come from the text itself (NgramDrafter), from a small
+model (draft_model.py), or from a function of the user (FunctionDrafter). How many of them are read
+follows from how often they were right, and from what steps cost (DraftLengths).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from entropykv.settings.cache_options import DraftFunction
+
 Tokens = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
 
@@ -24,6 +27,7 @@ _LONGEST_MATCH = 32
 _CANDIDATES = 8
 """Earlier places that are compared with the end of the text."""
 _MOST_BUCKETS = 1 << 16
+_LEAST_PLACES = 64
 
 
 class Drafter(Protocol):
@@ -40,6 +44,50 @@ class Drafter(Protocol):
     def n_bytes(self) -> int:
         """Return the bytes that it holds."""
 
+    @property
+    def seconds_each(self) -> float:
+        """Return the time that a draft takes; 0.0 where it is nothing beside a step."""
+
+    def close(self) -> None:
+        """Free what it holds; it is not used any more."""
+
+
+class DraftModels(Protocol):
+    """Make drafters that share a small model."""
+
+    def drafter(self) -> Drafter:
+        """Make a drafter for another sequence."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of the small model's KV budget."""
+
+    def close(self) -> None:
+        """Free the small model after the running step."""
+
+
+class FunctionDrafter:
+    """Draft by a function of the user, such as an object of llama_cpp's LlamaDraftModel."""
+
+    n_bytes = 0
+    seconds_each = 0.0
+    _SURENESS = 8
+    """It says nothing about how sure it is; how often it was right will tell."""
+
+    def __init__(self, function: DraftFunction) -> None:
+        """Call `function` for drafts."""
+        self._function = function
+
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
+        """Return what the function returns for the text: see Drafter."""
+        if most < 1:
+            return [], 0
+        drafts = np.asarray(self._function(tokens)).reshape(-1)[:most]
+        return [int(draft) for draft in drafts], self._SURENESS
+
+    def close(self) -> None:
+        """Do nothing: the function belongs to the user."""
+
 
 class NgramDrafter:
     """Find the end of the text at an earlier place of it, and draft what followed there.
@@ -49,12 +97,13 @@ class NgramDrafter:
     with the end of the text is taken.
     """
 
-    def __init__(self, n_ctx: int) -> None:
-        """Allocate the tables for texts of up to `n_ctx` tokens."""
-        self._n_buckets = min(_MOST_BUCKETS, 1 << max(4, (n_ctx - 1).bit_length()))
-        self._latest = np.full(self._n_buckets, -1, np.int32)
+    seconds_each = 0.0
+
+    def __init__(self) -> None:
+        """Begin without a text; the tables grow with it."""
+        self._latest = np.full(0, -1, np.int32)
         """By hash, the end of the n-gram that was seen last; -1: none."""
-        self._earlier = np.full(n_ctx + 1, -1, np.int32)
+        self._earlier = np.full(0, -1, np.int32)
         """By the end of an n-gram, the end of the one with the same hash before it."""
         self._n_indexed = 0
 
@@ -70,7 +119,7 @@ class NgramDrafter:
         if n <= _NGRAM or most < 1:
             return [], 0
         best, length = -1, 0
-        end = int(self._latest[self._hash(tokens[n - _NGRAM :])])
+        end = int(self._latest[self._hashes(tokens[n - _NGRAM :])[0]])
         for _ in range(_CANDIDATES):
             if end < 0:
                 break
@@ -83,23 +132,48 @@ class NgramDrafter:
             return [], 0
         return tokens[best : best + most].tolist(), length
 
-    def _hash(self, ngram: Tokens) -> int:
-        value = 0
-        for token in ngram.tolist():
-            value = (value * 0x01000193) ^ (token + 0x9E37)
-        return (value ^ (value >> 15)) & (self._n_buckets - 1)
+    def close(self) -> None:
+        """Do nothing: the tables go with the object."""
+
+    def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
+        """Return the bucket of every n-gram of some tokens, in order of their ends."""
+        values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
+        for i in range(_NGRAM):
+            part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(0x9E37)
+            values = (values * np.uint64(0x01000193)) ^ part
+        return ((values ^ (values >> np.uint64(15))) % np.uint64(len(self._latest))).astype(
+            np.int64
+        )
 
     def _index(self, tokens: Tokens) -> None:
         """Add the places of tokens that came since the last call; forget those rolled back."""
         n = len(tokens)
         if n < self._n_indexed:
             self._forget(n)
+        if n > len(self._earlier):
+            self._grow(n)
         # The end of the text itself is no earlier place.
-        for end in range(max(self._n_indexed, _NGRAM), n):
-            bucket = self._hash(tokens[end - _NGRAM : end])
-            self._earlier[end] = self._latest[bucket]
-            self._latest[bucket] = end
-        self._n_indexed = max(self._n_indexed, n) if n >= _NGRAM else 0
+        first = max(self._n_indexed, _NGRAM)
+        if n <= first:
+            return
+        ends = np.arange(first, n)
+        buckets = self._hashes(tokens[first - _NGRAM : n - 1])
+        # In each bucket, every place is linked to the one before it.
+        order = np.argsort(buckets, kind="stable")
+        ends, buckets = ends[order], buckets[order]
+        before = np.concatenate(([-1], ends[:-1]))
+        begins = np.concatenate(([True], buckets[1:] != buckets[:-1]))
+        before[begins] = self._latest[buckets[begins]]
+        self._earlier[ends] = before
+        self._latest[buckets] = ends  # The last one of equal buckets stays.
+        self._n_indexed = n
+
+    def _grow(self, n: int) -> None:
+        """Make tables for a text of n tokens, and for as many more; they are empty."""
+        size = 2 * max(n, _LEAST_PLACES)
+        self._earlier = np.full(size, -1, np.int32)
+        self._latest = np.full(min(_MOST_BUCKETS, size // 2), -1, np.int32)
+        self._n_indexed = 0
 
     def _forget(self, n: int) -> None:
         """Unlink all places from position n on."""
@@ -141,19 +215,29 @@ class StepCosts:
         row = (1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds)
         self._sums = self._sums * self._DECAY + np.array(row)
 
+    @property
+    def single_seconds(self) -> float:
+        """Return the estimated seconds of a step with a single token; 0.0 before the first step."""
+        return self._line()[0]
+
     def relative(self, n_tokens: int) -> float:
         """Return the cost of a step in units of one with a single token."""
+        return 1.0 + self._line()[1] * (n_tokens - 1)
+
+    def _line(self) -> tuple[float, float]:
+        """Return the seconds of a single token's step, and what each further token adds to it, in
+        units of it.
+        """
         weight, tokens, seconds, squares, products = self._sums.tolist()
         if weight == 0.0 or seconds <= 0.0:
-            return 1.0 + self._SLOPE * (n_tokens - 1)
+            return 0.0, self._SLOPE
         mean_n, mean_s = tokens / weight, seconds / weight
         spread = squares / weight - mean_n * mean_n
         slope = (products / weight - mean_n * mean_s) / spread if spread > 1e-9 else 0.0
         single = max(mean_s - slope * (mean_n - 1.0), 0.1 * mean_s)
         # Few different lengths say little about the slope.
         trust = weight * spread / (weight * spread + self._PRIOR)
-        of_token = max(trust * slope / single + (1.0 - trust) * self._SLOPE, 0.0)
-        return 1.0 + of_token * (n_tokens - 1)
+        return single, max(trust * slope / single + (1.0 - trust) * self._SLOPE, 0.0)
 
 
 class DraftLengths:
@@ -185,14 +269,24 @@ class DraftLengths:
         right = self._right[i] + self._PRIOR_WEIGHT * self._PRIOR[i]
         return float(right / (self._tried[i] + self._PRIOR_WEIGHT))
 
-    def choose(self, n_drafts: int, sureness: int, n_others: int = 0) -> int:
-        """Return how many drafts to read; `n_others`: tokens of others in the step."""
+    def fade(self) -> None:
+        """Let what was counted fade, once for every token that is written."""
         self._right *= self._RECOVERY
         self._tried *= self._RECOVERY
+
+    def choose(
+        self, n_drafts: int, sureness: int, n_others: int = 0, cost_each: float = 0.0
+    ) -> int:
+        """Return how many of `n_drafts` drafts pay.
+
+        `n_others`: tokens of others in the step. `cost_each`: what making a draft costs, in units
+        of a step with a single token; 0.0 for drafts that are there already.
+        """
         chance, best, n_best = self.chance(sureness), 0.0, 0
         expected = 1.0
         for n in range(n_drafts + 1):
-            gain = (n_others + expected) / self._costs.relative(n_others + 1 + n)
+            cost = self._costs.relative(n_others + 1 + n) + cost_each * n
+            gain = (n_others + expected) / cost
             if gain > best * 1.02:  # a longer run must pay
                 best, n_best = gain, n
             expected += chance ** (n + 1)
@@ -218,12 +312,19 @@ class DraftCounts:
 class Drafting:
     """Draft for one text: with the drafter, as many tokens as pay."""
 
+    _RETRY = 16
+    """After so many tokens without drafts, one is made to see whether they are right again."""
+
     def __init__(self, drafter: Drafter, costs: StepCosts, most: int) -> None:
         """Read up to `most` drafts at a time; `costs` are those of the steps of all sequences."""
         self._drafter = drafter
+        self._costs = costs
         self._lengths = DraftLengths(costs)
         self._most = most
-        self._sureness = 0
+        self._sureness = _LONGEST_MATCH
+        """How sure the drafter was the last time; at first, it is tried."""
+        self._skipped = 0
+        """For how many tokens no drafts were made, because they would not have paid."""
         self.counts = DraftCounts()
 
     @property
@@ -236,8 +337,27 @@ class Drafting:
 
         `n_others`: tokens of other sequences that are read in the same step.
         """
-        drafts, self._sureness = self._drafter.draft(tokens, min(most, self._most))
-        return drafts[: self._lengths.choose(len(drafts), self._sureness, n_others)]
+        most = min(most, self._most)
+        self._lengths.fade()
+        seconds, single = self._drafter.seconds_each, self._costs.single_seconds
+        if seconds > 0.0 and single > 0.0:
+            # As sure as the last time: it is not known before drafts are made.
+            most = self._lengths.choose(most, self._sureness, n_others, seconds / single)
+            if most == 0:
+                self._skipped += 1
+                if self._skipped < self._RETRY:
+                    return []
+                most = 1
+            self._skipped = 0
+        drafts, sureness = self._drafter.draft(tokens, most)
+        if not drafts:
+            return []
+        self._sureness = sureness
+        return drafts[: self._lengths.choose(len(drafts), sureness, n_others)]
+
+    def close(self) -> None:
+        """Free the drafter."""
+        self._drafter.close()
 
     def note(self, n_drafts: int, n_right: int) -> None:
         """Take down how many drafts were read after propose(), and how many were right."""

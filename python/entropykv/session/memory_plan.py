@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from entropykv import _core
 from entropykv.errors import ModelFileError
+from entropykv.llamacpp.model import offloaded_layers
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -77,6 +79,29 @@ class MemoryPlan:
         return n_tokens * sum(s.n_head_kv * s.entry_values for s in layers)
 
     @property
+    def bytes_by_place(self) -> dict[str, int]:
+        """Return the bytes of the device store's rows: on devices, and in main memory.
+
+        These are the entries of the budget and the rows of one micro-batch in every layer. Empty
+        for other stores. How llama.cpp splits layers among several devices is not known before the
+        model is loaded.
+        """
+        if self.config.store != "device" or not isinstance(self.plan, HeadwisePlan):
+            return {}
+        config, geometry = self.config, self.config.geometry
+        offloaded = offloaded_layers(config.options.n_gpu_layers)
+        # llama.cpp counts the output as one more layer, the first one that goes to a device.
+        first = 0 if offloaded < 0 else max(0, geometry.n_layer + 1 - offloaded)
+        numbers = [i for i, n in enumerate(geometry.kv_heads_per_layer) if n > 0]
+        places = {"devices": 0, "main memory": 0}
+        layers = zip(numbers, attention_layers(geometry), self.plan.budgets, strict=True)
+        for number, shape, budgets in layers:
+            rows = _core.device_rows(budgets, config.n_ubatch, config.n_ctx)
+            row_bytes = shape.entry_values * (_Q8_0_BITS / 8 if config.kv_type == "q8_0" else 2)
+            places["devices" if number >= first else "main memory"] += int(rows * row_bytes)
+        return places
+
+    @property
     def saved_bytes(self) -> int:
         """Return the bytes that the budget saves, compared with the full f16 cache."""
         return self.kv_bytes_f16 - self.budget_bytes
@@ -98,6 +123,7 @@ class MemoryPlan:
             "n_sequences": self.n_sequences,
             "kv_bytes_each": self.share_bytes,
             "saved_bytes": self.saved_bytes,
+            "kv_bytes_by_place": self.bytes_by_place,
             "mean_entries": self.mean_entries,
             "sinks": protection.n_sinks,
             "recent_window": protection.recent_window,
@@ -141,6 +167,7 @@ def format_plan(plan: MemoryPlan) -> str:
         f"  KV budget {budget!s:<8}{_mib(plan.budget_bytes):>12}   {config.kv_type}, "
         + ("for all conversations" if config.options.in_pool else _entries(plan)),
         *_line_of_each(plan),
+        *_lines_of_places(plan),
         f"  saved             {_mib(plan.saved_bytes):>12}   "
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",
         f"  read at a time    {config.n_ubatch:>12} tokens of a prompt, by the {config.store} store"
@@ -173,6 +200,15 @@ def _line_of_each(plan: MemoryPlan) -> list[str]:
     if not plan.config.options.in_pool:
         return []
     return [f"  for each          {_mib(plan.share_bytes):>12}   {_entries(plan)}"]
+
+
+def _lines_of_places(plan: MemoryPlan) -> list[str]:
+    """Return a line for each place in which the device store has rows; empty for other stores."""
+    return [
+        f"  in {place:<15}{_mib(size):>12}   with rows for one micro-batch in every layer"
+        for place, size in plan.bytes_by_place.items()
+        if size
+    ]
 
 
 def _frozen(config: ResolvedConfig) -> str:

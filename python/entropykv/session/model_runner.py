@@ -19,7 +19,7 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
@@ -27,7 +27,13 @@ from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import resolve
 from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
-from entropykv.session.drafting import StepCosts
+from entropykv.session.drafting import (
+    Drafter,
+    DraftModels,
+    FunctionDrafter,
+    NgramDrafter,
+    StepCosts,
+)
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
@@ -40,6 +46,7 @@ from entropykv.session.swap_space import SwapSpace
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget, is_number
+from entropykv.store.device import DeviceStore
 from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
@@ -58,6 +65,8 @@ class ModelRunner:
     """Learns the model's profile from its sequences; None without learning."""
     images: Images | None = None
     """Reads prompts with images; None if no projector is open."""
+    draft_model: DraftModels | None = None
+    """Guesses tokens for its sequences; None if no small model is open."""
     fit: PredictorFit | None = None
     """Fits the model's predictor to its first texts; None if it is known, or not needed."""
 
@@ -102,7 +111,7 @@ class ModelRunner:
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self.step_costs = StepCosts()
-        self._threads = Threads(options, fixed=self.config.store == "flat")
+        self._threads = Threads(options, fixed=self.config.store != "headwise")
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
@@ -119,8 +128,9 @@ class ModelRunner:
     # --- stores -----------------------------------------------------------------------------------
 
     def _first_store(self) -> Store:
-        """Make the requested store; with `auto`, the flat one if headwise cannot serve the
-        model.
+        """Make the requested store; with `auto`, another one if headwise cannot serve the model.
+
+        That is the device store if layers are on a device, or else the flat one.
         """
         # llama.cpp knows more than the header.
         if is_recurrent(self.model) and not self.config.geometry.recurrent:
@@ -132,15 +142,24 @@ class ModelRunner:
         except UnsupportedModelError as error:
             if options.store != "auto" or (options.in_pool and not self.config.freezing):
                 raise
-            self._close_context()
-            self.config = self.config.on_flat_store(str(error))
-            return self._make_store()
+            why = str(error)
+        self._close_context()
+        headwise = self.config
+        if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
+            with contextlib.suppress(UnsupportedModelError, SettingsError):
+                self.config = headwise.on_device_store(why)
+                return self._make_store()
+        self.config = headwise.on_flat_store(why)
+        return self._make_store()
 
     def _make_store(self) -> Store:
         try:
-            if self.config.store == "flat":
+            if self.config.store != "headwise":
                 self._prepare_echo()
+            if self.config.store == "flat":
                 return FlatStore(self.model, self.config, self.budget)
+            if self.config.store == "device":
+                return DeviceStore(self.model, self.config, self.budget)
             if self._context is None:
                 self._context = self._make_context()
             return HeadwiseStore(self.model, self.config, self._context, self.budget)
@@ -207,6 +226,16 @@ class ModelRunner:
             self._slots_made += 1
             self.slots.append(slot)
             return slot
+
+    def drafter(self) -> Drafter | None:
+        """Make what guesses the tokens of a sequence; None if nothing does."""
+        config = self.config
+        if config.spec_type == "none":
+            return None
+        if self.draft_model is not None:
+            return self.draft_model.drafter()
+        given = config.options.spec_draft_model
+        return FunctionDrafter(given) if callable(given) else NgramDrafter()
 
     def remove_slot(self, slot: SequenceSlot) -> None:
         """Free a sequence after the running step; the others get its share.
@@ -439,6 +468,8 @@ class ModelRunner:
         self._close_context()
         if self.images is not None:
             self.images.close()
+        if self.draft_model is not None:
+            self.draft_model.close()
         self.model.close()
 
 

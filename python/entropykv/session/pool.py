@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.model import Model
+from entropykv.session.draft_model import open_draft_model
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
@@ -103,6 +104,11 @@ class Pool:
         """
         asked = CacheOptions.of(options, arguments).pooled()
         self._runner = ModelRunner(model, asked, verbose=verbose)
+        try:
+            open_draft_model(self._runner)
+        except BaseException:
+            self._runner.close()
+            raise
         self._closed = False
 
     def __enter__(self) -> Pool:

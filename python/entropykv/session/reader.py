@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from entropykv.errors import ContextError, EntropyKVError
-from entropykv.session.drafting import Drafting, NgramDrafter
+from entropykv.session.drafting import Drafter, Drafting
 from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.session.image_spans import is_placeholder, text_before_image
 from entropykv.session.images import ImagePart, no_projector
@@ -21,18 +21,32 @@ from entropykv.store.protocol import Logits, Part
 class SequenceReader:
     """Cut the tokens of a sequence into chunks, and let the runner read them in its steps."""
 
-    def __init__(self, runner: ModelRunner, slot: SequenceSlot, rollback: Rollback) -> None:
-        """Read for one slot of a runner; `rollback` keeps checkpoints meanwhile."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        slot: SequenceSlot,
+        rollback: Rollback,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Read for one slot of a runner; `rollback` keeps checkpoints meanwhile.
+
+        `drafter` guesses tokens ahead, and is closed with the reader; None: nothing does.
+        """
         self._runner = runner
         self._slot = slot
         self._store = slot.store
         self._rollback = rollback
         self.drafting: Drafting | None = None
         """What guesses the next tokens; None: nothing does."""
-        config = runner.config
-        if config.n_drafts:
-            drafter = NgramDrafter(config.n_ctx)
-            self.drafting = Drafting(drafter, runner.step_costs, config.n_drafts)
+        self._own_products: bool | None = None
+        """Whether our kernels compute all products of weights; None: not known yet."""
+        if drafter is not None:
+            self.drafting = Drafting(drafter, runner.step_costs, runner.config.n_drafts)
+
+    def close(self) -> None:
+        """Free the drafter."""
+        if self.drafting is not None:
+            self.drafting.close()
 
     @property
     def chunk(self) -> int:
@@ -80,11 +94,22 @@ class SequenceReader:
 
     def propose_drafts(self, token: int, most: int) -> list[int]:
         """Return up to `most` guesses of what follows a token: see Session.propose_drafts()."""
-        if self.drafting is None or most < 1:
+        if self.drafting is None or most < 1 or self._may_change_bits():
             return []
         tokens = np.append(np.array(self._slot.text.tokens, np.int32), np.int32(token))
         drafts = self.drafting.propose(tokens, most)
         return list(itertools.takewhile(lambda draft: not is_placeholder(draft), drafts))
+
+    def _may_change_bits(self) -> bool:
+        """Tell whether `auto` should not draft, because llama.cpp computes products of weights: its
+        results depend on the number of tokens.
+        """
+        if self._runner.config.options.spec_type != "auto":
+            return False
+        if self._own_products is None:
+            kernels = self._store.hook.products.values()
+            self._own_products = not any("llama.cpp" in kernel for kernel in kernels)
+        return not self._own_products
 
     def read_drafts(
         self, token: int, drafts: Sequence[int], verify: Callable[[Logits], int]

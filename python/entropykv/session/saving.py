@@ -48,7 +48,7 @@ def saved_settings(
         llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
         model=model.name,
         fingerprint=model.identity,
-        store=store.name,
+        store=store.file_format or store.name,
         kv_type=config.kv_type,
         policy=config.policy.name,
         n_ctx=config.n_ctx,

@@ -22,7 +22,8 @@ from entropykv.profile.find import other_file
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.document import open_documents, question_tokens
-from entropykv.session.drafting import Drafting
+from entropykv.session.draft_model import open_draft_model
+from entropykv.session.drafting import DraftCounts, Drafting
 from entropykv.session.file import DocumentNote, SavedContents, SavedSettings
 from entropykv.session.generate import generate
 from entropykv.session.image_spans import is_placeholder
@@ -80,6 +81,7 @@ class Session:
         asked = CacheOptions.of(options, arguments).alone()
         runner = ModelRunner(model, asked, verbose=verbose)
         try:
+            open_draft_model(runner)
             self._begin(runner, asked.recovery, on_climb)
         except BaseException:
             runner.close()
@@ -160,7 +162,7 @@ class Session:
         self.hook = self._store.hook
         """Changes the context's graphs, and can time them: see entropykv.evaluation.work."""
         self._rollback = Rollback(runner, self._slot, tenant)
-        self._reader = SequenceReader(runner, self._slot, self._rollback)
+        self._reader = SequenceReader(runner, self._slot, self._rollback, runner.drafter())
         self._saver = Saver(runner, self._slot)
         self._counts = SessionCounts()
         self._closed = False
@@ -177,6 +179,7 @@ class Session:
         """Free what was not closed, without waiting, because this may happen in any thread."""
         if not self._closed:
             self._closed = True
+            self._reader.close()
             self._runner.remove_slot_later(self._slot)
 
     def close(self) -> None:
@@ -188,6 +191,7 @@ class Session:
         """
         if not self._closed:
             self._closed = True
+            self._reader.close()
             self._runner.remove_slot(self._slot)
 
     # --- read and write ---------------------------------------------------------------------------
@@ -451,14 +455,14 @@ class Session:
 
     @property
     def fallback(self) -> str | None:
-        """Return why the flat store serves the model although headwise was possible; None if it
-        does not.
+        """Return why the device or flat store serves the model although `auto` prefers headwise;
+        None if neither does.
         """
         return self.config.fallback
 
     @property
     def store(self) -> str:
-        """Return the name of the store: headwise or flat."""
+        """Return the name of the store: headwise, device or flat."""
         return self._store.name
 
     @property
@@ -782,6 +786,8 @@ class Session:
     def stats(self) -> SessionStats:
         """Return counts, bytes and times so far."""
         store = self._store
+        drafts = self.drafting.counts if self.drafting else DraftCounts()
+        draft_model = self._runner.draft_model
         return SessionStats(
             model=self._model.name,
             store=store.name,
@@ -792,8 +798,10 @@ class Session:
             entries_full=self.position * store.n_kv_heads,
             peak_rss_bytes=system.peak_rss_bytes(),
             freeze=self.freezing.where if self.freezing else None,
-            drafted_tokens=self.drafting.counts.drafted if self.drafting else 0,
-            accepted_drafts=self.drafting.counts.accepted if self.drafting else 0,
+            drafted_tokens=drafts.drafted,
+            accepted_drafts=drafts.accepted,
+            draft_steps=drafts.steps,
+            draft_kv_bytes=draft_model.kv_bytes if draft_model else 0,
             **self._counts.figures(),
             **store.counters(),
         )

@@ -53,7 +53,9 @@ class SessionStats:
     prompt_seconds: float
     decode_seconds: float
     kv_bytes_budget: int
-    """The bytes that the pool (headwise) or the cache (flat) can never exceed."""
+    """The bytes that the pool (headwise), the entries (device) or the cache (flat) can never
+    exceed.
+    """
     kv_bytes_peak: int
     """The most bytes that were in use."""
     kv_bytes_now: int
@@ -62,7 +64,8 @@ class SessionStats:
     KV head.
     """
     kv_bytes_staging: int
-    """Headwise: the bytes outside the pool, of one micro-batch of one layer. Flat: the bytes of the
+    """Headwise: the bytes outside the pool, of one micro-batch of one layer. Device: those of the
+    rows of one micro-batch in all layers, and of padding. Flat: the bytes of the
     largest temporary copy of the cache, made to compact, move or save it.
     """
     kv_bytes_scratch: int
@@ -88,10 +91,18 @@ class SessionStats:
     """Working memory of our kernels' threads. It depends on the micro-batch, the widest row of
     weights and the threads.
     """
+    kv_bytes_on_devices: dict[str, int] = field(default_factory=dict)
+    """The bytes of the device store by device: entries, staging and working memory; empty for other
+    stores.
+    """
     drafted_tokens: int = 0
     """How many tokens were guessed and read: see docs/background/drafts.md."""
     accepted_drafts: int = 0
     """How many of them were right."""
+    draft_steps: int = 0
+    """In how many steps tokens were written while a drafter was there, with drafts or without."""
+    draft_kv_bytes: int = 0
+    """The bytes of the KV budget of the model of --model-draft, besides kv_bytes_budget."""
     freeze: str | None = None
     """Where evicted entries are frozen, ram or disk:DIR; None: they are dropped."""
     frozen_entries: int = 0

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from entropykv.errors import SettingsError
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cores import usable_cores
@@ -25,6 +28,7 @@ from entropykv.settings.options import (
     STORES,
     Budget,
     at_least,
+    is_number,
 )
 from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import RUNGS, Recovery
@@ -37,12 +41,17 @@ token.
 """
 SEQUENCES_OF_POOL = 4
 CHECKPOINTS = "64MiB"
-SPEC_TYPES = ("none", "ngram")
+SPEC_TYPES = ("none", "ngram", "draft", "auto")
 MOST_DRAFTS = 63
+DRAFT_BUDGET = "0.2"
 MOST_SEQUENCES = 256
 """The most sequences that a llama_context accepts."""
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+DraftFunction = Callable[..., npt.NDArray[np.intc]]
+"""Returns the tokens that may follow a text, (n,), int32, called with `input_ids`, the text's
+tokens, int32: an object of llama_cpp's LlamaDraftModel is one.
+"""
 Function = TypeVar("Function", bound=Callable[..., object])
 Options = TypeVar("Options")
 
@@ -84,6 +93,9 @@ class SessionArguments(CacheArguments, total=False):
     n_gpu_layers: int
     spec_type: str
     draft_max: int
+    spec_draft_model: str | os.PathLike[str] | DraftFunction | None
+    draft_kv_budget: Budget | str | float
+    draft_p_min: float
 
 
 class PoolArguments(SessionArguments, total=False):
@@ -128,8 +140,9 @@ class CacheOptions:
     )
     store: str = option(
         "auto",
-        "headwise: per KV head, on the CPU; flat: llama.cpp's own cache, any model and backend; "
-        "auto: headwise where it can serve the model",
+        "headwise: per KV head, on the CPU; device: per KV head, where each layer is; flat: "
+        "llama.cpp's own cache, any model and backend; auto: headwise where it can serve the "
+        "model, else device if layers are on a device",
         "--store",
         choices=STORES,
     )
@@ -227,9 +240,10 @@ class CacheOptions:
         most=2**31 - 1,  # llama.cpp uses this number for all layers.
     )
     spec_type: str = option(
-        "none",
+        "auto",
         "how tokens are guessed ahead; ngram: what followed the end of the text at an earlier "
-        "place of it",
+        "place of it; draft: by a smaller model; auto: draft with --model-draft, else ngram, where "
+        "wrong guesses can be undone",
         "--spec-type",
         choices=SPEC_TYPES,
     )
@@ -242,6 +256,28 @@ class CacheOptions:
         kind=int,
         least=1,
         most=MOST_DRAFTS,
+    )
+    spec_draft_model: str | os.PathLike[str] | DraftFunction | None = option(
+        None,
+        "a small model with the same vocabulary, which guesses tokens ahead",
+        *("-md", "--spec-draft-model", "--model-draft"),
+        setting="spec_draft_model",
+        metavar="FILE",
+        instead="none",
+    )
+    draft_kv_budget: Budget | str | float = option(
+        DRAFT_BUDGET,
+        "KV budget of the model of --model-draft, written as --kv-budget",
+        "--draft-kv-budget",
+        metavar="B",
+    )
+    draft_p_min: float = option(
+        0.4,
+        "the model of --model-draft stops guessing at a token with a smaller probability",
+        *("--draft-p-min", "--spec-draft-p-min"),
+        setting="draft_p_min",
+        metavar="P",
+        kind=float,
     )
     n_sequences: int | None = option(
         None,
@@ -273,20 +309,42 @@ class CacheOptions:
     )
     budget: Budget = field(init=False, repr=False, compare=False)
     """The value of `kv_budget` as a Budget."""
+    draft_budget: Budget = field(init=False, repr=False, compare=False)
+    """The value of `draft_kv_budget` as a Budget."""
     freezing: Freezing | None = field(init=False, repr=False, compare=False)
     """The value of `freeze` as a Freezing; None if nothing freezes."""
 
     def __post_init__(self) -> None:
         """Check every value."""
         object.__setattr__(self, "budget", Budget.parse(self.kv_budget))
+        object.__setattr__(self, "draft_budget", Budget.parse(self.draft_kv_budget))
         object.__setattr__(self, "freezing", Freezing.parse(self.freeze))
         if self.n_sequences is not None:
             self._check_sequences(self.n_sequences)
         check_declared(self)
+        self._check_drafts()
         if self.learn and self.entropy_config is not None:
             raise SettingsError(
                 "--learn (learn) makes a profile where there is none, and --entropy-config "
                 "(entropy_config) gives one; leave one of them out"
+            )
+
+    def _check_drafts(self) -> None:
+        """Raise SettingsError for a draft model that is missing or of no use."""
+        if not is_number(self.draft_p_min) or not 0.0 <= self.draft_p_min <= 1.0:
+            raise SettingsError(
+                f"draft_p_min cannot be {self.draft_p_min!r}; use a probability from 0 to 1"
+            )
+        given = self.spec_draft_model is not None
+        if self.spec_type == "draft" and not given:
+            raise SettingsError(
+                "--spec-type draft guesses with a small model; give it with --model-draft FILE "
+                "(spec_draft_model), or use --spec-type ngram"
+            )
+        if self.spec_type in ("none", "ngram") and given:
+            raise SettingsError(
+                f"--spec-type {self.spec_type} does not use a small model; leave --model-draft "
+                "(spec_draft_model) out, or use --spec-type draft"
             )
 
     @staticmethod

@@ -155,10 +155,10 @@ def check_freezing(freezing: Freezing | None, store: str, kv_type: str) -> None:
     if freezing is None:
         return
     freezing.type_for(kv_type)
-    if store == "flat":
+    if store in ("flat", "device"):
         raise SettingsError(
-            "the flat store has no cold storage; use --store headwise, or leave --freeze (freeze=) "
-            "out"
+            f"the {store} store has no cold storage; use --store headwise, or leave --freeze "
+            "(freeze=) out"
         )
 
 

@@ -14,7 +14,7 @@ from entropykv.errors import BudgetError, SettingsError
 
 KV_TYPES = tuple(_core.kv_types())
 KV_CHOICES = ("auto", *KV_TYPES)
-STORES = ("auto", "headwise", "flat")
+STORES = ("auto", "headwise", "device", "flat")
 
 MOST_TOKENS = 2**30
 """The most tokens of a context, and of everything counted in tokens: positions, distances, and sums

@@ -96,6 +96,8 @@ class FlatStore(Store):
             rope_sinks=options.n_sinks,
         )
         self.rope = flat_range(model, config.n_ctx, options.n_sinks)
+        self._position = 0
+        """The position of the first token of the last micro-batch."""
         self.rope_obstacle = ""
         if config.n_ctx > self.rope.limit:
             self.rope_obstacle = k_shift_obstacle(model, self.context, options, config.kv_type)
@@ -149,6 +151,7 @@ class FlatStore(Store):
                 f"{self._model.name}: its images have positions of several dimensions (M-RoPE), by "
                 "which the flat store cannot evict; use --store headwise (store='headwise')"
             )
+        self._position = position
         self._store.make_room(n_tokens)
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         # Only directly before a decode, so that a state saved before is not rotated.
@@ -156,6 +159,24 @@ class FlatStore(Store):
             self._store.rebase(shift)
             self.rebases += 1
         self.hook.begin_step()
+
+    def most_drafts(self, position: int, wanted: int) -> int:
+        """Return how many drafts may follow: as many as evict nothing, and move no keys.
+
+        Layers with sliding windows lose what their first tokens overwrite.
+        """
+        if self._is_recurrent or self._window > 0:
+            return 0
+        while wanted and self.rope.shift_for(self.shift, position, 1 + wanted) != self.shift:
+            wanted -= 1
+        room = min(self._store.budget - self._store.entries, self._config.n_ubatch)
+        return max(0, min(wanted, room - 1))
+
+    def settle(self, n_right: int) -> None:
+        """Remove the cells of wrong drafts, which nothing else has seen yet."""
+        memory = llama_cpp.llama_get_memory(self.context)
+        first = self.rope_position(self._position + 1 + n_right)
+        llama_cpp.llama_memory_seq_rm(memory, self.sequence, first, -1)
 
     def after(self, n_tokens: int, position: int) -> None:
         """Check that every gate was changed if necessary, and evict down to the budget."""

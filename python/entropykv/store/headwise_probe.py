@@ -25,7 +25,7 @@ from entropykv.profile.find import check_model
 from entropykv.settings.cache_options import CacheOptions
 
 
-def refuse_by_kind(model: Model) -> None:
+def refuse_by_kind(model: Model, store: str = "headwise") -> None:
     """Raise UnsupportedModelError for a kind of model that cannot be recognised by the graph."""
     refuse_diffusion(model)
     kinds = {
@@ -34,15 +34,22 @@ def refuse_by_kind(model: Model) -> None:
     }
     for why, applies in kinds.items():
         if applies:
-            raise _unsupported(model, why)
+            raise unsupported(model, why, store)
 
 
 def hooked_context(
-    model: Model, options: CacheOptions, hook: _core.GraphHook, n_ubatch: int, n_sequences: int
+    model: Model,
+    options: CacheOptions,
+    hook: _core.GraphHook,
+    n_ubatch: int,
+    n_sequences: int,
+    *,
+    on_devices: bool = False,
 ) -> Any:
     """Make a context with cells for one micro-batch; the hook changes its graphs.
 
-    A micro-batch has up to `n_ubatch` tokens of one sequence, and one token of each other one.
+    `on_devices`: the cells of each layer are on its device. A micro-batch has up to `n_ubatch`
+    tokens of one sequence, and one token of each other one.
     """
     n_tokens = n_ubatch + n_sequences - 1
     # In a hybrid model, the last cell of a sequence stays until it reads more.
@@ -50,14 +57,19 @@ def hooked_context(
     parameters = context_parameters(model, options, n_tokens, cells, n_sequences)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
-    # Layers may be on a device, but K, V and attention stay on the CPU, where our ops run.
-    parameters.offload_kqv = False
+    # For the headwise store, K, V and attention stay on the CPU, where our ops run, even if layers
+    # are on a device.
+    parameters.offload_kqv = on_devices
     let_hook_change(parameters, hook)
     return model.new_context(parameters)
 
 
 def probed_layers(
-    model: Model, options: CacheOptions, hook: _core.GraphHook, context: Any
+    model: Model,
+    options: CacheOptions,
+    hook: _core.GraphHook,
+    context: Any,
+    store: str = "headwise",
 ) -> list[_core.LayerShape]:
     """Decode one token and examine the graph; returns the shapes of the attention layers.
 
@@ -67,11 +79,11 @@ def probed_layers(
         raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
     if hook.refusal or not hook.nodes:
-        raise _unsupported(model, hook.refusal or "it has no attention layers")
+        raise unsupported(model, hook.refusal or "it has no attention layers", store)
     try:
         windows = layer_windows(model, options)
     except UnsupportedModelError as error:
-        raise _unsupported(model, str(error)) from None
+        raise unsupported(model, str(error), store) from None
     if not windows:
         return [node.shape for node in hook.nodes]
     return [windows[node.cache_layer].of(node.shape) for node in hook.nodes]
@@ -97,8 +109,9 @@ def check_config(
         )
 
 
-def _unsupported(model: Model, why: str) -> UnsupportedModelError:
+def unsupported(model: Model, why: str, store: str) -> UnsupportedModelError:
+    """Return the error for a model that a store cannot serve."""
     return UnsupportedModelError(
-        f"{model.name}: the headwise store cannot serve this model: {why}; use --store flat "
+        f"{model.name}: the {store} store cannot serve this model: {why}; use --store flat "
         "(store='flat'), which serves any model"
     )

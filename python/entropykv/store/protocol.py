@@ -70,6 +70,8 @@ class Store(ABC):
     """
 
     name: str
+    file_format: str = ""
+    """Whose saved states it reads and writes, by the name of a store; empty: its own."""
     context: Any
     """The llama_context to decode with; resize() may replace it."""
     hook: _core.GraphHook | _core.WeightHook

@@ -51,6 +51,13 @@ function OfOne({ map }: { map: Holder }): JSX.Element {
         <Figure name="Evicted" value={count(map.evictions)} />
       )}
       <Figure name="Full f16 cache" value={bytes(map.bytes_full)} more="without a budget" />
+      {map.drafted_tokens > 0 && (
+        <Figure
+          name="Drafts accepted"
+          value={share(map.accepted_drafts, map.drafted_tokens)}
+          more={`${(1 + map.accepted_drafts / Math.max(map.draft_steps, 1)).toFixed(2)} tokens a step`}
+        />
+      )}
     </>
   );
 }

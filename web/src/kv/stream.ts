@@ -48,6 +48,10 @@ export interface Holder {
   frozen_bytes: number;
   prompt_tokens: number;
   generated_tokens: number;
+  // Tokens that were guessed ahead, how many of them were right, and the steps that wrote.
+  drafted_tokens: number;
+  accepted_drafts: number;
+  draft_steps: number;
   prompt_seconds: number;
   decode_seconds: number;
   evictions: number;

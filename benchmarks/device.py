@@ -1,0 +1,101 @@
+"""Measure prompt and decode of the device store against llama.cpp's own full cache on that device.
+
+python benchmarks/device.py --lengths 2048,8192,32768
+python benchmarks/device.py --shape 8b --lengths 2048,32768,131072
+PYTHONPATH=. build/device/bin/python benchmarks/device.py --rpc --lengths 512
+
+Both run in one process, one after the other, with all layers on the device and the same
+micro-batches. Prints for each length: tokens per second of the prompt and of single tokens after
+it, the ratio to llama.cpp's own cache, and the bytes that the device store holds on the device.
+With --shape, the model has random weights of that shape. With --rpc, the device is a process on
+this machine's CPU, whose figures say nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from entropykv import Session
+from inputs import find_model
+from tests.support.rpc_device import use_rpc_device
+from tests.support.tiny_models import write_llama
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {"n_layer": 30, "n_head": 9, "n_head_kv": 3, "head_dim": 64, "n_ff": 1536},
+    "8b": {"n_layer": 32, "n_head": 32, "n_head_kv": 8, "head_dim": 128, "n_ff": 14336},
+}
+
+
+@contextmanager
+def model_of(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield the path of the model; one with random weights is removed at the end."""
+    if options.shape is None:
+        yield Path(find_model(options.model))
+        return
+    shape = SHAPES[options.shape] | ({"n_layer": options.layers} if options.layers else {})
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        path = Path(folder) / "random.gguf"
+        write_llama(path, n_ctx_train=2**18, weight_type="Q4_0", **shape)
+        yield path
+
+
+def measure(session: Session, length: int, written: int) -> tuple[float, float]:
+    """Return the tokens per second of a prompt, and of single tokens after it."""
+    tokens = [3 + i * 7 % 250 for i in range(length)]
+    session.decode(tokens[:64])
+    session.reset()
+    start = time.perf_counter()
+    session.decode(tokens)
+    read = time.perf_counter()
+    for token in tokens[:written]:
+        session.decode([token])
+    return length / (read - start), written / (time.perf_counter() - read)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-m", "--model")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--folder", help="where a random model is written")
+    parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--kv-budget", type=float, default=0.2)
+    parser.add_argument("--written", type=int, default=64)
+    parser.add_argument("--n-ubatch", type=int, default=512)
+    parser.add_argument("--rpc", action="store_true")
+    options = parser.parse_args()
+    if options.rpc:
+        use_rpc_device()
+    print("  tokens  prompt, tok/s (own, ratio)   decode, tok/s (own, ratio)   MiB on the device")
+    with model_of(options) as path:
+        for length in map(int, options.lengths.split(",")):
+            common = {
+                "n_ctx": length + options.written,
+                "n_gpu_layers": -1,
+                "n_ubatch": options.n_ubatch,
+                "kv_type": "f16",
+            }
+            with Session(path, store="flat", policy="recency", kv_budget=1.0, **common) as own:
+                prompt, decode = measure(own, length, options.written)
+            budget = options.kv_budget
+            with Session(
+                path, store="device", policy="uniform", kv_budget=budget, **common
+            ) as ours:
+                our_prompt, our_decode = measure(ours, length, options.written)
+                held = sum(ours.stats().kv_bytes_on_devices.values()) / 2**20
+            print(
+                f"{length:8} {our_prompt:9.1f} ({prompt:.1f}, {our_prompt / prompt:.2f}x)"
+                f" {our_decode:12.1f} ({decode:.1f}, {our_decode / decode:.2f}x) {held:12.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+// Registers the store that keeps K and V on the devices of their layers.
+#include "bind/register.hpp"
+
+#include <pybind11/stl.h>
+
+#include "bind/arrays.hpp"
+#include "llama/device_store.hpp"
+#include "llama/graph_hook.hpp"
+#include "page/page_codec.hpp"
+
+namespace entropykv::bind {
+namespace {
+
+std::unique_ptr<DeviceStore> make_device_store(const GraphHook& hook, const std::string& kv_type,
+                                               const ImportanceSettings& importance, int n_sinks,
+                                               int recent_window, int max_tokens, int max_entries,
+                                               const std::vector<int>& budgets, int n_threads) {
+    std::vector<DeviceLayerSource> layers;
+    for (const AttentionNode& node : hook.nodes())
+        layers.push_back({node.shape, node.memory, {node.op_params.begin(), node.op_params.end()}});
+    StoreSettings settings;
+    settings.type = kv_type_named(kv_type);
+    settings.importance = importance;
+    settings.protection = {n_sinks, recent_window};
+    settings.max_tokens = max_tokens;
+    settings.max_entries = max_entries;
+    return std::make_unique<DeviceStore>(layers, settings, budgets, n_threads);
+}
+
+std::byte* data_of(const py::bytearray& state) {
+    return reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(state.ptr()));
+}
+
+void check_head(const DeviceStore& store, int layer, int head) {
+    if (layer < 0 || layer >= store.n_layers() || head < 0 ||
+        head >= store.ledger().shape(layer).n_head_kv)
+        throw std::invalid_argument("a KV head that the model does not have");
+}
+
+// Binds a function of one KV head, which must exist.
+template <typename Result>
+auto of_head(Result (DeviceStore::*function)(int, int) const) {
+    return [function](const DeviceStore& self, int layer, int head) {
+        check_head(self, layer, head);
+        return (self.*function)(layer, head);
+    };
+}
+
+void register_states(py::class_<DeviceStore>& store) {
+    store
+        .def("state_bytes", of_head(&DeviceStore::state_bytes), py::arg("layer"),
+             py::arg("kv_head"))
+        .def(
+            "save_head",
+            [](DeviceStore& self, int layer, int head) {
+                check_head(self, layer, head);
+                py::bytes state(nullptr, self.state_bytes(layer, head));
+                self.save_head(layer, head,
+                               reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
+                return state;
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "state_problem",
+            [](const DeviceStore& self, int layer, int count, const py::bytearray& state,
+               std::int32_t end) {
+                check_head(self, layer, 0);
+                return self.state_problem(layer, count, data_of(state), state.size(), end);
+            },
+            py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
+        .def("most_loaded", of_head(&DeviceStore::most_loaded), py::arg("layer"),
+             py::arg("kv_head"))
+        .def(
+            "load",
+            [](DeviceStore& self, const std::vector<int>& counts,
+               const std::vector<py::bytearray>& states) {
+                std::vector<std::byte*> addresses;
+                for (const py::bytearray& state : states) addresses.push_back(data_of(state));
+                self.load(counts, addresses);
+            },
+            py::arg("counts"), py::arg("states"));
+}
+
+}  // namespace
+
+void register_device_store(py::module_& m) {
+    m.def(
+        "device_rows",
+        [](const std::vector<int>& budgets, int max_tokens, int max_entries) {
+            return device_rows(budgets, max_tokens, max_entries);
+        },
+        py::arg("budgets"), py::arg("max_tokens"), py::arg("max_entries"));
+    py::class_<DeviceStore> store(m, "DeviceStore");
+    register_states(store);
+    store
+        .def(py::init(&make_device_store), py::arg("hook"), py::arg("kv_type"),
+             py::arg("importance"), py::arg("n_sinks"), py::arg("recent_window"),
+             py::arg("max_tokens"), py::arg("max_entries"), py::arg("budgets"),
+             py::arg("n_threads"))
+        .def("reserve", &DeviceStore::reserve, py::arg("n_tokens"), py::arg("position"))
+        .def(
+            "set_budgets",
+            [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks, int recent_window) {
+                self.set_budgets(budgets, {n_sinks, recent_window});
+            },
+            py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
+        .def("release", &DeviceStore::release)
+        .def("truncate", &DeviceStore::truncate, py::arg("position"))
+        .def(
+            "positions",
+            [](const DeviceStore& self, int layer, int head) {
+                check_head(self, layer, head);
+                return to_array(self.positions(layer, head));
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def("budget", of_head(&DeviceStore::budget), py::arg("layer"), py::arg("kv_head"))
+        .def("count", of_head(&DeviceStore::count), py::arg("layer"), py::arg("kv_head"))
+        .def_property("evicted", &DeviceStore::evicted, &DeviceStore::set_evicted)
+        .def_property_readonly("entries", &DeviceStore::entries)
+        .def_property_readonly("budget_bytes", &DeviceStore::budget_bytes)
+        .def_property_readonly("used_bytes", &DeviceStore::used_bytes)
+        .def_property_readonly("peak_bytes", &DeviceStore::peak_bytes)
+        .def_property_readonly("staging_bytes", &DeviceStore::staging_bytes)
+        .def_property_readonly("scratch_bytes", &DeviceStore::scratch_bytes)
+        .def_property_readonly("device_bytes", &DeviceStore::device_bytes)
+        .def_property_readonly("eviction_seconds", &DeviceStore::eviction_seconds);
+}
+
+}  // namespace entropykv::bind

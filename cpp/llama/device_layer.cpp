@@ -1,0 +1,83 @@
+#include "llama/device_layer.hpp"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+namespace entropykv {
+
+int device_rows(int budget, int max_tokens, int max_entries) {
+    return std::min(budget + max_tokens, max_entries);
+}
+
+int device_rows(const std::vector<int>& budgets, int max_tokens, int max_entries) {
+    int rows = kDeviceRowStep;  // attention may read rows behind the last head's, which are masked
+    for (const int budget : budgets) rows += device_rows(budget, max_tokens, max_entries);
+    return rows;
+}
+
+int DeviceHead::used_rows() const {
+    int used = 0;
+    for (const std::vector<int>* rows : {&entry_rows, &staged_rows})
+        for (const int row : *rows) used = used > row ? used : row + 1;
+    return used;
+}
+
+void DeviceHead::stage(int n_tokens) {
+    staged_rows.clear();
+    for (int row = 0; row < rows() && static_cast<int>(staged_rows.size()) < n_tokens; ++row)
+        if (positions[static_cast<std::size_t>(row)] == kFreeRow) staged_rows.push_back(row);
+    if (static_cast<int>(staged_rows.size()) < n_tokens)
+        throw std::logic_error("a KV head has no free rows on the device");
+}
+
+DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
+                         ggml_backend_buffer_type_t memory)
+    : shape_(shape), context_(ggml_init({2 * ggml_tensor_overhead(), nullptr, true})) {
+    if (context_ == nullptr) throw std::bad_alloc();
+    int n_rows = 0;
+    for (int head = 0; head < shape.n_head_kv; ++head) {
+        const int rows = head_rows.at(static_cast<std::size_t>(head));
+        if (groups_.empty() || heads_.back().rows() != rows) groups_.push_back({head, 0});
+        ++groups_.back().n_heads;
+        heads_.push_back({n_rows, std::vector<float>(static_cast<std::size_t>(rows), kFreeRow)});
+        n_rows += rows;
+    }
+    // Attention may read rows behind the last head's, which are masked.
+    n_rows += kDeviceRowStep;
+    k_ = ggml_new_tensor_2d(context_.get(), type, shape.k_dim, n_rows);
+    v_ = ggml_new_tensor_2d(context_.get(), type, shape.v_dim, n_rows);
+    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory));
+    if (buffer_ == nullptr) throw std::bad_alloc();
+    // Masked rows are multiplied by 0, so they must hold numbers.
+    ggml_backend_buffer_clear(buffer_.get(), 0);
+}
+
+std::vector<float> DeviceLayer::read(ggml_tensor* tensor, int head) const {
+    const DeviceHead& of = heads_.at(static_cast<std::size_t>(head));
+    const auto n_rows = static_cast<std::size_t>(of.used_rows());
+    const auto dim = static_cast<std::size_t>(tensor->ne[0]);
+    const std::size_t row_bytes = ggml_row_size(tensor->type, tensor->ne[0]);
+    std::vector<std::uint8_t> bytes(n_rows * row_bytes);
+    if (n_rows > 0)
+        ggml_backend_tensor_get(tensor, bytes.data(),
+                                static_cast<std::size_t>(of.first_row) * row_bytes, bytes.size());
+    std::vector<float> values(n_rows * dim);
+    ggml_get_type_traits(tensor->type)
+        ->to_float(bytes.data(), values.data(), static_cast<std::int64_t>(values.size()));
+    return values;
+}
+
+void DeviceLayer::write(ggml_tensor* tensor, int head, const std::vector<float>& values) {
+    if (values.empty()) return;
+    const DeviceHead& of = heads_.at(static_cast<std::size_t>(head));
+    const std::int64_t dim = tensor->ne[0];
+    const auto n_rows = static_cast<std::int64_t>(values.size()) / dim;
+    const std::size_t row_bytes = ggml_row_size(tensor->type, dim);
+    std::vector<std::uint8_t> bytes(static_cast<std::size_t>(n_rows) * row_bytes);
+    ggml_quantize_chunk(tensor->type, values.data(), bytes.data(), 0, n_rows, dim, nullptr);
+    ggml_backend_tensor_set(tensor, bytes.data(),
+                            static_cast<std::size_t>(of.first_row) * row_bytes, bytes.size());
+}
+
+}  // namespace entropykv

@@ -1,0 +1,94 @@
+// Holds K and V of one attention layer in tensors in the memory of the layer's device. Every KV
+// head has rows of its own; an entry stays in its row until it is evicted, so that nothing has to
+// be moved. Only ggml's own operations read and write the rows.
+#pragma once
+
+#include <ggml-alloc.h>
+#include <ggml-backend.h>
+#include <ggml.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "store/layer_shape.hpp"
+
+namespace entropykv {
+
+// Attention reads rows up to a multiple of this, as kernels of some backends require.
+constexpr int kDeviceRowStep = 256;
+// Is the position of a row without an entry: it lies behind every query, so none sees it.
+constexpr float kFreeRow = 1e9f;
+
+// Returns how many rows a KV head with such a budget gets: those of its entries, and of the micro-batch
+// that is read before the others are evicted.
+int device_rows(int budget, int max_tokens, int max_entries);
+// Returns how many rows a layer with such heads has.
+int device_rows(const std::vector<int>& budgets, int max_tokens, int max_entries);
+
+struct FreeBuffer {
+    void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+};
+struct FreeContext {
+    void operator()(ggml_context* context) const { ggml_free(context); }
+};
+
+// The rows of one KV head: which entries lie in them, and which are free.
+struct DeviceHead {
+    int first_row = 0;             // in the layer's tensors
+    std::vector<float> positions;  // by row; kFreeRow: the row is free
+    std::vector<int> entry_rows;   // the rows of the entries, in the order of the ledger
+    std::vector<int> staged_rows;  // the rows of the micro-batch that is read
+
+    int rows() const { return static_cast<int>(positions.size()); }
+    // Returns how many rows attention must read to see all entries.
+    int used_rows() const;
+    // Chooses free rows for the tokens of a micro-batch. Throws std::logic_error without room.
+    void stage(int n_tokens);
+};
+
+// Neighbouring KV heads with equally many rows, which one attention node serves: each of them is
+// one index of the fourth dimension.
+struct DeviceGroup {
+    int first_head;
+    int n_heads;
+};
+
+class DeviceLayer {
+public:
+    // head_rows: how many rows each KV head gets. memory: the buffer type in which llama.cpp has
+    // the layer's cache. Throws std::bad_alloc if the device has no memory.
+    DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
+                ggml_backend_buffer_type_t memory);
+
+    const LayerShape& shape() const { return shape_; }
+    ggml_type type() const { return k_->type; }
+    const std::vector<DeviceGroup>& groups() const { return groups_; }
+    std::vector<DeviceHead>& heads() { return heads_; }
+    const std::vector<DeviceHead>& heads() const { return heads_; }
+    // Are [dim][row], the rows of the heads one after another.
+    ggml_tensor* k() const { return k_; }
+    ggml_tensor* v() const { return v_; }
+
+    // Copies rows of one head from and to the device as floats, [row][dim].
+    std::vector<float> read(ggml_tensor* tensor, int head) const;
+    void write(ggml_tensor* tensor, int head, const std::vector<float>& values);
+
+    std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
+    // Returns the bytes of K and V of one entry.
+    std::size_t entry_bytes() const {
+        return ggml_row_size(type(), k_->ne[0]) + ggml_row_size(type(), v_->ne[0]);
+    }
+
+private:
+    LayerShape shape_;
+    std::vector<DeviceHead> heads_;
+    std::vector<DeviceGroup> groups_;
+    std::unique_ptr<ggml_context, FreeContext> context_;
+    std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
+    ggml_tensor* k_ = nullptr;
+    ggml_tensor* v_ = nullptr;
+};
+
+}  // namespace entropykv

@@ -1,0 +1,54 @@
+"""Decide how tokens are guessed ahead, and whether wrong guesses could be undone."""
+
+from __future__ import annotations
+
+from entropykv.errors import SettingsError
+from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.policy import Policy
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.freezing import Freezing
+
+
+def spec_type_for(
+    options: CacheOptions,
+    geometry: ModelGeometry,
+    policy: Policy,
+    freezing: Freezing | None,
+    store: str,
+) -> str:
+    """Return how tokens are guessed ahead: none, ngram or draft.
+
+    `auto` without a draft model becomes none where wrong guesses could not be undone, and on the
+    flat store, where llama.cpp's attention to several tokens has other bits than that to one. What
+    is asked for by name raises SettingsError where it is not possible.
+    """
+    asked = options.spec_type
+    if asked == "none":
+        return asked
+    obstacle = _obstacle(geometry, policy, freezing, store)
+    kind = "ngram" if options.spec_draft_model is None else "draft"
+    if asked == "auto" and kind == "ngram":
+        return "none" if obstacle is not None or store == "flat" else kind
+    if obstacle is not None:
+        raise SettingsError(
+            f"{geometry.name}: wrong guesses could not be undone {obstacle}, so no tokens are "
+            "guessed ahead; use --spec-type none (spec_type='none'), and no draft model"
+        )
+    return kind
+
+
+def _obstacle(
+    geometry: ModelGeometry, policy: Policy, freezing: Freezing | None, store: str
+) -> str | None:
+    """Return why wrong guesses could not be undone; None if they can."""
+    if geometry.recurrent:
+        return "in recurrent layers"
+    if freezing is not None:
+        return "where entries are frozen"
+    if store != "headwise":
+        return "on the device store" if store == "device" else None
+    if policy.importance.repeats:
+        return f"under policy {policy.name}, which reads texts twice"
+    if policy.rule.by_layer:
+        return f"under policy {policy.name}, which chooses per layer"
+    return None

@@ -1,0 +1,234 @@
+"""Let a small model with the same vocabulary draft for the sequences of another model.
+
+The small model has a pool (or one sequence) with a KV budget of its own. Before a step, its
+sequence follows the text: it goes back to what both have in common, reads what came since, and
+writes drafts greedily, as long as it is sure of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import llama_cpp
+import numpy as np
+
+from entropykv.errors import ContextError, PoolError, SettingsError
+from entropykv.llamacpp.model import Model
+from entropykv.session.drafting import Tokens
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.model_runner import ModelRunner
+from entropykv.session.reader import SequenceReader
+from entropykv.session.rollback import Rollback
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.store.protocol import Logits
+
+_CATCH_UP = 512
+"""The most tokens of the text that are read before one step; the next steps read the rest, without
+drafts, so that no token waits for a long prompt."""
+_MOST_MORE_TOKENS = 128
+"""By how many tokens the sizes of vocabularies may differ, because of padding: as llama.cpp."""
+_FIRST_COMPARED = 5
+"""Tokens before it are special ones, which are compared by their role: as llama.cpp."""
+_POLICY = "fast"
+"""Reads every text once, and needs no profile."""
+
+
+class DraftModel:
+    """Hold a small model, and a sequence of it for every sequence that it drafts for."""
+
+    def __init__(self, path: str | os.PathLike[str], options: CacheOptions, target: Model) -> None:
+        """Load the model; raises SettingsError if its vocabulary differs from the target's, and
+        the errors of a Session.
+
+        `options` are those of the target, with its n_ctx: threads and the number of sequences are
+        the same, the budget is options.draft_kv_budget.
+        """
+        self._p_min = options.draft_p_min
+        self._runner = ModelRunner(path, _options_for(options))
+        try:
+            check_vocabulary(self._runner.model, target)
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def drafter(self) -> ModelDrafter:
+        """Make a drafter for another sequence."""
+        return ModelDrafter(self._runner, self._p_min)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of its KV budget."""
+        core = self._runner.shared.core
+        if core is not None:
+            return core.budget_bytes
+        counters = [slot.store.counters() for slot in self._runner.slots]
+        return sum(each["kv_bytes_budget"] for each in counters)
+
+    def close(self) -> None:
+        """Free the model after the running step."""
+        self._runner.close()
+
+
+def open_draft_model(runner: ModelRunner) -> None:
+    """Load the small model that the runner's options name, if any, for its sequences.
+
+    Raises as DraftModel().
+    """
+    config = runner.config
+    path = config.options.spec_draft_model
+    if config.spec_type == "draft" and isinstance(path, (str, os.PathLike)):
+        options = replace(config.options, n_ctx=config.n_ctx)
+        runner.draft_model = DraftModel(path, options, runner.model)
+
+
+def _options_for(options: CacheOptions) -> CacheOptions:
+    return CacheOptions(
+        kv_budget=options.draft_budget,
+        policy=_POLICY,
+        n_ctx=options.n_ctx,
+        n_threads=options.n_threads,
+        n_threads_batch=options.n_threads_batch,
+        n_gpu_layers=options.n_gpu_layers,
+        n_sequences=options.n_sequences,
+        swap=options.swap,
+        swap_limit=options.swap_limit,
+        checkpoints=0 if options.in_pool else None,
+        spec_type="none",
+    )
+
+
+class ModelDrafter:
+    """Draft for one text with a sequence of the small model."""
+
+    _DECAY = 0.9
+
+    def __init__(self, runner: ModelRunner, p_min: float) -> None:
+        """Stop before drafts whose probability is less than `p_min`."""
+        self._runner = runner
+        self._slot = runner.add_slot()
+        self._rollback = Rollback(runner, self._slot)
+        self._reader = SequenceReader(runner, self._slot, self._rollback)
+        self._p_min = p_min
+        self._seconds = self._drafts = 0.0
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of its tokens and logits."""
+        return self._slot.text.n_bytes
+
+    @property
+    def seconds_each(self) -> float:
+        """Return what a draft took lately; 0.0 before the first one."""
+        return self._seconds / self._drafts if self._drafts else 0.0
+
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
+        """Return what the small model would write: see Drafter.
+
+        Nothing, while it still reads a long text, and where its context ends or its pool has no
+        room.
+        """
+        if most < 1 or any(map(is_placeholder, tokens[self._slot.text.position :].tolist())):
+            return [], 0  # It sees no images.
+        try:
+            logits = self._follow(tokens)
+            return ([], 0) if logits is None else self._write(logits, most)
+        except (ContextError, PoolError):
+            return [], 0
+
+    def close(self) -> None:
+        """Leave the sequence's share to others."""
+        self._runner.remove_slot_later(self._slot)
+
+    def _follow(self, tokens: Tokens) -> Logits | None:
+        """Read the text as far as it is not read; returns the logits behind it, or None if some of
+        it is left.
+        """
+        slot = self._slot
+        if slot.broken:
+            self._rollback.truncate(0)
+        # The last token is read again, if need be, because the logits behind it are needed.
+        common = min(_common_prefix(np.array(slot.text.tokens, np.int32), tokens), len(tokens) - 1)
+        if common < slot.text.position:
+            self._go_back(common)
+        rest = tokens[slot.text.position :]
+        logits = self._read(rest[:_CATCH_UP].tolist())
+        return logits if len(rest) <= _CATCH_UP else None
+
+    def _go_back(self, position: int) -> None:
+        """Truncate; where the store cannot, begin again."""
+        try:
+            self._rollback.truncate(position)
+        except ContextError:
+            self._rollback.truncate(0)
+
+    def _read(self, tokens: list[int]) -> Logits | None:
+        *_, logits = self._reader.read(tokens, all_logits=False)
+        return None if logits is None else logits[-1]
+
+    def _write(self, logits: Logits, most: int) -> tuple[list[int], int]:
+        """Write up to `most` drafts; returns them, and the probability of the first in 32nds."""
+        start = time.perf_counter()
+        drafts: list[int] = []
+        sureness = 0
+        while True:
+            token = int(logits.argmax())
+            probability = float(1.0 / np.exp(logits - logits[token]).sum())
+            if probability < self._p_min:
+                break
+            sureness = sureness or max(1, round(32 * probability))
+            drafts.append(token)
+            if len(drafts) == most or self._runner.model.is_end(token):
+                break
+            read = self._read([token])
+            if read is None:
+                break
+            logits = read
+        self._seconds = self._seconds * self._DECAY + time.perf_counter() - start
+        self._drafts = self._drafts * self._DECAY + max(len(drafts), 1)
+        return drafts, sureness
+
+
+def _common_prefix(first: Tokens, second: Tokens) -> int:
+    """Return how many tokens two texts have in common at their beginnings."""
+    n = min(len(first), len(second))
+    differs = np.flatnonzero(first[:n] != second[:n])
+    return n if differs.size == 0 else int(differs[0])
+
+
+def check_vocabulary(draft: Model, target: Model) -> None:
+    """Raise SettingsError unless both models have the same tokens, as far as llama.cpp asks for it.
+
+    Compared are the kind of vocabulary, the tokens that begin and end texts, the sizes, and the
+    texts of the tokens that both have.
+    """
+    with draft.in_use(), target.in_use():
+        what = _difference(draft, target)
+    if what is not None:
+        raise SettingsError(
+            f"{draft.name} cannot guess for {target.name}: {what}; use a smaller model of the same "
+            "family for --model-draft (spec_draft_model)"
+        )
+
+
+def _difference(draft: Model, target: Model) -> str | None:
+    ours, theirs = draft.vocabulary, target.vocabulary
+    if llama_cpp.llama_vocab_type(ours) != llama_cpp.llama_vocab_type(theirs):
+        return "they have different kinds of vocabularies"
+    adds = (llama_cpp.llama_vocab_get_add_bos, llama_cpp.llama_vocab_bos)
+    ends = (llama_cpp.llama_vocab_get_add_eos, llama_cpp.llama_vocab_eos)
+    for (asks, token), name in ((adds, "beginning"), (ends, "end")):
+        if asks(ours) != asks(theirs) or (asks(ours) and token(ours) != token(theirs)):
+            return f"they have different tokens at the {name} of texts"
+    if abs(draft.n_vocab - target.n_vocab) > _MOST_MORE_TOKENS:
+        return f"{draft.n_vocab} and {target.n_vocab} tokens in their vocabularies"
+    for token in range(_FIRST_COMPARED, min(draft.n_vocab, target.n_vocab)):
+        if _text(ours, token) != _text(theirs, token):
+            return f"token {token} has different texts"
+    return None
+
+
+def _text(vocabulary: object, token: int) -> bytes:
+    text: bytes = llama_cpp.llama_vocab_get_text(vocabulary, token)
+    return text

@@ -1,0 +1,312 @@
+"""The device store keeps per-head budgets where the weights are.
+
+`make test-device` runs these tests with layers on llama.cpp's RPC device, whose memory the CPU
+cannot read. Without that backend, all layers are on the CPU, which is a device like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from entropykv import BudgetError, EntropyKVError, Pool, Session, SessionFileError
+from entropykv.errors import ContextError
+from entropykv.session.memory_plan import format_plan, make_plan
+from entropykv.settings.cache_options import CacheOptions
+from tests.architectures import ARCHITECTURES, Architecture
+from tests.support.logits import relative_error, tokens_for
+from tests.support.profiles import profile_of
+from tests.support.releases import write_known
+from tests.support.rpc_device import built_with_rpc, use_rpc_device
+from tests.support.saved_sessions import all_entries
+from tests.support.tiny_models import write_gpt2, write_llama
+from tests.support.tiny_writer import TinyRope
+
+pytestmark = pytest.mark.device
+
+LAYERS = 99 if built_with_rpc() else 0
+N_CTX = 480
+FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
+MODELS: dict[str, Callable[[Path], None]] = {
+    "llama": lambda path: write_llama(path, head_dim=32, weight_type="F32"),
+    "groups": lambda path: write_llama(path, n_head=6, n_head_kv=3, head_dim=64),
+    "multi-head": lambda path: write_llama(path, n_head=4, n_head_kv=4, head_dim=32),
+    "factors": lambda path: write_llama(path, head_dim=32, rope=TinyRope(factors=FACTORS)),
+    "without-rope": lambda path: write_llama(path, n_layer=4, head_dim=32, architecture="smollm3"),
+    "learned-positions": lambda path: write_gpt2(path, n_ctx_train=512),
+}
+REFUSED = {
+    "windowed": "sliding window",
+    "shared keys": "",
+    "hybrid": "recurrent layers",
+    "recurrent": "recurrent layers",
+    "latent": "MLA",
+    "ALiBi": "ALiBi",
+}
+"""Kinds of models that the store does not serve, and the reason that it gives."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> None:
+    """Provide a device that is not the CPU, if there is one."""
+    if LAYERS:
+        use_rpc_device()
+
+
+def model_of(name: str, folder: Path) -> Path:
+    path = folder / f"{name}.gguf"
+    MODELS[name](path)
+    return path
+
+
+@pytest.fixture(params=sorted(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return model_of(request.param, tmp_path)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return model_of("llama", tmp_path)
+
+
+def on_device(path: Path, **options: Any) -> Session:
+    """Open a session with the device store, whose layers are on the device."""
+    defaults = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform", "kv_type": "f16"}
+    return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, **defaults, **options})
+
+
+def on_cpu(path: Path, **options: Any) -> Session:
+    """Open a session with the headwise store, and all layers on the CPU."""
+    return on_device(path, **{"store": "headwise", "n_gpu_layers": 0, **options})
+
+
+def read(session: Session, n_prompt: int = 300, n_single: int = 40) -> npt.NDArray[np.float32]:
+    """Read a prompt in chunks, then single tokens; returns the logits of all of them."""
+    tokens = tokens_for(n_prompt + n_single)
+    rows = [session.decode(tokens[:n_prompt], all_logits=True)]
+    rows += [np.atleast_2d(session.decode([token])) for token in tokens[n_prompt:]]
+    return np.concatenate(rows)
+
+
+def test_with_an_ample_budget_it_gives_the_logits_of_stock_on_that_device(model: Path) -> None:
+    with on_device(model, store="flat", policy="recency", kv_budget=1.0) as stock:
+        expected = read(stock)
+    with on_device(model, kv_budget=1.0) as session:
+        assert relative_error(read(session), expected) < 2e-3
+        assert session.stats().evictions == 0
+
+
+@pytest.mark.skipif(LAYERS == 0, reason="takes minutes; make test-device runs it")
+@pytest.mark.parametrize("architecture", ARCHITECTURES["plain"], ids=lambda a: a.name)
+def test_it_serves_every_architecture_without_windows(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_known(path, architecture)
+    with on_cpu(path, store="auto", kv_budget=1.0, n_ctx=256) as cpu:
+        expected = read(cpu, 60, 4)
+    with on_device(path, store="auto" if cpu.store == "flat" else "device", n_ctx=256) as session:
+        assert relative_error(read(session, 60, 4), expected) < 5e-3
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.25, 40])
+def test_with_a_small_budget_it_keeps_the_entries_that_the_cpu_keeps(
+    model: Path, budget: float
+) -> None:
+    with on_cpu(model, kv_budget=budget) as cpu, on_device(model, kv_budget=budget) as session:
+        expected, rows = read(cpu), read(session)
+        assert session.budgets() == cpu.budgets()
+        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        assert session.stats().evictions == cpu.stats().evictions > 0
+    # Scores that are nearly equal may be ordered either way.
+    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
+    assert same > 0.98
+    assert relative_error(rows[:48], expected[:48]) < 2e-3
+    # Entries that were evicted on the way may have differed, too.
+    assert relative_error(rows, expected) < 5e-2
+
+
+@pytest.mark.parametrize(
+    "policy", ["uniform:attention", "uniform:mass", "uniform:mass+values", "recency", "streaming"]
+)
+def test_it_ranks_entries_as_the_cpu_does(llama: Path, policy: str) -> None:
+    options = {"policy": policy, "kv_budget": 0.3}
+    with on_cpu(llama, **options) as cpu, on_device(llama, **options) as session:
+        read(cpu)
+        read(session)
+        assert all_entries(session) == all_entries(cpu)
+
+
+def test_q8_0_gives_the_logits_of_the_cpu_within_its_rounding(llama: Path) -> None:
+    options: dict[str, Any] = {"kv_type": "q8_0", "kv_budget": 0.3}
+    with on_cpu(llama, **options) as cpu, on_device(llama, **options) as session:
+        assert relative_error(read(session), read(cpu)) < 5e-2
+        assert session.stats().kv_bytes_budget < 0.6 * 0.3 * N_CTX * 2 * 2 * 64 * 2
+
+
+def test_heads_of_a_layer_have_budgets_of_their_own(tmp_path: Path) -> None:
+    path = model_of("groups", tmp_path)
+    entropies = np.array([[1, 1, 2, 2, 1.5, 1.5], [2, 2, 1, 1, 1, 1]], np.float64)
+    profile = replace(profile_of(path), head_entropies=entropies)
+    options = {"policy": "entropy", "entropy_config": profile, "kv_budget": 0.3}
+    with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
+        assert len(set(session.budgets()[0])) > 1
+        expected, rows = read(cpu), read(session)
+        assert all_entries(session) == all_entries(cpu)
+        assert relative_error(rows, expected) < 2e-3
+        held = [[len(session.entries(0, head)) for head in range(3)]]
+        assert all(n <= most for n, most in zip(held[0], session.budgets()[0], strict=True))
+
+
+def test_the_budget_is_never_exceeded_on_the_device(model: Path) -> None:
+    tokens = tokens_for(400)
+    with on_device(model, kv_budget=0.25) as session:
+        for first in range(0, 400, 37):
+            session.decode(tokens[first : first + 37])
+            stats = session.stats()
+            assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+            for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
+                assert all(n <= most for n, most in zip(heads, budgets, strict=True))
+        of_devices = stats.kv_bytes_on_devices
+        assert list(of_devices) == ["RPC0" if LAYERS else "CPU"]
+        assert sum(of_devices.values()) >= stats.kv_bytes_budget + stats.kv_bytes_staging
+
+
+def _counts(session: Session) -> list[list[int]]:
+    return [
+        [len(session.entries(layer, head)) for head in range(len(heads))]
+        for layer, heads in enumerate(session.budgets())
+    ]
+
+
+@pytest.mark.skipif(LAYERS == 0, reason="needs a second device: make test-device")
+def test_layers_may_be_on_different_devices(llama: Path) -> None:
+    with (
+        on_device(llama, kv_budget=0.3) as whole,
+        on_device(llama, n_gpu_layers=2, kv_budget=0.3) as part,
+    ):
+        assert relative_error(read(part), read(whole)) < 2e-3
+        assert all_entries(part) == all_entries(whole)
+        assert set(part.stats().kv_bytes_on_devices) == {"RPC0", "CPU"}
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_session_is_saved_on_the_device_and_loaded_on_the_cpu_and_back(
+    llama: Path, kv_type: str
+) -> None:
+    options: dict[str, Any] = {"kv_budget": 0.3, "kv_type": kv_type}
+    more = tokens_for(60, seed=8)
+    with on_device(llama, **options) as session, on_cpu(llama, **options) as cpu:
+        read(session)
+        cpu.load_state(session.save_state())
+        assert all_entries(cpu) == all_entries(session)
+        assert cpu.stats().evictions == session.stats().evictions
+        with on_device(llama, **options) as again:
+            again.load_state(cpu.save_state())
+            assert again.save_state() == cpu.save_state()
+            rows = [s.decode(more, all_logits=True) for s in (session, cpu, again)]
+            assert relative_error(rows[1], rows[0]) < (2e-3 if kv_type == "f16" else 5e-2)
+            assert relative_error(rows[2], rows[0]) < 2e-3
+            assert all_entries(again) == all_entries(session)
+
+
+def test_a_smaller_budget_evicts_what_a_file_holds_too_much(llama: Path) -> None:
+    with on_cpu(llama, kv_budget=150) as cpu, on_device(llama, kv_budget=120) as session:
+        read(cpu)
+        session.load_state(cpu.save_state())
+        assert all(n <= 120 for heads in _counts(session) for n in heads)
+        assert np.isfinite(session.decode(tokens_for(60, seed=8))).all()
+    with on_cpu(llama, kv_budget=300) as cpu, on_device(llama, kv_budget=40) as session:
+        read(cpu)
+        with pytest.raises(SessionFileError, match="rows for"):
+            session.load_state(cpu.save_state())
+
+
+def test_a_rollback_reads_the_same_again(llama: Path) -> None:
+    tokens = tokens_for(100)
+    with on_device(llama, kv_budget=0.5) as session:
+        session.decode(tokens)
+        first = session.decode(tokens_for(20, seed=7))
+        session.truncate(100)
+        assert session.position == 100
+        assert relative_error(session.decode(tokens_for(20, seed=7)), first) < 1e-4
+        session.reset()
+        assert session.stats().kv_bytes_now == 0
+        session.decode(tokens)
+        assert relative_error(session.decode(tokens_for(20, seed=7)), first) < 1e-4
+
+
+def test_a_smaller_budget_evicts_at_once_and_a_larger_one_is_refused(llama: Path) -> None:
+    with on_device(llama, kv_budget=0.5) as session:
+        read(session)
+        session.resize(0.25)
+        for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
+            assert all(n <= most for n, most in zip(heads, budgets, strict=True))
+        session.decode(tokens_for(60, seed=8))
+        with pytest.raises(BudgetError, match="cannot grow"):
+            session.resize(1.0)
+        session.decode(tokens_for(5, seed=9))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": "adaptive"}, "cannot follow policy adaptive"),
+        ({"policy": "uniform:expected"}, "cannot follow policy"),
+        ({"policy": "uniform:mass+distinct"}, "cannot follow policy"),
+        ({"policy": "uniform:mass+predicted"}, "cannot follow policy"),
+        ({"freeze": "ram"}, "no cold storage"),
+        ({"learn": True, "policy": "auto"}, "learn"),
+        ({"spec_type": "ngram"}, "undone on the device store"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(
+    llama: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(EntropyKVError, match=words):
+        on_device(llama, **options)
+
+
+def test_models_that_it_cannot_serve_are_refused_by_name(tmp_path: Path, llama: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for kind, words in REFUSED.items():
+        write_known(path, ARCHITECTURES[kind][0])
+        with pytest.raises(
+            EntropyKVError, match=f"device store cannot serve this model: .*{words}"
+        ):
+            on_device(path)
+    with pytest.raises(EntropyKVError, match="the device store holds one conversation"):
+        Pool(llama, n_sequences=2, store="device", n_ctx=N_CTX)
+
+
+def test_a_text_beyond_the_trained_context_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.gguf"
+    write_llama(path, head_dim=32, n_ctx_train=128)
+    with on_device(path, n_ctx=256, kv_budget=64) as session:
+        with pytest.raises(ContextError, match="does not move keys"):
+            session.decode(tokens_for(200))
+        session.decode(tokens_for(100))
+
+
+def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
+    options: dict[str, Any] = {"store": "device", "policy": "uniform", "kv_type": "f16"}
+    options |= {"n_ctx": N_CTX, "n_ubatch": 48, "kv_budget": 0.3, "n_gpu_layers": LAYERS}
+    plan = make_plan(llama, CacheOptions(**options))
+    places = plan.bytes_by_place
+    assert places["main memory" if LAYERS else "devices"] == 0
+    with on_device(llama, kv_budget=0.3) as session:
+        stats = session.stats()
+        assert sum(places.values()) == stats.kv_bytes_budget + stats.kv_bytes_staging
+    assert ("in devices" if LAYERS else "in main memory") in format_plan(plan)
+
+
+def test_policy_auto_needs_no_predictor(llama: Path) -> None:
+    with on_device(llama, policy="auto", kv_budget=0.3) as session:
+        read(session)
+        assert session.stats().policy == "uniform"
