@@ -187,6 +187,11 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
     add_option(group, CacheOptions, "store")
     add_threads_option(group)
     add_option(group, CacheOptions, "n_ubatch", default=_DEFAULTS.micro_batch)
+    add_draft_options(group)
+
+
+def add_draft_options(group: argparse._ActionsContainer) -> None:
+    """Add options of who guesses tokens ahead, and how many."""
     add_option(group, CacheOptions, "spec_type", type=spec_type)
     for name in ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min"):
         add_option(group, CacheOptions, name)
