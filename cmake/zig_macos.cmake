@@ -11,6 +11,7 @@ endif()
 set(CMAKE_CXX_COMPILER ${ZIG} c++ -target ${zig_target})
 set(CMAKE_AR ${ZIG})
 set(CMAKE_RANLIB ${ZIG})
+set(CMAKE_STRIP ${CMAKE_COMMAND} -E true)  # the strip of Linux does not know the files
 set(CMAKE_CXX_ARCHIVE_CREATE "<CMAKE_AR> ar qc <TARGET> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_APPEND "<CMAKE_AR> ar q <TARGET> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_FINISH "<CMAKE_RANLIB> ranlib <TARGET>")

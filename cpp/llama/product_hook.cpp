@@ -115,6 +115,7 @@ bool ProductHook::take(ggml_tensor* node) noexcept {
 
 void ProductHook::change(ggml_tensor* node) noexcept {
     if (node->op != GGML_OP_MUL_MAT || !is_weight(node->src[0])) return;
+    if (node->src[1]->ne[1] == 0) return;  // A chunk without logits: nothing is computed.
     Seen& seen = seen_[node->src[0]->type];
     (take(node) ? seen.ours : seen.stock) = true;
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "platform/instruction_sets.hpp"
 #include "products/products.hpp"
 #include "testing.hpp"
 #include "weight_blocks.hpp"
@@ -131,9 +132,28 @@ void test_special_values() {
     }
 }
 
+// The compiler's own library, which not every system links, says the same about this CPU.
+void test_instruction_sets() {
+#if defined(ENTROPYKV_X86) && defined(__linux__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool vnni = __builtin_cpu_supports("avx512vnni");
+    CHECK(has_avx2() == avx2);
+    CHECK(has_avx512() == (avx2 && avx512));
+    CHECK(has_avx512_vnni() == (avx2 && avx512 && vnni));
+#if defined(ENTROPYKV_AVX_VNNI)
+    const bool avx_vnni = __builtin_cpu_supports("avxvnni");
+    CHECK(has_avx_vnni() == (avx2 && avx_vnni));
+#endif
+#endif
+}
+
 }  // namespace
 
 int main() {
+    test_instruction_sets();
     test_all();
     test_special_values();
     return summary();

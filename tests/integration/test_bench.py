@@ -100,6 +100,21 @@ def test_the_command_prints_a_table_and_writes_json(tiny_llama: Path, tmp_path: 
     assert content["read_bandwidth"] > 1e8
 
 
+def test_drafts_are_measured_with_the_same_texts(pool_llama: Path, tmp_path: Path) -> None:
+    target = tmp_path / "drafts.json"
+    result = entropykv(
+        *("bench", "-m", pool_llama, "--spec", "--lengths", "64", "--rounds", "1", "-n", "24"),
+        *("-md", pool_llama, "--draft-kv-budget", "1.0", "--json", target),
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(target.read_text(encoding="utf-8"))["rows"]
+    assert [row["task"] for row in rows] == ["copy", "quote", "table", "prose"]
+    assert all(row["same"] and row["ratio"] > 0 for row in rows)
+    assert "not the same" not in result.stdout
+    assert_refused(entropykv("bench", "-m", pool_llama, "--spec", "--spec-type", "none"), "none")
+    assert_refused(entropykv("bench", "-m", pool_llama, "-md", pool_llama), "--spec")
+
+
 def test_attention_bandwidth_is_the_slope_between_budgets() -> None:
     rows = [
         row("stock", 0, 50.0),

@@ -1,4 +1,4 @@
-"""Skip tests of models that an older release of llama.cpp cannot load or run.
+"""Skip tests of models or images that an older release of llama.cpp cannot load or run.
 
 Nothing is skipped in the release that the table of architectures was written for.
 """
@@ -10,14 +10,26 @@ from pathlib import Path
 import pytest
 
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
+from entropykv.errors import UnsupportedModelError
+from entropykv.llamacpp.projector import load_mtmd
 from entropykv.model.architectures import checked_architectures
 from tests.architectures import Architecture, write_architecture
 
 IS_CHECKED = checked_architectures().llama_cpp_python == LLAMA_CPP_PYTHON_VERSION
 """Whether the running release is that of the table."""
 
-ENDS_THE_PROCESS = {"0.3.34": ("deepseek32",)}
+ENDS_THE_PROCESS = dict.fromkeys(("0.3.30", "0.3.33", "0.3.34"), ("deepseek32",))
 """Models with which llama.cpp alone, in this release, ends in an assertion of its own."""
+
+
+def need_images() -> None:
+    """Skip a test of images if this release calls libmtmd in a way that is not known."""
+    try:
+        load_mtmd()
+    except UnsupportedModelError as error:
+        if IS_CHECKED:
+            raise
+        pytest.skip(str(error))
 
 
 def write_known(path: Path, model: Architecture) -> None:

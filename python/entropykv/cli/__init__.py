@@ -20,6 +20,7 @@ from entropykv.cli.notes import deprecations_as_notes, say
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plan import add_plan
 from entropykv.cli.profile import add_profile
+from entropykv.cli.read import add_read
 from entropykv.cli.report import add_report
 from entropykv.cli.run import EXIT_INTERRUPTED, add_run
 from entropykv.cli.serve import add_serve
@@ -67,6 +68,7 @@ def _parser(*, serving: bool) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
     add_chat(commands)
+    add_read(commands)
     add_plan(commands)
     add_bench(commands)
     add_evaluate(commands)

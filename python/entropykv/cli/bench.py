@@ -10,8 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from entropykv.calibration.texts import read_texts
 from entropykv.cli.notes import ProgressBar
 from entropykv.cli.options import (
+    add_draft_options,
     add_model_options,
     add_option,
     add_threads_option,
@@ -23,7 +25,9 @@ from entropykv.cli.options import (
     list_of,
 )
 from entropykv.cli.plots import check_plot, draw_bench
+from entropykv.errors import SettingsError
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
+from entropykv.evaluation.draft_bench import bench_drafts
 from entropykv.evaluation.metrics import disagreement_note
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import POLICY_SYNTAX, policy_named
@@ -31,6 +35,7 @@ from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES
 
 _LENGTHS = (512, 2048, 6144)
+_DRAFT_LENGTH = 2048
 _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"
 
 
@@ -70,6 +75,13 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--rounds", type=integer(1), default=3, help="default: %(default)s")
     add_threads_option(parser)
+    parser.add_argument(
+        "--spec",
+        action="store_true",
+        help="measure what guessing tokens ahead is worth instead, by --spec-type: copying and "
+        "prose with prompts of the first length, in the last budget",
+    )
+    add_draft_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too")
     parser.add_argument("--plot", metavar="FILE", help="draw them (.png or .svg; extra plot)")
     parser.set_defaults(command=_bench)
@@ -77,6 +89,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _bench(options: argparse.Namespace) -> int:
     demo_of(options)
+    _check_drafts(options)
     if options.plot:
         check_plot(options.plot)
     check_writable(options.json)
@@ -84,6 +97,8 @@ def _bench(options: argparse.Namespace) -> int:
     fetch_named(options)
     trained = read_geometry(options.model).n_ctx_train
     threads = CacheOptions(n_threads=options.threads).threads
+    if options.spec:
+        return _bench_drafts(options, trained)
     settings = BenchSettings(
         lengths=options.lengths or [n for n in _LENGTHS if n <= trained] or [trained],
         budgets=options.budgets,
@@ -123,6 +138,57 @@ def _bench(options: argparse.Namespace) -> int:
         Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if options.plot:
         draw_bench(rows, options.plot)
+    return 0
+
+
+def _check_drafts(options: argparse.Namespace) -> None:
+    """Raise SettingsError for options of drafts without --spec, or --spec without drafts."""
+    if options.spec_draft_model is not None and not options.spec:
+        raise SettingsError("--model-draft is measured with --spec; give that, too")
+    if options.spec and options.spec_type == "none":
+        raise SettingsError("--spec measures drafts, and --spec-type none reads none; use ngram")
+
+
+_DRAFT_HEADER = "| task | tok/s without | with | times | tokens a step | accepted of drafted |"
+
+
+def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
+    """Print what drafts are worth; they are the only thing that is measured then."""
+    names = ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min")
+    cache = CacheOptions(
+        kv_budget=options.budgets[-1],
+        policy=options.policy,
+        n_threads=options.threads,
+        spec_type=options.spec_type,
+        **{name: getattr(options, name) for name in names},
+    )
+    length = (options.lengths or [min(_DRAFT_LENGTH, trained // 2)])[0]
+    print(f"{_DRAFT_HEADER}\n|---|---|---|---|---|---|")
+    rows = []
+    text = "\n\n".join(each.content for each in read_texts())
+    for row in bench_drafts(
+        options.model,
+        cache,
+        text,
+        length=length,
+        n_tokens=options.generate,
+        rounds=options.rounds,
+    ):
+        rows.append(row)
+        print(
+            f"| {row.task} | {row.speed_without:.1f} | {row.speed_with:.1f} | {row.ratio:.2f} | "
+            f"{row.tokens_per_step:.2f} | {row.accepted} of {row.drafted} |",
+            flush=True,
+        )
+    if not all(row.same for row in rows):
+        print("\nThe texts are not the same: llama.cpp computes products of weights, or attention.")
+    if options.json:
+        content = {
+            "model": str(options.model),
+            "length": length,
+            "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],
+        }
+        Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

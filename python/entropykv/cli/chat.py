@@ -13,6 +13,7 @@ from pathlib import Path
 from entropykv.cli.answer import Answer
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
+from entropykv.cli.documents import add_document_option, open_given, use_document
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.image_options import (
     add_image_options,
@@ -75,6 +76,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--show-thoughts", action="store_true", help="show what is thought, not only how long it is"
     )
     add_engine_options(parser)
+    add_document_option(parser, group)
     parser.set_defaults(command=_chat)
 
 
@@ -82,7 +84,10 @@ def _chat(options: argparse.Namespace) -> int:
     sampling = sampling_of(options)
     thinking = thinking_options_of(options)
     first = read_prompt(options)
+    use_document(options)
     if options.web:
+        if options.document is not None:
+            raise SettingsError("the page asks about no --document yet; leave --web out")
         return chat_in_browser(options, sampling)
     demo = demo_of(options)
     if demo is not None and options.system is None and options.load_session is None:
@@ -104,6 +109,8 @@ def _chat(options: argparse.Namespace) -> int:
         )
         if options.load_session is not None:
             conversation.load(options.load_session)
+        if open_given(session, options) is not None:
+            conversation.begin_after_document()
         conversation.files = files
         code = _Terminal(conversation).run(first, single=options.single_turn)
         say_learnt(session)

@@ -13,6 +13,7 @@ from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.cli.shown_thought import ShownThought
 from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.session.document import question_text
 from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
 from entropykv.session.sampling import Sampling
@@ -69,7 +70,13 @@ class Conversation:
         self._answers = use_template
         self._thinking = thinking or ThinkingOptions()
         self._folds = folds
+        self._end_of_document: int | None = None
+        """The position where the first question about a document is read; None without one."""
         self._is_chat = use_template and session.chat_prompt("-", system) is not None
+
+    def begin_after_document(self) -> None:
+        """Take what the session has read for a document: the next turn is a question about it."""
+        self._end_of_document = self.session.position
 
     def ask(self, text: str) -> Answer:
         """Read the user's turn, and write the answer to stdout.
@@ -116,9 +123,11 @@ class Conversation:
 
     def _prompt_of(self, text: str) -> str | None:
         """Return what the chat template makes of a turn; None for plain text."""
+        session = self.session
+        if session.position == self._end_of_document:
+            return question_text(session, text, chat=self._is_chat)
         if not self._is_chat:
             return None
-        session = self.session
         if session.position == 0:
             return session.chat_prompt(text, self._system)
         return session.chat_turn(text)
@@ -219,6 +228,7 @@ class Conversation:
     def reset(self) -> None:
         """Remove all turns."""
         self.session.reset()
+        self._end_of_document = None
         self.turns, self.loaded_text = [], ""
 
     def save(self, path: str) -> None:
@@ -231,4 +241,5 @@ class Conversation:
         with open_session(path) as reader:
             check_chat(reader.contents, self._is_chat, path)
         load_session(self.session, path)
+        self._end_of_document = None
         self.turns, self.loaded_text = [], self.session.detokenize(self.session.tokens)

@@ -92,8 +92,11 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add -m, with --demo and -hf as alternatives: see demo_of() and fetch_named()."""
+def add_model_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add -m, with --demo and -hf as alternatives: see demo_of() and fetch_named().
+
+    Returns their group, for a command that has a further alternative.
+    """
     model = parser.add_mutually_exclusive_group(required=True)
     add_model_option(parser, model)
     model.add_argument(
@@ -101,6 +104,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=DEMOS,
         help="a model that comes with entropykv, and its profile (see `entropykv models`)",
     )
+    return model
 
 
 def add_model_option(
@@ -161,9 +165,9 @@ def add_budget_options(
     *,
     n_ctx: int = _DEFAULTS.n_ctx,
     kv_budget: str = str(_DEFAULTS.kv_budget),
-) -> None:
-    """Add the model, the context and the budget."""
-    add_model_options(parser)
+) -> argparse._MutuallyExclusiveGroup:
+    """Add the model, the context and the budget; returns the group of the model."""
+    model = add_model_options(parser)
     add_option(parser, CacheOptions, "n_ctx", default=n_ctx)
     group = parser.add_argument_group("KV budget")
     add_option(group, CacheOptions, "kv_budget", default=kv_budget)
@@ -171,6 +175,7 @@ def add_budget_options(
     add_option(group, CacheOptions, "entropy_config")
     add_option(group, CacheOptions, "kv_type")
     add_protection_options(group)
+    return model
 
 
 def add_protection_options(group: argparse._ArgumentGroup, **other: Any) -> None:
@@ -187,6 +192,11 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
     add_option(group, CacheOptions, "store")
     add_threads_option(group)
     add_option(group, CacheOptions, "n_ubatch", default=_DEFAULTS.micro_batch)
+    add_draft_options(group)
+
+
+def add_draft_options(group: argparse._ActionsContainer) -> None:
+    """Add options of who guesses tokens ahead, and how many."""
     add_option(group, CacheOptions, "spec_type", type=spec_type)
     for name in ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min"):
         add_option(group, CacheOptions, name)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from entropykv.cli.answer import Answer, write_answer
+from entropykv.cli.documents import add_document_option, open_given, use_document
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.image_options import (
     add_image_options,
@@ -38,6 +39,7 @@ from entropykv.cli.shown_thought import (
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
 from entropykv.session.asked import freezing_of
+from entropykv.session.document import question_text
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 
@@ -66,7 +68,9 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="FILE",
         help="draw how many entries are in attention and frozen (.png or .svg)",
     )
-    add_prompt_cache(add_session_options(parser))
+    sessions = add_session_options(parser)
+    add_prompt_cache(sessions)
+    add_document_option(parser, sessions)
     parser.set_defaults(command=run)
 
 
@@ -83,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
     sampling = sampling_of(options)
     thinking = thinking_options_of(options)
     use_in_template(options)
+    use_document(options)
     asked = _use_demo(options)
     text = _prompt_text(options)
     check_writable(options.stats_json)
@@ -190,7 +195,14 @@ def _prompt_tokens(
     options: argparse.Namespace,
     loaded: SavedContents | None,
 ) -> tuple[list[int], bool | None]:
-    """Return the tokens to read, and whether the session is a chat (None if unknown)."""
+    """Open the documents that were given; return the tokens to read, and whether the session is a
+    chat (None if unknown).
+    """
+    if document := open_given(session, options):
+        asks = question_text(session, text, chat=bool(document.chat))
+        tokens = tokens_of(session, asks, files, add_bos=False)
+        _check_room(session, tokens, "the document")
+        return tokens, document.chat
     if loaded and not text.strip():
         if session.logits is None:
             raise ContextError("the saved session ends within a text; give a prompt with -p or -f")
@@ -211,10 +223,15 @@ def _prompt_tokens(
         check_chat(loaded, turn is not None, options.load_session)
     add_bos = None if turn is None and not loaded else False
     tokens = tokens_of(session, text if turn is None else turn, files, add_bos=add_bos)
+    _check_room(session, tokens, "the saved session")
+    return tokens, turn is not None
+
+
+def _check_room(session: Session, tokens: list[int], before: str) -> None:
+    """Raise ContextError if the context cannot hold the prompt behind what was read before."""
     if session.position + len(tokens) > session.n_ctx:
-        after = f" after {session.position} of the saved session" if loaded else ""
+        after = f" after {session.position} of {before}" if session.position else ""
         raise ContextError(
             f"the prompt has {len(tokens)} tokens{after}, more than the context of "
             f"{session.n_ctx}; shorten it or raise -c"
         )
-    return tokens, turn is not None

@@ -9,7 +9,7 @@ import time
 from entropykv.cli.answer import read_rest
 from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
-from entropykv.session.file import SavedContents
+from entropykv.session.file import SavedContents, open_session
 from entropykv.session.session import Session
 
 
@@ -38,9 +38,12 @@ def load_session(session: Session, path: str | None) -> SavedContents | None:
     """Load a session if `path` is given, and print a note."""
     if path is None:
         return None
+    with open_session(path) as reader:
+        if reader.contents.document is not None:
+            raise SettingsError(f"{path}: is a document; give --document {path}")
     start = time.perf_counter()
     contents = session.load(path)
-    _say_what("loaded", path, contents, time.perf_counter() - start)
+    say_what("loaded", path, contents, time.perf_counter() - start)
     evicted = contents.n_entries - session.stats().entries_kept
     if evicted:
         say(f"{evicted} entries were evicted: the KV budget is smaller than the saved session's")
@@ -66,10 +69,11 @@ def save_session(session: Session, path: str, unread: list[int], *, chat: bool |
     if not read_rest(session, unread):
         say("the context is full: the saved session ends before the last token of the answer")
     contents = session.save(path, chat=chat)
-    _say_what("saved", path, contents, time.perf_counter() - start)
+    say_what("saved", path, contents, time.perf_counter() - start)
 
 
-def _say_what(what: str, path: str, contents: SavedContents, seconds: float) -> None:
+def say_what(what: str, path: str, contents: SavedContents, seconds: float) -> None:
+    """Print what was done to the file of a session, and what it holds."""
     size = os.path.getsize(path) / 2**20
     say(
         f"{what} {path}: {contents.n_tokens} tokens, {contents.n_entries} entries, {size:.1f} MiB "

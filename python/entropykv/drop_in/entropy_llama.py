@@ -38,6 +38,7 @@ from entropykv.drop_in.sampler import SamplerOfSequence
 from entropykv.errors import ContextError, EntropyKVError, ModelFileError, SettingsError
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.model.geometry import ModelGeometry, read_loadable
+from entropykv.session.document import document_note
 from entropykv.session.file import SavedContents
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, ImagePrompt, Images
@@ -75,8 +76,10 @@ class EntropyLlama(llama_cpp.Llama):
     pool of one, in which a turn that is edited or asked again continues from the nearest
     checkpoint, whatever was evicted since.
 
+    `document` is the file of a document, which open_document() opens.
+
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
-    FreezeError.
+    FreezeError, SessionFileError.
     """
 
     _ctx: BudgetContext
@@ -91,6 +94,8 @@ class EntropyLlama(llama_cpp.Llama):
     loads.
     """
     _pool: Pool | None = None
+    _document: Sequence[int] = ()
+    """The tokens of the document that was opened."""
     _image_prompt: ImagePrompt | None = None
     """The last prompt with images; it keeps the images alive until they are read."""
     _alike: weakref.WeakSet[EntropyLlama]
@@ -107,6 +112,7 @@ class EntropyLlama(llama_cpp.Llama):
         on_evict: Callable[[EvictionEvent], object] | None = None,
         repeatable: bool = True,
         on_climb: Callable[[Climb], object] | None = None,
+        document: str | os.PathLike[str] | None = None,
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the context of the budget replaces."""
@@ -128,6 +134,12 @@ class EntropyLlama(llama_cpp.Llama):
             )
         self._set_sizes(arguments)
         self._begin(geometry, budget)
+        if document is not None:
+            try:
+                self.open_document(document)
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def from_pretrained(
@@ -580,7 +592,32 @@ class EntropyLlama(llama_cpp.Llama):
                 "a saved session has the logits of its last token only; use logits_all=False, or "
                 "save_state() and load_state()"
             )
-        contents = self._session.load(path)
+        return self._go_on_from(self._session.load(path))
+
+    def open_document(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Continue from a document that `entropykv read` has written: see question().
+
+        With `checkpoints`, later questions about it do not read it again, whatever was evicted
+        since. Raises SessionFileError, and leaves the state unchanged.
+        """
+        document_note(path)
+        contents = self.load_session(path)
+        self._session.keep_checkpoint()
+        self._document = self._session.tokens
+        return contents
+
+    def question(self, text: str) -> list[int]:
+        """Return a prompt for create_completion(): the tokens of the document and of a question.
+
+        The document is not read again as long as the sequence, or a checkpoint, ends with it.
+        Raises ContextError if no document was opened.
+        """
+        if not self._document:
+            raise ContextError("there is no document to ask about; call open_document() first")
+        return [*self._document, *self._session.question(text)]
+
+    def _go_on_from(self, contents: SavedContents) -> SavedContents:
+        """Let Llama know the text of a session that was loaded."""
         self._requires_eval = True
         self._reader.forget_sampled()
         self.n_tokens = contents.position

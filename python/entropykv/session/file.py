@@ -12,6 +12,8 @@ The headwise store has a section for every KV head, layer by layer: cpp/store/he
 budgets follow the text, one more with the measurements (f64): state() in online.py. The flat store
 has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose version is
 in the header.
+
+The file of a document is the same, and its header also has `document`: see DocumentNote.
 """
 
 from __future__ import annotations
@@ -72,6 +74,22 @@ class SavedSettings:
 
 
 @dataclass(frozen=True)
+class DocumentNote:
+    """Say what document a session has read; the header of the file of a document contains it."""
+
+    names: list[str]
+    """The files that it was read from, in that order."""
+    text: str
+    """The whole text, which is read again behind another document."""
+    n_tokens: int
+    """The tokens of the whole text, with what the chat template puts before it. Fewer were read if
+    reading was interrupted.
+    """
+    full_bytes: int
+    """The bytes that a full cache in f16 would take for these tokens."""
+
+
+@dataclass(frozen=True)
 class SavedContents:
     """Hold the contents of a session when it was saved."""
 
@@ -100,12 +118,16 @@ class SavedContents:
     """True if the next token searches frozen entries, as after thaw()."""
     images: list[list[int]] = dataclasses.field(default_factory=list)
     """The fields of every ImageSpan; the header contains them only if there are images."""
+    document: DocumentNote | None = None
+    """The document that was read; the header contains it only if there is one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for the JSON header of the file."""
         fields = dataclasses.asdict(self)
         if not self.images:
             del fields["images"]
+        if self.document is None:
+            del fields["document"]
         return fields
 
     @property
@@ -289,7 +311,10 @@ class SessionReader:
         try:
             data = json.loads(header)
             settings = SavedSettings(**data["settings"])
-            contents = SavedContents(**data["contents"])
+            fields = data["contents"]
+            if "document" in fields:
+                fields["document"] = DocumentNote(**fields["document"])
+            contents = SavedContents(**fields)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self.damaged("a header that cannot be read") from error
         for name, value in (*vars(settings).items(), *vars(contents).items()):
@@ -335,7 +360,8 @@ class SessionReader:
 
 
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
-_MAY_BE_NONE = {"chat", "freeze", "recent_window", "sequence_state"}
+_MAY_BE_NONE = {"chat", "document", "freeze", "recent_window", "sequence_state"}
+_TYPES: dict[str, type] = {"fingerprint": dict, "chat": bool, "recalls_now": bool}
 _LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 
 
@@ -345,15 +371,23 @@ def _is_possible(name: str, value: object) -> bool:
         return name in _MAY_BE_NONE
     if name in _TEXTS or name == "freeze":
         return isinstance(value, str)
-    if name == "fingerprint":
-        return isinstance(value, dict)
-    if name in ("chat", "recalls_now"):
-        return isinstance(value, bool)
+    if name in _TYPES:
+        return isinstance(value, _TYPES[name])
+    if isinstance(value, DocumentNote):
+        return name == "document" and _is_possible_document(value)
     rows = value if name in ("entries", "images") else [value if name == "sections" else [value]]
     most = _LARGE.get(name, _MOST)
     if not isinstance(rows, list) or not all(_are_counts(row, most) for row in rows):
         return False
     return name != "images" or all(len(row) == 3 for row in rows)
+
+
+def _is_possible_document(note: DocumentNote) -> bool:
+    return (
+        isinstance(note.names, list)
+        and all(isinstance(text, str) for text in (note.text, *note.names))
+        and _are_counts([note.n_tokens, note.full_bytes], _MOST_BYTES)
+    )
 
 
 def _are_counts(values: object, most: int) -> bool:

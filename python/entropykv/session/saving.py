@@ -20,6 +20,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.file import (
     AGAIN,
+    DocumentNote,
     SavedContents,
     SavedSettings,
     SessionReader,
@@ -67,8 +68,9 @@ def write_state(
     store: Store,
     sequence: TokenSequence,
     chat: bool | None,
+    document: DocumentNote | None = None,
 ) -> SavedContents:
-    """Write a session to a binary file."""
+    """Write a session to a binary file; `document` is what it has read, if it is a document."""
     state = store.state()
     # Copy the array: an exported buffer that an exception keeps alive would prevent it from
     # growing.
@@ -86,6 +88,7 @@ def write_state(
         chat=chat,
         sections=state.section_bytes,
         images=[[span.start, span.n_tokens, span.behind] for span in sequence.images],
+        document=document,
     )
     own = (tokens.tobytes(), logits.astype("<f4").tobytes())
     write_session(file, settings, contents, itertools.chain(own, state.sections))
@@ -185,10 +188,16 @@ class Saver:
         self._runner = runner
         self._slot = slot
 
-    def save(self, path: str | os.PathLike[str], *, chat: bool | None) -> SavedContents:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        chat: bool | None,
+        document: DocumentNote | None = None,
+    ) -> SavedContents:
         """Write a file, which appears complete or not at all: see Session.save()."""
         with new_session_file(path) as file:
-            return self._write(file, chat)
+            return self._write(file, chat, document)
 
     def state(self) -> bytes:
         """Return the bytes that save() would write."""
@@ -205,14 +214,17 @@ class Saver:
         """Load what state() has returned."""
         return self._load(reader_of(data))
 
-    def _settings(self) -> SavedSettings:
+    def settings(self) -> SavedSettings:
+        """Return the settings that a file of this sequence has."""
         runner = self._runner
         return saved_settings(runner.model, runner.config, self._slot.store, runner.budget)
 
-    def _write(self, file: BinaryIO, chat: bool | None) -> SavedContents:
+    def _write(
+        self, file: BinaryIO, chat: bool | None, document: DocumentNote | None = None
+    ) -> SavedContents:
         self._runner.check_usable(self._slot)
         with self._runner.live_store(self._slot) as store:
-            return write_state(file, self._settings(), store, self._slot.text, chat)
+            return write_state(file, self.settings(), store, self._slot.text, chat, document)
 
     def _load(self, reader: SessionReader) -> SavedContents:
         runner, slot = self._runner, self._slot
@@ -225,7 +237,7 @@ class Saver:
                 if not runner.shared.is_private:
                     runner.shared.note_growth(slot)
                 n_vocab, n_ubatch = runner.model.n_vocab, runner.config.n_ubatch
-                text = load_state(reader, self._settings(), store, n_vocab, n_ubatch)
+                text = load_state(reader, self.settings(), store, n_vocab, n_ubatch)
         except (FreezeError, PoolError, SessionFileError):
             slot.broken = False
             raise

@@ -21,9 +21,10 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import other_file
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.checkpoints import Checkpoint
+from entropykv.session.document import open_documents, question_tokens
 from entropykv.session.draft_model import open_draft_model
 from entropykv.session.drafting import DraftCounts, Drafting
-from entropykv.session.file import SavedContents
+from entropykv.session.file import DocumentNote, SavedContents, SavedSettings
 from entropykv.session.generate import generate
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, Images
@@ -527,6 +528,11 @@ class Session:
         return self._store.budgets()
 
     @property
+    def bytes_full_per_token(self) -> int:
+        """Return the bytes that a full cache in f16 would take for a token."""
+        return self._store.bytes_full_per_token
+
+    @property
     def evicted(self) -> int:
         """Return how many entries of all KV heads were dropped for good so far."""
         return self._store.evicted
@@ -655,12 +661,25 @@ class Session:
 
     # --- files ------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        chat: bool | None = None,
+        document: DocumentNote | None = None,
+    ) -> SavedContents:
         """Write the whole state to a file, which appears complete or not at all.
 
-        `chat`: whether the text is a chat by the model's template. Raises SessionFileError.
+        `chat`: whether the text is a chat by the model's template. `document`: what it has read, if
+        it is a document, as read_document() of entropykv.session.document says it. Raises
+        SessionFileError.
         """
-        return self._saver.save(path, chat=chat)
+        return self._saver.save(path, chat=chat, document=document)
+
+    @property
+    def saved_settings(self) -> SavedSettings:
+        """Return the settings that its files have, to compare them with those of another file."""
+        return self._saver.settings()
 
     def save_state(self) -> bytes:
         """Return the bytes that save() would write."""
@@ -683,6 +702,21 @@ class Session:
         contents = self._saver.load_state(data)
         self._clear_counts()
         return contents
+
+    def open_document(self, path: str | os.PathLike[str], *more: str | os.PathLike[str]) -> None:
+        """Continue from a document that read_document() or `entropykv read` has written.
+
+        The first document is loaded, as load() does; the texts of the others are read behind it, in
+        their order, which gives the same entries as reading all of them at once. Then read the
+        tokens of question(). Raises SessionFileError and the errors of decode().
+        """
+        open_documents(self, [path, *more])
+
+    def question(self, text: str) -> list[int]:
+        """Return the tokens of a question about the document that was opened, and of the beginning
+        of the answer; later questions are further turns: chat_turn().
+        """
+        return question_tokens(self, text)
 
     # --- in a pool --------------------------------------------------------------------------------
 

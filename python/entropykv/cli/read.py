@@ -1,0 +1,143 @@
+"""`entropykv read`: read a document once, and keep it in a file that can be asked."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from entropykv.cli.chat import BUDGET, CONTEXT
+from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.interrupts import InterruptionError, noted_interrupts
+from entropykv.cli.notes import ProgressBar, say
+from entropykv.cli.options import add_budget_options
+from entropykv.cli.prompt_options import add_system_options
+from entropykv.cli.run import EXIT_INTERRUPTED
+from entropykv.cli.saved import say_what
+from entropykv.cli.table import format_rows
+from entropykv.errors import ContextError, SessionFileError, SettingsError
+from entropykv.files import read_text
+from entropykv.session.document import read_document
+from entropykv.session.file import check_target, open_session
+from entropykv.session.session import Session
+
+_SHOWN_CHARACTERS = 200
+
+
+def add_read(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "read",
+        usage="%(prog)s FILE... (-m MODEL | -hf USER/MODEL) -o DOCUMENT [options]\n"
+        "       %(prog)s --show DOCUMENT",
+        help="read a document once, to ask it later",
+        description="Read text files, one after the other, and keep what the KV budget holds of "
+        "them in one file. `run --document` and `chat --document` answer questions from it without "
+        "reading the text again. After an interruption, the same command continues.",
+    )
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="a text in UTF-8 (-: standard input)"
+    )
+    parser.add_argument("-o", "--output", metavar="DOCUMENT", help="the file that is written")
+    model = add_budget_options(parser, n_ctx=CONTEXT, kv_budget=str(BUDGET))
+    model.add_argument(
+        "--show",
+        metavar="DOCUMENT",
+        help="print what a document holds: its text, entries per layer, and bytes",
+    )
+    add_system_options(parser.add_argument_group("prompt"), "the document")
+    add_engine_options(parser)
+    parser.set_defaults(command=_read)
+
+
+def _read(options: argparse.Namespace) -> int:
+    if options.demo is not None:
+        raise SettingsError("--demo has a document of its own; give -m or -hf")
+    if options.show is not None:
+        if options.files or options.output is not None:
+            raise SettingsError("--show reads nothing; leave the files and -o out")
+        return _show(options.show)
+    if not options.files or options.output is None:
+        raise SettingsError("give the files to read, and the document to write with -o")
+    check_target(options.output)
+    text = "\n".join(_text_of(name) for name in options.files)
+    with open_engine(options) as session:
+        start = time.perf_counter()
+        bar = ProgressBar(unit="token", disable=None)
+        try:
+            with bar, noted_interrupts() as interrupts:
+                contents = read_document(
+                    session,
+                    text,
+                    options.output,
+                    names=options.files,
+                    system=options.system,
+                    progress=_progress(session, bar, interrupts.check, len(text.encode())),
+                )
+        except InterruptionError:
+            say(f"interrupted after {session.position} tokens; the same command continues there")
+            return EXIT_INTERRUPTED
+        say_what("wrote", options.output, contents, time.perf_counter() - start)
+    return 0
+
+
+def _text_of(name: str) -> str:
+    if name == "-":
+        try:
+            return sys.stdin.read()
+        except UnicodeDecodeError:
+            raise ContextError("standard input: not a text in UTF-8; convert it first") from None
+    return read_text(name, ContextError)
+
+
+def _progress(
+    session: Session, bar: ProgressBar, check: Callable[[], None], text_bytes: int
+) -> Callable[[int, int], None]:
+    """Return a function that moves the bar; after the first micro-batch, it prints an estimate."""
+    first: list[tuple[int, float]] = []
+
+    def progress(done: int, total: int) -> None:
+        first.append((done, time.perf_counter()))
+        if len(first) == 1 and done:
+            say(f"continuing after {done} of {total} tokens that were read before")
+        if len(first) == 2:
+            (begin, start), (end, now) = first
+            seconds = (now - start) / max(end - begin, 1) * (total - end)
+            most = session.stats().kv_bytes_budget
+            kept = min(most, total * session.bytes_full_per_token)
+            say(
+                f"{total} tokens: about {seconds:.0f} s more, at most {most / 2**20:.1f} MiB of KV "
+                f"cache, and about {(kept + 4 * total + text_bytes) / 2**20:.1f} MiB on disk"
+            )
+        bar.advance_to(done, total)
+        check()
+
+    return progress
+
+
+def _show(path: str) -> int:
+    with open_session(path) as reader:
+        reader.sections()  # Check the digest of the whole file.
+        settings, contents = reader.settings, reader.contents
+    note = contents.document
+    if note is None:
+        raise SessionFileError(f"{path}: is a saved session, not a document")
+    size = Path(path).stat().st_size
+    start = " ".join(note.text[:_SHOWN_CHARACTERS].split())
+    rows = [
+        ("read from", ", ".join(note.names) or "-"),
+        ("model", settings.model),
+        ("policy, budget, type", f"{settings.policy}, {settings.kv_budget}, {settings.kv_type}"),
+        ("text", f"{len(note.text)} characters: {start}"),
+        ("tokens", f"{contents.position} of {note.n_tokens}"),
+        ("entries", f"{contents.n_entries}, evicted: {contents.evicted}"),
+        ("bytes on disk", f"{size / 2**20:.2f} MiB"),
+        ("a full cache in f16", f"{note.full_bytes / 2**20:.2f} MiB"),
+    ]
+    for layer, heads in enumerate(contents.entries):
+        kept = sum(heads) / max(len(heads) * contents.position, 1)
+        rows.append((f"layer {layer}", f"{sum(heads)} entries ({kept:.1%})"))
+    print(format_rows(rows))
+    return 0

@@ -1,0 +1,244 @@
+"""Read a text once, keep it in a file as a document, and continue from it with questions.
+
+A document is a saved session (see file.py) whose header also has a DocumentNote: its text, and the
+files that it came from. The session ends where a question can follow: within the first turn of the
+user if the model has a chat template, after the text and a line break.
+
+While a document is read, its file does not exist. Beside it are `FILE.partial`, the session so far,
+from which reading continues after a crash, and `FILE.lock`, which the reading process has locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from entropykv.errors import ContextError, SessionFileError
+from entropykv.session.file import (
+    DocumentNote,
+    SavedContents,
+    check_target,
+    open_session,
+)
+from entropykv.system import lock
+
+if TYPE_CHECKING:
+    from entropykv.session.session import Session
+
+MOST_TEXT_BYTES = 8 << 20
+"""The longest text of a document, in bytes of UTF-8: about two million tokens of English."""
+MOST_NAMES = 256
+MOST_DOCUMENTS = 16
+"""The most documents of one question."""
+
+_MARK = "entropykv-question"
+_SAVE_SHARE = 20
+"""Reading takes at least this many times as long as saving it on the way."""
+
+
+def read_document(
+    session: Session,
+    text: str,
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] = (),
+    system: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> SavedContents:
+    """Read a text into an empty session and write the file of the document; returns its contents.
+
+    `names` are the files that the text came from, and `system` is a system message before it.
+    `progress` is called before reading and after every micro-batch, with the tokens that were read
+    and all tokens; if it raises, what was read stays in `FILE.partial`. A partial file of the same
+    text, model and settings is continued, which gives the same bytes; any other one is replaced.
+    The file appears complete or not at all.
+
+    Raises ContextError for an empty or too long text, and SessionFileError if the file cannot be
+    written or another process reads a document into it.
+    """
+    path = Path(path)
+    tokens = _document_tokens(session, text, system)
+    chat = session.chat_prompt("-") is not None
+    full_bytes = len(tokens) * session.bytes_full_per_token
+    note = DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
+    check_target(path)
+    with _locked(path):
+        partial = path.with_name(path.name + ".partial")
+        _continue_from(session, partial, note, tokens)
+        step = _Steps(session, partial, chat, note, progress)
+        step.read(tokens)
+        contents = session.save(path, chat=chat, document=note)
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    return contents
+
+
+def _document_tokens(session: Session, text: str, system: str | None) -> list[int]:
+    if not text.strip():
+        raise ContextError("the document is empty; give a file with text")
+    n_bytes = len(text.encode("utf-8", "replace"))
+    if n_bytes > MOST_TEXT_BYTES:
+        raise ContextError(
+            f"the document has {n_bytes} bytes, and a document can have {MOST_TEXT_BYTES}; split it"
+        )
+    prompt = session.chat_prompt(f"{text}\n{_MARK}", system)
+    if prompt is None:
+        if system is not None:
+            raise ContextError(
+                "a system message needs a chat template, and the model has none; put the message "
+                "into the document"
+            )
+        tokens = session.tokenize(f"{text}\n")
+    else:
+        tokens = session.tokenize(prompt.rpartition(_MARK)[0], add_bos=False)
+    if len(tokens) > session.n_ctx:
+        raise ContextError(
+            f"the document has {len(tokens)} tokens, more than the context of {session.n_ctx}; "
+            "shorten it or raise -c (n_ctx)"
+        )
+    return tokens
+
+
+def _continue_from(
+    session: Session, partial: Path, note: DocumentNote, tokens: Sequence[int]
+) -> None:
+    """Load a partial file if it holds the beginning of the same document."""
+    with contextlib.suppress(SessionFileError):  # Read from the start what does not fit.
+        with open_session(partial) as reader:
+            if reader.contents.document != note or reader.settings != session.saved_settings:
+                return
+        session.load(partial)
+        if session.tokens != tokens[: session.position]:
+            session.reset()
+
+
+class _Steps:
+    """Read a document step by step, and save what was read on the way."""
+
+    def __init__(
+        self,
+        session: Session,
+        partial: Path,
+        chat: bool,
+        note: DocumentNote,
+        progress: Callable[[int, int], object] | None,
+    ) -> None:
+        self._session = session
+        self._partial = partial
+        self._chat = chat
+        self._note = note
+        self._progress = progress
+        self._saved_at = time.perf_counter()
+        self._seconds = 0.0
+        """How long it took to save the last time."""
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Read those of all tokens that are missing."""
+        self._report()
+        rest = tokens[self._session.position :]
+        steps = self._session.decode_micro_batches(rest, False, writes=False) if rest else ()
+        for _ in steps:
+            self._save_if_due()
+            self._report()
+
+    def _report(self) -> None:
+        if self._progress is None:
+            return
+        try:
+            self._progress(self._session.position, self._note.n_tokens)
+        except BaseException:
+            self._save()
+            raise
+
+    def _save_if_due(self) -> None:
+        since = time.perf_counter() - self._saved_at
+        is_last = self._session.position == self._note.n_tokens
+        if not is_last and since >= _SAVE_SHARE * self._seconds:
+            self._save()
+
+    def _save(self) -> None:
+        start = time.perf_counter()
+        if self._session.position:
+            self._session.save(self._partial, chat=self._chat, document=self._note)
+        self._saved_at = time.perf_counter()
+        self._seconds = self._saved_at - start
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a document that is being read; raises SessionFileError."""
+    name = path.with_name(path.name + ".lock")
+    descriptor = -1
+    try:
+        while descriptor < 0:
+            descriptor = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
+            if not lock(descriptor):
+                os.close(descriptor)
+                raise SessionFileError(
+                    f"{path}: another process is reading this document; wait for it, or give "
+                    "another path"
+                )
+            if not name.exists() or not os.path.samestat(os.stat(name), os.fstat(descriptor)):
+                os.close(descriptor)  # Its last owner removed it before we had the lock.
+                descriptor = -1
+    except OSError as error:
+        raise SessionFileError(
+            f"{path}: cannot be written ({error.strerror}); give the path of a new file"
+        ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            name.unlink()
+        os.close(descriptor)
+
+
+def open_documents(session: Session, paths: Sequence[str | os.PathLike[str]]) -> SavedContents:
+    """Load the first document, and read the texts of the others: see Session.open_document().
+
+    Returns the contents of the first.
+    """
+    if not 0 < len(paths) <= MOST_DOCUMENTS:
+        raise ContextError(f"give 1 to {MOST_DOCUMENTS} documents, not {len(paths)}")
+    notes = [document_note(path) for path in paths]
+    contents = session.load(paths[0])
+    for note in notes[1:]:
+        session.decode(session.tokenize(f"{note.text}\n", add_bos=False))
+    return contents
+
+
+def document_note(path: str | os.PathLike[str]) -> DocumentNote:
+    """Return what a file says of its document.
+
+    Raises SessionFileError if it is none, or was not read to its end.
+    """
+    with open_session(path) as reader:
+        note = reader.contents.document
+        if note is None:
+            raise SessionFileError(
+                f"{path}: is a saved session, not a document; give --load-session (Session.load)"
+            )
+        if reader.contents.position != note.n_tokens:
+            raise SessionFileError(
+                f"{path}: holds {reader.contents.position} of the {note.n_tokens} tokens of the "
+                "document; run `entropykv read` again, which continues there"
+            )
+        return note
+
+
+def question_text(session: Session, text: str, *, chat: bool = True) -> str:
+    """Return what follows a document: the question, the end of the user's turn if it is a
+    chat, and the beginning of the answer.
+    """
+    prompt = session.chat_prompt(_MARK) if chat else None
+    return text if prompt is None else text.strip() + prompt.rpartition(_MARK)[2]
+
+
+def question_tokens(session: Session, text: str) -> list[int]:
+    """Return the tokens of a question: see Session.question()."""
+    return session.tokenize(question_text(session, text), add_bos=False)

@@ -1,0 +1,304 @@
+"""A document that was read once answers as one that has just been read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropykv import ContextError, EntropyLlama, Session, SessionFileError
+from entropykv.session.document import document_note, open_documents, read_document
+from entropykv.session.file import open_session
+from entropykv.system import lock
+from tests.support.command import assert_refused, entropykv
+from tests.support.saved_sessions import all_entries, session_of
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 12
+
+
+class StopError(Exception):
+    """Raised in the middle of reading."""
+
+
+def read(model: Path, path: Path, text: str = TEXT, progress: Any = None, **options: Any) -> bytes:
+    with session_of(model, **options) as session:
+        read_document(session, text, path, names=["a.txt"], progress=progress)
+    return path.read_bytes()
+
+
+def answer(session: Session, question: str = "who jumps?") -> list[int]:
+    return list(session.generate(session.question(question), 20))
+
+
+# --- reading and asking ---------------------------------------------------------------------------
+
+
+def test_an_opened_document_answers_as_one_that_was_just_read(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.kv"
+    with session_of(tiny_llama) as session:
+        contents = read_document(session, TEXT, path)
+        assert session.stats().evictions > 0
+        kept, expected = all_entries(session), answer(session)
+    assert contents.document is not None
+    assert contents.document.n_tokens == contents.position
+    with session_of(tiny_llama) as session:
+        session.open_document(path)
+        assert all_entries(session) == kept
+        assert answer(session) == expected
+        session.open_document(path)
+        assert answer(session) == expected
+    assert sorted(os.listdir(tmp_path)) == ["book.kv"]
+
+
+def test_a_document_is_read_like_the_beginning_of_the_whole_prompt(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    read(tiny_llama, tmp_path / "book.kv")
+    with session_of(tiny_llama) as session:
+        session.open_document(tmp_path / "book.kv")
+        tokens = session.tokens + session.question("who jumps?")
+        prompt = session.chat_prompt(f"{TEXT}\nwho jumps?")
+        add_bos = None if prompt is None else False
+        whole = session.tokenize(prompt or f"{TEXT}\nwho jumps?", add_bos=add_bos)
+        assert session.detokenize(tokens, special=True) == session.detokenize(whole, special=True)
+
+
+def test_several_documents_are_read_in_the_order_asked(tiny_llama: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.kv", tmp_path / "b.kv"
+    read(tiny_llama, first, TEXT[:200], kv_budget=512)
+    read(tiny_llama, second, "a cat sleeps. " * 6, kv_budget=512)
+    with session_of(tiny_llama, kv_budget=512) as session:
+        contents = open_documents(session, [first, second])
+        text = session.detokenize(session.tokens)
+        assert session.position > contents.position
+        assert text.index("quick brown") < text.index("a cat sleeps")
+        with pytest.raises(ContextError, match="1 to 16 documents"):
+            open_documents(session, [first] * 17)
+
+
+def test_a_document_belongs_to_its_model_and_not_to_a_path(
+    tiny_llama: Path, tiny_bitnet: Path, tmp_path: Path
+) -> None:
+    path, copy = tmp_path / "book.kv", tmp_path / "another name.gguf"
+    read(tiny_llama, path)
+    copy.write_bytes(tiny_llama.read_bytes())
+    with session_of(copy) as session:
+        session.open_document(path)
+    with session_of(tiny_bitnet) as session:
+        with pytest.raises(SessionFileError, match="another model file"):
+            session.open_document(path)
+        assert session.position == 0
+
+
+def test_a_changed_byte_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "book.kv"
+    data = bytearray(read(tiny_llama, path))
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with session_of(tiny_llama) as session, pytest.raises(SessionFileError, match="damaged"):
+        session.open_document(path)
+
+
+def test_a_session_is_no_document(tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.ekv"
+    with session_of(tiny_llama) as session:
+        session.decode([1, 2, 3])
+        session.save(path)
+        with pytest.raises(SessionFileError, match="is a saved session, not a document"):
+            session.open_document(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(" \n", "is empty"), ("x" * 9_000_000, "split it"), (TEXT * 9, "raise -c")]
+)
+def test_texts_that_cannot_be_documents(
+    tiny_llama: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    with pytest.raises(ContextError, match=words):
+        read(tiny_llama, tmp_path / "book.kv", text)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("checkpoints", [None, "4MiB"])
+def test_a_llama_asks_a_document(tiny_llama: Path, tmp_path: Path, checkpoints: str | None) -> None:
+    path = tmp_path / "book.kv"
+    read(tiny_llama, path)
+    options: dict[str, Any] = {"n_ctx": 512, "kv_budget": 96, "n_ubatch": 64, "n_threads": 1}
+    with closing(
+        EntropyLlama(tiny_llama, document=path, checkpoints=checkpoints, verbose=False, **options)
+    ) as llama:
+        texts = []
+        for question in ("who jumps?", "who sleeps?", "who jumps?"):
+            prompt = llama.question(question)
+            result = llama.create_completion(prompt, max_tokens=8, temperature=0.0)
+            texts.append(result["choices"][0]["text"])
+    if checkpoints:  # Without, the third prompt is read from its start, in other micro-batches.
+        assert texts[0] == texts[2]
+    with session_of(tiny_llama) as session:
+        session.open_document(path)
+        tokens = list(session.generate(session.question("who jumps?"), 8, temperature=0.0))
+        assert texts[0] == b"".join(map(session.token_bytes, tokens)).decode(errors="ignore")
+
+
+# --- interruptions --------------------------------------------------------------------------------
+
+
+def interrupted(model: Path, path: Path, text: str = TEXT, **options: Any) -> int:
+    """Stop reading after a part; returns how many tokens were read."""
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise StopError
+
+    with pytest.raises(StopError):
+        read(model, path, text, stop, **options)
+    with open_session(path.with_name(path.name + ".partial")) as reader:
+        return reader.contents.position
+
+
+def starts(model: Path, path: Path, text: str = TEXT, **options: Any) -> int:
+    """Read a document; returns where reading began."""
+    seen: list[int] = []
+    read(model, path, text, lambda done, _: seen.append(done), **options)
+    return seen[0]
+
+
+def test_reading_continues_where_it_stopped_with_the_same_bytes(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    expected = read(tiny_llama, tmp_path / "whole.kv")
+    path = tmp_path / "book.kv"
+    n_read = interrupted(tiny_llama, path)
+    assert n_read > 0
+    assert not path.exists()
+    with pytest.raises(SessionFileError, match="run `entropykv read` again"):
+        document_note(tmp_path / "book.kv.partial")
+    assert starts(tiny_llama, path) == n_read
+    assert path.read_bytes() == expected
+    assert sorted(os.listdir(tmp_path)) == ["book.kv", "whole.kv"]
+
+
+def test_only_the_same_text_with_the_same_settings_is_continued(
+    tiny_llama: Path, tiny_bitnet: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.kv"
+    others: list[tuple[Path, str, dict[str, Any]]] = [
+        (tiny_llama, TEXT + "more", {}),
+        (tiny_llama, TEXT, {"kv_budget": 128}),
+        (tiny_bitnet, TEXT, {}),
+    ]
+    for model, text, options in others:
+        interrupted(tiny_llama, path)
+        assert starts(model, path, text, **options) == 0
+
+
+def test_a_damaged_partial_file_is_read_from_the_start(tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "book.kv"
+    interrupted(tiny_llama, path)
+    partial = tmp_path / "book.kv.partial"
+    partial.write_bytes(partial.read_bytes()[:-5])
+    assert starts(tiny_llama, path) == 0
+
+
+def test_two_processes_do_not_read_into_one_file(tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "book.kv"
+    descriptor = os.open(tmp_path / "book.kv.lock", os.O_RDWR | os.O_CREAT)
+    assert lock(descriptor)
+    with pytest.raises(SessionFileError, match="another process is reading this document"):
+        read(tiny_llama, path)
+    assert not path.exists()
+    os.close(descriptor)  # As when that process is killed: its lock file stays.
+    read(tiny_llama, path)
+    assert os.listdir(tmp_path) == ["book.kv"]
+
+
+def _read_with_little_disk(model: Path, path: Path, sender: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    try:
+        read(model, path)
+    except SessionFileError as error:
+        sender.send(str(error))
+
+
+def test_a_full_disk_leaves_no_document_and_one_sentence(tiny_llama: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe()
+    process = context.Process(
+        target=_read_with_little_disk, args=(tiny_llama, tmp_path / "book.kv", sender)
+    )
+    process.start()
+    assert receiver.poll(60)
+    assert "cannot be written (File too large)" in receiver.recv()
+    process.join()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_killed_reader_leaves_a_part_that_is_continued(tiny_llama: Path, tmp_path: Path) -> None:
+    source, path = tmp_path / "a.txt", tmp_path / "book.kv"
+    source.write_text(TEXT * 300)
+    command = [sys.executable, "-m", "entropykv.cli", "read", source, "-m", tiny_llama]
+    options = ["-o", path, "--kv-budget", "96", "-ub", "64", "-t", "1"]
+    reader = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
+    partial = tmp_path / "book.kv.partial"
+    end = time.monotonic() + 60
+    while not partial.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    reader.send_signal(signal.SIGKILL)
+    reader.wait()
+    assert not path.exists()
+    result = entropykv("read", source, "-m", tiny_llama, *options)
+    assert result.returncode == 0, result.stderr
+    assert "continuing after" in result.stderr
+    assert document_note(path).text == TEXT * 300
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_the_command_line_reads_shows_and_asks(tiny_llama: Path, tmp_path: Path) -> None:
+    source, path = tmp_path / "a.txt", tmp_path / "book.kv"
+    source.write_text(TEXT)
+    read_in = ("--kv-budget", "64", "-c", "512", "-ub", "64", "-t", "1")
+    result = entropykv(
+        "read", source, "-", "-m", tiny_llama, "-o", path, *read_in, stdin="the end of it"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "on disk" in result.stderr
+    shown = entropykv("read", "--show", path)
+    assert shown.returncode == 0, shown.stderr
+    for words in ("quick brown fox", "a full cache in f16", "layer 0", "a.txt, -"):
+        assert words in shown.stdout
+    run = entropykv(
+        "run", "-m", tiny_llama, "--document", path, "-p", "who?", "-n", 8, "--temp", 0, "-t", 1
+    )
+    assert run.returncode == 0, run.stderr
+    chat = entropykv(
+        "chat", "-m", tiny_llama, "--document", path, "-n", 8, "--temp", 0, "-t", 1, stdin="who?\n"
+    )
+    assert chat.returncode == 0, chat.stderr
+    assert run.stdout.strip() == chat.stdout.strip()
+
+
+def test_options_that_do_not_go_with_a_document_are_refused(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.kv"
+    read(tiny_llama, path)
+    ask = ("run", "-m", tiny_llama, "-p", "x", "--document", path)
+    assert_refused(entropykv(*ask, "--load-session", path), "give one of them")
+    assert_refused(entropykv(*ask, "-sys", "x"), "entropykv read")
+    assert_refused(
+        entropykv("run", "-m", tiny_llama, "-p", "x", "--load-session", path), "--document"
+    )
+    assert_refused(entropykv("read", "-m", tiny_llama), "-o")
