@@ -42,14 +42,14 @@ bool system_keeps(unsigned registers) {
     return (low & registers) == registers;
 }
 
-constexpr unsigned kYmm = 0x06, kZmm = 0xe6;
+constexpr unsigned kYmm = 0x06;
 
 // macOS sets the bits of its 512-bit registers only when a thread uses them for the first time.
 bool system_keeps_zmm() {
 #if defined(__APPLE__)
     return system_keeps(kYmm);
 #else
-    return system_keeps(kZmm);
+    return system_keeps(kYmm | 0xe0);
 #endif
 }
 
