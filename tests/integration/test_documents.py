@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from entropykv import ContextError, EntropyLlama, Session, SessionFileError
@@ -20,6 +21,7 @@ from entropykv.session.document import document_note, open_documents, read_docum
 from entropykv.session.file import open_session
 from entropykv.system import lock
 from tests.support.command import assert_refused, entropykv
+from tests.support.running_server import MODEL, Server
 from tests.support.saved_sessions import all_entries, session_of
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 12
@@ -302,3 +304,32 @@ def test_options_that_do_not_go_with_a_document_are_refused(
         entropykv("run", "-m", tiny_llama, "-p", "x", "--load-session", path), "--document"
     )
     assert_refused(entropykv("read", "-m", tiny_llama), "-o")
+
+
+# --- a server -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [(), ("--parallel", 2)], ids=["one", "pool"])
+def test_a_server_goes_on_from_a_document_in_its_folder_of_slots(
+    tmp_path: Path, parallel: tuple[Any, ...]
+) -> None:
+    """The prompt is the text, a line break and the question."""
+    source = tmp_path / "a.txt"
+    source.write_text(TEXT)
+    result = entropykv("read", source, "-m", MODEL, "-o", tmp_path / "book.kv", "-t", 1)
+    assert result.returncode == 0, result.stderr
+    server = Server("--slot-save-path", tmp_path, *parallel, usual=("-c", 4096, "-t", 1))
+    try:
+        restored = httpx.post(
+            f"{server.url}/slots/0?action=restore", json={"filename": "book.kv"}, timeout=60
+        )
+        assert restored.status_code == 200, restored.text
+        n_tokens = restored.json()["n_restored"]
+        body = {"prompt": f"{TEXT}\nwho jumps?", "max_tokens": 2}  # The model has no template.
+        asked = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        figures = httpx.get(server.url + "/metrics", timeout=60).text.splitlines()
+        line = next(x for x in figures if x.startswith("entropykv_prompt_tokens_total"))
+        n_read = int(float(line.split()[1]))
+        assert n_read <= asked["usage"]["prompt_tokens"] - n_tokens + 1
+    finally:
+        server.end()
