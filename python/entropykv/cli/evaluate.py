@@ -16,10 +16,11 @@ from entropykv.cli.options import add_model_options, check_output, demo_of, fetc
 from entropykv.cli.plots import check_plot, draw_eval, draw_suite
 from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.errors import SettingsError
+from entropykv.evaluation.cluster import ClusterJob, measure_on_cluster, with_fixed_threads
 from entropykv.evaluation.combination import combinations
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.metrics import disagreement_note
-from entropykv.evaluation.reading import Tick
+from entropykv.evaluation.reading import EvalPart, Tick
 from entropykv.evaluation.results import ResultLog
 from entropykv.evaluation.runs import Evaluation
 from entropykv.files import new_file
@@ -49,6 +50,12 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="keep each figure in this file as it is measured (JSON lines), and continue from it",
     )
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="spread texts and cases over a Ray cluster: auto, local, HOST:PORT or ray://HOST:PORT "
+        "(extra ray); every node needs the model at the same path",
+    )
     parser.set_defaults(command=run)
 
 
@@ -66,11 +73,14 @@ def run(options: argparse.Namespace) -> int:
     wanted = combinations(options.policy, options.kv_type, options.kv_budget)
     fetch_named(options)
     engine = engine_of(options)
+    if options.ray is not None:
+        engine = with_fixed_threads(engine)
     with ExitStack() as stack:
         with closing(Model(options.model, n_gpu_layers=0, verbose=False)) as model:
             request = request.with_prompt(model)
             parts = request.parts(model, stack)
-            about = {"name": model.name, **model.identity}
+            identity = model.identity
+            about = {"name": model.name, **identity}
         if options.prompt is None and request.prompt not in (None, DEFAULT_PROMPT):
             say(f"prompts have {request.prompt} tokens: texts and context allow no more")
         settings = {**request.settings(), **log_settings(options, engine)}
@@ -82,13 +92,41 @@ def run(options: argparse.Namespace) -> int:
             say(note)
         log.begin()
         with noted_interrupts() as interrupts:
-            complete = _print_tables(evaluations, interrupts)
+            complete = True
+            if options.ray is not None:
+                job = ClusterJob(request, engine, wanted, identity)
+                complete = _measure_on_cluster(options.ray, job, parts, log, interrupts)
+            complete = complete and _print_tables(evaluations, interrupts)
     rows = [row for evaluation, _ in evaluations for row in evaluation.rows()]
     if disagree := disagreement_note(row.disagreement or 0.0 for row in rows):
         say(disagree)
     content: dict[str, object] = {"model": about, "settings": settings, "complete": complete}
     _write_figures(options, content, [evaluation for evaluation, _ in evaluations])
     return 0 if complete else EXIT_INTERRUPTED
+
+
+def _measure_on_cluster(
+    address: str,
+    job: ClusterJob,
+    parts: Sequence[EvalPart],
+    log: ResultLog,
+    interrupts: Interrupts,
+) -> bool:
+    """Add all figures to the log; returns whether everything was measured."""
+    n_steps = Evaluation(job.engine, job.combinations, parts, log).n_steps
+    with ProgressBar(total=n_steps, unit=" tokens", leave=False, delay=0.5) as bar:
+
+        def tick(n_tokens: int) -> None:
+            bar.update(n_tokens)
+            interrupts.check()
+
+        try:
+            measure_on_cluster(address, job, parts, log, tick)
+        except InterruptionError:
+            bar.close()
+            say("interrupted: items that were complete are in the file of --resume, if given")
+            return False
+    return True
 
 
 def _print_tables(

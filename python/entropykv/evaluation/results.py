@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,17 @@ class ResultLog:
     record is flushed to disk before the next item is measured.
     """
 
-    def __init__(self, path: str | None, model: Values, settings: Values) -> None:
-        """Read the file if it exists; raises SettingsError if it belongs to another model or
-        evaluation.
+    def __init__(
+        self, path: str | None, model: Values, settings: Values, known: Sequence[Record] = ()
+    ) -> None:
+        """Read the file if it exists, after the records that are `known` already; raises
+        SettingsError if it belongs to another model or evaluation.
         """
         self._path = path
         self._header: Values = json.loads(
             json.dumps({"format": FORMAT, "model": model, "settings": settings})
         )
-        self._records: dict[tuple[str, str, str], Record] = {}
+        self._records = {record.key: record for record in known}
         self._n_good = 0
         """How many bytes of the file are complete lines."""
         if path is not None:

