@@ -707,8 +707,8 @@ class Session:
         """Continue from a document that read_document() or `entropykv read` has written.
 
         The first document is loaded, as load() does; the texts of the others are read behind it, in
-        their order, which gives the same entries as reading all of them at once. Then read the
-        tokens of question(). Raises SessionFileError and the errors of decode().
+        their order, as if the first had just been read. Then read the tokens of question().
+        Raises SessionFileError and the errors of decode().
         """
         open_documents(self, [path, *more])
 
