@@ -8,6 +8,16 @@
 namespace entropykv {
 namespace {
 
+// Lets a product be summed up in f32. Releases of llama.cpp have two names for it.
+template <typename Tensor>
+auto sum_in_f32(Tensor* product, int) -> decltype(ggml_prec_set_acc(product, GGML_PREC_F32)) {
+    return ggml_prec_set_acc(product, GGML_PREC_F32);
+}
+template <typename Tensor>
+void sum_in_f32(Tensor* product, long) {
+    ggml_mul_mat_set_prec(product, GGML_PREC_F32);
+}
+
 constexpr int kMostNodes = 8192;
 // So many queries are observed at a time, which bounds the memory of their attention weights.
 constexpr int kObservedTokens = 64;
@@ -173,7 +183,7 @@ private:
                           int first, int n) {
         ggml_tensor* products =
             ggml_mul_mat(context_, keys, ggml_cont(context_, queries_of(group, first, n)));
-        ggml_mul_mat_set_prec(products, GGML_PREC_F32);
+        sum_in_f32(products, 0);
         float scale = scale_;
         if (softcap_ != 0.0f) {
             products = ggml_tanh(context_, ggml_scale(context_, products, scale_ / softcap_));

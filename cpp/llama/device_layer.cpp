@@ -40,7 +40,9 @@ DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vec
         const int rows = head_rows.at(static_cast<std::size_t>(head));
         if (groups_.empty() || heads_.back().rows() != rows) groups_.push_back({head, 0});
         ++groups_.back().n_heads;
-        heads_.push_back({n_rows, std::vector<float>(static_cast<std::size_t>(rows), kFreeRow)});
+        DeviceHead& added = heads_.emplace_back();
+        added.first_row = n_rows;
+        added.positions.assign(static_cast<std::size_t>(rows), kFreeRow);
         n_rows += rows;
     }
     // Attention may read rows behind the last head's, which are masked.

@@ -62,6 +62,8 @@ class Reader:
         (folder / "models" / "bitnet.gguf").symlink_to(model)
         text = (ROOT / "examples" / "lighthouse.txt").read_bytes()[:TEXT_BYTES]
         (folder / "long.txt").write_bytes(text)
+        for name in ("book.txt", "a.txt", "b.txt"):
+            (folder / name).write_bytes(text)
         command = folder / "bin" / "entropykv"
         command.parent.mkdir()
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m entropykv.cli "$@"\n')

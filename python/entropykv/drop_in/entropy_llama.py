@@ -500,10 +500,15 @@ class EntropyLlama(llama_cpp.Llama):
         sampler = super()._init_sampler(*arguments, **options)
         if ours is None and self._session.is_alone and self._session.drafting is None:
             return sampler
-        return SamplerOfSequence(sampler, self._logits_at, self.token_eos(), ours)
+        itself = weakref.ref(self)  # The sampler is a part of this object.
 
-    def _logits_at(self, row: int) -> npt.NDArray[np.float32]:
-        return self._reader.logits_at(self, row)
+        def logits_at(row: int) -> npt.NDArray[np.float32]:
+            llama = itself()
+            if llama is None:
+                raise EntropyKVError("the model is closed; make a new one")
+            return llama._reader.logits_at(llama, row)
+
+        return SamplerOfSequence(sampler, logits_at, self.token_eos(), ours)
 
     def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
         """Return a sampler that allows only tokens of a grammar; raises SettingsError."""

@@ -8,6 +8,12 @@ from entropykv.policy.policy import Policy
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import Freezing
 
+_SLOWER = frozenset({"Q6_K", "F16"})
+"""Types of weights for which llama.cpp's product of a single token is faster than ours: see
+docs/background/products.md. With drafts, as in a pool, ours computes it, so that a token has the
+same bits whatever is read with it.
+"""
+
 
 def spec_type_for(
     options: CacheOptions,
@@ -18,9 +24,10 @@ def spec_type_for(
 ) -> str:
     """Return how tokens are guessed ahead: none, ngram or draft.
 
-    `auto` without a draft model becomes none where wrong guesses could not be undone, and on the
-    flat store, where llama.cpp's attention to several tokens has other bits than that to one. What
-    is asked for by name raises SettingsError where it is not possible.
+    `auto` without a draft model becomes none where wrong guesses could not be undone; on the flat
+    store, where llama.cpp's attention to several tokens has other bits than that to one; and for
+    one conversation with weights of _SLOWER. What is asked for by name raises SettingsError where
+    it is not possible.
     """
     asked = options.spec_type
     if asked == "none":
@@ -28,7 +35,9 @@ def spec_type_for(
     obstacle = _obstacle(geometry, policy, freezing, store)
     kind = "ngram" if options.spec_draft_model is None else "draft"
     if asked == "auto" and kind == "ngram":
-        return "none" if obstacle is not None or store == "flat" else kind
+        types = {name for name, _ in geometry.weight_types}
+        slower = not options.in_pool and not types.isdisjoint(_SLOWER)
+        return "none" if obstacle is not None or store == "flat" or slower else kind
     if obstacle is not None:
         raise SettingsError(
             f"{geometry.name}: wrong guesses could not be undone {obstacle}, so no tokens are "

@@ -108,6 +108,8 @@ class SequenceReader:
             return False
         if self._own_products is None:
             kernels = self._store.hook.products.values()
+            if not kernels:  # Nothing was read yet.
+                return True
             self._own_products = not any("llama.cpp" in kernel for kernel in kernels)
         return not self._own_products
 
