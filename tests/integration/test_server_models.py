@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -548,16 +548,19 @@ def test_memory_goes_back_when_a_model_is_unloaded(tmp_path: Path) -> None:
         assert max(after) < 0.4 * size, after
 
 
-def test_a_signal_ends_the_process_while_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
-    pipe = tmp_path / "profile.json"
-    os.mkfifo(pipe)  # Nothing writes to the pipe, so that opening it blocks.
+def test_a_signal_ends_the_process_while_a_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = socket.create_server(("127.0.0.1", 0))  # It accepts connections, and never answers.
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     preset = tmp_path / "models.ini"
     preset.write_text(
-        f"[slow]\nmodel = {folder}/two.gguf\nentropy-config = {pipe}\nload-on-startup = true\n"
+        "[slow]\nhf-repo = somebody/slow\nload-on-startup = true\n"
         f"[one]\nmodel = {folder}/one.gguf\n",
         encoding="utf-8",
     )
-    with serving("--models-preset", preset) as server:
+    with hub, serving("--models-preset", preset) as server:
         wait_for(server, "slow", "loading")
         assert ask(server, "one") == 200
         start = time.monotonic()
