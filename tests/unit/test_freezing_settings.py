@@ -172,7 +172,7 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
             assert session.freezing == expected
             assert session.stats().freeze == (None if expected is None else "ram")
             assert (session.trajectory is None) == (expected is None)
-            assert session._saver._settings().freeze == (expected and expected.kv_type)
+            assert session.saved_settings.freeze == (expected and expected.kv_type)
     with Session(
         tiny_llama, n_ctx=64, kv_type="f16", policy="rolling-freeze", n_threads=1
     ) as session:
