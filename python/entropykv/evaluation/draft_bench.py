@@ -48,7 +48,10 @@ def draft_tasks(text: str, length: int) -> Iterator[tuple[str, str]]:
     yield "quote", f"{text}\n\nIts sentences, the last one first:\n\n{turned[:400]}"
     rows = [{"id": i, "name": f"item {i}", "price": i * 7 % 100} for i in range(length // 24)]
     table = "\n".join(f"{row['id']};{row['name']};{row['price']}" for row in rows)
-    yield "table", f"id;name;price\n{table}\n\nAs JSON:\n\n" + json.dumps(rows[:3])[:-1]
+    yield (
+        "table",
+        f"id;name;price\n{table}\n\nAs JSON:\n\n" + json.dumps(rows[: len(rows) // 4])[:-1],
+    )
     yield "prose", text
 
 

@@ -313,7 +313,10 @@ class Drafting:
     """Draft for one text: with the drafter, as many tokens as pay."""
 
     _RETRY = 16
-    """After so many tokens without drafts, one is made to see whether they are right again."""
+    """After so many tokens without drafts, one is made to see whether they are right again; twice
+    as many after each time that they still do not pay.
+    """
+    _MOST_RETRY = 1024
 
     def __init__(self, drafter: Drafter, costs: StepCosts, most: int) -> None:
         """Read up to `most` drafts at a time; `costs` are those of the steps of all sequences."""
@@ -325,6 +328,7 @@ class Drafting:
         """How sure the drafter was the last time; at first, it is tried."""
         self._skipped = 0
         """For how many tokens no drafts were made, because they would not have paid."""
+        self._patience = self._RETRY
         self.counts = DraftCounts()
 
     @property
@@ -345,9 +349,11 @@ class Drafting:
             most = self._lengths.choose(most, self._sureness, n_others, seconds / single)
             if most == 0:
                 self._skipped += 1
-                if self._skipped < self._RETRY:
+                if self._skipped < self._patience:
                     return []
-                most = 1
+                most, self._patience = 1, min(2 * self._patience, self._MOST_RETRY)
+            else:
+                self._patience = self._RETRY
             self._skipped = 0
         drafts, sureness = self._drafter.draft(tokens, most)
         if not drafts:
