@@ -13,6 +13,7 @@ from pathlib import Path
 from entropykv.calibration.texts import read_texts
 from entropykv.cli.notes import ProgressBar
 from entropykv.cli.options import (
+    DRAFT_OPTIONS,
     add_draft_options,
     add_model_options,
     add_option,
@@ -154,13 +155,12 @@ _DRAFT_HEADER = "| task | tok/s without | with | times | tokens a step | accepte
 
 def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
     """Print what drafts are worth; they are the only thing that is measured then."""
-    names = ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min")
     cache = CacheOptions(
         kv_budget=options.budgets[-1],
         policy=options.policy,
         n_threads=options.threads,
         spec_type=options.spec_type,
-        **{name: getattr(options, name) for name in names},
+        **{name: getattr(options, name) for name in DRAFT_OPTIONS},
     )
     length = (options.lengths or [min(_DRAFT_LENGTH, trained // 2)])[0]
     print(f"{_DRAFT_HEADER}\n|---|---|---|---|---|---|")

@@ -20,6 +20,8 @@ from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
 from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
 
 _DEFAULTS = CacheOptions()
+DRAFT_OPTIONS = ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min")
+"""The fields of CacheOptions that say how tokens are guessed, besides spec_type."""
 
 
 def integer(least: int, most: int = MOST_TOKENS) -> Callable[[str], int]:
@@ -198,7 +200,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
 def add_draft_options(group: argparse._ActionsContainer) -> None:
     """Add options of who guesses tokens ahead, and how many."""
     add_option(group, CacheOptions, "spec_type", type=spec_type)
-    for name in ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min"):
+    for name in DRAFT_OPTIONS:
         add_option(group, CacheOptions, name)
 
 

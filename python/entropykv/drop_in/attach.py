@@ -83,7 +83,7 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
             llm.chat_handler = llm.chat_handler.handler
         llm.__dict__.pop("_image_prompt", None)
         drafts = llm._budget.cache.spec_draft_model
-        if drafts is not None and callable(drafts):
+        if callable(drafts):
             llm.draft_model = cast(LlamaDraftModel, drafts)
             llm._logits_all = True  # Its generate() needs them to check drafts.
         del llm._budget, llm._guard, llm._reader, llm._alike

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from dataclasses import replace
 
 import llama_cpp
@@ -20,6 +21,7 @@ from entropykv.session.drafting import Tokens
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader
+from entropykv.session.reuse import common_prefix
 from entropykv.session.rollback import Rollback
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Logits
@@ -149,7 +151,8 @@ class ModelDrafter:
         if slot.broken:
             self._rollback.truncate(0)
         # The last token is read again, if need be, because the logits behind it are needed.
-        common = min(_common_prefix(np.array(slot.text.tokens, np.int32), tokens), len(tokens) - 1)
+        common = common_prefix(slot.text.tokens, array("i", tokens.tobytes()))
+        common = min(common, len(tokens) - 1)
         if common < slot.text.position:
             self._go_back(common)
         rest = tokens[slot.text.position :]
@@ -188,13 +191,6 @@ class ModelDrafter:
         self._seconds = self._seconds * self._DECAY + time.perf_counter() - start
         self._drafts = self._drafts * self._DECAY + max(len(drafts), 1)
         return drafts, sureness
-
-
-def _common_prefix(first: Tokens, second: Tokens) -> int:
-    """Return how many tokens two texts have in common at their beginnings."""
-    n = min(len(first), len(second))
-    differs = np.flatnonzero(first[:n] != second[:n])
-    return n if differs.size == 0 else int(differs[0])
 
 
 def check_vocabulary(draft: Model, target: Model) -> None:

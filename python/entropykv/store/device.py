@@ -20,6 +20,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
+from entropykv.store.figures import core_counters, held_shares
 from entropykv.store.headwise_probe import (
     check_config,
     hooked_context,
@@ -198,13 +199,8 @@ class DeviceStore(Store):
         return self._look
 
     def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
-        rows = []
-        for layer, kv_head in self._heads():
-            columns = (self._store.positions(layer, kv_head) - first) // per_column
-            inside = columns[(columns >= 0) & (columns < n_columns)]
-            rows.append(np.bincount(inside, minlength=n_columns))
-        held = np.ceil(255 * np.array(rows) / per_column).astype(np.uint8)
-        return held, np.zeros_like(held), np.zeros_like(held)
+        rows = [self._store.positions(*head) for head in self._heads()]
+        return held_shares(rows, first, per_column, n_columns)
 
     def _heads(self) -> Iterator[tuple[int, int]]:
         """Yield layer and KV head of every KV head."""
@@ -269,16 +265,7 @@ class DeviceStore(Store):
         """Return this store's figures for SessionStats."""
         return {
             "kv_type": self._config.kv_type,
-            "kv_bytes_budget": self._store.budget_bytes,
-            "kv_bytes_peak": self._store.peak_bytes,
-            "kv_bytes_now": self._store.used_bytes,
-            "kv_bytes_staging": self._store.staging_bytes,
-            "kv_bytes_scratch": self._store.scratch_bytes,
+            **core_counters(self._store, self.hook),
             "kv_bytes_on_devices": dict(self._store.device_bytes),
-            "products": self.hook.products,
-            "products_bytes_scratch": self.hook.products_scratch_bytes,
-            "entries_kept": self._store.entries,
-            "evictions": self.evicted,
-            "eviction_seconds": self._store.eviction_seconds,
             "rebases": self.rebases,
         }

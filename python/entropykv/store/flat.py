@@ -32,6 +32,7 @@ from entropykv.policy.plan import FlatPlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
+from entropykv.store.figures import held_shares
 from entropykv.store.protocol import (
     CacheMapFunction,
     DamagedState,
@@ -167,10 +168,8 @@ class FlatStore(Store):
         """
         if self._is_recurrent or self._window > 0:
             return 0
-        while wanted and self.rope.shift_for(self.shift, position, 1 + wanted) != self.shift:
-            wanted -= 1
         room = min(self._store.budget - self._store.entries, self._config.n_ubatch)
-        return max(0, min(wanted, room - 1))
+        return max(0, min(self.drafts_in_place(position, wanted), room - 1))
 
     def settle(self, n_right: int) -> None:
         """Remove the cells of wrong drafts, which nothing else has seen yet."""
@@ -270,11 +269,7 @@ class FlatStore(Store):
         return self._look
 
     def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
-        columns = (self._store.positions - first) // per_column
-        inside = columns[(columns >= 0) & (columns < n_columns)]
-        counts = np.bincount(inside, minlength=n_columns)
-        held = np.ceil(255 * counts / per_column).astype(np.uint8)[np.newaxis]
-        return held, np.zeros_like(held), np.zeros_like(held)
+        return held_shares([self._store.positions], first, per_column, n_columns)
 
     def budgets(self) -> list[tuple[int, ...]]:
         """Return the budgets in entries, as [layer][KV head]."""

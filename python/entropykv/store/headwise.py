@@ -21,6 +21,7 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
 from entropykv.store.cold import ColdSide
+from entropykv.store.figures import core_counters
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
@@ -151,8 +152,7 @@ class HeadwiseStore(Store):
         config = self._config
         if self._recurrent or config.policy.importance.repeats or config.n_ubatch == 1:
             return 0
-        while wanted and self.rope.shift_for(self.shift, position, 1 + wanted) != self.shift:
-            wanted -= 1
+        wanted = self.drafts_in_place(position, wanted)
         if (longest := self.sharing.longest_whole) > position:
             wanted = min(wanted, longest - position - 1)
         return self._shared_context.batch.most_drafts(self._store, wanted)
@@ -326,16 +326,7 @@ class HeadwiseStore(Store):
         """Return this store's figures for SessionStats."""
         return {
             "kv_type": self._config.kv_type,
-            "kv_bytes_budget": self._store.budget_bytes,
-            "kv_bytes_peak": self._store.peak_bytes,
-            "kv_bytes_now": self._store.used_bytes,
-            "kv_bytes_staging": self._store.staging_bytes,
-            "kv_bytes_scratch": self._store.scratch_bytes,
-            "products": self.hook.products,
-            "products_bytes_scratch": self.hook.products_scratch_bytes,
-            "entries_kept": self._store.entries,
-            "evictions": self.evicted,
-            "eviction_seconds": self._store.eviction_seconds,
+            **core_counters(self._store, self.hook),
             "rebases": self.rebases,
             **self.cold.counters(),
         }

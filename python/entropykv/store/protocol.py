@@ -149,6 +149,14 @@ class Store(ABC):
         """
         return 0
 
+    def drafts_in_place(self, position: int, wanted: int) -> int:
+        """Return how many of `wanted` drafts may follow a token before keys move to other
+        positions.
+        """
+        while wanted and self.rope.shift_for(self.shift, position, 1 + wanted) != self.shift:
+            wanted -= 1
+        return wanted
+
     def settle(self, n_right: int) -> None:
         """Undo what all drafts of the last micro-batch but the first `n_right` have changed."""
         raise NotImplementedError
