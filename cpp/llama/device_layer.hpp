@@ -21,8 +21,8 @@ constexpr int kDeviceRowStep = 256;
 // Is the position of a row without an entry: it lies behind every query, so none sees it.
 constexpr float kFreeRow = 1e9f;
 
-// Returns how many rows a KV head with such a budget gets: those of its entries, and of the micro-batch
-// that is read before the others are evicted.
+// Returns how many rows a KV head with such a budget gets: those of its entries, and of the
+// micro-batch that is read before the others are evicted.
 int device_rows(int budget, int max_tokens, int max_entries);
 // Returns how many rows a layer with such heads has.
 int device_rows(const std::vector<int>& budgets, int max_tokens, int max_entries);
