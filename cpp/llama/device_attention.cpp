@@ -35,9 +35,9 @@ std::size_t index(int i) { return static_cast<std::size_t>(i); }
 }  // namespace
 
 // Collects what is written to a device at once, each part at an aligned offset.
-class DeviceAttention::Bytes {
+class StepInput {
 public:
-    Bytes(const DeviceAttention& device, std::vector<std::uint8_t>& bytes)
+    StepInput(const Device& device, std::vector<std::uint8_t>& bytes)
         : device_(device), bytes_(bytes) {
         bytes_.clear();
     }
@@ -45,7 +45,7 @@ public:
     // Returns the offset of the values.
     template <typename T>
     std::size_t add(const std::vector<T>& values) {
-        const std::size_t offset = device_.device_.aligned(bytes_.size());
+        const std::size_t offset = device_.aligned(bytes_.size());
         bytes_.resize(offset + values.size() * sizeof(T));
         if (!values.empty())
             std::memcpy(bytes_.data() + offset, values.data(), values.size() * sizeof(T));
@@ -53,15 +53,16 @@ public:
     }
 
 private:
-    const DeviceAttention& device_;
+    const Device& device_;
     std::vector<std::uint8_t>& bytes_;
 };
 
 // Builds the graph of one layer.
-class DeviceAttention::Builder {
+class DeviceGraph {
 public:
-    Builder(ggml_context* context, const DeviceAttention& device, const Served& served, int reader,
-            const DeviceNode& node, const DeviceStep& step)
+    DeviceGraph(ggml_context* context, const DeviceAttention& device,
+                const DeviceAttention::Served& served, int reader, const DeviceNode& node,
+                const DeviceStep& step)
         : context_(context),
           graph_(Device::new_graph(context)),
           device_(device),
@@ -328,7 +329,7 @@ private:
     ggml_context* context_;
     ggml_cgraph* graph_;
     const DeviceAttention& device_;
-    const Served& served_;
+    const DeviceAttention::Served& served_;
     const DeviceLayer& layer_;
     const ImportanceSettings& importance_;
     bool first_reader_;
@@ -400,7 +401,7 @@ std::string DeviceAttention::unsupported(int layer, int n_tokens) {
                           tensor(GGML_TYPE_F32, shape.v_dim, shape.n_head, n_tokens),
                           served.has_sinks ? tensor(GGML_TYPE_F32, shape.n_head, 1, 1) : nullptr};
     const DeviceStep step{n_tokens, 0, importance_.measure().observes()};
-    return device_.unsupported_in(Builder(context.get(), *this, served, 0, node, step).build());
+    return device_.unsupported_in(DeviceGraph(context.get(), *this, served, 0, node, step).build());
 }
 
 void DeviceAttention::forget_positions(int layer) {
@@ -408,7 +409,7 @@ void DeviceAttention::forget_positions(int layer) {
 }
 
 // Adds what the graph of a layer needs.
-void DeviceAttention::add_inputs(Served& served, Bytes& bytes) {
+void DeviceAttention::add_inputs(Served& served, StepInput& input) {
     DeviceLayer& layer = *served.layer;
     const LayerShape& shape = layer.shape();
     std::vector<std::int64_t> rows;
@@ -441,25 +442,25 @@ void DeviceAttention::add_inputs(Served& served, Bytes& bytes) {
     for (DeviceHead& head : layer.heads()) head.freed_rows.clear();
     Places& places = served.places;
     places.n_changed = static_cast<int>(changed.size());
-    places.rows = bytes.add(rows);
-    places.changed = bytes.add(changed);
-    places.new_positions = bytes.add(new_positions);
-    places.slopes = bytes.add(served.slopes);
+    places.rows = input.add(rows);
+    places.changed = input.add(changed);
+    places.new_positions = input.add(new_positions);
+    places.slopes = input.add(served.slopes);
     if (shape.window == 0) return;
     std::vector<float> oldest;
     for (int token = 0; token < step_.n_tokens; ++token)
         oldest.push_back(static_cast<float>(shape.oldest_seen(step_.position + token)));
-    places.oldest = bytes.add(oldest);
+    places.oldest = input.add(oldest);
 }
 
 void DeviceAttention::begin_step(const DeviceStep& step) {
     step_ = step;
-    Bytes bytes(*this, written_);
+    StepInput input(device_, written_);
     std::vector<float> positions;
     for (int token = 0; token < step.n_tokens; ++token)
         positions.push_back(static_cast<float>(step.position + token));
-    token_positions_ = bytes.add(positions);
-    for (Served& served : layers_) add_inputs(served, bytes);
+    token_positions_ = input.add(positions);
+    for (Served& served : layers_) add_inputs(served, input);
     input_->write(0, written_.data(), written_.size());
     place_findings(step);
 }
@@ -482,7 +483,7 @@ void DeviceAttention::place_findings(const DeviceStep& step) {
 void DeviceAttention::run(int layer, int reader, const DeviceNode& node) {
     const auto context = device_.graph_context();
     const Served& served = layers_.at(index(layer));
-    ggml_cgraph* graph = Builder(context.get(), *this, served, reader, node, step_).build();
+    ggml_cgraph* graph = DeviceGraph(context.get(), *this, served, reader, node, step_).build();
     device_.place(graph);
     device_.compute(graph);
 }

@@ -41,6 +41,8 @@ struct DeviceStep {
 // Are the op_params of GGML_OP_FLASH_ATTN_EXT.
 using DeviceParams = std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)>;
 
+class StepInput;
+
 // The layers of one sequence on one device.
 class DeviceAttention {
 public:
@@ -105,10 +107,9 @@ private:
         bool positions_known = false;  // to the device
         Places places{};
     };
-    class Builder;
-    class Bytes;
+    friend class DeviceGraph;
 
-    void add_inputs(Served& served, Bytes& bytes);
+    void add_inputs(Served& served, StepInput& input);
     void place_findings(const DeviceStep& step);
 
     Device& device_;
