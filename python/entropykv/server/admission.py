@@ -16,11 +16,11 @@ from starlette.types import Scope
 from entropykv.server.errors import RequestError
 from entropykv.session.images import ImageLimits
 
-IMAGE_BODY = 16 << 20
+LARGE_BODY = 16 << 20
 """The most bytes of one request's body on a server that reads images, unless an option sets it: an
 image of 8 MiB, which base64 makes a third larger.
 """
-IMAGE_BODIES = 128 << 20
+LARGE_BODIES = 128 << 20
 """The most bytes of all bodies together on a server that reads images."""
 RETRY_AFTER = 5
 """After how many seconds a client should try again if too many requests wait."""
