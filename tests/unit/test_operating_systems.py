@@ -6,18 +6,25 @@ import errno
 import fcntl
 import io
 import os
+import signal
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from entropykv import system
+from entropykv.cli.interrupts import EXIT_TERMINATED, orderly_termination
 from entropykv.errors import ModelFileError, ProfileError
 from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
 from entropykv.model.header import check_prefix
 from entropykv.profile.profile import EntropyProfile
+from entropykv.server.conversations import Conversations
+from entropykv.server.users import Caller
+from entropykv.session import document
 from entropykv.store.cold_file import ColdFile
 
 
@@ -170,3 +177,113 @@ def test_a_pipe_or_device_given_as_a_profile_or_model_is_refused_at_once(tmp_pat
             check_prefix(path)
     with pytest.raises(ProfileError, match="is a directory"):
         EntropyProfile.load(tmp_path)
+
+
+@pytest.fixture
+def unlinks_closed_files(
+    monkeypatch: pytest.MonkeyPatch,
+    windows: FakeRuntime,  # noqa: ARG001
+) -> None:
+    """Refuse, as Windows does, to remove a file that is open."""
+    unlink = os.unlink
+
+    def only_if_closed(path: str | os.PathLike[str], **_: Any) -> None:
+        for each in Path("/proc/self/fd").iterdir():
+            if each.exists() and each.samefile(path):
+                raise PermissionError(errno.EACCES, "it is being used by another process")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", only_if_closed)
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: only_if_closed(path))
+
+
+@pytest.mark.usefixtures("unlinks_closed_files")
+def test_the_lock_of_a_document_is_removed_where_open_files_cannot_be(tmp_path: Path) -> None:
+    with document._locked(tmp_path / "book.kv"):
+        assert (tmp_path / "book.kv.lock").exists()
+        with pytest.raises(Exception, match="another process is reading this document"):
+            document._locked(tmp_path / "book.kv").__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("unlinks_closed_files")
+def test_files_of_dead_processes_are_removed_where_open_files_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "entropykv-1-0.cold").write_bytes(b"EKVCOLD\0")
+    (tmp_path / "entropykv-1-1.cold").write_bytes(b"of somebody else")
+    file = ColdFile.create(tmp_path, 4096, {"name": "model"})
+    assert file.n_leftovers == 1
+    file.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["entropykv-1-1.cold"]
+
+
+@pytest.mark.usefixtures("unlinks_closed_files")
+def test_a_conversation_that_another_replica_reads_stays(tmp_path: Path) -> None:
+    conversations = Conversations(tmp_path, max_bytes=1)
+    files = [tmp_path / f"{name}.session" for name in "ab"]
+    for file in files:
+        file.write_bytes(b"12")
+    with open(files[0], "rb"):
+        conversations._remove_oldest()
+    assert [file.exists() for file in files] == [True, False]
+
+
+def test_a_conversation_whose_name_is_refused_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(tmp_path, max_bytes=1)
+
+    def refused(path: Path, **_: Any) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "it is being removed", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    conversations.enter(SimpleNamespace(n_tokens=0), Caller(name="a"))
+
+
+@pytest.mark.parametrize(("on_windows", "option"), [(True, -5), (False, socket.SO_REUSEADDR)])
+def test_a_second_server_does_not_share_an_address(
+    monkeypatch: pytest.MonkeyPatch, on_windows: bool, option: int
+) -> None:
+    given: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(system, "WINDOWS", on_windows)
+    monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", -5, raising=False)
+    system.keep_address(SimpleNamespace(setsockopt=lambda *each: given.append(each)))
+    assert given == [(socket.SOL_SOCKET, option, 1)]
+
+
+def test_ctrl_break_ends_a_command_as_sigterm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "SIGBREAK", signal.SIGUSR1, raising=False)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        with pytest.raises(SystemExit) as ended, orderly_termination():
+            signal.raise_signal(number)
+        assert ended.value.code == EXIT_TERMINATED
+        assert signal.getsignal(number) is signal.SIG_DFL
+
+
+class FakeConsole(SimpleNamespace):
+    """Stands for kernel32: the mode of a console, which may be an old one or none."""
+
+    def __init__(self, mode: int, *, is_console: bool = True, is_old: bool = False) -> None:
+        super().__init__(mode=mode, is_console=is_console, is_old=is_old)
+
+    def GetConsoleMode(self, _: object, mode: Any) -> int:  # noqa: N802
+        mode._obj.value = self.mode
+        return int(self.is_console)
+
+    def SetConsoleMode(self, _: object, mode: int) -> int:  # noqa: N802
+        if self.is_old:
+            return 0
+        self.mode = mode
+        return 1
+
+
+@pytest.mark.usefixtures("windows")
+def test_consoles_of_windows_are_told_to_show_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(isatty=lambda: True, fileno=lambda: 2)
+    console = FakeConsole(3)
+    monkeypatch.setattr(system, "_kernel32", lambda: console)
+    assert system.shows_escapes(stream)
+    assert console.mode == 7
+    for other in (FakeConsole(3, is_old=True), FakeConsole(3, is_console=False)):
+        monkeypatch.setattr(system, "_kernel32", lambda other=other: other)
+        assert not system.shows_escapes(stream)
+    assert not system.shows_escapes(SimpleNamespace(isatty=lambda: False))
