@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import fcntl
 import io
@@ -9,10 +10,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import llama_cpp
 import pytest
 
 from entropykv import system
@@ -20,11 +23,13 @@ from entropykv.cli.interrupts import EXIT_TERMINATED, orderly_termination
 from entropykv.errors import ModelFileError, ProfileError
 from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
+from entropykv.llamacpp.threads import Threads
 from entropykv.model.header import check_prefix
 from entropykv.profile.profile import EntropyProfile
 from entropykv.server.conversations import Conversations
 from entropykv.server.users import Caller
 from entropykv.session import document
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.cold_file import ColdFile
 
 
@@ -157,6 +162,18 @@ def test_windows_is_asked_for_the_peak_of_memory(monkeypatch: pytest.MonkeyPatch
     assert system.peak_rss_bytes() == 7
 
 
+def test_a_system_that_counts_no_preemptions_has_fixed_numbers_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert system.preemptions() is not None
+    monkeypatch.setattr(system, "WINDOWS", True)
+    assert system.preemptions() is None
+    threads = Threads(CacheOptions(n_threads=2))
+    monkeypatch.setattr(llama_cpp, "llama_set_n_threads", lambda *_: pytest.fail("it was set"))
+    with threads.step(None, 1):
+        pass
+
+
 @pytest.mark.usefixtures("windows")
 def test_piped_output_is_utf8_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
@@ -287,3 +304,50 @@ def test_consoles_of_windows_are_told_to_show_colours(monkeypatch: pytest.Monkey
         monkeypatch.setattr(system, "_kernel32", lambda other=other: other)
         assert not system.shows_escapes(stream)
     assert not system.shows_escapes(SimpleNamespace(isatty=lambda: False))
+
+
+# --- no other module does what only some systems do -----------------------------------------------
+
+MODULES_OF_SOME_SYSTEMS = {"fcntl", "grp", "msvcrt", "pty", "pwd", "resource", "termios", "winreg"}
+NAMES_OF_SOME_SYSTEMS = {
+    "os": {
+        *("fork", "getuid", "geteuid", "kill", "killpg", "mkfifo", "pread", "pwrite", "rename"),
+        *("setsid", "startfile", "statvfs", "uname", "O_BINARY", "O_CLOEXEC", "O_NOFOLLOW"),
+    },
+    "select": {"epoll", "kqueue", "poll", "select"},
+    "signal": {
+        *("alarm", "pause", "setitimer", "SIGALRM", "SIGBREAK", "SIGHUP", "SIGKILL", "SIGPIPE"),
+        *("SIGUSR1", "SIGUSR2"),
+    },
+    "socket": {"AF_UNIX", "SO_EXCLUSIVEADDRUSE", "SO_REUSEADDR", "SO_REUSEPORT"},
+    "sys": {"platform", "getwindowsversion"},
+}
+
+
+def names_of_some_systems(tree: ast.AST) -> Iterator[str]:
+    """Yield imports and attributes that are missing, or mean something else, on another system."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in MODULES_OF_SOME_SYSTEMS)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES_OF_SOME_SYSTEMS:
+            yield node.module
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            module, _, attribute = name.rpartition(".")
+            if attribute in NAMES_OF_SOME_SYSTEMS.get(module, ()):
+                yield name
+
+
+def test_the_code_of_one_system_is_found() -> None:
+    code = "import os, signal, fcntl\nos.kill(1, signal.SIGHUP)\nsignal.SIGINT"
+    assert [*names_of_some_systems(ast.parse(code))] == ["fcntl", "os.kill", "signal.SIGHUP"]
+
+
+def test_only_one_module_does_what_some_systems_cannot_do() -> None:
+    package = Path(system.__file__).parent
+    found = {
+        file.relative_to(package).as_posix(): names
+        for file in package.rglob("*.py")
+        if (names := {*names_of_some_systems(ast.parse(file.read_text(encoding="utf-8")))})
+    }
+    assert {*found} == {"system.py"}
