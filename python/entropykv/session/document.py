@@ -10,6 +10,7 @@ from which reading continues after a crash, and `FILE.lock`, which the reading p
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import time
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entropykv.errors import ContextError, SessionFileError
+from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
 from entropykv.session.file import (
     DocumentNote,
     SavedContents,
@@ -64,8 +65,7 @@ def read_document(
     path = Path(path)
     tokens = _document_tokens(session, text, system)
     chat = session.chat_prompt("-") is not None
-    full_bytes = len(tokens) * session.bytes_full_per_token
-    note = DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
+    note = _note_of(session, text, tokens, names)
     check_target(path)
     with _locked(path):
         partial = path.with_name(path.name + ".partial")
@@ -76,6 +76,39 @@ def read_document(
         with contextlib.suppress(OSError):
             partial.unlink()
     return contents
+
+
+def complete_document(
+    session: Session,
+    text: str,
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] = (),
+    system: str | None = None,
+) -> SavedContents | None:
+    """Return the contents of a file if it holds what read_document() would write, else None.
+
+    The arguments are those of read_document(). The whole file is read and checked.
+    """
+    try:
+        with open_session(path) as reader:
+            tokens = _document_tokens(session, text, system)
+            note = _note_of(session, text, tokens, names)
+            contents = reader.contents
+            same = contents.document == note and contents.position == note.n_tokens
+            if not same or reader.settings != session.saved_settings:
+                return None
+            read = array.array("i", reader.sections()[0])
+            return contents if list(read) == tokens else None
+    except SessionFileError:
+        return None
+
+
+def _note_of(
+    session: Session, text: str, tokens: Sequence[int], names: Sequence[str]
+) -> DocumentNote:
+    full_bytes = len(tokens) * session.bytes_full_per_token
+    return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
 
 
 def _document_tokens(session: Session, text: str, system: str | None) -> list[int]:
@@ -179,7 +212,7 @@ def _locked(path: Path) -> Iterator[None]:
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
             if not lock(descriptor):
                 os.close(descriptor)
-                raise SessionFileError(
+                raise DocumentBusyError(
                     f"{path}: another process is reading this document; wait for it, or give "
                     "another path"
                 )
