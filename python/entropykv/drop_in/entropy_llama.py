@@ -376,8 +376,14 @@ class EntropyLlama(llama_cpp.Llama):
         bound = _GENERATE.bind(self, tokens, *arguments, **options)
         with self._alone():
             answer = self._guard.begin_answer()
-            prompt = self._prepared(list(tokens), resets=bound.arguments.get("reset", True))
-        stream: Generator[int, Any, None] = super().generate(prompt, *arguments, **options)
+            resets = bound.arguments.get("reset", True)
+            prompt = self._prepared(list(tokens), resets=resets)
+            if resets and self._has_logits_of(prompt):
+                # Llama of 0.3.30 would go back by one token, and read all of the prompt again
+                # because entries were evicted since.
+                prompt, bound.arguments["reset"] = [], False
+        bound.arguments["tokens"] = prompt
+        stream: Generator[int, Any, None] = super().generate(*bound.args[1:], **bound.kwargs)
         sent = None
         with closing(stream), self._resting():
             while True:
@@ -410,6 +416,11 @@ class EntropyLlama(llama_cpp.Llama):
         if resets and self._budget.repeatable:
             self._reader.go_back_for(self, prompt)
         return prompt
+
+    def _has_logits_of(self, prompt: list[int]) -> bool:
+        """Tell whether a prompt is the text that was read, and can be sampled from at once."""
+        is_text = self.n_tokens > 0 and np.array_equal(self._input_ids, prompt)
+        return is_text and not self._requires_eval
 
     def _continuing(self, prompt: list[int]) -> list[int] | None:
         """Return the prompt as tokens that begin with those read; None if it already begins with

@@ -26,7 +26,7 @@ from entropykv.session.file import (
     check_target,
     open_session,
 )
-from entropykv.system import lock
+from entropykv.system import lock, remove_and_close
 
 if TYPE_CHECKING:
     from entropykv.session.session import Session
@@ -226,9 +226,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            name.unlink()
-        os.close(descriptor)
+        remove_and_close(name, descriptor)
 
 
 def open_documents(session: Session, paths: Sequence[str | os.PathLike[str]]) -> SavedContents:

@@ -194,50 +194,70 @@ def _common_suffix(first: Tokens, second: Tokens) -> int:
 
 
 class StepCosts:
-    """Estimate the seconds of a step by its number of tokens: a constant and so much a token.
+    """Estimate the seconds of a step by its number of tokens.
 
-    A line is fitted to the steps so far, each of which counts less than the one after it.
+    A step of a single token runs other kernels than one of several, so it has an estimate of its
+    own. To steps of several tokens, a line is fitted: a constant and so much for each token. Older
+    steps count less.
     """
 
     _DECAY = 0.97
-    _SLOPE = 0.15
-    """Of a single token's step: what each further token costs, until that was measured."""
-    _PRIOR = 4.0
-    """Steps that this guess counts for."""
+    _FIRST, _SLOPE = 1.3, 0.12
+    """In units of a single token's step: what a step of two tokens costs, and each token beyond,
+    until that was measured.
+    """
+    _PRIOR = ((2, 0.5), (10, 0.25))
+    """How many steps this guess counts for, at two numbers of tokens; it keeps the line defined."""
+    _OUTLIER = 3.0
+    """A step that takes longer than so many times what was expected is counted as so long: the
+    thread was interrupted, or memory was allocated.
+    """
 
     def __init__(self) -> None:
         """Begin without a step."""
-        self._sums = np.zeros(5)
-        """Of weights, tokens, seconds, tokens squared, and tokens x seconds."""
+        self._single = np.zeros(2)
+        """Weight and seconds of steps with a single token."""
+        self._several = np.zeros(5)
+        """Of steps with several: weight, tokens, seconds, tokens squared, tokens x seconds."""
 
     def note(self, n_tokens: int, seconds: float) -> None:
         """Take down a step that read nothing but written tokens and drafts."""
-        row = (1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds)
-        self._sums = self._sums * self._DECAY + np.array(row)
+        if self._single[0] or self._several[0]:
+            seconds = min(seconds, self._OUTLIER * self.single_seconds * self.relative(n_tokens))
+        self._several *= self._DECAY
+        if n_tokens == 1:
+            self._single = self._single * self._DECAY + (1.0, seconds)
+        else:
+            row = (1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds)
+            self._several += np.array(row)
 
     @property
     def single_seconds(self) -> float:
         """Return the estimated seconds of a step with a single token; 0.0 before the first step."""
-        return self._line()[0]
+        weight, seconds = self._single.tolist()
+        if weight > 0.0:
+            return seconds / weight
+        weight, tokens, seconds, _, _ = self._several.tolist()
+        return seconds / (weight * self._expected(tokens / weight)) if weight > 0.0 else 0.0
 
     def relative(self, n_tokens: int) -> float:
-        """Return the cost of a step in units of one with a single token."""
-        return 1.0 + self._line()[1] * (n_tokens - 1)
-
-    def _line(self) -> tuple[float, float]:
-        """Return the seconds of a single token's step, and what each further token adds to it, in
-        units of it.
-        """
-        weight, tokens, seconds, squares, products = self._sums.tolist()
-        if weight == 0.0 or seconds <= 0.0:
-            return 0.0, self._SLOPE
+        """Return the cost of a step in units of one with a single token; at least 1.0."""
+        single = self.single_seconds
+        if n_tokens == 1 or single <= 0.0:
+            return self._expected(n_tokens)
+        sums = self._several.copy()
+        for n, weight in self._PRIOR:
+            seconds = single * self._expected(n)
+            sums += weight * np.array((1.0, n, seconds, n * n, n * seconds))
+        weight, tokens, seconds, squares, products = sums.tolist()
         mean_n, mean_s = tokens / weight, seconds / weight
-        spread = squares / weight - mean_n * mean_n
-        slope = (products / weight - mean_n * mean_s) / spread if spread > 1e-9 else 0.0
-        single = max(mean_s - slope * (mean_n - 1.0), 0.1 * mean_s)
-        # Few different lengths say little about the slope.
-        trust = weight * spread / (weight * spread + self._PRIOR)
-        return single, max(trust * slope / single + (1.0 - trust) * self._SLOPE, 0.0)
+        slope = (products / weight - mean_n * mean_s) / (squares / weight - mean_n * mean_n)
+        return max((mean_s + max(slope, 0.0) * (n_tokens - mean_n)) / single, 1.0)
+
+    @classmethod
+    def _expected(cls, n_tokens: float) -> float:
+        """Return the cost of a step, in units of a single token's, before any was measured."""
+        return 1.0 if n_tokens == 1 else cls._FIRST + cls._SLOPE * (n_tokens - 2)
 
 
 class DraftLengths:
@@ -251,6 +271,10 @@ class DraftLengths:
     """Share of right drafts in each class, until it was seen."""
     _PRIOR_WEIGHT = 6.0
     _DECAY = 0.96
+    _ANY, _LONGER = 1.05, 1.02
+    """Estimates are not exact: as many times as many tokens per second must be expected of drafts
+    as of none, and of a longer run as of the best shorter one.
+    """
     _RECOVERY = 0.995
     """By which counts fade with every token, so that drafts are tried again after a while."""
 
@@ -287,8 +311,8 @@ class DraftLengths:
         for n in range(n_drafts + 1):
             cost = self._costs.relative(n_others + 1 + n) + cost_each * n
             gain = (n_others + expected) / cost
-            if gain > best * 1.02:  # a longer run must pay
-                best, n_best = gain, n
+            if gain > best:
+                best, n_best = gain * (self._ANY if n == 0 else self._LONGER), n
             expected += chance ** (n + 1)
         return n_best
 
