@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.calibration.spread import Arrays, Spread, StepSettings, Work
+from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.profile.curves import N_SINKS
@@ -55,7 +55,7 @@ def fit_by_echoes(
     of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
     UnsupportedModelError, and SettingsError for a model whose keys before RoPE are not known.
     """
-    (arrays,) = spread.run(fit, settings, [Work("predictor", tuple(texts))], on_progress)
+    (arrays,) = spread.run(fit, settings, [TextWork("predictor", tuple(texts))], on_progress)
     n_tokens, correlation, lookups, *weights = arrays
     return ScorePredictor(
         weights=tuple(weights),
@@ -66,7 +66,7 @@ def fit_by_echoes(
 
 
 def fit(
-    settings: StepSettings, work: Sequence[Work], on_progress: Callable[[int], None]
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
     """Yield the tokens, the correlation if there is one, the lookups and the weights of every layer
     of a predictor: a Step.

@@ -22,7 +22,7 @@ from entropykv.calibration.damage import MOST_TEXTS, damage_of_text, mean_damage
 from entropykv.calibration.fitting import fit_by_echoes, fitting_tokens
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.predictions import LEAST_TEXT, predicted_tokens
-from entropykv.calibration.spread import Arrays, Progress, Spread, StepSettings, Work
+from entropykv.calibration.spread import Arrays, Progress, Spread, StepSettings, TextWork
 from entropykv.calibration.texts import (
     LEAST_CURVE_TOKENS,
     Excerpt,
@@ -148,10 +148,10 @@ def _observed(
 ) -> tuple[Measured, LossCurves | None]:
     """Measure the entropies of the excerpts, and the curves of the long texts."""
     damaged = [text for text in long_texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
-    work = [Work(_ENTROPIES, (excerpt.tokens,)) for excerpt in excerpts]
+    work = [TextWork(_ENTROPIES, (excerpt.tokens,)) for excerpt in excerpts]
     for number, text in enumerate(long_texts):
         whole = number < len(damaged)
-        work.append(Work(_LOSSES_AND_DAMAGE if whole else _LOSSES, (text,)))
+        work.append(TextWork(_LOSSES_AND_DAMAGE if whole else _LOSSES, (text,)))
     found = spread.run(observe, step, work, on_progress)
     of_excerpts, of_texts = found[: len(excerpts)], found[len(excerpts) :]
     measured = Measured(
@@ -171,7 +171,7 @@ def _observed(
 
 
 def observe(
-    settings: StepSettings, work: Sequence[Work], on_progress: Progress
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
 ) -> Iterator[Arrays]:
     """Measure the entropies of short texts, and the losses and damage of long ones: a Step."""
     with Observer(

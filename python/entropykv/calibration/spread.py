@@ -33,7 +33,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Work:
+class TextWork:
     """Hold the tokens that a step measures together, and what it measures of them."""
 
     what: str
@@ -70,7 +70,7 @@ class StepSettings:
         return cls(os.fspath(path), identity, kv_type, n_threads, n_ctx, profile)
 
 
-Step = Callable[[StepSettings, Sequence[Work], Progress], Iterator[Arrays]]
+Step = Callable[[StepSettings, Sequence[TextWork], Progress], Iterator[Arrays]]
 """A function of a module, so that it can be pickled: yields the arrays of each piece of work."""
 
 
@@ -104,7 +104,7 @@ class Spread:
                 ) from None
 
     def run(
-        self, step: Step, settings: StepSettings, work: Sequence[Work], on_progress: Progress
+        self, step: Step, settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
     ) -> list[Arrays]:
         """Return what a step measures, in the order of `work`.
 
@@ -136,7 +136,7 @@ class Spread:
                 max(1, settings.n_threads),
             )
 
-            def receive_and_tell(task: tuple[int, Work], measured: _Measured) -> None:
+            def receive_and_tell(task: tuple[int, TextWork], measured: _Measured) -> None:
                 receive(task[0], measured)
                 on_progress(measured.n_tokens)
 
@@ -171,7 +171,7 @@ class Spread:
 
 
 def _measured(
-    step: Step, settings: StepSettings, work: Sequence[Work], on_progress: Progress
+    step: Step, settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
 ) -> Iterator[_Measured]:
     n_tokens = 0
 
@@ -186,7 +186,7 @@ def _measured(
             n_tokens = 0
 
 
-def _measure_one(common: tuple[Step, StepSettings], task: tuple[int, Work]) -> _Measured:
+def _measure_one(common: tuple[Step, StepSettings], task: tuple[int, TextWork]) -> _Measured:
     """Measure on a node of a cluster; raises SettingsError if it has another model."""
     step, settings = common
     if identity_of(read_geometry(settings.path)) != settings.identity:
@@ -204,7 +204,7 @@ def _digest_of(step: str, settings: StepSettings) -> bytes:
     return hashlib.blake2b(repr(about).encode(), digest_size=16).digest()
 
 
-def _name_of(common: bytes, work: Work) -> str:
+def _name_of(common: bytes, work: TextWork) -> str:
     digest = hashlib.blake2b(common, digest_size=16)
     digest.update(repr((work.what, work.texts)).encode())
     return f"{digest.hexdigest()}.npz"

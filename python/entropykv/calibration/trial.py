@@ -21,7 +21,7 @@ from entropykv.calibration.predictions import (
     predicted_tokens,
     predictions_after_half,
 )
-from entropykv.calibration.spread import Arrays, Spread, StepSettings, Work
+from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.distributions import Logits, mean_divergence
 from entropykv.profile.curves import IMPORTANCES, FloatArray
@@ -68,7 +68,7 @@ def trial_losses(
     """
     if settings.profile is None or settings.profile.predictor is None:
         return None
-    work = [Work("trial", (text,)) for text in texts if len(text) >= LEAST_TEXT]
+    work = [TextWork("trial", (text,)) for text in texts if len(text) >= LEAST_TEXT]
     if not work:
         return None
     losses = np.zeros(len(IMPORTANCES))
@@ -78,7 +78,7 @@ def trial_losses(
 
 
 def try_measures(
-    settings: StepSettings, work: Sequence[Work], on_progress: Callable[[int], None]
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
     """Yield the losses of each text with each measure, (len(IMPORTANCES),): a Step."""
     if settings.profile is None:

@@ -17,7 +17,7 @@ import numpy as np
 from entropykv.calibration.damage import MOST_TEXTS
 from entropykv.calibration.observe import Observer, ReadText
 from entropykv.calibration.predictions import LEAST_TEXT
-from entropykv.calibration.spread import Arrays, Spread, StepSettings, Work
+from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
 from entropykv.errors import SettingsError
 from entropykv.policy.importance import EXPECTED_LOOKUPS
 from entropykv.profile.curves import (
@@ -68,7 +68,7 @@ def head_trust(
     long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     if not long_enough:
         return None
-    work = [Work("trust", (text,)) for text in long_enough]
+    work = [TextWork("trust", (text,)) for text in long_enough]
     found = spread.run(lose, settings, work, on_progress)
     losses = np.zeros((2, *found[0][0].shape[1:]))
     for (of_text,) in found:
@@ -81,7 +81,7 @@ def head_trust(
 
 
 def lose(
-    settings: StepSettings, work: Sequence[Work], on_progress: Callable[[int], None]
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
     """Yield one array for each text: the losses over its continuation, and over each repetition of
     a piece, (1 + REPETITIONS, 2, n_layer, n_head_kv), without and with predictions: a Step.
