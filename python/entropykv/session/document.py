@@ -40,6 +40,8 @@ MOST_DOCUMENTS = 16
 _MARK = "entropykv-question"
 _SAVE_SHARE = 20
 """Reading takes at least this many times as long as saving it on the way."""
+_LOCK_ATTEMPTS, _LOCK_INTERVAL = 4, 0.02
+"""How often, and after how many seconds, a lock is tried that another process has."""
 
 
 def read_document(
@@ -68,7 +70,7 @@ def read_document(
     note = _note_of(session, text, tokens, names)
     check_target(path)
     with _locked(path):
-        partial = path.with_name(path.name + ".partial")
+        partial = partial_of(path)
         _continue_from(session, partial, note, tokens)
         step = _Steps(session, partial, chat, note, progress)
         step.read(tokens)
@@ -109,6 +111,35 @@ def _note_of(
 ) -> DocumentNote:
     full_bytes = len(tokens) * session.bytes_full_per_token
     return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
+
+
+def partial_of(path: Path) -> Path:
+    """Return the file that holds a document while it is read, and after an interruption."""
+    return path.with_name(path.name + ".partial")
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def is_being_read(path: Path) -> bool:
+    """Tell whether a process is reading a document into a file, as its lock says."""
+    try:
+        descriptor = os.open(_lock_of(path), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not lock(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def remove_partial(path: Path) -> None:
+    """Remove what is left of an interrupted reading; raises SessionFileError if it goes on."""
+    with _locked(path), contextlib.suppress(FileNotFoundError):
+        partial_of(path).unlink()
 
 
 def _document_tokens(session: Session, text: str, system: str | None) -> list[int]:
@@ -173,8 +204,12 @@ class _Steps:
     def read(self, tokens: Sequence[int]) -> None:
         """Read those of all tokens that are missing."""
         self._report()
-        rest = tokens[self._session.position :]
-        steps = self._session.decode_micro_batches(rest, False, writes=False) if rest else ()
+        session = self._session
+        rest = tokens[session.position :]
+        if not rest:
+            return
+        # In a pool, nobody waits for a whole document.
+        steps = session.decode_micro_batches(rest, False, writes=False, gives_way=True)
         for _ in steps:
             self._save_if_due()
             self._report()
@@ -205,12 +240,12 @@ class _Steps:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a document that is being read; raises SessionFileError."""
-    name = path.with_name(path.name + ".lock")
+    name = _lock_of(path)
     descriptor = -1
     try:
         while descriptor < 0:
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
-            if not lock(descriptor):
+            if not _lock_patiently(descriptor):
                 os.close(descriptor)
                 raise DocumentBusyError(
                     f"{path}: another process is reading this document; wait for it, or give "
@@ -227,6 +262,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         remove_and_close(name, descriptor)
+
+
+def _lock_patiently(descriptor: int) -> bool:
+    """Lock a file, although is_being_read() may have locked it for a moment."""
+    for _ in range(_LOCK_ATTEMPTS):
+        if lock(descriptor):
+            return True
+        time.sleep(_LOCK_INTERVAL)
+    return False
 
 
 def open_documents(session: Session, paths: Sequence[str | os.PathLike[str]]) -> SavedContents:
