@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
 from entropykv.session.file import (
     DocumentNote,
     SavedContents,
+    SavedSettings,
     check_target,
     open_session,
 )
@@ -273,37 +275,51 @@ def _lock_patiently(descriptor: int) -> bool:
     return False
 
 
-def open_documents(session: Session, paths: Sequence[str | os.PathLike[str]]) -> SavedContents:
+@dataclass(frozen=True)
+class DocumentHeader:
+    """Hold what the header of a document's file says."""
+
+    path: str | os.PathLike[str]
+    settings: SavedSettings
+    contents: SavedContents
+    note: DocumentNote
+
+
+def open_documents(
+    session: Session, documents: Sequence[str | os.PathLike[str] | DocumentHeader]
+) -> SavedContents:
     """Load the first document, and read the texts of the others: see Session.open_document().
 
-    Returns the contents of the first.
+    Headers that were read before are not read again. Returns the contents of the first.
     """
-    if not 0 < len(paths) <= MOST_DOCUMENTS:
-        raise ContextError(f"give 1 to {MOST_DOCUMENTS} documents, not {len(paths)}")
-    notes = [document_note(path) for path in paths]
-    contents = session.load(paths[0])
-    for note in notes[1:]:
-        session.decode(session.tokenize(f"{note.text}\n", add_bos=False))
+    if not 0 < len(documents) <= MOST_DOCUMENTS:
+        raise ContextError(f"give 1 to {MOST_DOCUMENTS} documents, not {len(documents)}")
+    headers = [
+        each if isinstance(each, DocumentHeader) else document_header(each) for each in documents
+    ]
+    contents = session.load(headers[0].path)
+    for header in headers[1:]:
+        session.decode(session.tokenize(f"{header.note.text}\n", add_bos=False))
     return contents
 
 
-def document_note(path: str | os.PathLike[str]) -> DocumentNote:
-    """Return what a file says of its document.
+def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
+    """Read the header of a document's file.
 
     Raises SessionFileError if it is none, or was not read to its end.
     """
     with open_session(path) as reader:
-        note = reader.contents.document
+        contents, note = reader.contents, reader.contents.document
         if note is None:
             raise SessionFileError(
                 f"{path}: is a saved session, not a document; give --load-session (Session.load)"
             )
-        if reader.contents.position != note.n_tokens:
+        if contents.position != note.n_tokens:
             raise SessionFileError(
-                f"{path}: holds {reader.contents.position} of the {note.n_tokens} tokens of the "
+                f"{path}: holds {contents.position} of the {note.n_tokens} tokens of the "
                 "document; run `entropykv read` again, which continues there"
             )
-        return note
+        return DocumentHeader(path, reader.settings, contents, note)
 
 
 def question_text(session: Session, text: str, *, chat: bool = True) -> str:
