@@ -31,6 +31,7 @@ from entropykv.server.users import Caller
 from entropykv.session import document
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.cold_file import ColdFile
+from tests.support.systems import OF_POSIX, absent_imports, left_out
 
 
 class FakeRuntime(SimpleNamespace):
@@ -308,7 +309,7 @@ def test_consoles_of_windows_are_told_to_show_colours(monkeypatch: pytest.Monkey
 
 # --- no other module does what only some systems do -----------------------------------------------
 
-MODULES_OF_SOME_SYSTEMS = {"fcntl", "grp", "msvcrt", "pty", "pwd", "resource", "termios", "winreg"}
+MODULES_OF_SOME_SYSTEMS = {*OF_POSIX, "msvcrt", "winreg"}
 NAMES_OF_SOME_SYSTEMS = {
     "os": {
         *("fork", "getuid", "geteuid", "kill", "killpg", "mkfifo", "pread", "pwrite", "rename"),
@@ -351,3 +352,12 @@ def test_only_one_module_does_what_some_systems_cannot_do() -> None:
         if (names := {*names_of_some_systems(ast.parse(file.read_text(encoding="utf-8")))})
     }
     assert {*found} == {"system.py"}
+
+
+def test_test_modules_that_a_system_cannot_import_are_left_out_by_name() -> None:
+    here = Path(__file__)
+    assert absent_imports(here, {"fcntl", "pty"}) == ["fcntl"]
+    assert absent_imports(here, {"pty"}) == absent_imports(here.with_name("a.txt"), {"pty"}) == []
+    lines = [*left_out(here.parent, {"fcntl"})]
+    assert f"not run: {here.name}, because this system has no fcntl" in lines
+    assert [*left_out(here.parent)] == []
