@@ -10,6 +10,7 @@ from which reading continues after a crash, and `FILE.lock`, which the reading p
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import time
@@ -68,8 +69,7 @@ def read_document(
     path = Path(path)
     tokens = _document_tokens(session, text, system)
     chat = session.chat_prompt("-") is not None
-    full_bytes = len(tokens) * session.bytes_full_per_token
-    note = DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
+    note = _note_of(session, text, tokens, names)
     check_target(path)
     with _locked(path):
         partial = partial_of(path)
@@ -80,6 +80,39 @@ def read_document(
         with contextlib.suppress(OSError):
             partial.unlink()
     return contents
+
+
+def complete_document(
+    session: Session,
+    text: str,
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] = (),
+    system: str | None = None,
+) -> SavedContents | None:
+    """Return the contents of a file if it holds what read_document() would write, else None.
+
+    The arguments are those of read_document(). The whole file is read and checked.
+    """
+    try:
+        with open_session(path) as reader:
+            tokens = _document_tokens(session, text, system)
+            note = _note_of(session, text, tokens, names)
+            contents = reader.contents
+            same = contents.document == note and contents.position == note.n_tokens
+            if not same or reader.settings != session.saved_settings:
+                return None
+            read = array.array("i", reader.sections()[0])
+            return contents if list(read) == tokens else None
+    except SessionFileError:
+        return None
+
+
+def _note_of(
+    session: Session, text: str, tokens: Sequence[int], names: Sequence[str]
+) -> DocumentNote:
+    full_bytes = len(tokens) * session.bytes_full_per_token
+    return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
 
 
 def partial_of(path: Path) -> Path:
