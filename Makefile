@@ -82,17 +82,18 @@ else
 endif
 
 # Windows' programs of a cross compiler, in Wine, which runs them on this CPU. A prefix of its own
-# keeps the user's Wine as it is.
+# keeps the user's Wine as it is. What includes llama.cpp's headers is compiled, but not linked.
 WINDOWS_CXX := x86_64-w64-mingw32-g++-posix
 WINE := $(firstword $(wildcard /usr/lib/wine/wine64) $(shell command -v wine64 wine))
-test-windows: $(VENV)/.tools  ## the C++ tests in Wine (Debian: wine64, g++-mingw-w64-x86-64)
+test-windows: $(VENV)/.tools  ## the C++ tests in Wine, and cpp/llama compiled (Debian: wine64, g++-mingw-w64-x86-64)
 ifeq ($(and $(WINE),$(shell command -v $(WINDOWS_CXX))),)
 	@echo "Skipped: the tests for Windows need the packages wine64 and g++-mingw-w64-x86-64."
 else
 	PATH="$(BIN):$$PATH" cmake -S . -B build/windows -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_WARNINGS_AS_ERRORS=ON -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Windows \
 		-DCMAKE_SYSTEM_PROCESSOR=AMD64 -DCMAKE_CXX_COMPILER=$(WINDOWS_CXX) \
-		-DCMAKE_EXE_LINKER_FLAGS=-static > /dev/null
+		-DCMAKE_EXE_LINKER_FLAGS=-static -DENTROPYKV_WITH_LLAMA=ON \
+		-DPython_EXECUTABLE="$(BIN)/python" > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/windows
 	set -e; for test in $(CPP_TESTS); do WINEDEBUG=-all WINEPREFIX=$(abspath build/wine) \
 		$(WINE) build/windows/$$test.exe; done

@@ -14,6 +14,7 @@ import pytest
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
 from entropykv.session import sequence_slot
+from tests.support.systems import absent_imports, left_out
 from tests.support.tiny_models import write_bitnet, write_llama
 
 # A shell that starts pytest in the background lets it and its children ignore interrupts.
@@ -21,6 +22,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "benchmarks" / "texts"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out test modules that import what this system lacks: see the report's header."""
+    return True if absent_imports(collection_path) else None
+
+
+def pytest_report_header() -> list[str]:
+    """Name the test modules that are left out."""
+    return [*left_out(ROOT / "tests")]
 
 
 OWN_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}

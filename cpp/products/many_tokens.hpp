@@ -77,19 +77,16 @@ inline Rows fill_up(const Rows& rows, int n_rows, std::byte* copies) {
     return Rows(copies, Type::kUnitBytes);
 }
 
-// Fills lanes [lane, lane + ColumnRows::kCount) of a panel with n_rows rows. The rows that come
-// next begin where these end.
+// Fills lanes [lane, lane + ColumnRows::kCount) of a panel with n_rows rows, and prefetches half of
+// as many bytes of the next tile.
 template <class Type, bool kPacked>
-void fill_lanes(Rows rows, int n_rows, int n_values, const Panel& panel, int lane) {
+void fill_lanes(Rows rows, int n_rows, int n_values, const Panel& panel, int lane,
+                NextTile& next_tile) {
     constexpr int n_groups = Type::kUnit / Type::kGroup;
     std::byte* codes = panel.codes + 4 * lane;
     float *scales = panel.scales + lane, *minima = panel.minima + lane;
-    std::size_t asked = 0;  // bytes of a row that were prefetched, a cache line at a time
     for (int i = 0; i < n_values; i += Type::kUnit) {
-        if (asked % kLine < Type::kUnitBytes)
-            for (int r = 0; r < n_rows; ++r)
-                prefetch_bytes(rows[ColumnRows::kCount + r], Type::kUnitBytes);
-        asked += Type::kUnitBytes;
+        next_tile.advance(ColumnRows::kCount * Type::kUnitBytes / 2);
         std::byte copies[ColumnRows::kCount * Type::kUnitBytes];
         const Rows unit = n_rows < ColumnRows::kCount ? fill_up<Type>(rows, n_rows, copies) : rows;
         if constexpr (kPacked) {
@@ -115,11 +112,12 @@ void fill_lanes(Rows rows, int n_rows, int n_values, const Panel& panel, int lan
 }
 
 template <class Type, bool kPacked>
-void fill_panel(const Rows& rows, int n_rows, int n_values, const Panel& panel) {
+void fill_panel(const Rows& rows, int n_rows, int n_values, const Panel& panel,
+                NextTile& next_tile) {
     for (int lane = 0; lane < kTileRows; lane += ColumnRows::kCount) {
         const int first = std::min(lane, n_rows - 1);
         fill_lanes<Type, kPacked>(rows.from(first), std::min(n_rows - first, ColumnRows::kCount),
-                                  n_values, panel, lane);
+                                  n_values, panel, lane, next_tile);
     }
 }
 
@@ -149,10 +147,11 @@ inline void add_group(const Codes& codes, const Panel& panel, int g, const Token
     }
 }
 
-// Adds the part of a panel of the products of kTokens tokens to their sums.
+// Adds the part of a panel of the products of kTokens tokens to their sums, and prefetches
+// `prefetched` bytes of the next tile with every group.
 template <class F, int kTokens, class Codes>
 void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::size_t stride,
-               float* sums) {
+               float* sums, NextTile& next_tile, std::size_t prefetched) {
     Floats acc[kTokens][Tile::kVectors];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
@@ -162,8 +161,10 @@ void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::si
     const std::byte* unit = panel.codes;
     for (int g = 0; g < n_groups; g += Codes::kGroupsOfUnit, unit += Codes::kUnitBytes)
 #pragma GCC unroll 8
-        for (int i = 0; i < Codes::kGroupsOfUnit; ++i)
+        for (int i = 0; i < Codes::kGroupsOfUnit; ++i) {
+            next_tile.advance(prefetched);
             add_group<F, kTokens>(Codes::group(unit, i), panel, g + i, token, stride, acc);
+        }
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
@@ -171,29 +172,36 @@ void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::si
             store_floats(sums + t * kTileRows + v * Tile::kLanes, acc[t][v]);
 }
 
-// Takes tokens [first, n_tokens) kTokens at a time, and the rest in smaller steps.
+// Takes tokens [first, n_tokens) kTokens at a time, and the rest in smaller steps. The first step
+// prefetches the half of the next tile that fill_lanes() has left.
 template <class Type, class Codes, int kTokens>
 void add_tokens(const Panel& panel, int n_values, int column, int row_values,
-                const RoundedTokens& tokens, int first) {
+                const RoundedTokens& tokens, int first, NextTile& next_tile) {
+    constexpr std::size_t kHalfGroup =
+        kTileRows * Type::kUnitBytes * Type::kGroup / Type::kUnit / 2;
     for (; first + kTokens <= tokens.n_tokens; first += kTokens) {
         const std::byte* token = tokens.data + static_cast<std::size_t>(first) * tokens.stride;
         add_panel<FormOf<Type>, kTokens, Codes>(
             panel, n_values / Type::kGroup, part_of<Type>(token, row_values, column), tokens.stride,
-            panel.sums + static_cast<std::size_t>(first) * kTileRows);
+            panel.sums + static_cast<std::size_t>(first) * kTileRows, next_tile,
+            first == 0 ? kHalfGroup : 0);
     }
     if constexpr (kTokens > 1)
-        add_tokens<Type, Codes, kTokens / 2>(panel, n_values, column, row_values, tokens, first);
+        add_tokens<Type, Codes, kTokens / 2>(panel, n_values, column, row_values, tokens, first,
+                                             next_tile);
 }
 
 template <class Type, bool kPacked>
 void multiply_tile(const WeightRows& w, const RoundedTokens& tokens, const Panel& panel) {
     using Codes = std::conditional_t<kPacked, PackedPanel<Type>, BytePanel<FormOf<Type>>>;
     Rows rows(w.data, w.stride);
+    NextTile next_tile(w.data + kTileRows * w.stride);
     for (int column = 0; column < w.n_values; column += kPanelValues) {
         const int n_values = std::min(kPanelValues, w.n_values - column);
-        fill_panel<Type, kPacked>(rows, w.n_rows, n_values, panel);
+        fill_panel<Type, kPacked>(rows, w.n_rows, n_values, panel, next_tile);
         rows = rows.after(static_cast<std::size_t>(n_values / Type::kUnit) * Type::kUnitBytes);
-        add_tokens<Type, Codes, Tile::kTokens>(panel, n_values, column, w.n_values, tokens, 0);
+        add_tokens<Type, Codes, Tile::kTokens>(panel, n_values, column, w.n_values, tokens, 0,
+                                               next_tile);
     }
 }
 

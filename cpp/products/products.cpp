@@ -16,7 +16,7 @@ std::size_t size(int i) { return static_cast<std::size_t>(i); }
 }  // namespace
 
 Products::Products(const ProductTable& kernels, int n_threads)
-    : kernels_(kernels), token_(size(n_threads)) {
+    : kernels_(kernels), token_(size(n_threads)), pieces_(n_threads) {
     for (int i = 0; i < n_threads; ++i) tiles_.emplace_back(kernels.tile_bytes);
 }
 
@@ -67,13 +67,13 @@ void Products::multiply_many(const ProductTask& task, int thread, int n_threads)
     for (int t = thread; t < task.n_tokens; t += n_threads)
         kernels.quantise(task.tokens + size(t) * task.token_stride, task.weights.n_values,
                          rounded_.data() + size(t) * stride);
-    wait_for_all(n_threads);
     const int n_tiles = parts_of(task.weights.n_rows, kernels_.tile_rows);
-    const int n_pieces = n_tiles * parts_of(task.n_tokens, kTileTokens);
+    const int n_parts = parts_of(task.n_tokens, kTileTokens);
+    wait_for_all(n_threads, n_tiles * n_parts);
     for (;;) {
-        const int piece = next_piece_.fetch_add(1, std::memory_order_relaxed);
-        if (piece >= n_pieces) return;
-        multiply_tile(task, piece % n_tiles, piece / n_tiles * kTileTokens, thread);
+        const int piece = pieces_.take(thread, n_threads);
+        if (piece < 0) return;
+        multiply_tile(task, piece / n_parts, piece % n_parts * kTileTokens, thread);
     }
 }
 
@@ -91,12 +91,13 @@ void Products::multiply_tile(const ProductTask& task, int tile, int first_token,
                  task.out + size(first_token) * task.out_stride + first_row, task.out_stride);
 }
 
-// The last thread that arrives opens the next round.
-void Products::wait_for_all(int n_threads) noexcept {
+// The last thread that arrives deals out the pieces and opens the next round. A thread gets
+// consecutive tiles, because the kernels prefetch the tile that follows into its own cache.
+void Products::wait_for_all(int n_threads, int n_pieces) noexcept {
     const unsigned round = rounds_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
         arrived_.store(0, std::memory_order_relaxed);
-        next_piece_.store(0, std::memory_order_relaxed);
+        pieces_.deal(n_pieces, n_threads);
         rounds_.store(round + 1, std::memory_order_release);
     } else {
         wait_until([&] { return rounds_.load(std::memory_order_acquire) != round; });

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "platform/aligned_bytes.hpp"
+#include "platform/stealing_ranges.hpp"
 #include "products/product_kernels.hpp"
 
 namespace entropykv {
@@ -44,7 +45,7 @@ private:
     void multiply_one(const ProductTask& task, int thread, int n_threads) noexcept;
     void multiply_many(const ProductTask& task, int thread, int n_threads) noexcept;
     void multiply_tile(const ProductTask& task, int tile, int first_token, int thread) noexcept;
-    void wait_for_all(int n_threads) noexcept;
+    void wait_for_all(int n_threads, int n_pieces) noexcept;
 
     const ProductTable& kernels_;
     AlignedBytes rounded_;             // rounded tokens of a task
@@ -52,7 +53,7 @@ private:
     std::vector<AlignedBytes> tiles_;  // holds for each thread a tile of weights and sums
     std::atomic<int> arrived_{0};      // threads that have rounded their tokens
     std::atomic<unsigned> rounds_{0};  // tasks whose tokens all threads have rounded
-    std::atomic<int> next_piece_{0};   // next piece of rows and tokens that a thread takes
+    StealingRanges pieces_;            // pieces of rows and tokens that threads take
 };
 
 }  // namespace entropykv

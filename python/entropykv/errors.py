@@ -39,6 +39,10 @@ class SessionFileError(EntropyKVError, ValueError):
     """Raised for a saved session that is missing, damaged, or of another model or settings."""
 
 
+class DocumentBusyError(SessionFileError):
+    """Raised if another process, or another thread, is reading a document into the same file."""
+
+
 class FreezeError(EntropyKVError):
     """Raised if cold storage cannot be made, or if another process has changed its file."""
 

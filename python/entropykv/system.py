@@ -1,4 +1,4 @@
-"""Do what every operating system does in its own way: locks, memory, folders, names of files.
+"""Do what every operating system does in its own way: locks, memory, files, signals, terminals.
 
 Other modules call these functions and name no operating system. `WINDOWS` is read at every call, so
 that tests can set it.
@@ -12,10 +12,12 @@ import importlib
 import io
 import os
 import re
+import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TextIO
 
 WINDOWS = os.name == "nt"
 """Whether this is Windows."""
@@ -24,6 +26,8 @@ _LOCKED_BYTE = 0x7FFF_FFFE
 """The place of the byte that is locked on Windows: its C library takes places of 31 bits, and lets
 the holder of the lock read and write there.
 """
+_SHOWS_ESCAPES = 4
+"""The bit ENABLE_VIRTUAL_TERMINAL_PROCESSING of a console's mode."""
 _DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³])", re.IGNORECASE)
 _NOT_IN_NAMES = re.compile(r'[<>:"|?*\x00-\x1f]')
 
@@ -95,6 +99,28 @@ def lock(descriptor: int) -> bool:
     return True
 
 
+def remove_and_close(path: str | os.PathLike[str], descriptor: int) -> bool:
+    """Remove a file that is open, and close it; returns whether it was removed. Raises nothing.
+
+    A lock is held until the file is removed, so that no other process takes the file before.
+    Windows removes only files that are closed, and none that another process has taken since.
+    """
+    if WINDOWS:
+        _close(descriptor)
+    removed = False
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+        removed = True
+    if not WINDOWS:
+        _close(descriptor)
+    return removed
+
+
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
 def sync(path: str | os.PathLike[str]) -> None:
     """Write a file to the disk; raises OSError."""
     descriptor = os.open(path, os.O_RDWR)  # Windows syncs no file that is open for reading.
@@ -162,6 +188,16 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def preemptions() -> int | None:
+    """Return how often the system has taken a core from a thread of this process; None on Windows,
+    which does not count it.
+    """
+    if WINDOWS:
+        return None
+    resource: Any = importlib.import_module("resource")
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+
+
 class _MemoryCounters(ctypes.Structure):
     """Repeat PROCESS_MEMORY_COUNTERS of Windows."""
 
@@ -180,6 +216,43 @@ def _peak_on_windows() -> int:
     process = ctypes.c_void_p(kernel.GetCurrentProcess())
     kernel.K32GetProcessMemoryInfo(process, ctypes.byref(counters), counters.size)
     return int(counters.peak)
+
+
+def keep_address(listener: socket.socket) -> None:
+    """Set the option with which a socket gets the address of a server that has just ended, but not
+    of one that runs.
+
+    On Windows that is the default, and SO_REUSEADDR would share the address of a running server.
+    """
+    option = getattr(socket, "SO_EXCLUSIVEADDRUSE") if WINDOWS else socket.SO_REUSEADDR  # noqa: B009
+    listener.setsockopt(socket.SOL_SOCKET, option, 1)
+
+
+def ending_signals() -> tuple[int, ...]:
+    """Return the signals by which others end a process: SIGTERM, and on Windows SIGBREAK, which
+    Ctrl-Break and a window that is closed send.
+    """
+    names = ("SIGTERM", "SIGBREAK")
+    return tuple(int(getattr(signal, name)) for name in names if hasattr(signal, name))
+
+
+def shows_escapes(stream: TextIO) -> bool:
+    """Tell whether a stream is a terminal that shows escape sequences, such as those of colours.
+
+    The consoles of Windows do so only after they are told to.
+    """
+    if not stream.isatty():
+        return False
+    return not WINDOWS or _console_shows_escapes(stream)
+
+
+def _console_shows_escapes(stream: TextIO) -> bool:
+    kernel = _kernel32()
+    console = ctypes.c_void_p(number_of(stream.fileno()))
+    mode = ctypes.c_uint32()
+    if not kernel.GetConsoleMode(console, ctypes.byref(mode)):
+        return False
+    return bool(kernel.SetConsoleMode(console, mode.value | _SHOWS_ESCAPES))
 
 
 def use_utf8() -> None:

@@ -28,7 +28,6 @@ using Bytes = std::vector<std::byte>;
 
 AlignedBytes random_page(const PageLayout& layout, unsigned seed, float size = 1.0f) {
     AlignedBytes page(layout.bytes);
-    std::memset(page.data(), 0, layout.bytes);
     std::mt19937 random(seed);
     for (int slot = 0; slot < layout.entries; ++slot) {
         std::vector<float> k = random_rows(random, layout.k_dim);
@@ -93,7 +92,6 @@ void test_narrower_is_close_and_stays(KvType type, ColdType cold, const KernelTa
     CHECK(type == KvType::q8_0 && cold == ColdType::q8_0 ? true : codec.bytes() < layout.bytes);
     const AlignedBytes page = random_page(layout, 2, size);
     AlignedBytes packed(codec.bytes()), back(layout.bytes), again(codec.bytes());
-    std::memset(back.data(), 0, layout.bytes);
     codec.pack(page.data(), packed.data());
     codec.unpack(packed.data(), kernels, back.data());
     // q4_0 clips values with the sign opposite to the largest one: by up to a whole step of an
@@ -108,7 +106,6 @@ void test_narrower_is_close_and_stays(KvType type, ColdType cold, const KernelTa
     if (type != KvType::f16) return;  // q8_0 in between rounds the values of q4_0 again
     codec.pack(back.data(), again.data());
     AlignedBytes twice(layout.bytes);
-    std::memset(twice.data(), 0, layout.bytes);
     codec.unpack(again.data(), kernels, twice.data());
     for (int slot = 0; slot < layout.entries; ++slot) {
         check_close(k_row(layout, back.data(), slot), k_row(layout, twice.data(), slot), 0.002f);

@@ -1,10 +1,12 @@
 // Tests products of quantised weights: they are near those of exact arithmetic, and have the same
 // bits whatever is read together, with any number of threads and every instruction set.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
 #include "platform/instruction_sets.hpp"
+#include "platform/stealing_ranges.hpp"
 #include "products/products.hpp"
 #include "testing.hpp"
 #include "weight_blocks.hpp"
@@ -150,10 +152,26 @@ void test_instruction_sets() {
 #endif
 }
 
+void test_every_piece_is_taken_once() {
+    for (const int n_threads : {1, 2, 5})
+        for (const int n_pieces : {0, 1, 3, 97, 1000}) {
+            StealingRanges ranges(n_threads);
+            std::vector<std::atomic<int>> taken(static_cast<std::size_t>(n_pieces));
+            ranges.deal(n_pieces, n_threads);
+            run_node(n_threads, [&](int t) {
+                if (t == n_threads - 1 && n_threads > 1) return;  // others take its range
+                for (int i = ranges.take(t, n_threads); i >= 0; i = ranges.take(t, n_threads))
+                    ++taken[static_cast<std::size_t>(i)];
+            });
+            for (const std::atomic<int>& n : taken) CHECK(n == 1);
+        }
+}
+
 }  // namespace
 
 int main() {
     test_instruction_sets();
+    test_every_piece_is_taken_once();
     test_all();
     test_special_values();
     return summary();

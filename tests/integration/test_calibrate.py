@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import EntropyProfile, ProfileError, Session
-from entropykv.calibration.damage import RECENT_WINDOW, layer_damage
+from entropykv.calibration.damage import RECENT_WINDOW, damage_of_text, mean_damage
 from entropykv.calibration.measure import (
     CalibrationSettings,
     calibrate,
@@ -141,8 +141,8 @@ def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
     half, n_continued, n_repeated = 160, 40, 20
     with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:
         request = observer.tokenize_plainly(REQUEST)
-        damage = layer_damage(observer, [tokens])
-        again = layer_damage(observer, [tokens, tokens])
+        damage = mean_damage([damage_of_text(observer, tokens)])
+        again = mean_damage([damage_of_text(observer, tokens) for _ in range(2)])
     repeated = tokens[OVERLAP : OVERLAP + n_repeated]
     expected = np.zeros(3)
     for before, following in (([], tokens[half : half + n_continued]), (request, repeated)):
@@ -163,8 +163,10 @@ def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
 
 
 def test_short_texts_show_no_damage(tiny_llama: Path) -> None:
-    with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:
-        assert layer_damage(observer, [tokens_for(LEAST_TEXT - 1)]) is None
+    settings = CalibrationSettings(2, 32, n_threads=1, curve_length=LEAST_TEXT - 1)
+    curves = calibrate(tiny_llama, some_texts(), settings).curves
+    assert curves is not None
+    assert curves.layer_damage is None
 
 
 def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_path: Path) -> None:

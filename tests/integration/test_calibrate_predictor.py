@@ -10,6 +10,7 @@ import pytest
 from entropykv import Session
 from entropykv.calibration.fitting import HELD_BACK, fit_by_echoes, fitting_tokens
 from entropykv.calibration.measure import calibrate
+from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import LOOKUP_SHARE
 from entropykv.profile.profile import EntropyProfile
@@ -71,8 +72,9 @@ def test_sessions_rank_by_the_predictor_of_a_file(
 
 def test_the_end_of_a_single_text_is_held_back(tiny_llama: Path) -> None:
     read: list[int] = []
-    text = tokens_for(640)  # More than a chunk.
-    predictor = fit_by_echoes(tiny_llama, [text], n_threads=2, on_progress=read.append)
+    text = tuple(tokens_for(640))  # More than a chunk.
+    settings = StepSettings.of(tiny_llama, n_ctx=640, n_threads=2)
+    predictor = fit_by_echoes(Spread(), settings, [text], read.append)
     assert predictor.n_tokens == 640 * (1 - HELD_BACK) - N_SINKS
     assert predictor.correlation is not None
     assert sum(read) == fitting_tokens([640]) == 2 * 640
@@ -80,8 +82,9 @@ def test_the_end_of_a_single_text_is_held_back(tiny_llama: Path) -> None:
 
 
 def test_the_threads_do_not_change_it(tiny_llama: Path) -> None:
-    texts = [tokens_for(300, seed=seed) for seed in range(2)]
-    one, two = (fit_by_echoes(tiny_llama, texts, n_threads=n).to_json() for n in (1, 2))
+    texts = [tuple(tokens_for(300, seed=seed)) for seed in range(2)]
+    settings = [StepSettings.of(tiny_llama, n_ctx=300, n_threads=n) for n in (1, 2)]
+    one, two = (fit_by_echoes(Spread(), each, texts).to_json() for each in settings)
     assert one == two
 
 

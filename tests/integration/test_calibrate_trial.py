@@ -12,6 +12,7 @@ from entropykv import Session
 from entropykv.calibration import trial
 from entropykv.calibration.measure import calibrate
 from entropykv.calibration.predictions import LEAST_TEXT
+from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.calibration.trial import best_importance, trial_losses, trial_tokens
 from entropykv.profile.curves import IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
@@ -47,12 +48,14 @@ def test_losses_of_a_trial_are_those_of_the_definition(
             repeated = tokens[OVERLAP : OVERLAP + n_repeated]
             asked = [([], tokens[half : half + n_continued]), (request, repeated)]
             expected.append(sum(loss_of(session, tiny_llama, tokens[:half], *a) for a in asked))
-    losses = trial_losses(tiny_llama, profile, [tokens, tokens_for(LEAST_TEXT - 1)], n_threads=2)
+    settings = StepSettings.of(tiny_llama, n_ctx=640, n_threads=2, profile=profile)
+    texts = [tuple(tokens), tuple(tokens_for(LEAST_TEXT - 1))]
+    losses = trial_losses(Spread(), settings, texts)
     assert losses is not None
     np.testing.assert_allclose(losses, expected, rtol=0.02)
     assert min(expected) > 1e-3
     assert abs(expected[0] - expected[1]) > 0.04 * min(expected)
-    again = trial_losses(tiny_llama, profile, [tokens, tokens], n_threads=2)
+    again = trial_losses(Spread(), settings, [texts[0], texts[0]])
     np.testing.assert_allclose(again, losses)
 
 
@@ -70,10 +73,13 @@ def loss_of(
     return float(right * (np.exp(whole) * (whole - rows)).sum(axis=1).mean())
 
 
-def test_the_least_loss_decides(monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile) -> None:
+def test_the_least_loss_decides(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile
+) -> None:
+    settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
     for losses, best in (([0.2, 0.1], "predicted"), ([0.1, 0.2], "mass+values+predicted")):
         monkeypatch.setattr(trial, "trial_losses", lambda *_, found=losses: np.array(found))
-        assert best_importance("model.gguf", profile, []) == best
+        assert best_importance(Spread(), settings, []) == best
 
 
 def test_a_profile_names_what_its_trial_found(
@@ -97,11 +103,12 @@ def test_a_profile_names_what_its_trial_found(
 
 def test_without_a_predictor_there_is_no_trial(tiny_llama: Path, profile: EntropyProfile) -> None:
     assert profile.predictor is not None
-    plain = replace(profile, predictor=None)
-    assert best_importance(tiny_llama, plain, [tokens_for(LEAST_TEXT)]) is None
+    settings = StepSettings.of(tiny_llama, n_ctx=0, profile=replace(profile, predictor=None))
+    assert best_importance(Spread(), settings, [tuple(tokens_for(LEAST_TEXT))]) is None
 
 
 def test_short_texts_are_no_trial(tiny_llama: Path, profile: EntropyProfile) -> None:
-    assert best_importance(tiny_llama, profile, [tokens_for(LEAST_TEXT - 1)]) is None
+    settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
+    assert best_importance(Spread(), settings, [tuple(tokens_for(LEAST_TEXT - 1))]) is None
     assert trial_tokens([LEAST_TEXT - 1]) == 0
     assert trial_tokens([LEAST_TEXT, 1024]) == 3 * (128 + 32 + 16 + 512 + 128 + 64)

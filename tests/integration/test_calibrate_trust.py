@@ -11,6 +11,7 @@ import pytest
 from entropykv import Session
 from entropykv.calibration.measure import calibrate
 from entropykv.calibration.predictions import LEAST_TEXT
+from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.calibration.trust import head_trust, trust_tokens
 from entropykv.model.shipped import DEMOS
 from entropykv.profile.find import profile_beside
@@ -51,13 +52,18 @@ def test_a_head_that_predictions_mislead_goes_without() -> None:
     matters.
     """
     demo = DEMOS["bitnet"]
-    predictor = EntropyProfile.load(profile_beside(demo.path)).predictor
+    whole = EntropyProfile.load(profile_beside(demo.path))
+    predictor = whole.predictor
     assert predictor is not None
     read: list[int] = []
     texts = documents(demo.path)
-    trust = head_trust(
-        demo.path, misled(predictor, 1, 0), texts, n_threads=1, on_progress=read.append
+    settings = StepSettings.of(
+        demo.path,
+        n_ctx=0,
+        n_threads=1,
+        profile=replace(whole, predictor=misled(predictor, 1, 0)),
     )
+    trust = head_trust(Spread(), settings, [tuple(text) for text in texts], read.append)
     expected = np.ones((len(predictor.shape), max(predictor.shape)))
     expected[1, 0] = 0.0
     assert trust is not None
@@ -66,8 +72,8 @@ def test_a_head_that_predictions_mislead_goes_without() -> None:
 
 
 def test_texts_that_are_too_short_show_nothing(tiny_llama: Path, profile: EntropyProfile) -> None:
-    assert profile.predictor is not None
-    assert head_trust(tiny_llama, profile.predictor, [tokens_for(LEAST_TEXT - 1)]) is None
+    settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
+    assert head_trust(Spread(), settings, [tuple(tokens_for(LEAST_TEXT - 1))]) is None
     assert trust_tokens([LEAST_TEXT - 1]) == 0
 
 

@@ -38,7 +38,7 @@ def test_more_threads_than_cores(
     threads: str,
     times: int,
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\n"), encoding="utf-8"))
     prompt = ("-p", "the") if command == "run" else ()
     options = ("-m", str(tiny_llama), "-n", "3", "-c", "64", "-t", threads, *prompt)
     assert main([command, *options]) == 0

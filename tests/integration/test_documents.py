@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import resource
@@ -17,7 +18,8 @@ import httpx
 import pytest
 
 from entropykv import ContextError, EntropyLlama, Session, SessionFileError
-from entropykv.session.document import document_note, open_documents, read_document
+from entropykv.model.geometry import read_geometry
+from entropykv.session.document import document_header, open_documents, read_document
 from entropykv.session.file import open_session
 from entropykv.system import lock
 from tests.support.command import assert_refused, entropykv
@@ -141,12 +143,16 @@ def test_a_llama_asks_a_document(tiny_llama: Path, tmp_path: Path, checkpoints: 
         EntropyLlama(tiny_llama, document=path, checkpoints=checkpoints, verbose=False, **options)
     ) as llama:
         texts = []
+        llama_tokens = llama.n_tokens
         for question in ("who jumps?", "who sleeps?", "who jumps?"):
             prompt = llama.question(question)
+            # Without checkpoints, the document is loaded again, and counting starts anew.
+            before = llama.kv_stats().prompt_tokens if checkpoints else 0
             result = llama.create_completion(prompt, max_tokens=8, temperature=0.0)
             texts.append(result["choices"][0]["text"])
-    if checkpoints:  # Without, the third prompt is read from its start, in other micro-batches.
-        assert texts[0] == texts[2]
+            n_read = llama.kv_stats().prompt_tokens - before
+            assert n_read <= len(prompt) - llama_tokens, "the document was read again"
+    assert texts[0] == texts[2]
     with session_of(tiny_llama) as session:
         session.open_document(path)
         tokens = list(session.generate(session.question("who jumps?"), 8, temperature=0.0))
@@ -185,7 +191,7 @@ def test_reading_continues_where_it_stopped_with_the_same_bytes(
     assert n_read > 0
     assert not path.exists()
     with pytest.raises(SessionFileError, match="run `entropykv read` again"):
-        document_note(tmp_path / "book.kv.partial")
+        document_header(tmp_path / "book.kv.partial")
     assert starts(tiny_llama, path) == n_read
     assert path.read_bytes() == expected
     assert sorted(os.listdir(tmp_path)) == ["book.kv", "whole.kv"]
@@ -262,7 +268,7 @@ def test_a_killed_reader_leaves_a_part_that_is_continued(tiny_llama: Path, tmp_p
     result = entropykv("read", source, "-m", tiny_llama, *options)
     assert result.returncode == 0, result.stderr
     assert "continuing after" in result.stderr
-    assert document_note(path).text == TEXT * 300
+    assert document_header(path).note.text == TEXT * 300
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -290,6 +296,23 @@ def test_the_command_line_reads_shows_and_asks(tiny_llama: Path, tmp_path: Path)
     )
     assert chat.returncode == 0, chat.stderr
     assert run.stdout.strip() == chat.stdout.strip()
+
+
+def test_an_answer_without_a_limit_ends_where_the_context_of_the_model_would(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The context of a document has room for many more tokens than the model was trained for."""
+    source, path = tmp_path / "a.txt", tmp_path / "book.kv"
+    source.write_text(TEXT)
+    result = entropykv("read", source, "-m", tiny_llama, "-o", path, "-t", 1)
+    assert result.returncode == 0, result.stderr
+    trained = read_geometry(tiny_llama).n_ctx_train
+    stats = tmp_path / "stats.json"
+    words = ("run", "-m", tiny_llama, "--document", path, "-p", "who?", "--ignore-eos", "-t", 1)
+    result = entropykv(*words, "--stats-json", stats)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(stats.read_text())
+    assert figures["prompt_tokens"] + figures["generated_tokens"] <= trained
 
 
 def test_options_that_do_not_go_with_a_document_are_refused(

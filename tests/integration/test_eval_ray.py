@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.eval_command import SHORT, Command, words
+from tests.support.ray_cluster import ThreeNodes, three_nodes
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.replicas
@@ -22,51 +23,12 @@ pytestmark = pytest.mark.replicas
 N_TEXTS = 8
 TIMES = ("prompt_speed", "decode_speed", "disagreement")
 """Figures of a row that are measured by a clock."""
-HEAD = """
-import sys
-from ray.cluster_utils import Cluster
-memory = {"object_store_memory": 80 * 2**20}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
-nodes = [cluster.add_node(num_cpus=1, **memory) for _ in range(2)]
-print("ADDRESS", cluster.address, flush=True)
-for line in sys.stdin:
-    cluster.remove_node(nodes.pop(), allow_graceful=False)
-    print("KILLED", flush=True)
-cluster.shutdown()
-"""
-"""A cluster of three nodes on this machine; every line on stdin kills one that runs tasks."""
-
-
-class ThreeNodes:
-    """Hold the process of a cluster, and its address."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.address = self._wait_for("ADDRESS")
-
-    def kill_a_node(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("kill\n")
-        self._process.stdin.flush()
-        self._wait_for("KILLED")
-
-    def _wait_for(self, word: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(word):
-                return line.removeprefix(word).strip()
-        raise AssertionError("the cluster ended")
 
 
 @pytest.fixture
 def cluster() -> Iterator[ThreeNodes]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield ThreeNodes(process)
-    finally:
-        process.communicate(timeout=60)
+    with three_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture

@@ -62,9 +62,9 @@ class FakeLlama:
 
     def load_session(self, path: Path) -> None:
         self.calls.append("load")
-        if path.read_text() == "damaged":
+        if path.read_text(encoding="utf-8") == "damaged":
             raise SessionFileError(f"{path}: is damaged; save a new session")
-        self.text, self.read = path.read_text(), 0
+        self.text, self.read = path.read_text(encoding="utf-8"), 0
 
     def complete(self, text: str) -> None:
         self.text += text

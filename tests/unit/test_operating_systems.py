@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import fcntl
 import io
 import os
+import signal
+import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import llama_cpp
 import pytest
 
 from entropykv import system
+from entropykv.cli.interrupts import EXIT_TERMINATED, orderly_termination
 from entropykv.errors import ModelFileError, ProfileError
 from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
+from entropykv.llamacpp.threads import Threads
 from entropykv.model.header import check_prefix
 from entropykv.profile.profile import EntropyProfile
+from entropykv.server.conversations import Conversations
+from entropykv.server.users import Caller
+from entropykv.session import document
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.cold_file import ColdFile
+from tests.support.systems import OF_POSIX, absent_imports, left_out
 
 
 class FakeRuntime(SimpleNamespace):
@@ -150,6 +163,18 @@ def test_windows_is_asked_for_the_peak_of_memory(monkeypatch: pytest.MonkeyPatch
     assert system.peak_rss_bytes() == 7
 
 
+def test_a_system_that_counts_no_preemptions_has_fixed_numbers_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert system.preemptions() is not None
+    monkeypatch.setattr(system, "WINDOWS", True)
+    assert system.preemptions() is None
+    threads = Threads(CacheOptions(n_threads=2))
+    monkeypatch.setattr(llama_cpp, "llama_set_n_threads", lambda *_: pytest.fail("it was set"))
+    with threads.step(None, 1):
+        pass
+
+
 @pytest.mark.usefixtures("windows")
 def test_piped_output_is_utf8_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
@@ -170,3 +195,169 @@ def test_a_pipe_or_device_given_as_a_profile_or_model_is_refused_at_once(tmp_pat
             check_prefix(path)
     with pytest.raises(ProfileError, match="is a directory"):
         EntropyProfile.load(tmp_path)
+
+
+@pytest.fixture
+def unlinks_closed_files(
+    monkeypatch: pytest.MonkeyPatch,
+    windows: FakeRuntime,  # noqa: ARG001
+) -> None:
+    """Refuse, as Windows does, to remove a file that is open."""
+    unlink = os.unlink
+
+    def only_if_closed(path: str | os.PathLike[str], **_: Any) -> None:
+        for each in Path("/proc/self/fd").iterdir():
+            if each.exists() and each.samefile(path):
+                raise PermissionError(errno.EACCES, "it is being used by another process")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", only_if_closed)
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: only_if_closed(path))
+
+
+@pytest.mark.usefixtures("unlinks_closed_files")
+def test_the_lock_of_a_document_is_removed_where_open_files_cannot_be(tmp_path: Path) -> None:
+    with document._locked(tmp_path / "book.kv"):
+        assert (tmp_path / "book.kv.lock").exists()
+        with pytest.raises(Exception, match="another process is reading this document"):
+            document._locked(tmp_path / "book.kv").__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("unlinks_closed_files")
+def test_files_of_dead_processes_are_removed_where_open_files_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "entropykv-1-0.cold").write_bytes(b"EKVCOLD\0")
+    (tmp_path / "entropykv-1-1.cold").write_bytes(b"of somebody else")
+    file = ColdFile.create(tmp_path, 4096, {"name": "model"})
+    assert file.n_leftovers == 1
+    file.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["entropykv-1-1.cold"]
+
+
+@pytest.mark.usefixtures("unlinks_closed_files")
+def test_a_conversation_that_another_replica_reads_stays(tmp_path: Path) -> None:
+    conversations = Conversations(tmp_path, max_bytes=1)
+    files = [tmp_path / f"{name}.session" for name in "ab"]
+    for file in files:
+        file.write_bytes(b"12")
+    with open(files[0], "rb"):
+        conversations._remove_oldest()
+    assert [file.exists() for file in files] == [True, False]
+
+
+def test_a_conversation_whose_name_is_refused_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(tmp_path, max_bytes=1)
+
+    def refused(path: Path, **_: Any) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "it is being removed", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    conversations.enter(SimpleNamespace(n_tokens=0), Caller(name="a"))
+
+
+@pytest.mark.parametrize(("on_windows", "option"), [(True, -5), (False, socket.SO_REUSEADDR)])
+def test_a_second_server_does_not_share_an_address(
+    monkeypatch: pytest.MonkeyPatch, on_windows: bool, option: int
+) -> None:
+    given: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(system, "WINDOWS", on_windows)
+    monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", -5, raising=False)
+    system.keep_address(SimpleNamespace(setsockopt=lambda *each: given.append(each)))
+    assert given == [(socket.SOL_SOCKET, option, 1)]
+
+
+def test_ctrl_break_ends_a_command_as_sigterm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "SIGBREAK", signal.SIGUSR1, raising=False)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        with pytest.raises(SystemExit) as ended, orderly_termination():
+            signal.raise_signal(number)
+        assert ended.value.code == EXIT_TERMINATED
+        assert signal.getsignal(number) is signal.SIG_DFL
+
+
+class FakeConsole(SimpleNamespace):
+    """Stands for kernel32: the mode of a console, which may be an old one or none."""
+
+    def __init__(self, mode: int, *, is_console: bool = True, is_old: bool = False) -> None:
+        super().__init__(mode=mode, is_console=is_console, is_old=is_old)
+
+    def GetConsoleMode(self, _: object, mode: Any) -> int:  # noqa: N802
+        mode._obj.value = self.mode
+        return int(self.is_console)
+
+    def SetConsoleMode(self, _: object, mode: int) -> int:  # noqa: N802
+        if self.is_old:
+            return 0
+        self.mode = mode
+        return 1
+
+
+@pytest.mark.usefixtures("windows")
+def test_consoles_of_windows_are_told_to_show_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(isatty=lambda: True, fileno=lambda: 2)
+    console = FakeConsole(3)
+    monkeypatch.setattr(system, "_kernel32", lambda: console)
+    assert system.shows_escapes(stream)
+    assert console.mode == 7
+    for other in (FakeConsole(3, is_old=True), FakeConsole(3, is_console=False)):
+        monkeypatch.setattr(system, "_kernel32", lambda other=other: other)
+        assert not system.shows_escapes(stream)
+    assert not system.shows_escapes(SimpleNamespace(isatty=lambda: False))
+
+
+# --- no other module does what only some systems do -----------------------------------------------
+
+MODULES_OF_SOME_SYSTEMS = {*OF_POSIX, "msvcrt", "winreg"}
+NAMES_OF_SOME_SYSTEMS = {
+    "os": {
+        *("fork", "getuid", "geteuid", "kill", "killpg", "mkfifo", "pread", "pwrite", "rename"),
+        *("setsid", "startfile", "statvfs", "uname", "O_BINARY", "O_CLOEXEC", "O_NOFOLLOW"),
+    },
+    "select": {"epoll", "kqueue", "poll", "select"},
+    "signal": {
+        *("alarm", "pause", "setitimer", "SIGALRM", "SIGBREAK", "SIGHUP", "SIGKILL", "SIGPIPE"),
+        *("SIGUSR1", "SIGUSR2"),
+    },
+    "socket": {"AF_UNIX", "SO_EXCLUSIVEADDRUSE", "SO_REUSEADDR", "SO_REUSEPORT"},
+    "sys": {"platform", "getwindowsversion"},
+}
+
+
+def names_of_some_systems(tree: ast.AST) -> Iterator[str]:
+    """Yield imports and attributes that are missing, or mean something else, on another system."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in MODULES_OF_SOME_SYSTEMS)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES_OF_SOME_SYSTEMS:
+            yield node.module
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            module, _, attribute = name.rpartition(".")
+            if attribute in NAMES_OF_SOME_SYSTEMS.get(module, ()):
+                yield name
+
+
+def test_the_code_of_one_system_is_found() -> None:
+    code = "import os, signal, fcntl\nos.kill(1, signal.SIGHUP)\nsignal.SIGINT"
+    assert [*names_of_some_systems(ast.parse(code))] == ["fcntl", "os.kill", "signal.SIGHUP"]
+
+
+def test_only_one_module_does_what_some_systems_cannot_do() -> None:
+    package = Path(system.__file__).parent
+    found = {
+        file.relative_to(package).as_posix(): names
+        for file in package.rglob("*.py")
+        if (names := {*names_of_some_systems(ast.parse(file.read_text(encoding="utf-8")))})
+    }
+    assert {*found} == {"system.py"}
+
+
+def test_test_modules_that_a_system_cannot_import_are_left_out_by_name() -> None:
+    here = Path(__file__)
+    assert absent_imports(here, {"fcntl", "pty"}) == ["fcntl"]
+    assert absent_imports(here, {"pty"}) == absent_imports(here.with_name("a.txt"), {"pty"}) == []
+    lines = [*left_out(here.parent, {"fcntl"})]
+    assert f"not run: {here.name}, because this system has no fcntl" in lines
+    assert [*left_out(here.parent)] == []

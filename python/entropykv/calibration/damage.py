@@ -14,11 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from entropykv.calibration.observe import Observer
-from entropykv.calibration.predictions import (
-    LEAST_TEXT,
-    half_of,
-    predictions_after_half,
-)
+from entropykv.calibration.predictions import half_of, predictions_after_half
 from entropykv.llamacpp.distributions import mean_divergence
 from entropykv.profile.curves import MOST_DAMAGE, FloatArray
 from entropykv.session.echo import REQUEST
@@ -28,27 +24,23 @@ MOST_TEXTS = 3
 """The most texts that are used; every layer is measured in each of them."""
 
 
-def layer_damage(
-    observer: Observer,
-    texts: Sequence[Sequence[int]],
-    on_progress: Callable[[int], None] = lambda _: None,
-) -> FloatArray | None:
+def mean_damage(texts: Sequence[FloatArray]) -> FloatArray | None:
     """Return the mean damage of every layer, (n_layer,), in nats per token.
 
-    Returns None if the texts are too short.
+    `texts`: what damage_of_text() returned. Returns None if there are none.
     """
-    long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
-    if not long_enough:
+    if not texts:
         return None
-    damage = np.zeros(observer.n_layer)
-    for text in long_enough:
-        damage += _of_text(observer, text, on_progress)
-    return np.minimum(damage / len(long_enough), MOST_DAMAGE)
+    damage = np.zeros(len(texts[0]))
+    for of_text in texts:
+        damage += of_text
+    return np.minimum(damage / len(texts), MOST_DAMAGE)
 
 
-def _of_text(
-    observer: Observer, text: Sequence[int], on_progress: Callable[[int], None]
+def damage_of_text(
+    observer: Observer, text: Sequence[int], on_progress: Callable[[int], None] = lambda _: None
 ) -> FloatArray:
+    """Return the damage of every layer in a text of LEAST_TEXT tokens or more, (n_layer,)."""
     damage = np.zeros(observer.n_layer)
     request = observer.tokenize_plainly(REQUEST)
     with observer.reading(half_of(text)) as read:

@@ -9,12 +9,12 @@ shows the quality of the predictor for a text that it was not fitted to.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.profile.curves import N_SINKS
@@ -42,33 +42,56 @@ def fitting_tokens(lengths: Sequence[int]) -> int:
 
 
 def fit_by_echoes(
-    path: str | os.PathLike[str],
-    texts: Sequence[Sequence[int]],
-    *,
-    kv_type: str = "f16",
-    n_threads: int = 0,
+    spread: Spread,
+    settings: StepSettings,
+    texts: Sequence[tuple[int, ...]],
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> ScorePredictor:
     """Return the predictor of a GGUF model, fitted to the tokens of `texts`, at least one.
 
     It is fitted to all texts but the last, or to the first three quarters of a single text; the
-    rest is held back. Memory: the weights, a pool that holds the longest text, and for every KV
-    head the sums of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
+    rest is held back. All texts are one piece of work, because the sums of lessons depend on their
+    order. Memory: the weights, a pool that holds the longest text, and for every KV head the sums
+    of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
     UnsupportedModelError, and SettingsError for a model whose keys before RoPE are not known.
     """
-    *others, last = texts
-    split = 0 if others else int(len(last) * (1 - HELD_BACK))
-    with _EchoReader(path, max(map(len, texts)), kv_type, n_threads) as reader:
-        for text in others or [last[:split]]:
-            reader.read(text)
-            on_progress(len(text))
-        lessons = reader.take_lessons()
-        reader.read(last, split)
-        on_progress(len(last) - split)
-        predictor = fit_predictor(lessons, reader.take_lessons())
-        lookups = lookups_of(reader.scores(last, predictor))
-        on_progress(len(last))
-    return replace(predictor, lookups=lookups)
+    (arrays,) = spread.run(fit, settings, [TextWork("predictor", tuple(texts))], on_progress)
+    n_tokens, correlation, lookups, *weights = arrays
+    return ScorePredictor(
+        weights=tuple(weights),
+        n_tokens=int(n_tokens),
+        correlation=float(correlation[0]) if len(correlation) else None,
+        lookups=lookups,
+    )
+
+
+def fit(
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
+) -> Iterator[Arrays]:
+    """Yield the tokens, the correlation if there is one, the lookups and the weights of every layer
+    of a predictor: a Step.
+    """
+    for each in work:
+        *others, last = each.texts
+        split = 0 if others else int(len(last) * (1 - HELD_BACK))
+        longest = max(map(len, each.texts))
+        with _EchoReader(settings.path, longest, settings.kv_type, settings.n_threads) as reader:
+            for text in others or [last[:split]]:
+                reader.read(text)
+                on_progress(len(text))
+            lessons = reader.take_lessons()
+            reader.read(last, split)
+            on_progress(len(last) - split)
+            predictor = fit_predictor(lessons, reader.take_lessons())
+            lookups = lookups_of(reader.scores(last, predictor))
+            on_progress(len(last))
+        r = predictor.correlation
+        yield (
+            np.array(predictor.n_tokens),
+            np.array([] if r is None else [r]),
+            np.array(lookups),
+            *predictor.weights,
+        )
 
 
 class _EchoReader:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.calibration.measure import CalibrationSettings, Progress, excerpts_of, measure
+from entropykv.calibration.measure import CalibrationSettings, excerpts_of, measure
+from entropykv.calibration.spread import Progress
 from entropykv.calibration.texts import Text
 from entropykv.errors import CalibrationError
 from entropykv.profile.profile import EntropyProfile

@@ -10,7 +10,7 @@ quantised as users run it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from entropykv import _version
 from entropykv.calibration.basis import Basis
-from entropykv.calibration.damage import MOST_TEXTS, layer_damage
+from entropykv.calibration.damage import MOST_TEXTS, damage_of_text, mean_damage
 from entropykv.calibration.fitting import fit_by_echoes, fitting_tokens
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.predictions import LEAST_TEXT, predicted_tokens
+from entropykv.calibration.spread import Arrays, Progress, Spread, StepSettings, TextWork
 from entropykv.calibration.texts import (
     LEAST_CURVE_TOKENS,
     Excerpt,
@@ -33,7 +34,7 @@ from entropykv.calibration.trial import best_importance, trial_tokens
 from entropykv.calibration.trust import head_trust, trust_tokens
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.model.geometry import read_geometry
-from entropykv.profile.curves import CurveRules, LossCurves, average_curves
+from entropykv.profile.curves import CurveRules, HeadLoss, LossCurves, average_curves
 from entropykv.profile.find import fingerprint_of
 from entropykv.profile.json_fields import FloatArray
 from entropykv.profile.parts import ROWS, Measurement
@@ -42,8 +43,8 @@ from entropykv.profile.profile import EntropyProfile
 RowEntropies = Callable[[Sequence[int]], npt.NDArray[np.float32]]
 """Returns the entropy in bits of each attention row of a text, (n_layer, n_tokens, n_head)."""
 
-Progress = Callable[[int], None]
-"""Called with the number of tokens that were read since the last call."""
+_ENTROPIES, _LOSSES, _LOSSES_AND_DAMAGE = "entropies", "losses", "losses and damage"
+"""What is measured of a text."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def calibrate(
     on_start: Progress = lambda _: None,
     on_progress: Progress = lambda _: None,
     on_basis: Callable[[Basis], None] = lambda _: None,
+    spread: Spread | None = None,
 ) -> EntropyProfile:
     """Measure a GGUF model; returns its profile.
 
@@ -93,10 +95,12 @@ def calibrate(
     before RoPE are not known.
 
     `on_basis` is called before anything is read, with the basis of the coming profile; it may raise
-    to stop here. Raises ModelFileError, UnsupportedModelError, SettingsError, and CalibrationError,
-    also if the texts are too short for the loss curves.
+    to stop here. `spread` runs the steps, by default on this machine. Raises ModelFileError,
+    UnsupportedModelError, SettingsError, and CalibrationError, also if the texts are too short for
+    the loss curves.
     """
     trained = _trained_context(path, settings)
+    spread = spread or Spread()
     longest = max(settings.max_length, settings.curve_length if settings.curve_texts else 0)
     n_ctx = min(longest, trained)
     with Observer(
@@ -106,41 +110,106 @@ def calibrate(
         long_texts = _long_texts(texts, observer, settings, trained)
         on_basis(_basis(observer, excerpts, long_texts))
         on_start(_to_read(observer, excerpts, long_texts))
-        measured = measure(observer.entropies, excerpts, on_progress)
-        curves = _curves(observer, long_texts, on_progress)
         predictable = observer.predictable
-        profile = EntropyProfile(
-            n_layer=observer.n_layer,
-            n_head=observer.n_head,
-            n_head_kv=observer.n_head_kv,
-            n_ctx=trained,
-            head_entropies=measured.chosen(settings.rows).mean(axis=0),
-            model=observer.name,
-            source=f"entropykv calibrate, {len(excerpts)} texts",
-            fingerprint=fingerprint_of(observer.geometry),
-            measurement=measured.summary(settings, settings.kv_type),
-            curves=curves,
+        shape = (observer.n_layer, observer.n_head, observer.n_head_kv)
+        name, fingerprint = observer.name, fingerprint_of(observer.geometry)
+        step = StepSettings.of(
+            path, n_ctx=n_ctx, kv_type=settings.kv_type, n_threads=settings.n_threads
         )
+    measured, curves = _observed(spread, step, excerpts, long_texts, on_progress)
+    profile = EntropyProfile(
+        n_layer=shape[0],
+        n_head=shape[1],
+        n_head_kv=shape[2],
+        n_ctx=trained,
+        head_entropies=measured.chosen(settings.rows).mean(axis=0),
+        model=name,
+        source=f"entropykv calibrate, {len(excerpts)} texts",
+        fingerprint=fingerprint,
+        measurement=measured.summary(settings, settings.kv_type),
+        curves=curves,
+    )
     if curves is None or not predictable:
         return profile
-    predictor = fit_by_echoes(
-        path,
-        long_texts,
-        kv_type=settings.kv_type,
-        n_threads=settings.n_threads,
-        on_progress=on_progress,
-    )
-    trust = head_trust(
-        path,
-        predictor,
-        long_texts,
-        kv_type=settings.kv_type,
-        n_threads=settings.n_threads,
-        on_progress=on_progress,
-    )
+    predictor = fit_by_echoes(spread, step, long_texts, on_progress)
+    step = replace(step, profile=replace(profile, predictor=predictor))
+    trust = head_trust(spread, step, long_texts, on_progress)
     profile = replace(profile, predictor=replace(predictor, trust=trust))
-    best = best_importance(path, profile, long_texts, settings.n_threads, on_progress)
+    best = best_importance(spread, replace(step, profile=profile), long_texts, on_progress)
     return replace(profile, curves=replace(curves, importance=best))
+
+
+def _observed(
+    spread: Spread,
+    step: StepSettings,
+    excerpts: Sequence[Excerpt],
+    long_texts: Sequence[tuple[int, ...]],
+    on_progress: Progress,
+) -> tuple[Measured, LossCurves | None]:
+    """Measure the entropies of the excerpts, and the curves of the long texts."""
+    damaged = [text for text in long_texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
+    work = [TextWork(_ENTROPIES, (excerpt.tokens,)) for excerpt in excerpts]
+    for number, text in enumerate(long_texts):
+        whole = number < len(damaged)
+        work.append(TextWork(_LOSSES_AND_DAMAGE if whole else _LOSSES, (text,)))
+    found = spread.run(observe, step, work, on_progress)
+    of_excerpts, of_texts = found[: len(excerpts)], found[len(excerpts) :]
+    measured = Measured(
+        excerpts,
+        np.array([quarters for quarters, _ in of_excerpts]),
+        np.array([all_rows for _, all_rows in of_excerpts]),
+    )
+    for excerpt, arrays in zip(excerpts, of_excerpts, strict=True):
+        _check_finite(excerpt.name, arrays[0])
+        _check_finite(excerpt.name, arrays[1])
+    if not of_texts:
+        return measured, None
+    rules = CurveRules.for_length(len(long_texts[0]))
+    curves = average_curves(rules, [losses_of(arrays) for arrays in of_texts])
+    damage = mean_damage([arrays[3] for arrays in of_texts[: len(damaged)]])
+    return measured, replace(curves, layer_damage=damage)
+
+
+def observe(
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
+) -> Iterator[Arrays]:
+    """Measure the entropies of short texts, and the losses and damage of long ones: a Step."""
+    with Observer(
+        settings.path,
+        n_ctx=settings.n_ctx,
+        kv_type=settings.kv_type,
+        n_threads=settings.n_threads,
+    ) as observer:
+        for each in work:
+            (tokens,) = each.texts
+            if each.what == _ENTROPIES:
+                yield mean_entropies(observer.entropies(tokens))
+                on_progress(len(tokens))
+                continue
+            losses = observer.losses(tokens, CurveRules.for_length(len(tokens)))
+            on_progress(len(tokens))
+            arrays = (
+                np.array([[head.mass for head in layer] for layer in losses]),
+                np.array([[head.dropped for head in layer] for layer in losses]),
+                np.array([[head.whole for head in layer] for layer in losses]),
+            )
+            if each.what == _LOSSES:
+                yield arrays
+            else:
+                yield (*arrays, damage_of_text(observer, tokens, on_progress))
+
+
+def losses_of(arrays: Arrays) -> list[list[HeadLoss]]:
+    """Return the losses of a text, [layer][KV head], from the arrays that observe() yields."""
+    mass, dropped, whole = arrays[:3]
+    n_layer, n_head_kv = whole.shape
+    return [
+        [
+            HeadLoss(mass[layer, head], dropped[layer, head], float(whole[layer, head]))
+            for head in range(n_head_kv)
+        ]
+        for layer in range(n_layer)
+    ]
 
 
 def _long_texts(
@@ -248,16 +317,27 @@ def measure(
     """Read every text; raises CalibrationError if an entropy is not a finite number."""
     quarters, all_rows = [], []
     for excerpt in excerpts:
-        rows = entropies(excerpt.tokens).astype(np.float64)
-        if not np.isfinite(rows).all():
-            raise CalibrationError(
-                f"{excerpt.name}: the model computes attention entropies that are not numbers; "
-                "check the model file"
-            )
-        quarters.append(rows[:, quarter_rows(len(excerpt.tokens))].mean(axis=1))
-        all_rows.append(rows.mean(axis=1))
+        of_quarters, of_all = mean_entropies(entropies(excerpt.tokens))
+        _check_finite(excerpt.name, of_quarters)
+        _check_finite(excerpt.name, of_all)
+        quarters.append(of_quarters)
+        all_rows.append(of_all)
         on_progress(len(excerpt.tokens))
     return Measured(excerpts, np.array(quarters), np.array(all_rows))
+
+
+def mean_entropies(rows: npt.NDArray[np.float32]) -> tuple[FloatArray, FloatArray]:
+    """Return the means over the quarters' rows and over all rows, each (n_layer, n_head)."""
+    precise = rows.astype(np.float64)
+    return precise[:, quarter_rows(rows.shape[1])].mean(axis=1), precise.mean(axis=1)
+
+
+def _check_finite(name: str, entropies: FloatArray) -> None:
+    if not np.isfinite(entropies).all():
+        raise CalibrationError(
+            f"{name}: the model computes attention entropies that are not numbers; check the model "
+            "file"
+        )
 
 
 def quarter_rows(n_tokens: int) -> list[int]:
@@ -272,20 +352,6 @@ def correlation(a: FloatArray, b: FloatArray) -> float | None:
     if a.std() < 1e-12 or b.std() < 1e-12:
         return None
     return float(np.clip(np.corrcoef(a.ravel(), b.ravel())[0, 1], -1.0, 1.0))
-
-
-def _curves(
-    observer: Observer, texts: Sequence[Sequence[int]], on_progress: Progress
-) -> LossCurves | None:
-    if not texts:
-        return None
-    rules = CurveRules.for_length(len(texts[0]))
-    losses = []
-    for tokens in texts:
-        losses.append(observer.losses(tokens, rules))
-        on_progress(len(tokens))
-    damage = layer_damage(observer, texts, on_progress)
-    return replace(average_curves(rules, losses), layer_damage=damage)
 
 
 def _to_read(

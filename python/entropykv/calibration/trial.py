@@ -10,7 +10,7 @@ each measure that policy auto can take, and the model predicts as for layer_dama
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from entropykv.calibration.predictions import (
     predicted_tokens,
     predictions_after_half,
 )
+from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
+from entropykv.errors import SettingsError
 from entropykv.llamacpp.distributions import Logits, mean_divergence
 from entropykv.profile.curves import IMPORTANCES, FloatArray
 from entropykv.profile.profile import EntropyProfile
@@ -38,25 +40,24 @@ def trial_tokens(lengths: Sequence[int]) -> int:
 
 
 def best_importance(
-    model: str | os.PathLike[str],
-    profile: EntropyProfile,
-    texts: Sequence[Sequence[int]],
-    n_threads: int = 0,
+    spread: Spread,
+    settings: StepSettings,
+    texts: Sequence[tuple[int, ...]],
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> str | None:
-    """Return the measure in IMPORTANCES that loses least, with the profile's curves and predictor.
+    """Return the measure in IMPORTANCES that loses least, with the curves and predictor of
+    settings.profile.
 
     Returns None if the texts are too short, or if the profile has no predictor.
     """
-    losses = trial_losses(model, profile, texts, n_threads, on_progress)
+    losses = trial_losses(spread, settings, texts, on_progress)
     return None if losses is None else IMPORTANCES[int(losses.argmin())]
 
 
 def trial_losses(
-    model: str | os.PathLike[str],
-    profile: EntropyProfile,
-    texts: Sequence[Sequence[int]],
-    n_threads: int = 0,
+    spread: Spread,
+    settings: StepSettings,
+    texts: Sequence[tuple[int, ...]],
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> FloatArray | None:
     """Return the loss of predictions with each measure in IMPORTANCES, (2,), in nats per token.
@@ -65,19 +66,32 @@ def trial_losses(
     text's logits. Returns None if the texts are too short, or if the profile has no predictor,
     which both measures need.
     """
-    if profile.predictor is None:
+    if settings.profile is None or settings.profile.predictor is None:
         return None
-    long_enough = [text for text in texts if len(text) >= LEAST_TEXT]
-    if not long_enough:
+    work = [TextWork("trial", (text,)) for text in texts if len(text) >= LEAST_TEXT]
+    if not work:
         return None
     losses = np.zeros(len(IMPORTANCES))
-    for text in long_enough:
-        reader = _Reader(model, profile, n_threads, text, on_progress)
+    for (of_text,) in spread.run(try_measures, settings, work, on_progress):
+        losses += of_text
+    return losses / len(work)
+
+
+def try_measures(
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
+) -> Iterator[Arrays]:
+    """Yield the losses of each text with each measure, (len(IMPORTANCES),): a Step."""
+    if settings.profile is None:
+        raise SettingsError("budgets are shared by the curves of a profile; give one")
+    for each in work:
+        (text,) = each.texts
+        reader = _Reader(settings.path, settings.profile, settings.n_threads, text, on_progress)
         whole = reader.rows("uniform", 1.0, "f16")
+        losses = np.zeros(len(IMPORTANCES))
         for i, importance in enumerate(IMPORTANCES):
             rows = reader.rows(f"profile:{importance}", int(BUDGET * len(half_of(text))), "auto")
-            losses[i] += sum(map(reader.loss, reader.predictions, whole, rows))
-    return losses / len(long_enough)
+            losses[i] = sum(map(reader.loss, reader.predictions, whole, rows))
+        yield (losses,)
 
 
 class _Reader:

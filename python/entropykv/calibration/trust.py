@@ -9,14 +9,16 @@ and over those of its repetition.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from entropykv.calibration.damage import MOST_TEXTS
 from entropykv.calibration.observe import Observer, ReadText
 from entropykv.calibration.predictions import LEAST_TEXT
+from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
+from entropykv.errors import SettingsError
 from entropykv.policy.importance import EXPECTED_LOOKUPS
 from entropykv.profile.curves import (
     KEEP_FRACTIONS,
@@ -28,7 +30,6 @@ from entropykv.profile.curves import (
     Rows,
     head_loss,
 )
-from entropykv.profile.predictor import ScorePredictor
 from entropykv.session.echo import OVERLAP, REQUEST
 
 COMPARED = KEEP_FRACTIONS[2:5]
@@ -53,16 +54,13 @@ def trust_tokens(lengths: Sequence[int]) -> int:
 
 
 def head_trust(
-    path: str | os.PathLike[str],
-    predictor: ScorePredictor,
-    texts: Sequence[Sequence[int]],
-    *,
-    kv_type: str = "f16",
-    n_threads: int = 0,
+    spread: Spread,
+    settings: StepSettings,
+    texts: Sequence[tuple[int, ...]],
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> FloatArray | None:
-    """Return the values of ScorePredictor.trust: 0 for KV heads that lose more with the predictor,
-    else 1.
+    """Return the values of ScorePredictor.trust: 0 for KV heads that lose more with the predictor
+    of settings.profile, else 1.
 
     The value is 0 if a head loses more both in the continuation and in the repetition. Returns None
     if the texts are too short.
@@ -70,31 +68,48 @@ def head_trust(
     long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     if not long_enough:
         return None
-    n_ctx = max(map(len, long_enough))
-    with Observer(
-        path, n_ctx=n_ctx, kv_type=kv_type, n_threads=n_threads, predictor=predictor
-    ) as observer:
-        shares = []
-        for text in long_enough:
-            n_read = CurveRules.for_length(len(text)).n_read
-            shares.append(observer.importance_of(text[:n_read]))
-            on_progress(n_read)
-    losses = np.zeros((2, 2, observer.n_layer, observer.n_head_kv))
-    # This is in characters, of which there are more than tokens.
-    longest = n_ctx + OVERLAP + len(REQUEST)
-    with Observer(path, n_ctx=longest, kv_type=kv_type, n_threads=n_threads) as observer:
-        request = observer.tokenize_plainly(REQUEST)
-        for text, of_text in zip(long_enough, shares, strict=True):
-            rules = CurveRules.for_length(len(text))
-            with observer.reading(text[: rules.n_read]) as read:
-                losses[0] += _losses(read, text[rules.n_read :][: observer.n_ubatch], of_text)
-                for piece in _pieces(text, rules):
-                    asked = [*request, *piece][: observer.n_ubatch]
-                    losses[1] += _losses(read, asked, of_text)
-            on_progress(trust_tokens([len(text)]) - rules.n_read)
+    work = [TextWork("trust", (text,)) for text in long_enough]
+    found = spread.run(lose, settings, work, on_progress)
+    losses = np.zeros((2, *found[0][0].shape[1:]))
+    for (of_text,) in found:
+        losses[0] += of_text[0]
+        for of_piece in of_text[1:]:
+            losses[1] += of_piece
     without, with_predictions = losses[:, 0], losses[:, 1]
     worse = np.all(with_predictions > (1.0 + MARGIN) * without, axis=0)
     return np.where(worse, 0.0, 1.0)
+
+
+def lose(
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
+) -> Iterator[Arrays]:
+    """Yield one array for each text: the losses over its continuation, and over each repetition of
+    a piece, (1 + REPETITIONS, 2, n_layer, n_head_kv), without and with predictions: a Step.
+    """
+    if settings.profile is None or settings.profile.predictor is None:
+        raise SettingsError("trust is of a predictor; give a profile that has one")
+    texts = [each.texts[0] for each in work]
+    engine: dict[str, Any] = {"kv_type": settings.kv_type, "n_threads": settings.n_threads}
+    n_ctx = max(map(len, texts))
+    predictor = settings.profile.predictor
+    shares = []
+    with Observer(settings.path, n_ctx=n_ctx, predictor=predictor, **engine) as observer:
+        for text in texts:
+            n_read = CurveRules.for_length(len(text)).n_read
+            shares.append(observer.importance_of(text[:n_read]))
+            on_progress(n_read)
+    # This is in characters, of which there are more than tokens.
+    longest = n_ctx + OVERLAP + len(REQUEST)
+    with Observer(settings.path, n_ctx=longest, **engine) as observer:
+        request = observer.tokenize_plainly(REQUEST)
+        for text, of_text in zip(texts, shares, strict=True):
+            rules = CurveRules.for_length(len(text))
+            with observer.reading(text[: rules.n_read]) as read:
+                asked: list[Sequence[int]] = [text[rules.n_read :][: observer.n_ubatch]]
+                asked += [[*request, *piece][: observer.n_ubatch] for piece in _pieces(text, rules)]
+                losses = np.array([_losses(read, tokens, of_text) for tokens in asked])
+            on_progress(trust_tokens([len(text)]) - rules.n_read)
+            yield (losses,)
 
 
 def _pieces(text: Sequence[int], rules: CurveRules) -> list[Sequence[int]]:

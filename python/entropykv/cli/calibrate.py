@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,7 +15,9 @@ from entropykv.calibration.basis import Basis, refuse_worse, was_learnt
 from entropykv.calibration.hf import calibrate_hf
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
+from entropykv.calibration.spread import Spread
 from entropykv.calibration.texts import read_texts
+from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_model_option,
@@ -23,9 +28,13 @@ from entropykv.cli.options import (
 )
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.profile_table import summary_line
+from entropykv.cli.run import EXIT_INTERRUPTED
+from entropykv.cluster import RAY_HELP, connected
+from entropykv.errors import SettingsError
 from entropykv.profile.find import SUFFIX, profile_beside
 from entropykv.profile.parts import ROWS
 from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.cores import usable_cores
 from entropykv.settings.options import KV_TYPES
 
 _NO_MODEL = "entropy_config.json"
@@ -65,6 +74,18 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "none",
     )
     add_calibration_options(parser)
+    group = parser.add_argument_group("long calibrations (with -m)")
+    group.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="keep what is measured of each text in this directory, and continue from it",
+    )
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help=f"spread the texts over a Ray cluster: {RAY_HELP}; every node needs the model at the "
+        "same path",
+    )
     parser.set_defaults(command=run)
 
 
@@ -122,7 +143,14 @@ def run(options: argparse.Namespace) -> int:
         if not options.force:
             refuse_worse(output, basis)
 
-    profile = _profile(options, check)
+    if not options.model and (options.ray or options.resume):
+        raise SettingsError("--ray and --resume are of a GGUF model; give -m, or leave them out")
+    try:
+        profile = _profile(options, check)
+    except InterruptionError:
+        kept = f"; the same command continues from {options.resume}" if options.resume else ""
+        say(f"interrupted{kept}")
+        return EXIT_INTERRUPTED
     check(Basis.of(profile))
     if was_learnt(output):
         say(f"{output}: the profile there was learnt, and is replaced")
@@ -147,13 +175,16 @@ def _profile(options: argparse.Namespace, check: Callable[[Basis], None]) -> Ent
         curve_length=options.curve_length,
         curve_texts=options.curve_texts,
     )
-    with tqdm(desc="calibrating", unit=" tokens", leave=False, delay=0.2) as bar:
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(noted_interrupts())
+        bar = stack.enter_context(tqdm(desc="calibrating", unit=" tokens", leave=False, delay=0.2))
 
         def start(total: int) -> None:
             bar.reset(total)
 
         def advance(n: int) -> None:
             bar.update(n)
+            interrupts.check()
 
         if options.hf:
             return calibrate_hf(options.hf, texts, settings, options.device, start, advance)
@@ -163,7 +194,13 @@ def _profile(options: argparse.Namespace, check: Callable[[Basis], None]) -> Ent
             if note := _shortage(basis, options):
                 say(note)
 
-        return calibrate(options.model, texts, settings, start, advance, check_and_tell)
+        cluster = None
+        if options.ray is not None:
+            settings = replace(settings, n_threads=settings.n_threads or usable_cores())
+            cluster = stack.enter_context(connected(options.ray, interrupts.check))
+        spread = Spread(cluster, options.resume)
+        model = os.path.abspath(options.model)
+        return calibrate(model, texts, settings, start, advance, check_and_tell, spread)
 
 
 def _shortage(basis: Basis, options: argparse.Namespace) -> str | None:

@@ -8,8 +8,8 @@ import time
 from entropykv.cli.notes import say
 from entropykv.cli.saved import check_chat, say_what
 from entropykv.errors import SettingsError
-from entropykv.session.document import document_note, open_documents
-from entropykv.session.file import SavedContents, open_session
+from entropykv.session.document import DocumentHeader, document_header, open_documents
+from entropykv.session.file import SavedContents
 from entropykv.session.session import Session
 
 _TAKEN = {
@@ -51,10 +51,8 @@ def use_document(options: argparse.Namespace) -> None:
         raise SettingsError("-sys belongs before the document; give it to `entropykv read`")
     if options.demo is not None:
         raise SettingsError("--demo has a document of its own; leave --document out, or give -m")
-    for path in options.document:
-        document_note(path)
-    with open_session(options.document[0]) as reader:
-        settings = reader.settings
+    options.document_headers = [document_header(path) for path in options.document]
+    settings = options.document_headers[0].settings
     for name, field in _TAKEN.items():
         if getattr(options, name) == options.before_document[name]:
             setattr(options, name, getattr(settings, field))
@@ -67,10 +65,10 @@ def open_given(session: Session, options: argparse.Namespace) -> SavedContents |
     paths: list[str] | None = options.document
     if paths is None:
         return None
-    with open_session(paths[0]) as reader:
-        check_chat(reader.contents, _is_chat(session, options), paths[0])
+    headers: list[DocumentHeader] = options.document_headers
+    check_chat(headers[0].contents, _is_chat(session, options), paths[0])
     start = time.perf_counter()
-    contents = open_documents(session, paths)
+    contents = open_documents(session, headers)
     say_what("opened", paths[0], contents, time.perf_counter() - start)
     if paths[1:]:
         n_read = session.position - contents.position

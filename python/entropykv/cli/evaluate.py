@@ -15,6 +15,7 @@ from entropykv.cli.notes import ProgressBar, say
 from entropykv.cli.options import add_model_options, check_output, demo_of, fetch_named
 from entropykv.cli.plots import check_plot, draw_eval, draw_suite
 from entropykv.cli.run import EXIT_INTERRUPTED
+from entropykv.cluster import RAY_HELP
 from entropykv.errors import SettingsError
 from entropykv.evaluation.cluster import ClusterJob, measure_on_cluster, with_fixed_threads
 from entropykv.evaluation.combination import combinations
@@ -53,8 +54,8 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="spread texts and cases over a Ray cluster: auto, local, HOST:PORT or ray://HOST:PORT "
-        "(extra ray); every node needs the model at the same path",
+        help=f"spread texts and cases over a Ray cluster: {RAY_HELP}; every node needs the model "
+        "at the same path",
     )
     parser.set_defaults(command=run)
 

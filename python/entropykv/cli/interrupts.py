@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from entropykv import system
+
 EXIT_TERMINATED = 128 + signal.SIGTERM
 """The exit code that a shell reports for a command that SIGTERM ended."""
 
@@ -55,22 +57,21 @@ def noted_interrupts() -> Iterator[Interrupts]:
 
 @contextmanager
 def orderly_termination() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that incomplete files are removed.
+    """Let SIGTERM, and SIGBREAK of Windows, raise SystemExit, so that incomplete files are removed.
 
-    If SIGTERM is already handled or ignored, this does not change.
+    A signal that is already handled or ignored keeps its handler.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if ours:
-        signal.signal(signal.SIGTERM, end)
+    ours: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [n for n in system.ending_signals() if signal.getsignal(n) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

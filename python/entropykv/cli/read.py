@@ -14,6 +14,7 @@ from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import ProgressBar, say
 from entropykv.cli.options import add_budget_options
 from entropykv.cli.prompt_options import add_system_options
+from entropykv.cli.read_each import add_each_options, is_each, read_each
 from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.cli.saved import say_what
 from entropykv.cli.table import format_rows
@@ -31,16 +32,19 @@ def add_read(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "read",
         usage="%(prog)s FILE... (-m MODEL | -hf USER/MODEL) -o DOCUMENT [options]\n"
+        "       %(prog)s FILE... (-m MODEL | -hf USER/MODEL) --each [--out DIR] [options]\n"
         "       %(prog)s --show DOCUMENT",
         help="read a document once, to ask it later",
         description="Read text files, one after the other, and keep what the KV budget holds of "
-        "them in one file. `run --document` and `chat --document` answer questions from it without "
-        "reading the text again. After an interruption, the same command continues.",
+        "them in one file, or each in a file of its own. `run --document` and `chat --document` "
+        "answer questions from it without reading the text again. After an interruption, the same "
+        "command continues.",
     )
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="a text in UTF-8 (-: standard input)"
     )
     parser.add_argument("-o", "--output", metavar="DOCUMENT", help="the file that is written")
+    add_each_options(parser.add_argument_group("several documents"))
     model = add_budget_options(parser, n_ctx=CONTEXT, kv_budget=str(BUDGET))
     model.add_argument(
         "--show",
@@ -56,11 +60,16 @@ def _read(options: argparse.Namespace) -> int:
     if options.demo is not None:
         raise SettingsError("--demo has a document of its own; give -m or -hf")
     if options.show is not None:
-        if options.files or options.output is not None:
+        if options.files or options.output is not None or is_each(options):
             raise SettingsError("--show reads nothing; leave the files and -o out")
         return _show(options.show)
+    if is_each(options):
+        return read_each(options)
     if not options.files or options.output is None:
-        raise SettingsError("give the files to read, and the document to write with -o")
+        raise SettingsError(
+            "give the files to read, and the document to write with -o, or --each for one document "
+            "per file"
+        )
     check_target(options.output)
     text = "\n".join(_text_of(name) for name in options.files)
     with open_engine(options) as session:

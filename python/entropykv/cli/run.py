@@ -59,7 +59,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     add_budget_options(parser)
     _add_prompt_options(parser)
-    add_sampling_options(parser, n_predict=-1)
+    add_sampling_options(parser, n_predict=None)
     add_thinking_options(parser)
     engine = add_engine_options(parser)
     engine.add_argument("--stats-json", metavar="FILE", help="write the final figures as JSON")
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         write_answer(
             session,
             tokens,
-            options.n_predict,
+            _most_written(session, tokens, options),
             ending_never(sampling, session) if options.ignore_eos else sampling,
             answer,
             stops=options.reverse_prompt,
@@ -136,6 +136,18 @@ def run(options: argparse.Namespace) -> int:
 def _end_of(session: Session, tokens: list[int]) -> str:
     """Return the end of a prompt's text, where a template may begin the thought."""
     return session.detokenize(tokens[-_LAST_TOKENS:], special=True)
+
+
+def _most_written(session: Session, tokens: list[int], options: argparse.Namespace) -> int:
+    """Return the most tokens of the answer; -1: until the model or the context ends.
+
+    The context of a document is much longer than the model's own, which ends answers elsewhere.
+    """
+    if options.n_predict is not None:
+        return int(options.n_predict)
+    if options.document is None or options.ctx_size != options.document_headers[0].settings.n_ctx:
+        return -1
+    return max(1, session.config.geometry.n_ctx_train - len(tokens))
 
 
 def _save(session: Session, path: str, answer: Answer, *, chat: bool | None) -> None:

@@ -55,8 +55,11 @@ _INTEGERS = (
 )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:
-    """Add options of how tokens are chosen, and of the maximum number; sampling_of() reads them."""
+def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int | None) -> None:
+    """Add options of how tokens are chosen, and of the maximum number; sampling_of() reads them.
+
+    `n_predict` is the default of the maximum; None: the command itself decides where none is given.
+    """
     group = parser.add_argument_group("answer")
     group.add_argument(
         "-n",
@@ -66,7 +69,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
         default=n_predict,
         metavar="N",
         help="most tokens of an answer (-1 or -2: until the model or the context ends; default: "
-        "%(default)s)",
+        f"{-1 if n_predict is None else n_predict})",
     )
     group.add_argument(
         "-r",

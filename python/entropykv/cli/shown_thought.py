@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 
+from entropykv import system
 from entropykv.cli.options import integer
 from entropykv.errors import SettingsError
 from entropykv.session.sampling import Sampling
@@ -163,7 +164,7 @@ class ShownThought:
     def _write(self, text: str) -> None:
         """Write to stderr, in a dim colour if that is a terminal."""
         self._is_shown = True
-        dim, plain = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
+        dim, plain = (_DIM, _PLAIN) if system.shows_escapes(sys.stderr) else ("", "")
         sys.stderr.write(f"{dim}{text}{plain}")
         sys.stderr.flush()
 

@@ -35,15 +35,22 @@ from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.drop_in.prefix import continuing, control_symbol, spelling
 from entropykv.drop_in.reading import PromptReader
 from entropykv.drop_in.sampler import SamplerOfSequence
-from entropykv.errors import ContextError, EntropyKVError, ModelFileError, SettingsError
+from entropykv.errors import (
+    ContextError,
+    EntropyKVError,
+    ModelFileError,
+    SessionFileError,
+    SettingsError,
+)
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.model.geometry import ModelGeometry, read_loadable
-from entropykv.session.document import document_note
+from entropykv.session.document import document_header
 from entropykv.session.file import SavedContents
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, ImagePrompt, Images
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb
+from entropykv.session.reuse import Demand, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
@@ -96,6 +103,7 @@ class EntropyLlama(llama_cpp.Llama):
     _pool: Pool | None = None
     _document: Sequence[int] = ()
     """The tokens of the document that was opened."""
+    _document_path: str | os.PathLike[str] = ""
     _image_prompt: ImagePrompt | None = None
     """The last prompt with images; it keeps the images alive until they are read."""
     _alike: weakref.WeakSet[EntropyLlama]
@@ -376,8 +384,14 @@ class EntropyLlama(llama_cpp.Llama):
         bound = _GENERATE.bind(self, tokens, *arguments, **options)
         with self._alone():
             answer = self._guard.begin_answer()
-            prompt = self._prepared(list(tokens), resets=bound.arguments.get("reset", True))
-        stream: Generator[int, Any, None] = super().generate(prompt, *arguments, **options)
+            resets = bound.arguments.get("reset", True)
+            prompt = self._prepared(list(tokens), resets=resets)
+            if resets and self._has_logits_of(prompt):
+                # Llama before 0.3.32 would go back by one token, and read all of the prompt again
+                # because entries were evicted since.
+                prompt, bound.arguments["reset"] = [], False
+        bound.arguments["tokens"] = prompt
+        stream: Generator[int, Any, None] = super().generate(*bound.args[1:], **bound.kwargs)
         sent = None
         with closing(stream), self._resting():
             while True:
@@ -407,9 +421,32 @@ class EntropyLlama(llama_cpp.Llama):
         self._reader.begin_answer(self)
         if resets and not self._logits_all:
             prompt = self._continuing(prompt) or prompt
+        if resets:
+            self._return_to_document(prompt)
         if resets and self._budget.repeatable:
             self._reader.go_back_for(self, prompt)
         return prompt
+
+    def _return_to_document(self, prompt: list[int]) -> None:
+        """Load the document again for a prompt about it, if its text would be read instead.
+
+        That is so after an eviction; in a pool, a checkpoint leads back.
+        """
+        n_document = len(self._document)
+        if not n_document or self._pool is not None or prompt[:n_document] != [*self._document]:
+            return
+        end = self._n_ctx if self._budget.repeatable else None
+        demand = Demand(is_cut=self._budget.repeatable, end=end, needs_logits=False)
+        held = self._session.held().until(self.n_tokens)
+        if reuse_of(held, prompt, demand).position >= n_document:
+            return
+        with contextlib.suppress(SessionFileError):  # The text is read if the file is gone.
+            self._go_on_from(self._session.load(self._document_path))
+
+    def _has_logits_of(self, prompt: list[int]) -> bool:
+        """Tell whether a prompt is the text that was read, and can be sampled from at once."""
+        is_text = self.n_tokens > 0 and np.array_equal(self._input_ids, prompt)
+        return is_text and not self._requires_eval
 
     def _continuing(self, prompt: list[int]) -> list[int] | None:
         """Return the prompt as tokens that begin with those read; None if it already begins with
@@ -602,20 +639,21 @@ class EntropyLlama(llama_cpp.Llama):
     def open_document(self, path: str | os.PathLike[str]) -> SavedContents:
         """Continue from a document that `entropykv read` has written: see question().
 
-        With `checkpoints`, later questions about it do not read it again, whatever was evicted
-        since. Raises SessionFileError, and leaves the state unchanged.
+        Later questions about it do not read its text again, whatever was evicted since: with
+        `checkpoints` they go back to one, and otherwise its file is loaded again. Raises
+        SessionFileError, and leaves the state unchanged.
         """
-        document_note(path)
+        document_header(path)
         contents = self.load_session(path)
         self._session.keep_checkpoint()
-        self._document = self._session.tokens
+        self._document, self._document_path = self._session.tokens, path
         return contents
 
     def question(self, text: str) -> list[int]:
         """Return a prompt for create_completion(): the tokens of the document and of a question.
 
-        The document is not read again as long as the sequence, or a checkpoint, ends with it.
-        Raises ContextError if no document was opened.
+        The document is not read again: see open_document(). Raises ContextError if no document was
+        opened.
         """
         if not self._document:
             raise ContextError("there is no document to ask about; call open_document() first")

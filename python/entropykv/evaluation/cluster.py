@@ -8,13 +8,13 @@ figures do not depend on which task ends first. Every node finds the model at th
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
-from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.cluster import TaskKind, connected
+from entropykv.errors import SettingsError
 from entropykv.evaluation.combination import Combination, EngineSettings
 from entropykv.evaluation.reading import EvalPart, Item, Tick
 from entropykv.evaluation.request import EvalRequest
@@ -24,12 +24,16 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
 from entropykv.session.session import Session
 
-MOST_TRIES = 4
-"""How often an item is measured at most when the workers that measure it die."""
-_MOST_TASKS = 256
-"""Tasks that wait or run at a time; the next one is submitted when one ends."""
-_POLL_SECONDS = 0.2
-"""How long to wait for a task before Ctrl-C is noticed."""
+
+@dataclass(frozen=True)
+class _Work:
+    """Name an item that lacks figures."""
+
+    part: int
+    """The number of its part."""
+    digest: str
+    known: Sequence[Record]
+    """The figures that are known already."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class ClusterJob:
     identity: Mapping[str, object]
     """Model.identity of the model that the evaluation is about."""
 
-    def measure(self, number: int, digest: str, known: Sequence[Record]) -> list[Record]:
-        """Measure one item of part `number` on this machine; returns what is not `known`.
+    def measure(self, work: _Work) -> list[Record]:
+        """Measure one item on this machine; returns what was not known of it.
 
         Raises SettingsError if the model at the same path is another one here.
         """
@@ -55,13 +59,13 @@ class ClusterJob:
                         f"{self.engine.model}: a node of the cluster has another model at this "
                         "path; put the same file there on every node"
                     )
-                part = self.request.parts(model, stack)[number]
-            item = next(item for item in part.items if item.digest == digest)
-            log = ResultLog(None, {}, {}, known)
+                part = self.request.parts(model, stack)[work.part]
+            item = next(item for item in part.items if item.digest == work.digest)
+            log = ResultLog(None, {}, {}, work.known)
             evaluation = Evaluation(self.engine, self.combinations, [_OneItem(part, item)], log)
             for _ in evaluation.run(_ignore):
                 pass
-            before = {record.key for record in known}
+            before = {record.key for record in work.known}
             return [record for record in evaluation.records() if record.key not in before]
 
 
@@ -106,81 +110,31 @@ def measure_on_cluster(
     evaluation.
     """
     _check_order(job, parts)
-    with _connected(address) as ray:
-        threads = job.engine.options.threads
-        _check_cpus(ray, threads)
-        shared = ray.put(job)
-        task = ray.remote(num_cpus=threads, max_retries=MOST_TRIES - 1)(ClusterJob.measure)
-        waiting = _missing(job, parts, log)
-        running: dict[Any, tuple[EvalPart, Item]] = {}
-        try:
-            while True:
-                while len(running) < _MOST_TASKS and (work := next(waiting, None)):
-                    number, item, known = work
-                    reference = task.remote(shared, number, item.digest, known)
-                    running[reference] = (parts[number], item)
-                if not running:
-                    return
-                ended, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
-                tick(0)
-                for reference in ended:
-                    part, item = running.pop(reference)
-                    records = _result(ray, reference, item)
-                    for record in records:
-                        log.add(record.contestant, part.name, item, record.values)
-                    tick(len(records) * item.n_steps)
-        finally:
-            for reference in running:
-                ray.cancel(reference, force=True)
+    items = [{item.digest: item for item in part.items} for part in parts]
+
+    def receive(work: _Work, records: Sequence[Record]) -> None:
+        item = items[work.part][work.digest]
+        for record in records:
+            log.add(record.contestant, parts[work.part].name, item, record.values)
+        tick(len(records) * item.n_steps)
+
+    kind = TaskKind(
+        ClusterJob.measure,
+        job,
+        lambda work: items[work.part][work.digest].name,
+        job.engine.options.threads,
+    )
+    with connected(address, lambda: tick(0)) as cluster:
+        cluster.run(kind, _missing(job, parts, log), receive)
 
 
-def _missing(
-    job: ClusterJob, parts: Sequence[EvalPart], log: ResultLog
-) -> Iterator[tuple[int, Item, list[Record]]]:
-    """Yield the items that lack figures: the number of the part, the item, and what is known."""
+def _missing(job: ClusterJob, parts: Sequence[EvalPart], log: ResultLog) -> Iterator[_Work]:
+    """Yield the items that lack figures."""
     for number, part in enumerate(parts):
         for item in part.items:
             evaluation = Evaluation(job.engine, job.combinations, [_OneItem(part, item)], log)
             if evaluation.n_steps:
-                yield number, item, evaluation.records()
-
-
-def _result(ray: Any, reference: Any, item: Item) -> list[Record]:
-    try:
-        records: list[Record] = ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, EntropyKVError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        raise EntropyKVError(
-            f"{item.name}: {MOST_TRIES} workers of the cluster died while they measured it "
-            f"({type(error).__name__}); look at Ray's logs, or use nodes with more memory"
-        ) from None
-    return records
-
-
-@contextmanager
-def _connected(address: str) -> Iterator[Any]:
-    """Connect to a cluster, or start one on this machine for `local`; disconnect at the end."""
-    try:
-        import ray  # noqa: PLC0415
-    except ImportError:
-        raise SettingsError(
-            '--ray needs Ray: pip install "entropykv[ray]", or leave --ray out'
-        ) from None
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingsError(
-            f"--ray {address}: no cluster answers ({reason}); start one by `ray start --head`, or "
-            "use `local`"
-        ) from None
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+                yield _Work(number, item.digest, evaluation.records())
 
 
 def _check_order(job: ClusterJob, parts: Sequence[EvalPart]) -> None:
@@ -193,17 +147,6 @@ def _check_order(job: ClusterJob, parts: Sequence[EvalPart]) -> None:
                     "that figures depend on their order, and --ray has none; run `entropykv "
                     "calibrate` first, use another --policy, or leave --ray out"
                 )
-
-
-def _check_cpus(ray: Any, threads: int) -> None:
-    most = max(
-        (node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0
-    )
-    if most < threads:
-        raise SettingsError(
-            f"no node of the cluster has the {threads} CPUs that a task uses; lower --threads to "
-            f"{int(most)} or fewer, which is also a setting of the figures"
-        )
 
 
 def _ignore(n_tokens: int) -> None:

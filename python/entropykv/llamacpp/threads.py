@@ -16,12 +16,8 @@ from typing import Any
 
 import llama_cpp
 
+from entropykv import system
 from entropykv.settings.cache_options import CacheOptions
-
-try:
-    import resource
-except ImportError:  # Windows does not count how often threads are preempted.
-    resource = None  # type: ignore[assignment]
 
 SHORTEST_LOOK = 0.2
 """The shortest measurement, in seconds of steps."""
@@ -131,7 +127,7 @@ class Threads:
 
         The result of llama.cpp's own attention may depend on the number of threads; ours does not.
         """
-        self._fixed = fixed or resource is None
+        self._fixed = fixed or system.preemptions() is None
         self._single = ThreadChoice(options.threads)
         self._batch = ThreadChoice(options.threads_batch)
 
@@ -145,9 +141,8 @@ class Threads:
             yield
             return
         llama_cpp.llama_set_n_threads(context, self._single.n, self._batch.n)
-        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        before = system.preemptions() or 0
         cpu, start = time.process_time(), time.perf_counter()
         yield
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
-        choice.add(n_tokens, seconds, cpu_seconds, switches)
+        choice.add(n_tokens, seconds, cpu_seconds, (system.preemptions() or 0) - before)

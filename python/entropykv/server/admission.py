@@ -16,12 +16,12 @@ from starlette.types import Scope
 from entropykv.server.errors import RequestError
 from entropykv.session.images import ImageLimits
 
-IMAGE_BODY = 16 << 20
-"""The most bytes of one request's body on a server that reads images, unless an option sets it: an
-image of 8 MiB, which base64 makes a third larger.
+LARGE_BODY = 16 << 20
+"""The most bytes of one request's body on a server that reads images or documents, unless an option
+sets it: an image of 8 MiB, which base64 makes a third larger, or a document of 8 MiB.
 """
-IMAGE_BODIES = 128 << 20
-"""The most bytes of all bodies together on a server that reads images."""
+LARGE_BODIES = 128 << 20
+"""The most bytes of all bodies together on a server that reads images or documents."""
 RETRY_AFTER = 5
 """After how many seconds a client should try again if too many requests wait."""
 _ARRIVAL = "entropykv.arrival"

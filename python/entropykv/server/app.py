@@ -21,10 +21,12 @@ from starlette.datastructures import State
 
 from entropykv import _version
 from entropykv.errors import SettingsError
-from entropykv.server.admission import IMAGE_BODIES, IMAGE_BODY, Limits
+from entropykv.server.admission import LARGE_BODIES, LARGE_BODY, Limits
 from entropykv.server.api_key_check import ApiKeyCheck
 from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_routes import document_routes
 from entropykv.server.engine import Engine
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.fields import Name, Tokens
@@ -88,10 +90,11 @@ def create_app(
     for each in catalog.models:
         _check_cache(each.options, server, keys)
         if not catalog.any_name:
-            cache_options(each.options)
+            cache_options(each.options, documents=server.documents is not None)
     if server.slot_save_path is not None:
         make_directory(server.slot_save_path)
-    models = _registry(catalog, server)
+    documents = _library(catalog, server)
+    models = _registry(catalog, server, documents)
     if catalog.any_name:
         models.load_now()
 
@@ -116,16 +119,18 @@ def create_app(
     app.state = _AppState(models, has_engine=catalog.any_name)
     _add_middleware(app, server, models, keys)
     add_error_handlers(app)
-    app.include_router(openai_routes(models, ping=not server.disable_ping_events))
-    app.include_router(ollama_routes(models))
+    app.include_router(openai_routes(models, documents, ping=not server.disable_ping_events))
+    app.include_router(ollama_routes(models, documents))
     app.include_router(model_routes(models))
     app.include_router(llama_server_routes(models))
     app.include_router(slot_file_routes(models, server.slot_save_path))
+    app.include_router(document_routes(models, documents))
     app.include_router(_extra_routes(models))
     app.include_router(_figures(models))
     app.include_router(kv_stream_routes(models, show_text=shows_text(server, keys)))
     if server.web:
-        app.include_router(web_routes(models, page or WebDefaults()))
+        keeps = documents is not None
+        app.include_router(web_routes(models, page or WebDefaults(), documents=keeps))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
@@ -153,24 +158,36 @@ class _AppState(State):
 
 
 def _limits_of(catalog: ModelCatalog, server: ServerOptions) -> Limits:
-    """Return what requests may take: bodies with images are larger, unless the options say it."""
+    """Return what requests may take: bodies with images or documents are larger, unless the options
+    say it.
+    """
     given = {name: getattr(server, name) for name in _LIMITS}
-    if any(each.options.projector for each in catalog.models):
-        larger = {"max_body": IMAGE_BODY, "max_bodies": IMAGE_BODIES}
+    if server.documents is not None or any(each.options.projector for each in catalog.models):
+        larger = {"max_body": LARGE_BODY, "max_bodies": LARGE_BODIES}
         given.update({n: size for n, size in larger.items() if n not in server.model_fields_set})
     return Limits(**given)
 
 
-def _registry(catalog: ModelCatalog, server: ServerOptions) -> ModelRegistry:
+def _library(catalog: ModelCatalog, server: ServerOptions) -> DocumentLibrary | None:
+    if server.documents is None:
+        return None
+    limit = server.documents_limit_bytes
+    return DocumentLibrary(server.documents, limit, several=not catalog.any_name)
+
+
+def _registry(
+    catalog: ModelCatalog, server: ServerOptions, documents: DocumentLibrary | None
+) -> ModelRegistry:
     limits = _limits_of(catalog, server)
 
     def open_model(model: ServedModel) -> Engine:
         """Load a model, in a thread."""
         return Engine(
-            load_llama(model.options, limits.images),
+            load_llama(model.options, limits.images, documents=documents is not None),
             interrupt=server.interrupt_requests,
             limits=replace(limits, conversations=model.options.conversations),
             shared_prefixes=server.shared_prefixes,
+            documents=documents,
         )
 
     room = Room(server.models_max or None, server.models_memory_bytes)

@@ -12,6 +12,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field
 
+from entropykv.server.asked_document import about_document, document_named
 from entropykv.server.chat_thought import ChatThought
 from entropykv.server.choices import seeds, with_usage
 from entropykv.server.errors import RequestError
@@ -36,6 +37,7 @@ from entropykv.server.image_parts import ImageParts
 from entropykv.server.loading import ServedLlama
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.requests import (
+    DOCUMENT,
     MOST_CHOICES,
     Request,
     StreamOptions,
@@ -103,6 +105,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     messages: Annotated[list[Message], FIRST_ERROR] = Field(  # type: ignore[assignment]
         min_length=1, max_length=MOST_MESSAGES
     )
+    document: Name | None = DOCUMENT
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -155,6 +158,10 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         """Return how many choices are requested."""
         return self.n
 
+    def document_name(self) -> str | None:
+        """Return the document that the request names, also in a message; raises RequestError."""
+        return document_named(self.document, (message.content for message in self.messages))
+
     def call(self, llama: ServedLlama) -> Any:
         """Generate one choice, and return a response or its chunks; raises RequestError."""
         check_logprobs(llama, bool(self.logprobs))
@@ -164,6 +171,9 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         arguments["max_tokens"] = asked or arguments["max_tokens"]
         images = ImageParts(llama.images)
         arguments["messages"] = self.shown_messages(llama, use, images)
+        if llama.asked is not None:
+            _check_beside_document(llama, use, images)
+            arguments["messages"] = about_document(arguments["messages"], llama.asked.mark)
         llama.template_arguments = self.template_arguments(llama)
         reader = use
         if llama.traits.own_tools:
@@ -275,6 +285,23 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             asked.json_schema.schema_,
             "response_format.json_schema",
             strict=bool(asked.json_schema.strict),
+        )
+
+
+def _check_beside_document(llama: ServedLlama, use: ToolUse | None, images: ImageParts) -> None:
+    """Raise RequestError for tools and images that the chat template shows before a document."""
+    if images.files:
+        raise RequestError(
+            400,
+            "messages: images cannot go with a document; ask about one of them",
+            param="messages",
+        )
+    if use is not None and (llama.traits.own_tools or llama.traits.shows_tools):
+        raise RequestError(
+            400,
+            "tools: the model's chat template shows them before the document, which was read "
+            "without them; leave them out",
+            param="tools",
         )
 
 

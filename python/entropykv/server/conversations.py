@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -144,14 +145,15 @@ class Conversations:
         for (_, size, _), path in sorted(files):
             if total <= self._max_bytes:
                 return
-            path.unlink(missing_ok=True)
-            total -= size
+            with suppress(OSError):  # Windows keeps a file that another replica reads.
+                path.unlink(missing_ok=True)
+                total -= size
 
 
 def _stamp(path: Path) -> _Stamp | None:
     """Return what distinguishes two versions of a file, beginning with the modification time."""
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except OSError:  # Windows also refuses the names of files that are being removed.
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

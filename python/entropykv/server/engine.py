@@ -15,6 +15,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from entropykv.errors import ContextError
 from entropykv.server.admission import Admission, Limits, too_late
+from entropykv.server.asked_document import AskedDocument
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_reader import DocumentReader
 from entropykv.server.errors import RequestError, as_request_error, without_frames
 from entropykv.server.inspections import Inspections
 from entropykv.server.loading import ServedLlama
@@ -43,6 +46,8 @@ class Job:
     emit: Callable[[Any], None] | None
     note: Callable[[int, int], None] | None
     caller: Caller = SOMEBODY
+    document: AskedDocument | None = None
+    """The document that it asks about."""
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     """The time at which its first chunk was ready."""
@@ -79,10 +84,12 @@ class Engine:
         interrupt: bool = False,
         limits: Limits | None = None,
         shared_prefixes: bool = True,
+        documents: DocumentLibrary | None = None,
     ) -> None:
         """Use a loaded model; with `interrupt`, a new request ends the streams of the same user.
 
         `shared_prefixes`: whether conversations with the same key may reuse each other's prefixes.
+        `documents`: where documents are kept; they are read in one of the pool's places.
         """
         self.llama = llama
         """The model, for callers that only use its vocabulary."""
@@ -95,7 +102,8 @@ class Engine:
         self.prefix_cache: PrefixCache | None = None
         """Keeps conversations between two requests, if the model has a pool."""
         llama.shared_prefixes = shared_prefixes
-        self.workers = [llama] if llama.pool is None else self._workers_of(llama)
+        n_kept = 0 if documents is None else 1
+        self.workers = [llama] if llama.pool is None else self._workers_of(llama, n_kept)
         self.running: dict[ServedLlama, Job] = {}
         """The request that each model object is answering."""
         self._running_lock = threading.Lock()
@@ -120,15 +128,22 @@ class Engine:
         """Answers inspections between two steps."""
         self.stats: SessionStats = self._figures()
         """Current figures; during a generation they are at most a quarter of a second old."""
+        self.documents: DocumentReader | None = None
+        """Reads documents in the background, if the server keeps any."""
+        if documents is not None and llama.pool is not None and self.prefix_cache is not None:
+            reader = DocumentReader(llama, llama.pool, self.prefix_cache, documents)
+            self.documents = reader
+            self.before_close(lambda _: reader.close())
 
-    def _workers_of(self, llama: ServedLlama) -> list[ServedLlama]:
+    def _workers_of(self, llama: ServedLlama, n_kept: int) -> list[ServedLlama]:
+        """Return a worker for every place of the pool, but `n_kept`."""
         pool = llama.pool
         if pool is None:
             return []
         self.prefix_cache = PrefixCache(
             pool, self.limits.conversations, shared_prefixes=llama.shared_prefixes
         )
-        workers = [llama.another() for _ in range(pool.runner.n_sequences)]
+        workers = [llama.another() for _ in range(pool.runner.n_sequences - n_kept)]
         seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
         for worker in workers:
             worker.serve_from(self.prefix_cache)
@@ -250,6 +265,7 @@ class Engine:
             self.running[worker] = job
         worker.checkpoint = partial(self._checkpoint, job)
         worker.caller = job.caller
+        worker.asked = job.document
         outcome: Outcome = "finished"
         refusal: RequestError | None = None
         before = worker.counts()
@@ -275,7 +291,7 @@ class Engine:
         finally:
             with self._running_lock:
                 del self.running[worker]
-            worker.checkpoint = None
+            worker.checkpoint = worker.asked = None
             self._free.put(worker)
             self._note(job, outcome, before, worker.counts())
         try:

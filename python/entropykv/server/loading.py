@@ -20,11 +20,18 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.drop_in.entropy_llama import EntropyLlama
-from entropykv.errors import PoolError, SettingsError, UnsupportedModelError
+from entropykv.errors import (
+    EntropyKVError,
+    PoolError,
+    SessionFileError,
+    SettingsError,
+    UnsupportedModelError,
+)
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model_options import read_overrides
 from entropykv.model.geometry import read_chat_template
 from entropykv.model.shipped import path_of_model
+from entropykv.server.asked_document import AskedDocument
 from entropykv.server.chat_thought import ChatThought, ThinkingTemplate
 from entropykv.server.control_tokens import ControlTokens
 from entropykv.server.errors import RequestError
@@ -80,6 +87,8 @@ class ServedLlama(EntropyLlama):
     """The thoughts of the current chat; None if it has none, or if this is not a chat."""
     prompt_size: int = 0
     """How many tokens the prompt of the latest generation has."""
+    asked: AskedDocument | None = None
+    """The document that the current request asks about."""
     files: Sequence[bytes] = ()
     """The image files of the next chat; its text has a marker in the place of each image."""
     generated: int = 0
@@ -104,6 +113,9 @@ class ServedLlama(EntropyLlama):
         """Return the tokens of a text; raises RequestError if tokenising would take too long."""
         if special:
             self.control_tokens.check(text)
+        if self.asked is not None and self.asked.mark in text:
+            _, _, behind = text.partition(self.asked.mark)
+            return self.document_tokens() + super().tokenize(behind, False, special)
         files, images = self.files, self.images
         if files and images is not None and images.marker.encode() in text:
             self.files = ()
@@ -179,6 +191,18 @@ class ServedLlama(EntropyLlama):
         counted = self.kv_stats() if self.prefix_cache is None else self.totals
         return counted.prompt_tokens, counted.generated_tokens
 
+    def document_tokens(self) -> list[int]:
+        """Return the tokens of the document that the current request asks about; raises
+        RequestError.
+        """
+        asked, prefix_cache = self.asked, self.prefix_cache
+        if asked is None or prefix_cache is None:
+            return []
+        try:
+            return prefix_cache.open_document(asked.path, self.caller)
+        except EntropyKVError as error:
+            raise asked.refusal(error) from None
+
     def check_files_shown(self) -> None:
         """Raise RequestError if a chat has images, but the template left out their markers."""
         if self.files:
@@ -219,9 +243,19 @@ class ServedLlama(EntropyLlama):
             yield from super()._create_completion(prompt, *arguments, **options)
             return
         tokens = [] if self._logits_all else list(self._tokens_of(prompt))
-        session = self.prefix_cache.take(
-            tokens, caller, self.checkpoint, lambda held: self._goes_on_from(held, tokens)
-        )
+        asked = self.asked
+        try:
+            session = self.prefix_cache.take(
+                tokens,
+                caller,
+                self.checkpoint,
+                lambda held: self._goes_on_from(held, tokens),
+                None if asked is None else asked.path,
+            )
+        except (PoolError, SessionFileError) as error:
+            if asked is None:
+                raise
+            raise asked.refusal(error) from None
         before = session.stats()
         try:
             self._hold(session)
@@ -308,15 +342,19 @@ def _check_min_tokens(grammar: LlamaGrammar | None, processors: Iterable[Any]) -
         )
 
 
-def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> ServedLlama:
+def load_llama(
+    options: ModelOptions, images: ImageLimits | None = None, *, documents: bool = False
+) -> ServedLlama:
     """Load the model; raises the errors of EntropyLlama. `images`: the limits for its images.
+
+    `documents`: whether documents are read, for which the pool has one more place.
 
     llama_cpp.server's own loader (LlamaProxy) would create a llama_cpp.Llama with a full cache
     before attach() could replace it. Its settings have the names of Llama's arguments.
     """
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
-    path, cache = path_of(options), cache_options(options)
+    path, cache = path_of(options), cache_options(options, documents=documents)
     arguments.update(
         kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
         chat_handler=_chat_handler(options),
@@ -379,22 +417,41 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def cache_options(options: ModelOptions) -> CacheOptions:
-    """Return the options of the cache; raises BudgetError or SettingsError."""
-    if options.parallel == 1 and options.checkpoints is None:
+def cache_options(options: ModelOptions, *, documents: bool = False) -> CacheOptions:
+    """Return the options of the cache; raises BudgetError or SettingsError.
+
+    `documents`: whether documents are read, in a place of the pool of their own.
+    """
+    if options.parallel == 1 and options.checkpoints is None and not documents:
         return cache_options_of(options, rungs=WITHOUT_REWALK)
     if options.cache:
         raise SettingsError(
-            "with --parallel or --checkpoints, conversations are kept anyway; leave --cache out"
+            "with --parallel, --checkpoints or --documents, conversations are kept anyway; leave "
+            "--cache out"
         )
+    if documents:
+        _check_documents(options)
     return cache_options_of(
         options,
         rungs=WITHOUT_REWALK,
-        n_sequences=options.parallel,
+        n_sequences=options.parallel + documents,
         swap=options.swap,
         swap_limit=options.swap_limit,
         checkpoints=options.checkpoints,
     )
+
+
+def _check_documents(options: ModelOptions) -> None:
+    """Raise SettingsError for options of a model that cannot go with documents."""
+    if options.logits_all:
+        raise SettingsError(
+            "files of documents have no logits of all tokens; leave --logits_all or --documents out"
+        )
+    if options.chat_template is not None or options.chat_format is not None:
+        raise SettingsError(
+            "documents are read by the model's own chat template; leave --chat-template and "
+            "--chat_format, or --documents, out"
+        )
 
 
 def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> CacheOptions:

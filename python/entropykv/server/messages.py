@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from entropykv.server.asked_document import is_document_part
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
 from entropykv.server.image_parts import KINDS, ImageParts
@@ -15,6 +16,8 @@ from entropykv.server.template_traits import TemplateTraits
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The field with the text of a content part, by the part's type."""
+_WITH_DOCUMENTS = ("user", "system", "developer")
+"""The roles whose messages can name a document, which stands before all of them."""
 
 
 class CalledFunction(BaseModel):
@@ -71,6 +74,7 @@ class Message(BaseModel):
             if self.role == "user" and part.get("type") in KINDS
             else _text_of(part, where)
             for part, where in parts
+            if not (self.role in _WITH_DOCUMENTS and is_document_part(part))
         )
 
     def calls(self) -> list[ToolCall]:

@@ -163,7 +163,7 @@ class ModelRegistry:
         requests (429), or a timeout (504).
         """
         held = self.find(name)
-        stack: ExitStack = request.scope[_LEASES]
+        stack = until_answered(request)
         if held.engine is None or held.leaves:
             if not self._loads(request):
                 raise not_loaded(held)
@@ -177,6 +177,16 @@ class ModelRegistry:
     def _loads(self, request: Request) -> bool:
         asked = request.query_params.get("autoload")
         return self.autoload if asked is None else asked in ("true", "1")
+
+    def keep(self, engine: Engine) -> Callable[[], None]:
+        """Keep a model in memory until the function that is returned is called, in the event
+        loop.
+        """
+        stack = ExitStack()
+        for held, own in self.loaded():
+            if own is engine:
+                stack.enter_context(self._lease(held))
+        return stack.close
 
     @contextlib.contextmanager
     def _lease(self, held: HeldModel) -> Iterator[None]:
@@ -435,6 +445,12 @@ class ModelRegistry:
         self._tasks.add(task)  # The event loop alone would not keep a reference to it.
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def until_answered(request: Request) -> ExitStack:
+    """Return the contexts that end once the response to a request was sent."""
+    stack: ExitStack = request.scope[_LEASES]
+    return stack
 
 
 class Leases:

@@ -26,7 +26,7 @@ from entropykv.server.fields import (
     Tokens,
 )
 from entropykv.server.loading import ServedLlama
-from entropykv.server.requests import CompletionRequest, Request
+from entropykv.server.requests import DOCUMENT, CompletionRequest, Request
 from entropykv.server.schema_grammar import any_object, grammar_of
 from entropykv.thinking.options import template_switch
 
@@ -69,6 +69,7 @@ class OllamaRequest(Request):
     """Hold the fields that requests of /api/chat and /api/generate share."""
 
     model: Name
+    document: Name | None = DOCUMENT
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions = OllamaOptions()

@@ -25,6 +25,8 @@ from entropykv.model.geometry import ModelGeometry, read_chat_template, read_geo
 from entropykv.model.shipped import path_of_model
 from entropykv.server.admission import arrival_of
 from entropykv.server.bodies import BodyRoute
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_routes import use_document
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import Name
 from entropykv.server.held_model import HeldModel
@@ -75,8 +77,8 @@ class ShownModel(BaseModel):
         return self
 
 
-def ollama_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes of Ollama's API for the models of a server."""
+def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = None) -> APIRouter:
+    """Return the routes of Ollama's API for the models of a server, and for its documents."""
     router = APIRouter(prefix=PREFIX, tags=["Ollama"], route_class=BodyRoute)
 
     async def answer(request: Request, body: OllamaRequest) -> Response:
@@ -84,6 +86,7 @@ def ollama_routes(models: ModelRegistry) -> APIRouter:
         engine = await models.use(request, body.model_name)
         if body.only_loads:
             return JSONResponse(only_loaded(body))
+        await use_document(request, models, engine, documents, body.document)
         caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER))
         call = partial(_call, body=body, started=started, loaded=time.monotonic())
         if body.stream:

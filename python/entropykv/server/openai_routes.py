@@ -10,6 +10,8 @@ from fastapi.responses import Response
 from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.choices import Choices
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_routes import use_document
 from entropykv.server.errors import RequestError
 from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.requests import CompletionRequest
@@ -28,14 +30,20 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
-    """Return the routes; with `ping`, silent streams get comments, so that they are not closed."""
+def openai_routes(
+    models: ModelRegistry, documents: DocumentLibrary | None = None, *, ping: bool
+) -> APIRouter:
+    """Return the routes; with `ping`, silent streams get comments, so that they are not closed.
+
+    `documents`: those that requests may name.
+    """
     router = APIRouter(prefix="/v1", tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
         caller = Caller(user_of(request.scope), name)
         engine = await models.use(request, body.model)
+        await use_document(request, models, engine, documents, body.document_name())
         calls: list[Call] = [body.call]
         choices = None
         if not isinstance(body, ResponsesRequest):

@@ -401,6 +401,17 @@ class ServerOptions(ServerSettings):
         description="Directory where POST /slots/{id}?action=save keeps conversations, and "
         "action=restore finds them; each API key has a folder of its own there.",
     )
+    documents: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="Directory where documents are kept that POST /v1/documents has read, so that "
+        "requests can ask them; each API key has a folder of its own there.",
+    )
+    documents_limit: str = Field(
+        default="8GiB",
+        description="Bytes that all documents may take; beyond it, the least recently used one "
+        "that is not in use is removed.",
+    )
     models_dir: Optional[str] = Field(  # noqa: UP045
         default=None,
         min_length=1,
@@ -440,10 +451,16 @@ class ServerOptions(ServerSettings):
         """
         if self.models_memory is None:
             return None
-        size = parse_bytes(self.models_memory)
-        if size is None or not 0 < size <= MOST_BYTES:
-            raise SettingsError(
-                f"the memory for models cannot be {self.models_memory!r}; give bytes such as 8GiB "
-                "(--models-memory)"
-            )
-        return size
+        return _size("memory for models", self.models_memory, "--models-memory")
+
+    @property
+    def documents_limit_bytes(self) -> int:
+        """Return how many bytes documents may take; raises SettingsError for an invalid size."""
+        return _size("disk for documents", self.documents_limit, "--documents-limit")
+
+
+def _size(what: str, text: str, flag: str) -> int:
+    size = parse_bytes(text)
+    if size is None or not 0 < size <= MOST_BYTES:
+        raise SettingsError(f"the {what} cannot be {text!r}; give bytes such as 8GiB ({flag})")
+    return size

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from entropykv.errors import ContextError, EntropyKVError, PoolError
 from entropykv.server.users import Caller
@@ -21,6 +22,9 @@ _WORTH_WAITING = 64
 """The least common tokens for which a prompt waits for another one that is being read."""
 _CHECK_INTERVAL = 0.05
 """Seconds between two checks of a waiting prompt."""
+_MORE_ATTEMPTS = 3
+"""How often a document is loaded again that was dropped for others before it could be used."""
+_Made = TypeVar("_Made")
 
 
 @dataclass(eq=False)
@@ -29,6 +33,8 @@ class _Conversation:
     caller: Caller
     tokens: list[int]
     last_use: float
+    document: Path | None = None
+    """The file of the document that it has read and nothing else; its questions get copies."""
     answer_place: int = 0
     """The position at which later turns continue, because they lack its thought; 0: it has none."""
 
@@ -70,6 +76,8 @@ class _Start:
     """How many tokens that copy would save."""
     goes_back_to: int | None = None
     """The position where its text differs from the prompt."""
+    document: Path | None = None
+    """The file of the document whose copy it becomes."""
 
 
 class PrefixCache:
@@ -104,15 +112,19 @@ class PrefixCache:
         caller: Caller,
         check: Callable[[], object] | None = None,
         continues: Callable[[list[int]], bool] | None = None,
+        document: Path | None = None,
     ) -> Session:
         """Return the session that a prompt continues, or a new one; put() returns it to the cache.
+
+        `document` is the file of a document with whose tokens the prompt begins: if the caller has
+        no conversation about it that the prompt continues, it continues a copy of the document.
 
         A named conversation continues only under its name. `continues` tells whether the prompt
         begins with the text of some tokens, possibly in other tokens. If another prompt with the
         same beginning is just being read, this one waits for the common part, and calls `check`
         meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
         """
-        start = self._started(tokens, caller, check, continues)
+        start = self._started(tokens, caller, check, continues, document)
         session = start.session
         try:
             if start.goes_back_to is not None:
@@ -132,16 +144,18 @@ class PrefixCache:
         caller: Caller,
         check: Callable[[], object] | None,
         continues: Callable[[list[int]], bool] | None,
+        document: Path | None,
     ) -> _Start:
         """Return the session for a prompt, once it need not wait; from now on, others may wait for
         it.
         """
         asked: set[Session] = set()
+        n_document = 0 if document is None else len(self.open_document(document, caller))
         while True:
             with self._lock:
-                reader, waiting_prompt = self._worth_waiting_for(tokens, caller, asked)
+                reader, waiting_prompt = self._worth_waiting_for(tokens, caller, asked, n_document)
                 if reader is None:
-                    start = self._start(tokens, caller, continues)
+                    start = self._start(tokens, caller, continues, document, n_document)
                     self._reading[start.session] = _Reading(tokens)
                     return start
                 reading = self._reading[reader]
@@ -159,12 +173,17 @@ class PrefixCache:
         tokens: list[int],
         caller: Caller,
         continues: Callable[[list[int]], bool] | None,
+        document: Path | None,
+        n_document: int,
     ) -> _Start:
         own = self._going_on(tokens, caller, continues)
-        if own is not None:
+        if own is not None and len(own.tokens) > n_document:
             self._free.remove(own)
             self.resumed += 1
             return _Start(own.session)
+        if document is not None:
+            session = self._pool.session(tenant=self._tenant(caller))
+            return _Start(session, is_new=True, document=document)
         near, spared = self._nearest(tokens, caller)
         session = self._pool.session(tenant=self._tenant(caller))
         return _Start(session, is_new=True, near=near, spared=spared)
@@ -176,6 +195,13 @@ class PrefixCache:
         It is an empty session if there is neither.
         """
         session, beyond = start.session, max(start.spared, LEAST_SPARED) - 1
+        if start.document is not None:
+            copy = self._copy_of_document(start.document, caller)
+            with self._lock:
+                self.forked += 1
+                self._reading[copy] = self._reading.pop(session)
+            session.close()
+            return copy
         if session.return_to_checkpoint(tokens, beyond, repeatable=True):
             with self._lock:
                 self.forked += 1
@@ -241,7 +267,7 @@ class PrefixCache:
                 found = near.session.fork()
                 self.forked += 1
             except PoolError:
-                if near.caller != caller:
+                if near.caller != caller or near.document is not None:
                     return None
                 self._free.remove(near)
                 found = near.session
@@ -250,13 +276,81 @@ class PrefixCache:
         session.close()
         return found
 
+    # --- documents --------------------------------------------------------------------------------
+
+    def open_document(self, path: Path, caller: Caller) -> list[int]:
+        """Load a document unless it is kept already; returns its tokens.
+
+        Raises SessionFileError, or PoolError if there is no room for it.
+        """
+        return self._with_document(path, caller, lambda kept: kept.tokens)
+
+    def _copy_of_document(self, path: Path, caller: Caller) -> Session:
+        return self._with_document(path, caller, lambda kept: kept.session.fork())
+
+    def _with_document(
+        self, path: Path, caller: Caller, use: Callable[[_Conversation], _Made]
+    ) -> _Made:
+        """Load a document if necessary, and use it before it can be dropped.
+
+        Other conversations are dropped if it needs their room.
+        """
+
+        def attempt() -> tuple[_Made] | None:
+            """Return what was made; None if another attempt is needed."""
+            try:
+                with self._lock:
+                    kept = self._document(path, caller)
+                    if kept is not None:
+                        return (use(kept),)
+                self._load_document(path, caller)
+            except PoolError:
+                if not self.forget_one():
+                    raise
+            return None
+
+        for _ in range(self._most + _MORE_ATTEMPTS):
+            if (made := attempt()) is not None:
+                return made[0]
+        raise PoolError(f"the pool has no room for the document {path.stem!r}; try again later")
+
+    def _document(self, path: Path, caller: Caller) -> _Conversation | None:
+        """Return the kept document of a file, for the caller's tenant; `_lock` is held."""
+        tenant = self._tenant(caller)
+        for each in self._free:
+            if each.document == path and self._tenant(each.caller) == tenant:
+                each.last_use = time.monotonic()
+                return each
+        return None
+
+    def _load_document(self, path: Path, caller: Caller) -> None:
+        session = self._loaded(caller, path)
+        session.name = path.stem
+        session.rest()
+        loaded = _Conversation(session, caller, session.tokens, time.monotonic(), path)
+        with self._lock:
+            kept = self._document(path, caller)
+            if kept is None:
+                self._free.append(loaded)
+        if kept is not None:  # Another request has loaded it meanwhile.
+            session.close()
+        self._drop_surplus()
+
+    def forget_document(self, path: Path) -> None:
+        """Drop a document whose file was removed."""
+        with self._lock:
+            gone = [each for each in self._free if each.document == path]
+            self._free = [each for each in self._free if each.document != path]
+        for each in gone:
+            each.session.close()
+
     # --- while another one is read ----------------------------------------------------------------
 
     def _worth_waiting_for(
-        self, tokens: list[int], caller: Caller, asked: set[Session]
+        self, tokens: list[int], caller: Caller, asked: set[Session], n_document: int
     ) -> tuple[Session | None, _WaitingPrompt]:
         """Return the session that is reading more of a prompt than any kept one has, and is not in
-        `asked`.
+        `asked`. `n_document`: the tokens of the prompt's document.
         """
         runner = self._pool.runner
         tenant = self._tenant(caller)
@@ -276,7 +370,7 @@ class PrefixCache:
         with runner.scheduler.between_steps():
             _, spared = runner.checkpoints.nearest(tokens, tenant, repeatable=True)
         piece = runner.config.n_ubatch  # Up to so many tokens of it are read again.
-        worth = most >= max(known, spared) + max(_WORTH_WAITING, piece)
+        worth = most >= max(known, spared, n_document) + max(_WORTH_WAITING, piece)
         return (reader if worth else None), waiting_prompt
 
     def _wait(
@@ -355,7 +449,8 @@ class PrefixCache:
     # --- between two requests ---------------------------------------------------------------------
 
     def _of(self, caller: Caller) -> list[_Conversation]:
-        return [each for each in self._free if each.caller == caller]
+        """Return a caller's kept conversations, without documents; `_lock` is held."""
+        return [each for each in self._free if each.caller == caller and each.document is None]
 
     def put(self, session: Session, caller: Caller, answer_place: int = 0) -> None:
         """Keep a conversation for its next turn.
@@ -368,13 +463,17 @@ class PrefixCache:
             session.close()
             return
         session.rest()
-        kept = _Conversation(session, caller, session.tokens, time.monotonic(), answer_place)
+        kept = _Conversation(session, caller, session.tokens, time.monotonic())
+        kept.answer_place = answer_place
         with self._lock:
             earlier = [each for each in self._of(caller) if _is_earlier_turn(each, kept)]
             self._free = [each for each in self._free if each not in earlier]
             self._free.append(kept)
         for each in earlier:
             each.session.close()
+        self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
         while len(self._free) > self._most and self.forget_one():
             pass
 
@@ -400,7 +499,7 @@ class PrefixCache:
         session = self._loaded(caller, path)
         with self._lock:
             former = self._of(caller)
-            self._free = [each for each in self._free if each.caller != caller]
+            self._free = [each for each in self._free if each not in former]
         for each in former:
             each.session.close()
         self.put(session, caller)

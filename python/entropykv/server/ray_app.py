@@ -8,6 +8,7 @@ restart, a crash), another replica continues from the session saved after the la
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -15,13 +16,13 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from entropykv import system
 from entropykv.errors import EntropyKVError, MissingExtraError, SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.conversations import Conversations
@@ -40,6 +41,7 @@ except ModuleNotFoundError as error:
 NAME = "entropykv"
 _RESTARTS: int | None = getattr(signal, "SIGHUP", None)
 """The signal that restarts the replicas; Windows has none."""
+_SECONDS_OF_A_WAIT = 1.0
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -173,7 +175,7 @@ def _deploy(app: serve.Application) -> None:
         raise EntropyKVError(reason) from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _sessions(options: ReplicaOptions) -> Iterator[ReplicaOptions]:
     if options.sessions is not None:
         yield options
@@ -182,16 +184,24 @@ def _sessions(options: ReplicaOptions) -> Iterator[ReplicaOptions]:
         yield dataclasses.replace(options, sessions=directory)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
     """Yield a function that waits for the next signal, and returns its number."""
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
-    numbers = [
-        number for number in (_RESTARTS, signal.SIGINT, signal.SIGTERM) if number is not None
-    ]
+    numbers = [*system.ending_signals(), signal.SIGINT]
+    if _RESTARTS is not None:
+        numbers.append(_RESTARTS)
+
+    def next_signal() -> int:
+        while True:
+            with contextlib.suppress(
+                queue.Empty
+            ):  # Windows calls handlers after a wait, not in it.
+                return received.get(timeout=_SECONDS_OF_A_WAIT)
+
     before = [signal.signal(number, lambda got, _: received.put(got)) for number in numbers]
     try:
-        yield received.get
+        yield next_signal
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

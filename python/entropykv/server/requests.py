@@ -41,6 +41,13 @@ _ARGUMENTS = frozenset(
 """Fields of a request that are passed to llama-cpp-python unchanged."""
 
 
+DOCUMENT: Any = Field(
+    default=None,
+    description="The document that is asked, which POST /v1/documents has read: the text of the "
+    "request stands behind it.",
+)
+
+
 class StreamOptions(BaseModel):
     """Hold whether the last chunk of a stream has the numbers of tokens."""
 
@@ -69,6 +76,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
     prompt: Prompt = Field(  # type: ignore[assignment]
         description="A text or its tokens, or a list of those."
     )
+    document: Name | None = DOCUMENT
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
@@ -83,6 +91,10 @@ class CompletionRequest(Request, CreateCompletionRequest):
     grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
     stream_options: StreamOptions = StreamOptions()
 
+    def document_name(self) -> str | None:
+        """Return the document that the request names."""
+        return self.document
+
     @property
     def n_jobs(self) -> int:
         """Return how many choices all of its prompts have together."""
@@ -95,7 +107,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
         """
         (only,) = self._prompts()
         llama.thought = None
-        prompt = _checked(only, llama)
+        prompt = self._behind_document(_checked(only, llama), llama)
         check_logprobs(llama, self.logprobs is not None)
         arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}
         if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo only texts.
@@ -105,6 +117,19 @@ class CompletionRequest(Request, CreateCompletionRequest):
         else:
             answer = llama.create_completion(**arguments)
         return with_usage(answer, llama) if self.stream else answer
+
+    def _behind_document(self, prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
+        """Return the prompt with the document before it, if the request names one; raises
+        RequestError.
+        """
+        if llama.asked is None:
+            return prompt
+        if self.echo or self.suffix:
+            name = "echo" if self.echo else "suffix"
+            raise RequestError(400, f"{name}: it cannot go with a document", param=name)
+        if isinstance(prompt, str):
+            prompt = llama.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
+        return llama.document_tokens() + prompt
 
     def parts(self) -> list[CompletionRequest]:
         """Return a request for every choice of every prompt; raises RequestError."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from entropykv.server.asked_document import document_named
 from entropykv.server.chat_request import (
     ChatRequest,
     JsonSchema,
@@ -31,7 +32,7 @@ from entropykv.server.fields import (
     TokenCount,
 )
 from entropykv.server.loading import ServedLlama
-from entropykv.server.requests import Request
+from entropykv.server.requests import DOCUMENT, Request
 from entropykv.server.response_events import (
     call_item,
     events,
@@ -74,6 +75,7 @@ class ResponsesRequest(Request):
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES), FIRST_ERROR] = (
         Field(min_length=1)
     )
+    document: Name | None = DOCUMENT
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     temperature: float | None = None
@@ -94,6 +96,11 @@ class ResponsesRequest(Request):
     conversation: Name | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     background: bool = False
+
+    def document_name(self) -> str | None:
+        """Return the document that the request names, also in an item; raises RequestError."""
+        items = self.input if isinstance(self.input, list) else ()
+        return document_named(self.document, (item.get("content") for item in items))
 
     def call(self, llama: ServedLlama) -> Any:
         """Generate, and return a response or an iterator of events; raises RequestError."""

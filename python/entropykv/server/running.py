@@ -101,7 +101,7 @@ class _Server(uvicorn.Server):
         self._app.when_done = self._loaded
         self._url = url
         # uvicorn raises the signal again after its shutdown, for the previous handlers.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*system.ending_signals(), signal.SIGINT):
             signal.signal(number, self._leave)
 
     def _leave(self, _: int, __: FrameType | None) -> None:
@@ -139,7 +139,7 @@ def _listening_socket(server: ServerOptions) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            system.keep_address(listener)
             listener.bind(address)
         except OSError:
             listener.close()

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from entropykv.server.admission import arrival_of
+from entropykv.server.asked_document import document_of
 from entropykv.server.choices import Choices
 from entropykv.server.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.engine import Engine, Job
@@ -43,7 +44,8 @@ async def whole(
     """
     note = note_tokens(request.scope)
     arrival = arrival_of(request.scope)
-    jobs = [Job(call, None, note, caller, arrival) for call in calls]
+    document = document_of(request.scope)
+    jobs = [Job(call, None, note, caller, document, arrival) for call in calls]
     done, answers = await unless_gone(request.receive, engine.generate_all(jobs))
     if not done:
         return Response(status_code=CLIENT_GONE)
@@ -76,7 +78,11 @@ async def stream(
     note = note_tokens(request.scope)
     emits = _emits(loop, take, len(calls))
     arrival = arrival_of(request.scope)
-    jobs = [Job(call, emit, note, caller, arrival) for call, emit in zip(calls, emits, strict=True)]
+    document = document_of(request.scope)
+    jobs = [
+        Job(call, emit, note, caller, document, arrival)
+        for call, emit in zip(calls, emits, strict=True)
+    ]
     work = asyncio.ensure_future(engine.generate_all(jobs))
 
     def ended(task: asyncio.Task[Any]) -> None:

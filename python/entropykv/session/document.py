@@ -10,22 +10,25 @@ from which reading continues after a crash, and `FILE.lock`, which the reading p
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entropykv.errors import ContextError, SessionFileError
+from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
 from entropykv.session.file import (
     DocumentNote,
     SavedContents,
+    SavedSettings,
     check_target,
     open_session,
 )
-from entropykv.system import lock
+from entropykv.system import lock, remove_and_close
 
 if TYPE_CHECKING:
     from entropykv.session.session import Session
@@ -39,6 +42,8 @@ MOST_DOCUMENTS = 16
 _MARK = "entropykv-question"
 _SAVE_SHARE = 20
 """Reading takes at least this many times as long as saving it on the way."""
+_LOCK_ATTEMPTS, _LOCK_INTERVAL = 4, 0.02
+"""How often, and after how many seconds, a lock is tried that another process has."""
 
 
 def read_document(
@@ -64,11 +69,10 @@ def read_document(
     path = Path(path)
     tokens = _document_tokens(session, text, system)
     chat = session.chat_prompt("-") is not None
-    full_bytes = len(tokens) * session.bytes_full_per_token
-    note = DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
+    note = _note_of(session, text, tokens, names)
     check_target(path)
     with _locked(path):
-        partial = path.with_name(path.name + ".partial")
+        partial = partial_of(path)
         _continue_from(session, partial, note, tokens)
         step = _Steps(session, partial, chat, note, progress)
         step.read(tokens)
@@ -76,6 +80,68 @@ def read_document(
         with contextlib.suppress(OSError):
             partial.unlink()
     return contents
+
+
+def complete_document(
+    session: Session,
+    text: str,
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] = (),
+    system: str | None = None,
+) -> SavedContents | None:
+    """Return the contents of a file if it holds what read_document() would write, else None.
+
+    The arguments are those of read_document(). The whole file is read and checked.
+    """
+    try:
+        with open_session(path) as reader:
+            tokens = _document_tokens(session, text, system)
+            note = _note_of(session, text, tokens, names)
+            contents = reader.contents
+            same = contents.document == note and contents.position == note.n_tokens
+            if not same or reader.settings != session.saved_settings:
+                return None
+            read = array.array("i", reader.sections()[0])
+            return contents if list(read) == tokens else None
+    except SessionFileError:
+        return None
+
+
+def _note_of(
+    session: Session, text: str, tokens: Sequence[int], names: Sequence[str]
+) -> DocumentNote:
+    full_bytes = len(tokens) * session.bytes_full_per_token
+    return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
+
+
+def partial_of(path: Path) -> Path:
+    """Return the file that holds a document while it is read, and after an interruption."""
+    return path.with_name(path.name + ".partial")
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def is_being_read(path: Path) -> bool:
+    """Tell whether a process is reading a document into a file, as its lock says."""
+    try:
+        descriptor = os.open(_lock_of(path), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not lock(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def remove_partial(path: Path) -> None:
+    """Remove what is left of an interrupted reading; raises SessionFileError if it goes on."""
+    with _locked(path), contextlib.suppress(FileNotFoundError):
+        partial_of(path).unlink()
 
 
 def _document_tokens(session: Session, text: str, system: str | None) -> list[int]:
@@ -140,8 +206,12 @@ class _Steps:
     def read(self, tokens: Sequence[int]) -> None:
         """Read those of all tokens that are missing."""
         self._report()
-        rest = tokens[self._session.position :]
-        steps = self._session.decode_micro_batches(rest, False, writes=False) if rest else ()
+        session = self._session
+        rest = tokens[session.position :]
+        if not rest:
+            return
+        # In a pool, nobody waits for a whole document.
+        steps = session.decode_micro_batches(rest, False, writes=False, gives_way=True)
         for _ in steps:
             self._save_if_due()
             self._report()
@@ -172,14 +242,14 @@ class _Steps:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a document that is being read; raises SessionFileError."""
-    name = path.with_name(path.name + ".lock")
+    name = _lock_of(path)
     descriptor = -1
     try:
         while descriptor < 0:
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
-            if not lock(descriptor):
+            if not _lock_patiently(descriptor):
                 os.close(descriptor)
-                raise SessionFileError(
+                raise DocumentBusyError(
                     f"{path}: another process is reading this document; wait for it, or give "
                     "another path"
                 )
@@ -193,42 +263,63 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            name.unlink()
-        os.close(descriptor)
+        remove_and_close(name, descriptor)
 
 
-def open_documents(session: Session, paths: Sequence[str | os.PathLike[str]]) -> SavedContents:
+def _lock_patiently(descriptor: int) -> bool:
+    """Lock a file, although is_being_read() may have locked it for a moment."""
+    for _ in range(_LOCK_ATTEMPTS):
+        if lock(descriptor):
+            return True
+        time.sleep(_LOCK_INTERVAL)
+    return False
+
+
+@dataclass(frozen=True)
+class DocumentHeader:
+    """Hold what the header of a document's file says."""
+
+    path: str | os.PathLike[str]
+    settings: SavedSettings
+    contents: SavedContents
+    note: DocumentNote
+
+
+def open_documents(
+    session: Session, documents: Sequence[str | os.PathLike[str] | DocumentHeader]
+) -> SavedContents:
     """Load the first document, and read the texts of the others: see Session.open_document().
 
-    Returns the contents of the first.
+    Headers that were read before are not read again. Returns the contents of the first.
     """
-    if not 0 < len(paths) <= MOST_DOCUMENTS:
-        raise ContextError(f"give 1 to {MOST_DOCUMENTS} documents, not {len(paths)}")
-    notes = [document_note(path) for path in paths]
-    contents = session.load(paths[0])
-    for note in notes[1:]:
-        session.decode(session.tokenize(f"{note.text}\n", add_bos=False))
+    if not 0 < len(documents) <= MOST_DOCUMENTS:
+        raise ContextError(f"give 1 to {MOST_DOCUMENTS} documents, not {len(documents)}")
+    headers = [
+        each if isinstance(each, DocumentHeader) else document_header(each) for each in documents
+    ]
+    contents = session.load(headers[0].path)
+    for header in headers[1:]:
+        session.decode(session.tokenize(f"{header.note.text}\n", add_bos=False))
     return contents
 
 
-def document_note(path: str | os.PathLike[str]) -> DocumentNote:
-    """Return what a file says of its document.
+def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
+    """Read the header of a document's file.
 
     Raises SessionFileError if it is none, or was not read to its end.
     """
     with open_session(path) as reader:
-        note = reader.contents.document
+        contents, note = reader.contents, reader.contents.document
         if note is None:
             raise SessionFileError(
                 f"{path}: is a saved session, not a document; give --load-session (Session.load)"
             )
-        if reader.contents.position != note.n_tokens:
+        if contents.position != note.n_tokens:
             raise SessionFileError(
-                f"{path}: holds {reader.contents.position} of the {note.n_tokens} tokens of the "
+                f"{path}: holds {contents.position} of the {note.n_tokens} tokens of the "
                 "document; run `entropykv read` again, which continues there"
             )
-        return note
+        return DocumentHeader(path, reader.settings, contents, note)
 
 
 def question_text(session: Session, text: str, *, chat: bool = True) -> str:

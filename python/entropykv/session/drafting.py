@@ -194,50 +194,92 @@ def _common_suffix(first: Tokens, second: Tokens) -> int:
 
 
 class StepCosts:
-    """Estimate the seconds of a step by its number of tokens: a constant and so much a token.
+    """Estimate the seconds of a step by its number of tokens.
 
-    A line is fitted to the steps so far, each of which counts less than the one after it.
+    A step of a single token runs other kernels than one of several, so it has an estimate of its
+    own. To steps of several tokens, a line is fitted: a constant and so much for each token. Older
+    steps count less.
     """
 
     _DECAY = 0.97
-    _SLOPE = 0.15
-    """Of a single token's step: what each further token costs, until that was measured."""
-    _PRIOR = 4.0
-    """Steps that this guess counts for."""
+    _FIRST, _SLOPE = 1.3, 0.12
+    """In units of a single token's step: what a step of two tokens costs, and each token beyond,
+    until that was measured.
+    """
+    _PRIOR = ((2, 0.5), (10, 0.25))
+    """How many steps this guess counts for, at two numbers of tokens; it keeps the line defined."""
+    _OUTLIER = 3.0
+    """A step that takes longer than so many times what was expected is counted as so long: the
+    thread was interrupted, or memory was allocated.
+    """
 
     def __init__(self) -> None:
         """Begin without a step."""
-        self._sums = np.zeros(5)
-        """Of weights, tokens, seconds, tokens squared, and tokens x seconds."""
+        self._single = (0.0, 0.0)
+        """Weight and seconds of steps with a single token."""
+        self._several = _NOTHING
+        """Of steps with several: weight, tokens, seconds, tokens squared, tokens x seconds."""
+        self._line = (self._FIRST, self._SLOPE)
+        """In units of a single token's step: the cost of two tokens, and of each beyond."""
 
     def note(self, n_tokens: int, seconds: float) -> None:
         """Take down a step that read nothing but written tokens and drafts."""
-        row = (1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds)
-        self._sums = self._sums * self._DECAY + np.array(row)
+        single = self.single_seconds
+        if single > 0.0:
+            seconds = min(seconds, self._OUTLIER * single * self.relative(n_tokens))
+        self._several = _sum(_NOTHING, self._several, self._DECAY)
+        if n_tokens == 1:
+            weight, total = self._single
+            self._single = (self._DECAY * weight + 1.0, self._DECAY * total + seconds)
+        else:
+            self._several = _sum(self._several, _row(n_tokens, seconds))
+        self._line = self._fit(self.single_seconds)
 
     @property
     def single_seconds(self) -> float:
         """Return the estimated seconds of a step with a single token; 0.0 before the first step."""
-        return self._line()[0]
+        weight, seconds = self._single
+        if weight > 0.0:
+            return seconds / weight
+        weight, tokens, seconds, *_ = self._several
+        return seconds / (weight * self._expected(tokens / weight)) if weight > 0.0 else 0.0
 
     def relative(self, n_tokens: int) -> float:
-        """Return the cost of a step in units of one with a single token."""
-        return 1.0 + self._line()[1] * (n_tokens - 1)
+        """Return the cost of a step in units of one with a single token; at least 1.0."""
+        first, slope = self._line
+        return 1.0 if n_tokens == 1 else max(first + slope * (n_tokens - 2), 1.0)
 
-    def _line(self) -> tuple[float, float]:
-        """Return the seconds of a single token's step, and what each further token adds to it, in
-        units of it.
-        """
-        weight, tokens, seconds, squares, products = self._sums.tolist()
-        if weight == 0.0 or seconds <= 0.0:
-            return 0.0, self._SLOPE
+    def _fit(self, single: float) -> tuple[float, float]:
+        if single <= 0.0:
+            return self._FIRST, self._SLOPE
+        sums = self._several
+        for n, times in self._PRIOR:
+            sums = _sum(sums, _row(n, single * self._expected(n)), times)
+        weight, tokens, seconds, squares, products = sums
         mean_n, mean_s = tokens / weight, seconds / weight
-        spread = squares / weight - mean_n * mean_n
-        slope = (products / weight - mean_n * mean_s) / spread if spread > 1e-9 else 0.0
-        single = max(mean_s - slope * (mean_n - 1.0), 0.1 * mean_s)
-        # Few different lengths say little about the slope.
-        trust = weight * spread / (weight * spread + self._PRIOR)
-        return single, max(trust * slope / single + (1.0 - trust) * self._SLOPE, 0.0)
+        slope = (products / weight - mean_n * mean_s) / (squares / weight - mean_n * mean_n)
+        slope = max(slope, 0.0)
+        return (mean_s - slope * (mean_n - 2.0)) / single, slope / single
+
+    @classmethod
+    def _expected(cls, n_tokens: float) -> float:
+        """Return the cost of a step, in units of a single token's, before any was measured."""
+        return 1.0 if n_tokens == 1 else cls._FIRST + cls._SLOPE * (n_tokens - 2)
+
+
+_Sums = tuple[float, float, float, float, float]
+_NOTHING: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _row(n_tokens: int, seconds: float) -> _Sums:
+    """Return what a step adds to the sums of a line: 1, n, s, n squared, n x s."""
+    return 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
+
+
+def _sum(first: _Sums, second: _Sums, times: float = 1.0) -> _Sums:
+    """Return first + times x second."""
+    (a, b, c, d, e), (f, g, h, i, j) = first, second
+    return a + times * f, b + times * g, c + times * h, d + times * i, e + times * j
 
 
 class DraftLengths:
@@ -251,6 +293,10 @@ class DraftLengths:
     """Share of right drafts in each class, until it was seen."""
     _PRIOR_WEIGHT = 6.0
     _DECAY = 0.96
+    _ANY, _LONGER = 1.05, 1.02
+    """Estimates are not exact: as many times as many tokens per second must be expected of drafts
+    as of none, and of a longer run as of the best shorter one.
+    """
     _RECOVERY = 0.995
     """By which counts fade with every token, so that drafts are tried again after a while."""
 
@@ -287,8 +333,8 @@ class DraftLengths:
         for n in range(n_drafts + 1):
             cost = self._costs.relative(n_others + 1 + n) + cost_each * n
             gain = (n_others + expected) / cost
-            if gain > best * 1.02:  # a longer run must pay
-                best, n_best = gain, n
+            if gain > best:
+                best, n_best = gain * (self._ANY if n == 0 else self._LONGER), n
             expected += chance ** (n + 1)
         return n_best
 

@@ -59,7 +59,12 @@ class SequenceReader:
         return self._runner.echo
 
     def read(
-        self, tokens: Sequence[int], all_logits: bool, *, writes: bool | None = None
+        self,
+        tokens: Sequence[int],
+        all_logits: bool,
+        *,
+        writes: bool | None = None,
+        gives_way: bool = False,
     ) -> Iterator[Logits | None]:
         """Yield the logits of each micro-batch: see Session.decode_micro_batches()."""
         self._runner.check_usable(self._slot)
@@ -91,6 +96,8 @@ class SequenceReader:
             yield self._read_micro_batch(part, n_rows, echo, arrival, image)
             if ids:
                 self._rollback.note_interval(len(part))
+                if gives_way:
+                    arrival = self._runner.scheduler.arrive()
 
     def propose_drafts(self, token: int, most: int) -> list[int]:
         """Return up to `most` guesses of what follows a token: see Session.propose_drafts()."""

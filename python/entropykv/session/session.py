@@ -209,14 +209,20 @@ class Session:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def decode_micro_batches(
-        self, tokens: Sequence[int], all_logits: bool, *, writes: bool | None = None
+        self,
+        tokens: Sequence[int],
+        all_logits: bool,
+        *,
+        writes: bool | None = None,
+        gives_way: bool = False,
     ) -> Iterator[npt.NDArray[np.float32] | None]:
         """Yield each micro-batch's logits after reading it: None for those without logits.
 
         `writes`: the tokens were written, and are not (the rest of) a prompt; None: a single token
-        counts as written.
+        counts as written. `gives_way`: prompts of other sessions of the pool that arrive meanwhile
+        are read first.
         """
-        return self._reader.read(tokens, all_logits, writes=writes)
+        return self._reader.read(tokens, all_logits, writes=writes, gives_way=gives_way)
 
     @property
     def drafting(self) -> Drafting | None:

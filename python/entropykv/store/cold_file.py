@@ -80,8 +80,7 @@ class ColdFile:
         try:
             file = cls(path, descriptor, page_bytes=page_bytes, identity=identity)
         except BaseException as error:
-            _remove(path, descriptor)
-            os.close(descriptor)
+            _remove_and_close(path, descriptor)
             if isinstance(error, OSError):
                 raise _unusable(directory, error) from None
             raise
@@ -132,7 +131,8 @@ class ColdFile:
         if descriptor < 0:
             return
         if os.getpid() == self._process:
-            _remove(self.path, descriptor)
+            _remove_and_close(self.path, descriptor)
+            return
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
@@ -171,20 +171,21 @@ def _new_locked(directory: str) -> tuple[str, int]:
             if system.lock(descriptor) and os.fstat(descriptor).st_nlink:
                 return path, descriptor
         except BaseException:
-            _remove(path, descriptor)
-            os.close(descriptor)
+            _remove_and_close(path, descriptor)
             raise
-        _remove(path, descriptor)
-        os.close(descriptor)
+        _remove_and_close(path, descriptor)
     raise OSError(errno.EBUSY, "other processes remove every new file there")
 
 
-def _remove(path: str, descriptor: int) -> bool:
-    """Remove the path if it still is the open file; returns whether it was."""
+def _remove_and_close(path: str, descriptor: int) -> bool:
+    """Close a file, and remove its path if that still leads to it; returns whether it was
+    removed.
+    """
     with contextlib.suppress(OSError):
         if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
-            os.unlink(path)
-            return True
+            return system.remove_and_close(path, descriptor)
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
     return False
 
 
@@ -209,17 +210,15 @@ def _remove_leftover(path: str) -> bool:
         descriptor = os.open(path, system.existing_file_flags())
     except OSError:
         return False
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not system.lock(descriptor):
-            return False
-        start = system.read_at(descriptor, len(MAGIC), 0)
-        # The header may be incomplete, because a process may have died before writing it.
-        is_ours = MAGIC.startswith(start)
-        return is_ours and _remove(path, descriptor)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    is_leftover = False
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and system.lock(descriptor):
+            # The header may be incomplete, because a process may have died before writing it.
+            is_leftover = MAGIC.startswith(system.read_at(descriptor, len(MAGIC), 0))
+    if is_leftover:
+        return _remove_and_close(path, descriptor)
+    os.close(descriptor)
+    return False
 
 
 def _unusable(directory: str, error: OSError | ValueError) -> FreezeError:

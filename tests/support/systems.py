@@ -1,0 +1,36 @@
+"""Find tests that import modules of Python which only some systems have, such as fcntl."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+OF_POSIX = ("fcntl", "grp", "pty", "pwd", "resource", "termios")
+"""Modules that Windows lacks."""
+ABSENT = frozenset(name for name in OF_POSIX if importlib.util.find_spec(name) is None)
+"""Those of them that this system lacks: none on Linux and macOS."""
+
+
+def absent_imports(path: Path, absent: Collection[str] = ABSENT) -> list[str]:
+    """Return the modules that a file imports at its top, and that are absent on this system."""
+    if not absent or path.suffix != ".py":
+        return []
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found.update(each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return sorted(found & {*absent})
+
+
+def left_out(folder: Path, absent: Collection[str] = ABSENT) -> Iterator[str]:
+    """Yield one line for each test module in a folder that this system cannot import."""
+    if absent:
+        for path in sorted(folder.rglob("test_*.py")):
+            missing = absent_imports(path, absent)
+            if missing:
+                name = path.relative_to(folder).as_posix()
+                yield f"not run: {name}, because this system has no {', '.join(missing)}"
