@@ -92,7 +92,7 @@ def main() -> None:
         use_rpc_device()
     print(
         "  tokens  prompt, tok/s (own, ratio)   decode, tok/s (own, ratio)   MiB on the device"
-        "   padding   graphs, uploads, downloads a token"
+        "   padding   graphs, downloads, uploads a token"
     )
     with model_of(options) as path:
         for length in map(int, options.lengths.split(",")):
@@ -114,7 +114,7 @@ def main() -> None:
             print(
                 f"{length:8} {our_prompt:9.1f} ({prompt:.1f}, {our_prompt / prompt:.2f}x)"
                 f" {our_decode:12.1f} ({decode:.1f}, {our_decode / decode:.2f}x) {held:12.1f}"
-                f" {padding:17.1%}   " + ", ".join(f"{n:.2f}" for n in traffic.values()),
+                f" {padding:17.1%}   " + ", ".join(f"{n:.2f}" for _, n in sorted(traffic.items())),
                 flush=True,
             )
 
