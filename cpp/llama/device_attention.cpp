@@ -358,6 +358,7 @@ int DeviceAttention::add(DeviceLayer& layer, const DeviceParams& params, bool ha
 }
 
 void DeviceAttention::allocate(int max_tokens) {
+    max_tokens_ = max_tokens;
     const std::size_t n = index(max_tokens);
     std::size_t input = device_.aligned(n * sizeof(float));
     std::size_t positions = 0;
@@ -421,14 +422,14 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
             changed.push_back(head.first_position + row);
             new_positions.push_back(head.positions[index(row)]);
         }
-    const std::size_t most = 2 * rows.size() + index(kFreedRows * shape.n_head_kv);
+    const std::size_t most = index((2 * max_tokens_ + kFreedRows) * shape.n_head_kv);
     for (const DeviceHead& head : layer.heads())
         for (const int row : head.freed_rows)
-            if (head.positions[index(row)] == kFreeRow && changed.size() <= most) {
+            if (head.positions[index(row)] == kFreeRow && changed.size() < most) {
                 changed.push_back(head.first_position + row);
                 new_positions.push_back(kFreeRow);
             }
-    if (changed.size() > most) served.positions_known = false;
+    if (changed.size() == most) served.positions_known = false;  // There may be more.
     if (!served.positions_known) {
         std::vector<float> all(index(layer.n_positions()), kFreeRow);
         for (const DeviceHead& head : layer.heads())

@@ -119,6 +119,7 @@ private:
     std::unique_ptr<DeviceMemory> positions_;
     std::unique_ptr<DeviceMemory> findings_;
     std::size_t token_positions_ = 0;  // offset in the input: [token], f32
+    int max_tokens_ = 0;               // of a micro-batch
     DeviceStep step_;
     std::vector<std::uint8_t> written_;  // the input of a step
     std::vector<std::uint8_t> found_;    // the findings of a step

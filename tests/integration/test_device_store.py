@@ -363,10 +363,10 @@ def test_learned_positions_end_with_the_trained_context(tmp_path: Path) -> None:
 def test_a_step_copies_to_and_from_a_device_once_for_all_layers(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_llama(path, n_layer=5, head_dim=32)
-    with on_device(path, kv_budget=0.3) as session:
-        read(session)
+    with on_device(path, kv_budget=0.3, n_ubatch=160) as session:
+        session.decode(tokens_for(160))
         before = session.stats().device_traffic
-        session.decode(tokens_for(48))
+        session.decode(tokens_for(160))
         session.decode(tokens_for(1))
         traffic = {name: n - before[name] for name, n in session.stats().device_traffic.items()}
     assert traffic["computed"] == 2 * 5
