@@ -216,7 +216,7 @@ def test_the_same_prompt_again_is_sampled_at_once(llm: EntropyLlama) -> None:
 def test_a_llama_that_reads_the_last_token_again_is_given_none(
     llm: EntropyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Llama of 0.3.30 goes back by one token even if the prompt is what was read."""
+    """Llama before 0.3.32 goes back by one token even if the prompt is what was read."""
     given: list[tuple[list[int], bool]] = []
 
     def generate(

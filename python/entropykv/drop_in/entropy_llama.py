@@ -387,7 +387,7 @@ class EntropyLlama(llama_cpp.Llama):
             resets = bound.arguments.get("reset", True)
             prompt = self._prepared(list(tokens), resets=resets)
             if resets and self._has_logits_of(prompt):
-                # Llama of 0.3.30 would go back by one token, and read all of the prompt again
+                # Llama before 0.3.32 would go back by one token, and read all of the prompt again
                 # because entries were evicted since.
                 prompt, bound.arguments["reset"] = [], False
         bound.arguments["tokens"] = prompt
