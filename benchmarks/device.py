@@ -6,7 +6,9 @@ PYTHONPATH=. build/device/bin/python benchmarks/device.py --rpc --lengths 512
 
 Both run in one process, one after the other, with all layers on the device and the same
 micro-batches. Prints for each length: tokens per second of the prompt and of single tokens after
-it, the ratio to llama.cpp's own cache, and the bytes that the device store holds on the device.
+it, the ratio to llama.cpp's own cache, the bytes that the device store holds on the device, how
+much of them are rows beyond the budget and one micro-batch, and for each of the single tokens, how
+many graphs the store computed on the device and how many copies it made between host and device.
 With --shape, the model has random weights of that shape. With --rpc, the device is a process on
 this machine's CPU, whose figures say nothing of a GPU.
 """
@@ -45,17 +47,32 @@ def model_of(options: argparse.Namespace) -> Iterator[Path]:
         yield path
 
 
-def measure(session: Session, length: int, written: int) -> tuple[float, float]:
-    """Return the tokens per second of a prompt, and of single tokens after it."""
+def measure(session: Session, length: int, written: int) -> tuple[float, float, dict[str, float]]:
+    """Return the tokens per second of a prompt, and of single tokens after it, and what the device
+    store did for each of these.
+    """
     tokens = [3 + i * 7 % 250 for i in range(length)]
     session.decode(tokens[:64])
     session.reset()
     start = time.perf_counter()
     session.decode(tokens)
     read = time.perf_counter()
+    before = session.stats().device_traffic
     for token in tokens[:written]:
         session.decode([token])
-    return length / (read - start), written / (time.perf_counter() - read)
+    end = time.perf_counter()
+    after = session.stats().device_traffic
+    traffic = {name: (after[name] - before[name]) / written for name in after}
+    return length / (read - start), written / (end - read), traffic
+
+
+def padding_of(session: Session, n_ubatch: int) -> float:
+    """Return the fraction of the bytes of rows beyond the budgets and one micro-batch."""
+    stats = session.stats()
+    n_entries = sum(map(sum, session.budgets()))
+    n_heads = sum(map(len, session.budgets()))
+    rows = stats.kv_bytes_budget * (1 + n_heads * n_ubatch / n_entries)
+    return (stats.kv_bytes_budget + stats.kv_bytes_staging) / rows - 1
 
 
 def main() -> None:
@@ -73,7 +90,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.rpc:
         use_rpc_device()
-    print("  tokens  prompt, tok/s (own, ratio)   decode, tok/s (own, ratio)   MiB on the device")
+    print(
+        "  tokens  prompt, tok/s (own, ratio)   decode, tok/s (own, ratio)   MiB on the device"
+        "   padding   graphs, downloads, uploads a token"
+    )
     with model_of(options) as path:
         for length in map(int, options.lengths.split(",")):
             common = {
@@ -83,16 +103,18 @@ def main() -> None:
                 "kv_type": "f16",
             }
             with Session(path, store="flat", policy="recency", kv_budget=1.0, **common) as own:
-                prompt, decode = measure(own, length, options.written)
+                prompt, decode, _ = measure(own, length, options.written)
             budget = options.kv_budget
             with Session(
                 path, store="device", policy="uniform", kv_budget=budget, **common
             ) as ours:
-                our_prompt, our_decode = measure(ours, length, options.written)
+                our_prompt, our_decode, traffic = measure(ours, length, options.written)
                 held = sum(ours.stats().kv_bytes_on_devices.values()) / 2**20
+                padding = padding_of(ours, options.n_ubatch)
             print(
                 f"{length:8} {our_prompt:9.1f} ({prompt:.1f}, {our_prompt / prompt:.2f}x)"
-                f" {our_decode:12.1f} ({decode:.1f}, {our_decode / decode:.2f}x) {held:12.1f}",
+                f" {our_decode:12.1f} ({decode:.1f}, {our_decode / decode:.2f}x) {held:12.1f}"
+                f" {padding:17.1%}   " + ", ".join(f"{n:.2f}" for _, n in sorted(traffic.items())),
                 flush=True,
             )
 

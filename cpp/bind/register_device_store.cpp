@@ -3,28 +3,37 @@
 
 #include <pybind11/stl.h>
 
+#include <map>
+
 #include "bind/arrays.hpp"
-#include "llama/device_store.hpp"
+#include "llama/device_batch.hpp"
 #include "llama/graph_hook.hpp"
 #include "page/page_codec.hpp"
 
 namespace entropykv::bind {
 namespace {
 
-std::unique_ptr<DeviceStore> make_device_store(const GraphHook& hook, const std::string& kv_type,
+std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& devices,
+                                               const GraphHook& hook,
+                                               const std::vector<LayerShape>& shapes,
+                                               const std::string& kv_type,
                                                const ImportanceSettings& importance, int n_sinks,
                                                int recent_window, int max_tokens, int max_entries,
-                                               const std::vector<int>& budgets, int n_threads) {
+                                               const std::vector<int>& budgets, bool live) {
     std::vector<DeviceLayerSource> layers;
-    for (const AttentionNode& node : hook.nodes())
-        layers.push_back({node.shape, node.memory, {node.op_params.begin(), node.op_params.end()}});
+    if (shapes.size() != hook.nodes().size())
+        throw std::invalid_argument("there must be a shape for every layer");
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+        const AttentionNode& node = hook.nodes()[i];
+        layers.push_back({shapes[i], node.memory, node.op_params, node.has_sinks});
+    }
     StoreSettings settings;
     settings.type = kv_type_named(kv_type);
     settings.importance = importance;
     settings.protection = {n_sinks, recent_window};
     settings.max_tokens = max_tokens;
     settings.max_entries = max_entries;
-    return std::make_unique<DeviceStore>(layers, settings, budgets, n_threads);
+    return std::make_unique<DeviceStore>(devices, layers, settings, budgets, live);
 }
 
 std::byte* data_of(const py::bytearray& state) {
@@ -32,7 +41,7 @@ std::byte* data_of(const py::bytearray& state) {
 }
 
 void check_head(const DeviceStore& store, int layer, int head) {
-    if (layer < 0 || layer >= store.n_layers() || head < 0 ||
+    if (layer < 0 || layer >= store.ledger().n_layers() || head < 0 ||
         head >= store.ledger().shape(layer).n_head_kv)
         throw std::invalid_argument("a KV head that the model does not have");
 }
@@ -87,24 +96,40 @@ void register_device_store(py::module_& m) {
     m.def(
         "device_rows",
         [](const std::vector<int>& budgets, int max_tokens, int max_entries) {
-            return device_rows(budgets, max_tokens, max_entries);
+            return rows_of_layer(rows_of_heads(budgets, max_tokens, max_entries));
         },
         py::arg("budgets"), py::arg("max_tokens"), py::arg("max_entries"));
+    py::class_<Devices, std::shared_ptr<Devices>>(m, "Devices")
+        .def(py::init<int>(), py::arg("n_threads"))
+        .def("close", &Devices::close)
+        .def_property_readonly("scratch_bytes", &Devices::scratch_bytes)
+        .def_property_readonly("traffic", [](const Devices& self) {
+            const DeviceTraffic traffic = self.traffic();
+            return std::map<std::string, std::size_t>{{"computed", traffic.computed},
+                                                      {"uploads", traffic.uploads},
+                                                      {"downloads", traffic.downloads}};
+        });
     py::class_<DeviceStore> store(m, "DeviceStore");
     register_states(store);
     store
-        .def(py::init(&make_device_store), py::arg("hook"), py::arg("kv_type"),
-             py::arg("importance"), py::arg("n_sinks"), py::arg("recent_window"),
-             py::arg("max_tokens"), py::arg("max_entries"), py::arg("budgets"),
-             py::arg("n_threads"))
-        .def("reserve", &DeviceStore::reserve, py::arg("n_tokens"), py::arg("position"))
+        .def(py::init(&make_device_store), py::arg("devices"), py::arg("hook"), py::arg("layers"),
+             py::arg("kv_type"), py::arg("importance"), py::arg("n_sinks"),
+             py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
+             py::arg("budgets"), py::arg("live") = true)
         .def(
             "set_budgets",
             [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks, int recent_window) {
                 self.set_budgets(budgets, {n_sinks, recent_window});
             },
             py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
+        .def("commit_step", &DeviceStore::commit_step)
+        .def("most_drafts", &DeviceStore::most_drafts, py::arg("position"), py::arg("wanted"))
+        .def("settle_drafts", &DeviceStore::settle_drafts, py::arg("n_accepted"))
+        .def("rotation_problem", &DeviceStore::rotation_problem, py::arg("ropes"))
+        .def("rebase", &DeviceStore::rebase, py::arg("ropes"), py::arg("n_sinks"),
+             py::arg("old_shift"), py::arg("new_shift"))
         .def("release", &DeviceStore::release)
+        .def("acquire", &DeviceStore::acquire)
         .def("truncate", &DeviceStore::truncate, py::arg("position"))
         .def(
             "positions",
@@ -116,6 +141,8 @@ void register_device_store(py::module_& m) {
         .def("budget", of_head(&DeviceStore::budget), py::arg("layer"), py::arg("kv_head"))
         .def("count", of_head(&DeviceStore::count), py::arg("layer"), py::arg("kv_head"))
         .def_property("evicted", &DeviceStore::evicted, &DeviceStore::set_evicted)
+        .def_property_readonly("is_live",
+                               [](const DeviceStore& self) { return self.n_layers() > 0; })
         .def_property_readonly("entries", &DeviceStore::entries)
         .def_property_readonly("budget_bytes", &DeviceStore::budget_bytes)
         .def_property_readonly("used_bytes", &DeviceStore::used_bytes)
@@ -123,7 +150,15 @@ void register_device_store(py::module_& m) {
         .def_property_readonly("staging_bytes", &DeviceStore::staging_bytes)
         .def_property_readonly("scratch_bytes", &DeviceStore::scratch_bytes)
         .def_property_readonly("device_bytes", &DeviceStore::device_bytes)
+        .def_property_readonly(
+            "windows_whole_from",
+            [](const DeviceStore& self) { return self.ledger().windows_whole_from(); })
         .def_property_readonly("eviction_seconds", &DeviceStore::eviction_seconds);
+    py::class_<DeviceBatch>(m, "DeviceBatch")
+        .def(py::init<>())
+        .def("clear", &DeviceBatch::clear)
+        .def("add", &DeviceBatch::add, py::arg("store"), py::arg("n_tokens"), py::arg("position"),
+             py::arg("n_drafts") = 0);
 }
 
 }  // namespace entropykv::bind

@@ -5,7 +5,7 @@
 
 #include "attention/attention_batch.hpp"
 #include "bind/hooks.hpp"
-#include "llama/device_store.hpp"
+#include "llama/device_batch.hpp"
 #include "llama/graph_hook.hpp"
 #include "llama/squared_relu_hook.hpp"
 #include "llama/stock_hook.hpp"
@@ -47,7 +47,7 @@ void register_hooks(py::module_& m) {
         .def(
             "serve", [](GraphHook& self, AttentionBatch& batch) { self.serve(batch); },
             py::arg("batch"), py::keep_alive<1, 2>())
-        .def("serve_on_devices", &GraphHook::serve_on_devices, py::arg("store"),
+        .def("serve_on_devices", &GraphHook::serve_on_devices, py::arg("batch"),
              py::keep_alive<1, 2>());
 }
 

@@ -6,14 +6,49 @@
 
 namespace entropykv {
 
-int device_rows(int budget, int max_tokens, int max_entries) {
+namespace {
+
+// Equal numbers of rows may add this much to those that the heads need.
+constexpr int kPaddingPerMille = 50;
+
+int whole_steps(int rows) { return (rows + kDeviceRowStep - 1) / kDeviceRowStep * kDeviceRowStep; }
+
+}  // namespace
+
+int needed_rows(int budget, int max_tokens, int max_entries) {
     return std::min(budget + max_tokens, max_entries);
 }
 
-int device_rows(const std::vector<int>& budgets, int max_tokens, int max_entries) {
-    int rows = kDeviceRowStep;  // attention may read rows behind the last head's, which are masked
-    for (const int budget : budgets) rows += device_rows(budget, max_tokens, max_entries);
+std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries) {
+    std::vector<int> rows;
+    std::size_t first = 0;
+    int most = 0;
+    std::int64_t needed = 0;  // by the heads of the group that begins with `first`
+    for (const int budget : budgets) {
+        const int own = needed_rows(budget, max_tokens, max_entries);
+        const int most_with = std::max(most, own);
+        const auto padded = static_cast<std::int64_t>(rows.size() - first + 1) * most_with;
+        if (1000 * (padded - needed - own) > kPaddingPerMille * (needed + own)) {
+            first = rows.size();
+            most = 0;
+            needed = 0;
+        }
+        most = std::max(most, own);
+        needed += own;
+        rows.push_back(own);
+        std::fill(rows.begin() + static_cast<std::ptrdiff_t>(first), rows.end(), most);
+    }
     return rows;
+}
+
+int rows_of_layer(const std::vector<int>& head_rows) {
+    int first = 0;
+    int end = 0;
+    for (const int rows : head_rows) {
+        end = std::max(end, first + whole_steps(rows));
+        first += rows;
+    }
+    return end;
 }
 
 int DeviceHead::used_rows() const {
@@ -23,32 +58,57 @@ int DeviceHead::used_rows() const {
     return used;
 }
 
-void DeviceHead::stage(int n_tokens) {
-    staged_rows.clear();
+void DeviceHead::stage(int n_tokens, std::int32_t position) {
+    unstage();
     for (int row = 0; row < rows() && static_cast<int>(staged_rows.size()) < n_tokens; ++row)
         if (positions[static_cast<std::size_t>(row)] == kFreeRow) staged_rows.push_back(row);
     if (static_cast<int>(staged_rows.size()) < n_tokens)
         throw std::logic_error("a KV head has no free rows on the device");
+    for (const int row : staged_rows)
+        positions[static_cast<std::size_t>(row)] = static_cast<float>(position++);
+}
+
+void DeviceHead::unstage() {
+    for (const int row : staged_rows) positions[static_cast<std::size_t>(row)] = kFreeRow;
+    freed_rows.insert(freed_rows.end(), staged_rows.begin(), staged_rows.end());
+    staged_rows.clear();
+}
+
+void DeviceHead::hold(const std::vector<int>& rows, const std::vector<std::int32_t>& of_rows) {
+    freed_rows.insert(freed_rows.end(), staged_rows.begin(), staged_rows.end());
+    freed_rows.insert(freed_rows.end(), entry_rows.begin(), entry_rows.end());
+    staged_rows.clear();
+    entry_rows = rows;
+    std::fill(positions.begin(), positions.end(), kFreeRow);
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        positions.at(static_cast<std::size_t>(rows[i])) = static_cast<float>(of_rows[i]);
+    const auto is_held = [&](int row) {
+        return positions[static_cast<std::size_t>(row)] != kFreeRow;
+    };
+    freed_rows.erase(std::remove_if(freed_rows.begin(), freed_rows.end(), is_held),
+                     freed_rows.end());
 }
 
 DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
-                         ggml_backend_buffer_type_t memory)
+                         ggml_backend_buffer_type_t memory, bool alone)
     : shape_(shape), context_(ggml_init({2 * ggml_tensor_overhead(), nullptr, true})) {
     if (context_ == nullptr) throw std::bad_alloc();
     int n_rows = 0;
     for (int head = 0; head < shape.n_head_kv; ++head) {
         const int rows = head_rows.at(static_cast<std::size_t>(head));
-        if (groups_.empty() || heads_.back().rows() != rows) groups_.push_back({head, 0});
+        if (alone || groups_.empty() || heads_.back().rows() != rows) groups_.push_back({head, 0});
         ++groups_.back().n_heads;
         DeviceHead& added = heads_.emplace_back();
         added.first_row = n_rows;
+        added.first_position = n_positions_;
         added.positions.assign(static_cast<std::size_t>(rows), kFreeRow);
         n_rows += rows;
+        n_positions_ += whole_steps(rows);
     }
     // Attention may read rows behind the last head's, which are masked.
-    n_rows += kDeviceRowStep;
+    n_rows = rows_of_layer(head_rows);
     k_ = ggml_new_tensor_2d(context_.get(), type, shape.k_dim, n_rows);
-    v_ = ggml_new_tensor_2d(context_.get(), type, shape.v_dim, n_rows);
+    if (!shape.latent) v_ = ggml_new_tensor_2d(context_.get(), type, shape.v_dim, n_rows);
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory));
     if (buffer_ == nullptr) throw std::bad_alloc();
     // Masked rows are multiplied by 0, so they must hold numbers.

@@ -21,11 +21,15 @@ constexpr int kDeviceRowStep = 256;
 // Is the position of a row without an entry: it lies behind every query, so none sees it.
 constexpr float kFreeRow = 1e9f;
 
-// Returns how many rows a KV head with such a budget gets: those of its entries, and of the
+// Returns how many rows a KV head with such a budget needs: those of its entries, and of the
 // micro-batch that is read before the others are evicted.
-int device_rows(int budget, int max_tokens, int max_entries);
-// Returns how many rows a layer with such heads has.
-int device_rows(const std::vector<int>& budgets, int max_tokens, int max_entries);
+int needed_rows(int budget, int max_tokens, int max_entries);
+// Returns how many rows the KV heads of a layer get. Neighbours that need nearly as many get
+// equally many, so that one attention node serves them; this adds at most a twentieth.
+std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries);
+// Returns how many rows a layer with such heads has, with those that attention reads behind the
+// last heads' rows.
+int rows_of_layer(const std::vector<int>& head_rows);
 
 struct FreeBuffer {
     void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
@@ -37,15 +41,21 @@ struct FreeContext {
 // The rows of one KV head: which entries lie in them, and which are free.
 struct DeviceHead {
     int first_row = 0;             // in the layer's tensors
+    int first_position = 0;        // in the layer's positions, where heads begin at whole steps
     std::vector<float> positions;  // by row; kFreeRow: the row is free
     std::vector<int> entry_rows;   // the rows of the entries, in the order of the ledger
     std::vector<int> staged_rows;  // the rows of the micro-batch that is read
+    std::vector<int> freed_rows;   // rows that the device may still take for entries
 
     int rows() const { return static_cast<int>(positions.size()); }
     // Returns how many rows attention must read to see all entries.
     int used_rows() const;
     // Chooses free rows for the tokens of a micro-batch. Throws std::logic_error without room.
-    void stage(int n_tokens);
+    void stage(int n_tokens, std::int32_t position);
+    // Frees the rows of a micro-batch that was not committed.
+    void unstage();
+    // Frees all rows but those of the entries, which have these rows and positions now.
+    void hold(const std::vector<int>& rows, const std::vector<std::int32_t>& of_rows);
 };
 
 // Neighbouring KV heads with equally many rows, which one attention node serves: each of them is
@@ -58,18 +68,21 @@ struct DeviceGroup {
 class DeviceLayer {
 public:
     // head_rows: how many rows each KV head gets. memory: the buffer type in which llama.cpp has
-    // the layer's cache. Throws std::bad_alloc if the device has no memory.
+    // the layer's cache. alone: every KV head is a group of its own. Throws std::bad_alloc if the
+    // device has no memory.
     DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
-                ggml_backend_buffer_type_t memory);
+                ggml_backend_buffer_type_t memory, bool alone);
 
     const LayerShape& shape() const { return shape_; }
     ggml_type type() const { return k_->type; }
     const std::vector<DeviceGroup>& groups() const { return groups_; }
     std::vector<DeviceHead>& heads() { return heads_; }
     const std::vector<DeviceHead>& heads() const { return heads_; }
-    // Are [dim][row], the rows of the heads one after another.
+    // Are [dim][row], the rows of the heads one after another. v() is null if V is a part of K.
     ggml_tensor* k() const { return k_; }
     ggml_tensor* v() const { return v_; }
+    // Returns how many positions its heads have, each a multiple of kDeviceRowStep.
+    int n_positions() const { return n_positions_; }
 
     // Copies rows of one head from and to the device as floats, [row][dim].
     std::vector<float> read(ggml_tensor* tensor, int head) const;
@@ -78,13 +91,15 @@ public:
     std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
     // Returns the bytes of K and V of one entry.
     std::size_t entry_bytes() const {
-        return ggml_row_size(type(), k_->ne[0]) + ggml_row_size(type(), v_->ne[0]);
+        return ggml_row_size(type(), k_->ne[0]) +
+               (v_ == nullptr ? 0 : ggml_row_size(type(), v_->ne[0]));
     }
 
 private:
     LayerShape shape_;
     std::vector<DeviceHead> heads_;
     std::vector<DeviceGroup> groups_;
+    int n_positions_ = 0;
     std::unique_ptr<ggml_context, FreeContext> context_;
     std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
     ggml_tensor* k_ = nullptr;

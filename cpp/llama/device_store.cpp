@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <exception>
 #include <new>
 #include <stdexcept>
 
@@ -24,7 +23,8 @@ constexpr int kRowBase = 2048;
 std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& layers) {
     std::vector<LayerShape> shapes;
     for (const DeviceLayerSource& layer : layers)
-        shapes.push_back({layer.shape.n_head_kv, layer.shape.n_head_kv, kLedgerDim, kLedgerDim});
+        shapes.push_back({layer.shape.n_head_kv, layer.shape.n_head_kv, kLedgerDim, kLedgerDim,
+                          layer.shape.window, layer.shape.chunked});
     return shapes;
 }
 
@@ -73,47 +73,65 @@ float squared_norm(const float* value, int dim) {
 
 }  // namespace
 
-DeviceStore::DeviceStore(const std::vector<DeviceLayerSource>& layers,
-                         const StoreSettings& settings, const std::vector<int>& budgets,
-                         int n_threads)
-    : ledger_(ledger_shapes(layers), ledger_settings(settings)), type_(settings.type) {
+DeviceStore::DeviceStore(std::shared_ptr<Devices> devices,
+                         const std::vector<DeviceLayerSource>& layers,
+                         const StoreSettings& settings, const std::vector<int>& budgets, bool live)
+    : shared_(std::move(devices)),
+      sources_(layers),
+      most_(budgets),
+      ledger_(ledger_shapes(layers), ledger_settings(settings)),
+      type_(settings.type) {
     ledger_.set_workers(1, *available_kernels().back());
     ledger_.set_budgets(budgets, pages_of(budgets), settings.protection);
-    std::vector<LayerShape> shapes;
-    for (const DeviceLayerSource& layer : layers) shapes.push_back(layer.shape);
-    const std::vector<PageLayout> layouts = page_layouts(shapes, type_);
-    layers_.reserve(layers.size());
-    std::size_t next = 0;
-    for (const DeviceLayerSource& layer : layers) {
-        std::vector<int> head_rows;
-        for (int head = 0; head < layer.shape.n_head_kv; ++head)
-            head_rows.push_back(
-                device_rows(budgets.at(next++), settings.max_tokens, settings.max_entries));
-        add_layer(layer, head_rows, n_threads);
-        layers_.back().layout = layouts[layers_.size() - 1];
-    }
-    check_supported(layers);
+    if (!live) return;
+    acquire();
+    check_supported();
 }
 
-void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows,
-                            int n_threads) {
-    const auto same = [&](const auto& device) { return device->memory() == source.memory; };
+void DeviceStore::acquire() {
+    release();
+    ledger_.truncate(0);
+    std::vector<LayerShape> shapes;
+    for (const DeviceLayerSource& source : sources_) shapes.push_back(source.shape);
+    const std::vector<PageLayout> layouts = page_layouts(shapes, type_);
+    const StoreSettings& settings = ledger_.settings();
+    layers_.reserve(sources_.size());
+    std::size_t next = 0;
+    for (const DeviceLayerSource& source : sources_) {
+        const auto first = most_.begin() + static_cast<std::ptrdiff_t>(next);
+        next += index(source.shape.n_head_kv);
+        add_layer(source, rows_of_heads({first, first + source.shape.n_head_kv},
+                                        settings.max_tokens, settings.max_entries));
+        layers_.back().layout = layouts[layers_.size() - 1];
+    }
+    for (const auto& device : devices_) device->allocate(settings.max_tokens);
+}
+
+void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows) {
+    const auto same = [&](const auto& device) {
+        return device->device().memory() == source.memory;
+    };
     auto found = std::find_if(devices_.begin(), devices_.end(), same);
     if (found == devices_.end())
         found = devices_.insert(devices_.end(),
-                                std::make_unique<DeviceAttention>(source.memory, n_threads));
+                                std::make_unique<DeviceAttention>(shared_->of(source.memory),
+                                                                  ledger_.settings().importance));
+    // ggml takes one sink for every query head of a node, whatever the KV head.
     layers_.push_back(
-        {DeviceLayer(source.shape, type_of(type_), head_rows, source.memory), found->get(), {}});
+        {DeviceLayer(source.shape, type_of(type_), head_rows, source.memory, source.has_sinks),
+         found->get(),
+         0,
+         {}});
+    Layer& added = layers_.back();
+    added.number = added.device->add(added.rows, source.params, source.has_sinks);
 }
 
-void DeviceStore::check_supported(const std::vector<DeviceLayerSource>& layers) {
-    for (std::size_t i = 0; i < layers_.size(); ++i) {
+void DeviceStore::check_supported() {
+    for (const Layer& layer : layers_) {
         for (const int n_tokens : {1, ledger_.settings().max_tokens}) {
-            const std::string op =
-                layers_[i].device->unsupported(layers_[i].rows, ledger_.settings().importance,
-                                               layers[i].op_params.data(), n_tokens);
+            const std::string op = layer.device->unsupported(layer.number, n_tokens);
             if (!op.empty())
-                throw std::runtime_error("its device " + layers_[i].device->name() +
+                throw std::runtime_error("its device " + layer.device->device().name() +
                                          " cannot compute " + op);
         }
     }
@@ -126,66 +144,72 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
     });
 }
 
-void DeviceStore::reserve(int n_tokens, std::int32_t position) {
-    fault_.clear();
+void DeviceStore::reserve(int n_tokens, std::int32_t position, int first, int n_drafts) {
     const Measure& measure = ledger_.settings().importance.measure();
-    step_ = {n_tokens, position,
-             measure.observes() && (n_tokens > 1 || position % kScoringInterval == 0)};
-    ledger_.reserve(n_tokens, position + n_tokens - 1, false);
-    for (Layer& layer : layers_)
-        for (DeviceHead& head : layer.rows.heads()) head.stage(n_tokens);
+    const bool observing =
+        measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
+    step_ = {n_tokens, position, observing, first, n_drafts};
+    ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
+    for (Layer& layer : layers_) layer.read = 0;
+    for_each_head([&](int layer, int h) { head(layer, h).stage(n_tokens, position); });
+    for (const auto& device : devices_) device->begin_step(step_);
 }
 
-void DeviceStore::attend(int layer, const DeviceNode& node) noexcept {
-    if (!fault_.empty()) return;
-    try {
-        Layer& of = layers_.at(index(layer));
-        if (node.q->ne[1] != step_.n_tokens)
-            throw std::runtime_error("a graph reads another number of tokens than the session");
-        commit(layer, of.device->run(of.rows, ledger_.settings().importance, node, step_));
-    } catch (const std::bad_alloc&) {
-        fault_ = "a device has no memory left to compute attention";
-    } catch (const std::exception& error) {
-        fault_ = error.what();
+int DeviceStore::most_drafts(std::int32_t position, int wanted) const {
+    const Staging& staging = ledger_.share().pool().staging();
+    int most = std::min(wanted, static_cast<int>(staging.row_pages()) - 1);
+    if (ledger_.settings().importance.measure().observes()) {
+        const int since = position % kScoringInterval;
+        most = std::min(most, since == 0 ? 0 : kScoringInterval - since - 1);
     }
+    for_each_head(
+        [&](int layer, int h) { most = std::min(most, budget(layer, h) - count(layer, h)); });
+    return most <= 0 ? 0 : ledger_.most_drafts(most);
 }
 
-void DeviceStore::check_step() const {
-    if (!fault_.empty()) throw std::runtime_error(fault_);
+void DeviceStore::attend(int layer, const DeviceNode& node) {
+    Layer& of = layers_.at(index(layer));
+    of.device->run(of.number, of.read++, node);
 }
 
-void DeviceStore::commit(int layer, const DeviceFindings& found) {
-    DeviceLayer& rows = layers_[index(layer)].rows;
-    for (int h = 0; h < rows.shape().n_head_kv; ++h) {
-        DeviceHead& head = rows.heads()[index(h)];
-        const float* squares = found.value_squares.empty()
-                                   ? nullptr
-                                   : found.value_squares.data() + index(h * step_.n_tokens);
-        stage(layer, h, squares);
-        const float* observed = nullptr;
-        if (!found.observed.empty()) {
-            const std::vector<float>& by_row = found.observed[index(h)];
-            observed_.clear();
-            for (const std::vector<int>* some : {&head.entry_rows, &head.staged_rows})
-                for (const int row : *some) observed_.push_back(by_row[index(row)]);
-            observed = observed_.data();
-        }
-        ledger_.commit(layer, h, step_.n_tokens, observed, nullptr, 0.0f, 0);
-        find_rows(layer, h);
-    }
+void DeviceStore::commit_step() {
+    for (const auto& device : devices_) device->end_step();
+    for_each_head([&](int layer, int h) { commit(layer, h); });
     peak_ = std::max(peak_, used_bytes());
 }
 
+void DeviceStore::commit(int layer, int h) {
+    const Layer& of = layers_[index(layer)];
+    stage(layer, h);
+    if (step_.n_drafts > 0) {
+        for (int token = 0; token < step_.n_tokens; ++token)
+            ledger_.commit_token(layer, h, token, step_.position + token, nullptr, 0);
+        return find_rows(layer, h);
+    }
+    const float* by_row = of.device->observed(of.number, h);
+    observed_.clear();
+    if (by_row != nullptr)
+        for (const std::vector<int>* some :
+             {&head(layer, h).entry_rows, &head(layer, h).staged_rows})
+            for (const int row : *some) observed_.push_back(by_row[row]);
+    ledger_.commit(layer, h, step_.n_tokens, by_row == nullptr ? nullptr : observed_.data(),
+                   nullptr, 0.0f, 0);
+    find_rows(layer, h);
+}
+
 // Puts the micro-batch of a head into the ledger's staging area.
-void DeviceStore::stage(int layer, int h, const float* value_squares) {
-    const DeviceHead& head = layers_[index(layer)].rows.heads()[index(h)];
+void DeviceStore::stage(int layer, int h) {
+    const Layer& of = layers_[index(layer)];
+    const float* value_squares = of.device->value_squares(of.number, h);
     const PageLayout& layout = ledger_.layout(layer);
     const KernelTable& kernels = *ledger_.components().common.kernels;
     float values[kLedgerDim];
     for (int token = 0; token < step_.n_tokens; ++token) {
-        std::byte* page = ledger_.staging(layer, h)[layout.page_of(token)];
-        const int slot = layout.slot_of(token);
-        write_row_number(values, head.staged_rows[index(token)]);
+        // Every token of a run with drafts is staged in a page of its own.
+        const bool alone = step_.n_drafts > 0;
+        std::byte* page = ledger_.staging(layer, h)[alone ? token : layout.page_of(token)];
+        const int slot = alone ? 0 : layout.slot_of(token);
+        write_row_number(values, head(layer, h).staged_rows[index(token)]);
         kernels.store_k(layout, page, slot, values);
         write_norm(values, value_squares == nullptr ? 0.0f : value_squares[token]);
         kernels.store_v(layout, page, slot, values);
@@ -195,52 +219,90 @@ void DeviceStore::stage(int layer, int h, const float* value_squares) {
 }
 
 void DeviceStore::find_rows(int layer, int h) {
-    DeviceHead& head = layers_[index(layer)].rows.heads()[index(h)];
+    DeviceHead& of = head(layer, h);
     const Head& entries = ledger_.head(layer, h);
-    const auto before = static_cast<int>(head.entry_rows.size());
-    const auto n_staged = static_cast<int>(head.staged_rows.size());
-    if (entries.count() == before + n_staged) {  // nothing was evicted
-        for (int token = 0; token < n_staged; ++token) {
-            const int row = head.staged_rows[index(token)];
-            head.positions[index(row)] = static_cast<float>(step_.position + token);
-            head.entry_rows.push_back(row);
-        }
+    if (entries.count() == static_cast<int>(of.entry_rows.size() + of.staged_rows.size())) {
+        // Nothing was evicted.
+        of.entry_rows.insert(of.entry_rows.end(), of.staged_rows.begin(), of.staged_rows.end());
+        of.staged_rows.clear();
     } else {
-        std::fill(head.positions.begin(), head.positions.end(), kFreeRow);
-        head.entry_rows.clear();
-        float key[kLedgerDim];
-        for (int i = 0; i < entries.count(); ++i) {
-            const Slot slot = entries.place(i);
-            load_k(entries.layout(), slot.page, slot.index, key);
-            const int row = row_number(key);
-            head.entry_rows.push_back(row);
-            head.positions.at(index(row)) = static_cast<float>(entries.position(i));
-        }
+        find_all_rows(layer, h);
     }
-    head.staged_rows.clear();
+}
+
+void DeviceStore::find_all_rows(int layer, int h) {
+    const Head& entries = ledger_.head(layer, h);
+    std::vector<int> rows;
+    std::vector<std::int32_t> positions;
+    float key[kLedgerDim];
+    for (int i = 0; i < entries.count(); ++i) {
+        const Slot slot = entries.place(i);
+        load_k(entries.layout(), slot.page, slot.index, key);
+        rows.push_back(row_number(key));
+        positions.push_back(entries.position(i));
+    }
+    head(layer, h).hold(rows, positions);
+}
+
+void DeviceStore::settle_drafts(int n_accepted) {
+    ledger_.settle_drafts(n_accepted);
+    for_each_head([&](int layer, int h) { find_all_rows(layer, h); });
 }
 
 void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection& protection) {
-    std::size_t next = 0;
-    for (const Layer& layer : layers_)
-        for (const DeviceHead& head : layer.rows.heads()) {
-            const int needed = device_rows(budgets.at(next++), ledger_.settings().max_tokens,
-                                           ledger_.settings().max_entries);
-            if (needed > head.rows())
-                throw std::invalid_argument("a budget that has no rows on the device");
-        }
+    for (std::size_t i = 0; i < most_.size(); ++i)
+        if (budgets.at(i) > most_[i])
+            throw std::invalid_argument("a budget that has no rows on the device");
     ledger_.set_budgets(budgets, pages_of(budgets), protection);
-    for (int layer = 0; layer < n_layers(); ++layer)
-        for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head) find_rows(layer, head);
+    for_each_head([&](int layer, int h) { find_rows(layer, h); });
 }
 
 void DeviceStore::truncate(std::int32_t position) {
     ledger_.truncate(position);
-    for (int layer = 0; layer < n_layers(); ++layer)
-        for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head) {
-            layers_[index(layer)].rows.heads()[index(head)].staged_rows.clear();
-            find_rows(layer, head);
+    for_each_head([&](int layer, int h) {
+        head(layer, h).unstage();
+        find_rows(layer, h);
+    });
+}
+
+void DeviceStore::check_ropes(const std::vector<RopeParams>& ropes) const {
+    if (ropes.size() != layers_.size())
+        throw std::invalid_argument("there must be RoPE parameters for every layer");
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer)
+        if (!fits(ropes[layer], layers_[layer].rows.shape().k_dim))
+            throw std::invalid_argument("RoPE parameters that do not fit the keys of a layer");
+}
+
+std::string DeviceStore::rotation_problem(const std::vector<RopeParams>& ropes) {
+    check_ropes(ropes);
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+        const Layer& of = layers_[layer];
+        const std::string op = of.device->unsupported_rotation(of.number, ropes[layer]);
+        if (!op.empty())
+            return "its device " + of.device->device().name() + " cannot compute " + op;
+    }
+    return {};
+}
+
+void DeviceStore::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift,
+                         int new_shift) {
+    check_ropes(ropes);
+    for (int layer = 0; layer < n_layers(); ++layer) {
+        const RopeParams& rope = ropes[index(layer)];
+        if (rope.n_dims == 0) continue;
+        std::vector<std::vector<std::int32_t>> by_row;
+        for (int h = 0; h < rows(layer).shape().n_head_kv; ++h) {
+            const DeviceHead& of = head(layer, h);
+            const Head& entries = ledger_.head(layer, h);
+            std::vector<std::int32_t>& turns = by_row.emplace_back(index(of.rows()), 0);
+            for (int i = 0; i < entries.count(); ++i)
+                turns[index(of.entry_rows[index(i)])] =
+                    rope_position(entries.position(i), n_sinks, new_shift) -
+                    rope_position(entries.position(i), n_sinks, old_shift);
         }
+        const Layer& of = layers_[index(layer)];
+        of.device->rotate(of.number, rope, by_row);
+    }
 }
 
 void DeviceStore::release() noexcept {
@@ -250,17 +312,15 @@ void DeviceStore::release() noexcept {
 
 std::size_t DeviceStore::budget_bytes() const {
     std::size_t bytes = 0;
-    for (int layer = 0; layer < n_layers(); ++layer)
-        for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head)
-            bytes += index(budget(layer, head)) * layers_[index(layer)].rows.entry_bytes();
+    for_each_head(
+        [&](int layer, int h) { bytes += index(budget(layer, h)) * rows(layer).entry_bytes(); });
     return bytes;
 }
 
 std::size_t DeviceStore::used_bytes() const {
     std::size_t bytes = 0;
-    for (int layer = 0; layer < n_layers(); ++layer)
-        for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head)
-            bytes += index(count(layer, head)) * layers_[index(layer)].rows.entry_bytes();
+    for_each_head(
+        [&](int layer, int h) { bytes += index(count(layer, h)) * rows(layer).entry_bytes(); });
     return bytes;
 }
 
@@ -283,10 +343,10 @@ std::size_t DeviceStore::scratch_bytes() const {
 std::vector<std::pair<std::string, std::size_t>> DeviceStore::device_bytes() const {
     std::vector<std::pair<std::string, std::size_t>> of_devices;
     for (const auto& device : devices_) {
-        std::size_t bytes = device->scratch_bytes();
+        std::size_t bytes = device->scratch_bytes() + device->device().scratch_bytes();
         for (const Layer& layer : layers_)
             if (layer.device == device.get()) bytes += layer.rows.bytes();
-        of_devices.emplace_back(device->name(), bytes);
+        of_devices.emplace_back(device->device().name(), bytes);
     }
     return of_devices;
 }
@@ -301,7 +361,8 @@ void DeviceStore::save_head(int layer, int h, std::byte* state) {
     const PageLayout& layout = of.layout;
     const KernelTable& kernels = *ledger_.components().common.kernels;
     const std::vector<float> keys = of.rows.read(of.rows.k(), h);
-    const std::vector<float> values = of.rows.read(of.rows.v(), h);
+    const std::vector<float> values =
+        layout.latent ? std::vector<float>{} : of.rows.read(of.rows.v(), h);
     const Head& entries = ledger_.head(layer, h);
     std::memset(state, 0, state_bytes(layer, h));
     for (int i = 0; i < entries.count(); ++i) {
@@ -309,7 +370,8 @@ void DeviceStore::save_head(int layer, int h, std::byte* state) {
         const int slot = layout.slot_of(i);
         const int row = of.rows.heads()[index(h)].entry_rows[index(i)];
         kernels.store_k(layout, page, slot, keys.data() + index(row * layout.k_dim));
-        kernels.store_v(layout, page, slot, values.data() + index(row * layout.v_dim));
+        if (!layout.latent)
+            kernels.store_v(layout, page, slot, values.data() + index(row * layout.v_dim));
         layout.positions(page)[slot] = entries.position(i);
         layout.importance(page)[slot] = entries.importance(i);
     }
@@ -347,55 +409,52 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
     std::vector<int> budgets;
     const KernelTable& kernels = *ledger_.components().common.kernels;
     std::size_t next = 0;
-    for (int layer = 0; layer < n_layers(); ++layer) {
+    for_each_head([&](int layer, int h) {
         const PageLayout& saved = layers_[index(layer)].layout;
         const PageLayout& own = ledger_.layout(layer);
-        for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h, ++next) {
-            const int n = counts.at(next);
-            std::vector<std::byte> state(index(pages_for(n, own.entries)) * own.bytes);
-            std::vector<float> row(index(saved.v_dim));
-            float values[kLedgerDim];
-            for (int i = 0; i < n; ++i) {
-                const std::byte* from = states.at(next) + index(saved.page_of(i)) * saved.bytes;
-                std::byte* to = state.data() + index(own.page_of(i)) * own.bytes;
-                load_v(saved, from, saved.slot_of(i), row.data());
-                write_row_number(values, i);
-                kernels.store_k(own, to, own.slot_of(i), values);
-                write_norm(values, squared_norm(row.data(), saved.v_dim));
-                kernels.store_v(own, to, own.slot_of(i), values);
-                own.positions(to)[own.slot_of(i)] = saved.positions(from)[saved.slot_of(i)];
-                own.importance(to)[own.slot_of(i)] = saved.importance(from)[saved.slot_of(i)];
-            }
-            of_ledger.push_back(std::move(state));
-            addresses.push_back(of_ledger.back().data());
-            budgets.push_back(budget(layer, h));
+        const int n = counts.at(next);
+        std::vector<std::byte> state(index(pages_for(n, own.entries)) * own.bytes);
+        std::vector<float> row(index(saved.v_dim));
+        float values[kLedgerDim];
+        for (int i = 0; i < n; ++i) {
+            const std::byte* from = states.at(next) + index(saved.page_of(i)) * saved.bytes;
+            std::byte* to = state.data() + index(own.page_of(i)) * own.bytes;
+            load_v(saved, from, saved.slot_of(i), row.data());
+            write_row_number(values, i);
+            kernels.store_k(own, to, own.slot_of(i), values);
+            write_norm(values, squared_norm(row.data(), saved.v_dim));
+            kernels.store_v(own, to, own.slot_of(i), values);
+            own.positions(to)[own.slot_of(i)] = saved.positions(from)[saved.slot_of(i)];
+            own.importance(to)[own.slot_of(i)] = saved.importance(from)[saved.slot_of(i)];
         }
-    }
+        of_ledger.push_back(std::move(state));
+        addresses.push_back(of_ledger.back().data());
+        budgets.push_back(budget(layer, h));
+        ++next;
+    });
     HeadLoader loader(ledger_.components());
     loader.begin(counts, addresses, budgets);
     truncate(0);
     next = 0;
-    for (int layer = 0; layer < n_layers(); ++layer) {
-        DeviceLayer& rows = layers_[index(layer)].rows;
+    for_each_head([&](int layer, int h) {
+        DeviceLayer& of = rows(layer);
         const PageLayout& saved = layers_[index(layer)].layout;
-        for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h, ++next) {
-            const int n = counts[next];
-            std::vector<float> keys(index(n * saved.k_dim));
-            std::vector<float> values(index(n * saved.v_dim));
-            for (int i = 0; i < n; ++i) {
-                const std::byte* from = states[next] + index(saved.page_of(i)) * saved.bytes;
-                load_k(saved, from, saved.slot_of(i), keys.data() + index(i * saved.k_dim));
-                load_v(saved, from, saved.slot_of(i), values.data() + index(i * saved.v_dim));
-            }
-            rows.write(rows.k(), h, keys);
-            rows.write(rows.v(), h, values);
-            loader.load(layer, h, n, of_ledger[next].data());
-            // Entries lie in the rows of their numbers in the state, unless the budget evicts them.
-            rows.heads()[index(h)].staged_rows.clear();
-            rows.heads()[index(h)].entry_rows.assign(index(ledger_.head(layer, h).count()) + 1, 0);
-            find_rows(layer, h);
+        const int n = counts[next];
+        std::vector<float> keys(index(n * saved.k_dim));
+        std::vector<float> values(index(n * saved.v_dim));
+        for (int i = 0; i < n; ++i) {
+            const std::byte* from = states[next] + index(saved.page_of(i)) * saved.bytes;
+            load_k(saved, from, saved.slot_of(i), keys.data() + index(i * saved.k_dim));
+            load_v(saved, from, saved.slot_of(i), values.data() + index(i * saved.v_dim));
         }
-    }
+        of.write(of.k(), h, keys);
+        if (!saved.latent) of.write(of.v(), h, values);
+        loader.load(layer, h, n, of_ledger[next].data());
+        // Entries lie in the rows of their numbers in the state, unless the budget evicts them.
+        find_rows(layer, h);
+        ++next;
+    });
+    for (const Layer& layer : layers_) layer.device->forget_positions(layer.number);
     ledger_.components().most_loaded = 0;
     peak_ = std::max(peak_, used_bytes());
 }

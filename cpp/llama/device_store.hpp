@@ -19,8 +19,9 @@ namespace entropykv {
 // Is what a layer needs of llama.cpp's graph.
 struct DeviceLayerSource {
     LayerShape shape;
-    ggml_backend_buffer_type_t memory;    // where llama.cpp has the layer's cache
-    std::vector<std::int32_t> op_params;  // of its attention node
+    ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
+    DeviceParams params;                // of its attention node
+    bool has_sinks;
 };
 
 class DeviceStore {
@@ -29,18 +30,27 @@ public:
     // of `settings` are used, and its type is that of K and V. Throws std::invalid_argument for a
     // measure that needs keys on the host, std::runtime_error if a device cannot compute attention,
     // std::bad_alloc if it has no memory.
-    DeviceStore(const std::vector<DeviceLayerSource>& layers, const StoreSettings& settings,
-                const std::vector<int>& budgets, int n_threads);
+    // live: whether it has rows from the start, and not only after acquire().
+    DeviceStore(std::shared_ptr<Devices> devices, const std::vector<DeviceLayerSource>& layers,
+                const StoreSettings& settings, const std::vector<int>& budgets, bool live = true);
     DeviceStore(const DeviceStore&) = delete;
     DeviceStore& operator=(const DeviceStore&) = delete;
 
-    // Must be called before every micro-batch; `position` is that of its first token.
-    void reserve(int n_tokens, std::int32_t position);
-    // Computes the attention of a layer, and then commits its entries. GraphHook calls this between
-    // two nodes, so errors are kept for check_step().
-    void attend(int layer, const DeviceNode& node) noexcept;
-    // Throws std::runtime_error with what went wrong since reserve().
-    void check_step() const;
+    // Must be called before every micro-batch; `position` is that of the sequence's first token,
+    // and `first` its place in the micro-batch. The last n_drafts tokens are drafts.
+    void reserve(int n_tokens, std::int32_t position, int first = 0, int n_drafts = 0);
+    // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
+    // queries may count towards importance, since those of wrong drafts could not be taken out, and
+    // nothing may be evicted before the last of them, since all attend at once.
+    int most_drafts(std::int32_t position, int wanted) const;
+    // Computes the attention of the next layer of the model that reads a layer's K and V. Throws as
+    // DeviceAttention does.
+    void attend(int layer, const DeviceNode& node);
+    // Must be called after every micro-batch that was read: commits its entries in all layers,
+    // which evicts what budgets cannot hold.
+    void commit_step();
+    // Must be called then if there were drafts: undoes the commits of all but the first n_accepted.
+    void settle_drafts(int n_accepted);
 
     // Sets smaller or equal budgets; heads that hold more evict. Throws std::invalid_argument if a
     // budget has no rows on the device.
@@ -48,9 +58,19 @@ public:
     // Drops the entries at positions >= position.
     void truncate(std::int32_t position);
 
-    // Frees all memory of the devices; nothing may be read or saved afterwards. A device may be
-    // gone when the garbage collector ends the store, so closing a session must not wait for that.
+    // Returns why keys cannot be moved to other positions by these RoPEs, one for each layer, or an
+    // empty string.
+    std::string rotation_problem(const std::vector<RopeParams>& ropes);
+    // Moves keys to other positions: see rope.hpp.
+    void rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift, int new_shift);
+
+    // Frees all memory of the devices; nothing may be read or saved until acquire(). A device may
+    // be gone when the garbage collector ends the store, so closing a session must not wait for
+    // that.
     void release() noexcept;
+    // Allocates rows again, for the budgets that the store was made with; the store is empty then.
+    // Throws std::bad_alloc.
+    void acquire();
 
     // Returns how many layers there are; 0 after release().
     int n_layers() const { return static_cast<int>(layers_.size()); }
@@ -73,9 +93,11 @@ public:
     std::size_t used_bytes() const;
     std::size_t peak_bytes() const { return peak_; }
     std::size_t staging_bytes() const;
-    // Counts working memory, on devices and on the host, with the ledger.
+    // Counts working memory, on devices and on the host, with the ledger, but without that of
+    // Devices, which other stores may share.
     std::size_t scratch_bytes() const;
-    // Returns the bytes of K, V and working memory by the names of the devices.
+    // Returns the bytes of K, V and working memory, with that of Devices, by the names of the
+    // devices.
     std::vector<std::pair<std::string, std::size_t>> device_bytes() const;
 
     // Save and load a head in the format of the headwise store: see head_states.hpp.
@@ -92,18 +114,33 @@ private:
     struct Layer {
         DeviceLayer rows;
         DeviceAttention* device;
+        int number;         // of the layer there
         PageLayout layout;  // of the headwise store's pages, for saved states
+        int read = 0;       // how many layers of the model have attended in this step
     };
 
-    void add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows,
-                   int n_threads);
-    void check_supported(const std::vector<DeviceLayerSource>& layers);
+    void add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows);
+    void check_supported();
     std::size_t pages_of(const std::vector<int>& budgets) const;
-    void commit(int layer, const DeviceFindings& found);
-    void stage(int layer, int head, const float* value_squares);
-    // Finds out in which rows the entries of a head lie.
+    void commit(int layer, int head);
+    void stage(int layer, int head);
+    // Find out in which rows the entries of a head lie; the first one if none was evicted, too.
     void find_rows(int layer, int head);
+    void find_all_rows(int layer, int head);
+    // Calls visit(layer, head) for the KV heads of all layers in order.
+    template <typename Visit>
+    void for_each_head(Visit visit) const {
+        for (int layer = 0; layer < n_layers(); ++layer)
+            for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head) visit(layer, head);
+    }
+    DeviceLayer& rows(int layer) { return layers_[PageLayout::index(layer)].rows; }
+    const DeviceLayer& rows(int layer) const { return layers_[PageLayout::index(layer)].rows; }
+    DeviceHead& head(int layer, int head) { return rows(layer).heads()[PageLayout::index(head)]; }
+    void check_ropes(const std::vector<RopeParams>& ropes) const;
 
+    std::shared_ptr<Devices> shared_;
+    std::vector<DeviceLayerSource> sources_;
+    std::vector<int> most_;  // the budgets that rows are allocated for
     HeadStore ledger_;
     KvType type_;
     std::vector<std::unique_ptr<DeviceAttention>> devices_;
@@ -111,7 +148,6 @@ private:
     std::vector<float> observed_;  // of one head, in the order of its entries
     DeviceStep step_;
     std::size_t peak_ = 0;
-    std::string fault_;
 };
 
 }  // namespace entropykv

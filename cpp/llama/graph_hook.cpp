@@ -11,7 +11,7 @@
 #include "llama/cache_tensors.hpp"
 #include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
-#include "llama/device_store.hpp"
+#include "llama/device_batch.hpp"
 
 namespace entropykv {
 namespace {
@@ -168,11 +168,6 @@ void GraphHook::probe_device(const ggml_tensor* node) {
     const ggml_tensor* k = node->src[1];
     if (k->type != GGML_TYPE_F16 || node->src[2]->type != GGML_TYPE_F16)
         return refuse("its cache is not f16");
-    if (cache_layer_of(node->src[2], kCacheK) >= 0) return refuse("its V is a part of its K (MLA)");
-    if (node->src[4] != nullptr) return refuse("its attention has sinks of its own");
-    float max_bias = 0.0f;
-    std::memcpy(&max_bias, node->op_params + 1, sizeof max_bias);
-    if (max_bias > 0.0f) return refuse("its attention has a bias by distance (ALiBi)");
 }
 
 // Records another layer that attends to the K and V of `first`.
@@ -208,10 +203,10 @@ void GraphHook::serve(AttentionBatch& attention) {
     attention_ = &attention;
 }
 
-void GraphHook::serve_on_devices(DeviceStore& store) {
+void GraphHook::serve_on_devices(DeviceBatch& batch) {
     layers_.clear();
     copies_ = {};
-    devices_ = &store;
+    devices_ = &batch;
 }
 
 // Makes llama.cpp compute everything up to an attention node, and nothing for the node itself.
@@ -236,8 +231,8 @@ bool GraphHook::attend_instead(ggml_tensor* node) {
                             ggml_backend_buft_is_host(nodes_[i].memory));
         if (!there) fault_ = "a layer's attention is on another device than its K and V";
         if (there)
-            devices_->attend(static_cast<int>(i), {node->src[0], node->src[1], node->src[2], node,
-                                                   nodes_[i].op_params.data()});
+            devices_->attend(static_cast<int>(i),
+                             {node->src[0], node->src[1], node->src[2], node, node->src[4]});
         ++served_;
         return true;
     }

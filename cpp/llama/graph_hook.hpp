@@ -22,7 +22,7 @@
 
 namespace entropykv {
 
-class DeviceStore;
+class DeviceBatch;
 
 struct AttentionNode {
     int cache_layer;  // N of cache_k_l<N>
@@ -66,8 +66,8 @@ public:
 
     // Changes all graphs from now on. `attention` must outlive the last decode of the context.
     void serve(AttentionBatch& attention);
-    // Does the same with the device store, which must outlive the last decode, too.
-    void serve_on_devices(DeviceStore& store);
+    // Does the same with device stores; `batch` must outlive the last decode, too.
+    void serve_on_devices(DeviceBatch& batch);
 
     const ProductHook& products() const { return weights_.products(); }
     NodeTimes& times() { return weights_.times(); }
@@ -113,7 +113,7 @@ private:
     static void attend_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
     AttentionBatch* attention_ = nullptr;
-    DeviceStore* devices_ = nullptr;
+    DeviceBatch* devices_ = nullptr;
     bool on_devices_;
     const ggml_tensor* left_out_ = nullptr;  // the attention node that the device store computes
     WeightHook weights_;

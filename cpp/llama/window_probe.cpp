@@ -3,8 +3,11 @@
 #include <ggml-backend.h>
 #include <ggml.h>
 
+#include <algorithm>
 #include <cmath>
-#include <cstdint>
+#include <cstddef>
+#include <cstring>
+#include <vector>
 
 #include "llama/cache_tensors.hpp"
 
@@ -12,16 +15,17 @@ namespace entropykv {
 namespace {
 
 // Counts the cells that the first token of a mask [n_cells, n_tokens] attends to. The mask is an
-// input of the graph, so it is known before anything is computed.
+// input of the graph, so it is known before anything is computed, also in its copy on a device.
 int seen_cells(const ggml_tensor* mask) {
-    const bool readable = mask != nullptr && mask->type == GGML_TYPE_F16 && mask->data != nullptr &&
-                          (mask->buffer == nullptr || ggml_backend_buffer_is_host(mask->buffer));
-    if (!readable) return -1;
-    const auto* row = static_cast<const ggml_fp16_t*>(mask->data);
-    int n = 0;
-    for (std::int64_t cell = 0; cell < mask->ne[0]; ++cell)
-        n += std::isfinite(ggml_fp16_to_fp32(row[cell])) ? 1 : 0;
-    return n;
+    if (mask == nullptr || mask->type != GGML_TYPE_F16 || mask->data == nullptr) return -1;
+    std::vector<ggml_fp16_t> row(static_cast<std::size_t>(mask->ne[0]));
+    if (mask->buffer == nullptr)
+        std::memcpy(row.data(), mask->data, row.size() * sizeof(ggml_fp16_t));
+    else
+        ggml_backend_tensor_get(mask, row.data(), 0, row.size() * sizeof(ggml_fp16_t));
+    return static_cast<int>(std::count_if(row.begin(), row.end(), [](ggml_fp16_t value) {
+        return std::isfinite(ggml_fp16_to_fp32(value));
+    }));
 }
 
 }  // namespace

@@ -56,11 +56,10 @@ void half_tile(const WeightRows& w, int first, const std::byte* tokens, std::siz
     for (auto& of_token : sums)
         for (Lanes& sum : of_token) sum = no_lanes();
     const int n_whole = w.n_values / kLanesOfSum * kLanesOfSum;
+    WeightsAhead<false> ahead(rows[0] + kRowsOfTile * w.stride);
     std::size_t offset = 0;
     for (int i = 0; i < n_whole; i += kLanesOfSum, offset += kLanesOfSum * kHalfBytes) {
-        if (kTokens == 1)
-            prefetch_bytes(rows[0] + kAhead + kRowsOfTile * offset,
-                           kRowsOfTile * kLanesOfSum * kHalfBytes);
+        if (kTokens == 1) ahead.template advance<kRowsOfTile * kLanesOfSum * kHalfBytes>();
         add_lanes(rows, offset, tokens + sizeof(float) * static_cast<std::size_t>(i), token_stride,
                   sums);
     }

@@ -81,12 +81,12 @@ inline Rows fill_up(const Rows& rows, int n_rows, std::byte* copies) {
 // as many bytes of the next tile.
 template <class Type, bool kPacked>
 void fill_lanes(Rows rows, int n_rows, int n_values, const Panel& panel, int lane,
-                NextTile& next_tile) {
+                WeightsAhead<false>& next_tile) {
     constexpr int n_groups = Type::kUnit / Type::kGroup;
     std::byte* codes = panel.codes + 4 * lane;
     float *scales = panel.scales + lane, *minima = panel.minima + lane;
     for (int i = 0; i < n_values; i += Type::kUnit) {
-        next_tile.advance(ColumnRows::kCount * Type::kUnitBytes / 2);
+        next_tile.template advance<ColumnRows::kCount * Type::kUnitBytes / 2>();
         std::byte copies[ColumnRows::kCount * Type::kUnitBytes];
         const Rows unit = n_rows < ColumnRows::kCount ? fill_up<Type>(rows, n_rows, copies) : rows;
         if constexpr (kPacked) {
@@ -113,7 +113,7 @@ void fill_lanes(Rows rows, int n_rows, int n_values, const Panel& panel, int lan
 
 template <class Type, bool kPacked>
 void fill_panel(const Rows& rows, int n_rows, int n_values, const Panel& panel,
-                NextTile& next_tile) {
+                WeightsAhead<false>& next_tile) {
     for (int lane = 0; lane < kTileRows; lane += ColumnRows::kCount) {
         const int first = std::min(lane, n_rows - 1);
         fill_lanes<Type, kPacked>(rows.from(first), std::min(n_rows - first, ColumnRows::kCount),
@@ -151,7 +151,7 @@ inline void add_group(const Codes& codes, const Panel& panel, int g, const Token
 // `prefetched` bytes of the next tile with every group.
 template <class F, int kTokens, class Codes>
 void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::size_t stride,
-               float* sums, NextTile& next_tile, std::size_t prefetched) {
+               float* sums, WeightsAhead<false>& next_tile, std::size_t prefetched) {
     Floats acc[kTokens][Tile::kVectors];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
@@ -176,7 +176,7 @@ void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::si
 // prefetches the half of the next tile that fill_lanes() has left.
 template <class Type, class Codes, int kTokens>
 void add_tokens(const Panel& panel, int n_values, int column, int row_values,
-                const RoundedTokens& tokens, int first, NextTile& next_tile) {
+                const RoundedTokens& tokens, int first, WeightsAhead<false>& next_tile) {
     constexpr std::size_t kHalfGroup =
         kTileRows * Type::kUnitBytes * Type::kGroup / Type::kUnit / 2;
     for (; first + kTokens <= tokens.n_tokens; first += kTokens) {
@@ -195,7 +195,7 @@ template <class Type, bool kPacked>
 void multiply_tile(const WeightRows& w, const RoundedTokens& tokens, const Panel& panel) {
     using Codes = std::conditional_t<kPacked, PackedPanel<Type>, BytePanel<FormOf<Type>>>;
     Rows rows(w.data, w.stride);
-    NextTile next_tile(w.data + kTileRows * w.stride);
+    WeightsAhead<false> next_tile(w.data + kTileRows * w.stride);
     for (int column = 0; column < w.n_values; column += kPanelValues) {
         const int n_values = std::min(kPanelValues, w.n_values - column);
         fill_panel<Type, kPacked>(rows, w.n_rows, n_values, panel, next_tile);

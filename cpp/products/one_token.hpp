@@ -2,6 +2,8 @@
 // register holds the sums of a group for all of them. Its speed is nearly that of memory.
 #pragma once
 
+#include <algorithm>
+
 #include "products/block_types.hpp"
 #include "products/prefetch_weights.hpp"
 #include "products/product_kernels.hpp"
@@ -93,29 +95,35 @@ inline RowFloats add_unit(RowFloats acc, const RowPointers& units, const TokenPa
     return acc;
 }
 
-template <class Type>
-void one_token(const WeightRows& w, const std::byte* token, float* out) {
+template <class Type, bool kNear>
+void multiply_one(const WeightRows& w, const std::byte* token, float* out) {
+    const std::size_t ahead_by = std::max(kAhead, kRows * w.stride);
     for (int first = 0; first < w.n_rows; first += kRows) {
         const std::byte* units[kRows];
         for (int r = 0; r < kRows; ++r) {
             const int row = first + r < w.n_rows ? first + r : w.n_rows - 1;
             units[r] = w.data + static_cast<std::size_t>(row) * w.stride;
         }
-        const std::byte* ahead = units[0] + kAhead;
-        const std::byte* end = ahead + kRows * w.stride;
+        WeightsAhead<kNear> ahead(units[0] + ahead_by);
         RowFloats acc = same_floats(0.0f);
         for (int i = 0; i < w.n_values; i += Type::kUnit) {
-            prefetch_bytes(ahead, kRows * Type::kUnitBytes / kLine * kLine);
-            ahead += kRows * Type::kUnitBytes / kLine * kLine;
+            ahead.template advance<kRows * Type::kUnitBytes>();
             acc = add_unit<Type>(acc, RowPointers(units), part_of<Type>(token, w.n_values, i));
             for (const std::byte*& unit : units) unit += Type::kUnitBytes;
         }
-        prefetch_bytes(ahead, static_cast<std::size_t>(end - ahead));
         float sums[kRows];
         store_floats(sums, acc);
         const int n = w.n_rows - first < kRows ? w.n_rows - first : kRows;
         for (int r = 0; r < n; ++r) out[first + r] = sums[r];
     }
+}
+
+template <class Type>
+void one_token(const WeightRows& w, const std::byte* token, float* out) {
+    if (kRows * w.stride <= kMostNear)
+        multiply_one<Type, true>(w, token, out);
+    else
+        multiply_one<Type, false>(w, token, out);
 }
 
 }  // namespace

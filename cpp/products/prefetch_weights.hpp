@@ -9,28 +9,37 @@ namespace entropykv {
 namespace {
 
 constexpr std::size_t kLine = 64;
-// So far ahead of the rows that are multiplied with one token, memory is prefetched.
-constexpr std::size_t kAhead = 8192;
 
-inline void prefetch_bytes(const std::byte* first, std::size_t bytes) {
-    for (std::size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(first + i);
-}
-
-// Prefetches the tile of rows that follows one, while that one is computed, evenly: memory that is
-// asked for in a burst is waited for. It goes to the L2 cache: the L1 cache holds less than a tile,
-// and has room for few requests at a time, for which the products of a few tokens would wait.
-class NextTile {
+// Prefetches memory from an address on, evenly while other memory is multiplied: what is asked for
+// in a burst is waited for. kNear: into the L1 cache, otherwise into the L2 cache, which takes more
+// requests at a time.
+template <bool kNear>
+class WeightsAhead {
 public:
-    explicit NextTile(const std::byte* first) : line_(first), due_(first) {}
+    explicit WeightsAhead(const std::byte* first) : at_(first) {}
 
-    // Prefetches so many more bytes.
+    // Prefetches kBytes more bytes.
+    template <std::size_t kBytes>
+    void advance() {
+#pragma GCC unroll 32
+        for (std::size_t i = 0; i < kBytes; i += kLine) prefetch(at_ + i);
+        at_ += kBytes;
+    }
     void advance(std::size_t bytes) {
-        for (due_ += bytes; line_ < due_; line_ += kLine) __builtin_prefetch(line_, 0, 2);
+        for (const std::byte* end = at_ + bytes; at_ < end; at_ += kLine) prefetch(at_);
     }
 
 private:
-    const std::byte *line_, *due_;
+    static void prefetch(const std::byte* at) { __builtin_prefetch(at, 0, kNear ? 3 : 2); }
+
+    const std::byte* at_;
 };
+
+// One token's product takes a piece of several rows in turn. What is prefetched meanwhile are the
+// rows after them, all of which are needed at once, or what is at least kAhead bytes away.
+constexpr std::size_t kAhead = 8192;
+// The L1 cache holds as much beside the rows that are multiplied.
+constexpr std::size_t kMostNear = 12288;
 
 }  // namespace
 }  // namespace entropykv

@@ -381,7 +381,7 @@ class GraphHook:
     def serve(self, batch: AttentionBatch) -> None:
         """Begin to replace attention in graphs; the batch tells whose tokens the graphs read."""
 
-    def serve_on_devices(self, store: DeviceStore) -> None:
+    def serve_on_devices(self, batch: DeviceBatch) -> None:
         """Begin to leave attention out of graphs; the store computes it on the layers' devices."""
 
     def begin_step(self) -> None: ...
@@ -880,6 +880,21 @@ class CacheMap:
 def device_rows(budgets: Sequence[int], max_tokens: int, max_entries: int) -> int:
     """Return how many rows a layer of a DeviceStore has whose KV heads have such budgets."""
 
+class Devices:
+    """Hold the devices that the stores of one context share, and their working memory."""
+
+    def __init__(self, n_threads: int) -> None: ...
+    def close(self) -> None:
+        """Free the working memory; no store may use the devices afterwards."""
+
+    @property
+    def scratch_bytes(self) -> int: ...
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Return how many graphs were computed on devices (`computed`), and how many copies went to
+        them (`uploads`) and came from them (`downloads`).
+        """
+
 class DeviceStore:
     """Keep K and V of one sequence in rows on the devices of their layers, per KV head.
 
@@ -888,7 +903,9 @@ class DeviceStore:
 
     def __init__(
         self,
+        devices: Devices,
         hook: GraphHook,
+        layers: Sequence[LayerShape],
         kv_type: str,
         importance: ImportanceSettings,
         n_sinks: int,
@@ -896,22 +913,48 @@ class DeviceStore:
         max_tokens: int,
         max_entries: int,
         budgets: Sequence[int],
-        n_threads: int,
+        live: bool = True,
     ) -> None:
         """Allocate rows for the budgets, by KV head of all layers, and for one micro-batch.
+
+        Not `live`: acquire() does so later.
 
         Raises ValueError for a measure that needs keys on the host, RuntimeError if a device cannot
         compute attention, MemoryError if it has no memory.
         """
 
-    def reserve(self, n_tokens: int, position: int) -> None:
-        """Choose the rows of the next micro-batch, whose first token is at `position`."""
+    def most_drafts(self, position: int, wanted: int) -> int:
+        """Return how many drafts may follow the token at `position`, at most `wanted`."""
+
+    def commit_step(self) -> None:
+        """Take the entries of a micro-batch that was read; evict what budgets cannot hold."""
+
+    def settle_drafts(self, n_accepted: int) -> None:
+        """Undo what all drafts of the last micro-batch but the first `n_accepted` have changed."""
+
+    def rotation_problem(self, ropes: Sequence[RopeParams]) -> str:
+        """Return why keys cannot be moved to other positions, or an empty string.
+
+        `ropes` are those of the layers.
+        """
+
+    def rebase(
+        self, ropes: Sequence[RopeParams], n_sinks: int, old_shift: int, new_shift: int
+    ) -> None:
+        """Move all keys from their positions under one shift to those under another one."""
 
     def set_budgets(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
         """Set budgets that rows were allocated for; raises ValueError for larger ones."""
 
     def release(self) -> None:
-        """Free the memory of the devices; nothing may be read afterwards."""
+        """Free the memory of the devices; nothing may be read until acquire()."""
+
+    def acquire(self) -> None:
+        """Allocate rows for the budgets that it was made with; raises MemoryError."""
+
+    @property
+    def is_live(self) -> bool:
+        """Tell whether there are rows."""
 
     def truncate(self, position: int) -> None: ...
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
@@ -943,14 +986,30 @@ class DeviceStore:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of working memory on devices and host, and of the host's ledger."""
+        """Return the bytes of working memory on devices and host, and of the host's ledger, without
+        that of Devices.
+        """
 
     @property
     def device_bytes(self) -> list[tuple[str, int]]:
         """Return the name of each device, and the bytes of rows and working memory there."""
 
     @property
+    def windows_whole_from(self) -> int:
+        """Return the first position whose window is complete, as HeadwiseStore does."""
+
+    @property
     def eviction_seconds(self) -> float: ...
+
+class DeviceBatch:
+    """List the stores whose sequences have tokens in a micro-batch, in their order."""
+
+    def clear(self) -> None: ...
+    def add(self, store: DeviceStore, n_tokens: int, position: int, n_drafts: int = 0) -> None:
+        """Choose the rows of the next tokens, the first of which is at `position` of its text.
+
+        The last `n_drafts` are drafts.
+        """
 
 class FlatStore:
     """Evict whole positions from the cache of a llama_context, which is given by its address."""

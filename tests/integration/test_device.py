@@ -15,14 +15,14 @@ import pytest
 from entropykv import EntropyLlama, Session, UnsupportedModelError
 from entropykv.llamacpp.model import captured_log
 from tests.support.logits import relative_error, tokens_for
-from tests.support.rpc_device import built_with_rpc, use_rpc_device
+from tests.support.second_device import second_device, use_second_device
 from tests.support.tiny_models import write_gemma, write_llama
 from tests.support.tiny_writer import TinyRope
 
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(
-        not built_with_rpc(), reason="needs llama.cpp's RPC backend: make test-device"
+        second_device() is None, reason="needs llama.cpp's RPC or Vulkan: make test-device"
     ),
 ]
 
@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> None:
-    use_rpc_device()
+    use_second_device()
 
 
 @pytest.fixture(params=sorted(MODELS))
@@ -80,15 +80,15 @@ def test_layers_are_on_the_device(model: Path) -> None:
     llama_cpp.llama_model_free(handle)
     lines = "".join(text for _, text in log)
     assert re.search(r"offloaded (\d+)/\1 layers", lines)
-    assert re.search(r"layer +0 assigned to device RPC", lines)
+    assert re.search(rf"layer +0 assigned to device {second_device()}", lines)
 
 
-def test_beyond_the_trained_context_store_auto_takes_the_flat_store(tmp_path: Path) -> None:
+def test_beyond_the_trained_context_store_auto_takes_the_device_store(tmp_path: Path) -> None:
     path = tmp_path / "llama.gguf"
     MODELS["llama"](path)
     options: dict[str, Any] = {"kv_budget": 96, "kv_type": "f16", "n_gpu_layers": 99}
     with Session(path, n_ctx=1024, n_ubatch=32, **options) as session:
-        assert session.store == "flat"
+        assert session.store == "device"
         for first in range(0, 800, 100):
             session.decode(tokens_for(100, seed=first))
 

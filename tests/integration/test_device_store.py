@@ -1,13 +1,15 @@
 """The device store keeps per-head budgets where the weights are.
 
 `make test-device` runs these tests with layers on llama.cpp's RPC device, whose memory the CPU
-cannot read. Without that backend, all layers are on the CPU, which is a device like any other.
+cannot read, and on a Vulkan device. Without these backends, all layers are on the CPU, which is a
+device like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,25 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from entropykv import BudgetError, EntropyKVError, Pool, Session, SessionFileError
+from entropykv import BudgetError, EntropyKVError, Pool, Session, SessionFileError, _core
 from entropykv.errors import ContextError
 from entropykv.session.memory_plan import format_plan, make_plan
 from entropykv.settings.cache_options import CacheOptions
 from tests.architectures import ARCHITECTURES, Architecture
+from tests.support.draft_oracles import Oracle, draft_with
 from tests.support.logits import relative_error, tokens_for
 from tests.support.profiles import profile_of
 from tests.support.releases import write_known
-from tests.support.rpc_device import built_with_rpc, use_rpc_device
 from tests.support.saved_sessions import all_entries
+from tests.support.second_device import second_device, use_second_device
+from tests.support.threads import in_threads
 from tests.support.tiny_models import write_gpt2, write_llama
 from tests.support.tiny_writer import TinyRope
 
 pytestmark = pytest.mark.device
 
-LAYERS = 99 if built_with_rpc() else 0
+DEVICE = second_device()
+LAYERS = 99 if DEVICE else 0
 N_CTX = 480
 FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
 MODELS: dict[str, Callable[[Path], None]] = {
@@ -41,13 +46,18 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "without-rope": lambda path: write_llama(path, n_layer=4, head_dim=32, architecture="smollm3"),
     "learned-positions": lambda path: write_gpt2(path, n_ctx_train=512),
 }
+OTHER_ATTENTION = {
+    name: architecture
+    for kind in ("windowed", "shared keys", "latent", "ALiBi")
+    for architecture in ARCHITECTURES[kind]
+    for name in [architecture.name]
+}
+"""Models with sliding or chunked windows, sinks, capped logits, shared K and V, MLA, or ALiBi."""
+FEW = ("gemma2", "gemma3", "gpt-oss", "llama4", "gemma3n", "deepseek2", "bloom")
+"""One model for each of these."""
 REFUSED = {
-    "windowed": "sliding window",
-    "shared keys": "",
     "hybrid": "recurrent layers",
     "recurrent": "recurrent layers",
-    "latent": "MLA",
-    "ALiBi": "ALiBi",
 }
 """Kinds of models that the store does not serve, and the reason that it gives."""
 
@@ -55,8 +65,7 @@ REFUSED = {
 @pytest.fixture(scope="module", autouse=True)
 def device() -> None:
     """Provide a device that is not the CPU, if there is one."""
-    if LAYERS:
-        use_rpc_device()
+    use_second_device()
 
 
 def model_of(name: str, folder: Path) -> Path:
@@ -98,21 +107,49 @@ def test_with_an_ample_budget_it_gives_the_logits_of_stock_on_that_device(model:
     with on_device(model, store="flat", policy="recency", kv_budget=1.0) as stock:
         expected = read(stock)
     with on_device(model, kv_budget=1.0) as session:
-        assert relative_error(read(session), expected) < 2e-3
+        assert relative_error(read(session), expected) < 1e-3
         assert session.stats().evictions == 0
 
 
-@pytest.mark.skipif(LAYERS == 0, reason="takes minutes; make test-device runs it")
-@pytest.mark.parametrize("architecture", ARCHITECTURES["plain"], ids=lambda a: a.name)
-def test_it_serves_every_architecture_without_windows(
-    architecture: Architecture, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "architecture",
+    (*ARCHITECTURES["plain"], *OTHER_ATTENTION.values())
+    if LAYERS
+    else [OTHER_ATTENTION[name] for name in FEW],
+    ids=lambda architecture: architecture.name,
+)
+def test_it_serves_every_architecture(architecture: Architecture, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_known(path, architecture)
     with on_cpu(path, store="auto", kv_budget=1.0, n_ctx=256) as cpu:
         expected = read(cpu, 60, 4)
     with on_device(path, store="auto" if cpu.store == "flat" else "device", n_ctx=256) as session:
-        assert relative_error(read(session, 60, 4), expected) < 5e-3
+        assert relative_error(read(session, 60, 4), expected) < max(5e-3, architecture.rounding)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_other_attention_keeps_the_entries_that_the_cpu_keeps(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_known(path, OTHER_ATTENTION[name])
+    rounding = OTHER_ATTENTION[name].rounding
+    options: dict[str, Any] = {"n_ctx": 256, "kv_budget": 48, "n_ubatch": 24, "policy": "uniform"}
+    with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
+        expected, rows = read(cpu, 180, 30), read(session, 180, 30)
+        assert session.budgets() == cpu.budgets()
+        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        assert session.stats().evictions > 0
+        # The windows' entries are left out of both counts.
+        assert session.stats().evictions == cpu.stats().evictions
+        cpu.load_state(session.save_state())
+        assert all_entries(cpu) == all_entries(session)
+        session.load_state(cpu.save_state())
+        more = tokens_for(20, seed=8)
+        row = cpu.decode(more)
+        assert relative_error(session.decode(more), row) < max(5e-3, rounding)
+    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
+    assert same > 0.95
+    assert relative_error(rows[:24], expected[:24]) < max(2e-3, rounding)
+    assert relative_error(rows, expected) < 5e-2 + 2 * rounding
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.25, 40])
@@ -174,7 +211,7 @@ def test_the_budget_is_never_exceeded_on_the_device(model: Path) -> None:
             for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
                 assert all(n <= most for n, most in zip(heads, budgets, strict=True))
         of_devices = stats.kv_bytes_on_devices
-        assert list(of_devices) == ["RPC0" if LAYERS else "CPU"]
+        assert list(of_devices) == [DEVICE or "CPU"]
         assert sum(of_devices.values()) >= stats.kv_bytes_budget + stats.kv_bytes_staging
 
 
@@ -193,7 +230,7 @@ def test_layers_may_be_on_different_devices(llama: Path) -> None:
     ):
         assert relative_error(read(part), read(whole)) < 2e-3
         assert all_entries(part) == all_entries(whole)
-        assert set(part.stats().kv_bytes_on_devices) == {"RPC0", "CPU"}
+        assert set(part.stats().kv_bytes_on_devices) == {DEVICE, "CPU"}
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
@@ -242,6 +279,19 @@ def test_a_rollback_reads_the_same_again(llama: Path) -> None:
         assert relative_error(session.decode(tokens_for(20, seed=7)), first) < 1e-4
 
 
+def test_a_rollback_beyond_what_windows_hold_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_known(path, OTHER_ATTENTION["gemma3"])
+    with on_device(path, n_ctx=256, kv_budget=0.5) as session:
+        session.decode(tokens_for(200))
+        with pytest.raises(ContextError, match="layers with a sliding window have dropped"):
+            session.truncate(60)
+        session.decode(tokens_for(5))
+        session.truncate(204)
+        session.reset()
+        assert np.isfinite(session.decode(tokens_for(5))).all()
+
+
 def test_a_smaller_budget_evicts_at_once_and_a_larger_one_is_refused(llama: Path) -> None:
     with on_device(llama, kv_budget=0.5) as session:
         read(session)
@@ -263,7 +313,6 @@ def test_a_smaller_budget_evicts_at_once_and_a_larger_one_is_refused(llama: Path
         ({"policy": "uniform:mass+predicted"}, "cannot follow policy"),
         ({"freeze": "ram"}, "no cold storage"),
         ({"learn": True, "policy": "auto"}, "learn"),
-        ({"spec_type": "ngram"}, "undone on the device store"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(
@@ -273,7 +322,7 @@ def test_what_it_cannot_do_is_refused_by_name(
         on_device(llama, **options)
 
 
-def test_models_that_it_cannot_serve_are_refused_by_name(tmp_path: Path, llama: Path) -> None:
+def test_models_that_it_cannot_serve_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for kind, words in REFUSED.items():
         write_known(path, ARCHITECTURES[kind][0])
@@ -281,17 +330,60 @@ def test_models_that_it_cannot_serve_are_refused_by_name(tmp_path: Path, llama: 
             EntropyKVError, match=f"device store cannot serve this model: .*{words}"
         ):
             on_device(path)
-    with pytest.raises(EntropyKVError, match="the device store holds one conversation"):
-        Pool(llama, n_sequences=2, store="device", n_ctx=N_CTX)
 
 
-def test_a_text_beyond_the_trained_context_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("rope", [None, TinyRope(factors=FACTORS)], ids=["plain", "factors"])
+def test_a_text_goes_on_beyond_the_trained_context(
+    tmp_path: Path, kv_type: str, rope: TinyRope | None
+) -> None:
     path = tmp_path / "short.gguf"
-    write_llama(path, head_dim=32, n_ctx_train=128)
-    with on_device(path, n_ctx=256, kv_budget=64) as session:
-        with pytest.raises(ContextError, match="does not move keys"):
-            session.decode(tokens_for(200))
-        session.decode(tokens_for(100))
+    write_llama(path, head_dim=32, n_ctx_train=128, rope=rope)
+    options: dict[str, Any] = {"n_ctx": 400, "kv_budget": 64, "n_ubatch": 24, "kv_type": kv_type}
+    with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
+        expected, rows = read(cpu, 300, 40), read(session, 300, 40)
+        assert session.stats().rebases == cpu.stats().rebases > 3
+        assert relative_error(rows[120:], expected[120:]) < (5e-2 if kv_type == "f16" else 1e-1)
+        assert all_entries(session)[0][:4] == [0, 1, 2, 3]
+        cpu.load_state(session.save_state())
+        more = tokens_for(40, seed=8)
+        assert relative_error(session.decode(more), cpu.decode(more)) < 2e-2
+
+
+def test_learned_positions_end_with_the_trained_context(tmp_path: Path) -> None:
+    path = tmp_path / "learned.gguf"
+    write_gpt2(path, n_ctx_train=128)
+    with (
+        on_device(path, n_ctx=256, kv_budget=64) as session,
+        pytest.raises(ContextError, match="learned"),
+    ):
+        session.decode(tokens_for(200))
+
+
+def test_a_step_copies_to_and_from_a_device_once_for_all_layers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_layer=5, head_dim=32)
+    with on_device(path, kv_budget=0.3, n_ubatch=160) as session:
+        session.decode(tokens_for(160))
+        before = session.stats().device_traffic
+        session.decode(tokens_for(160))
+        session.decode(tokens_for(1))
+        traffic = {name: n - before[name] for name, n in session.stats().device_traffic.items()}
+    assert traffic["computed"] == 2 * 5
+    assert traffic["uploads"] == 2
+    assert 1 <= traffic["downloads"] <= 2
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [[400] * 8, [400, 395, 390, 900, 910, 905, 100, 102], list(range(300, 1500, 75)), [50, 5000]],
+    ids=str,
+)
+def test_heads_with_unlike_budgets_cost_at_most_a_twentieth_more_rows(budgets: list[int]) -> None:
+    needed = sum(budget + 512 for budget in budgets)
+    rows = _core.device_rows(budgets, 512, 100_000)
+    behind_the_last = 255
+    assert needed <= rows <= 1.05 * needed + behind_the_last
 
 
 def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
@@ -310,3 +402,89 @@ def test_policy_auto_needs_no_predictor(llama: Path) -> None:
     with on_device(llama, policy="auto", kv_budget=0.3) as session:
         read(session)
         assert session.stats().policy == "uniform"
+
+
+def pool_of(path: Path, **options: Any) -> Pool:
+    """Open a pool of two places with the device store."""
+    defaults: dict[str, Any] = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform"}
+    defaults |= {"n_sequences": 2, "n_ctx": N_CTX, "n_ubatch": 48, "kv_type": "f16"}
+    return Pool(path, **{**defaults, **options})
+
+
+def alone_like(pool_session: Session, path: Path) -> Session:
+    """Open a session alone, with the budget that a session has in its pool."""
+    budget = pool_session.budgets()[0][0]
+    session = on_device(path, kv_budget=budget)
+    assert session.budgets() == pool_session.budgets()
+    return session
+
+
+def test_conversations_of_a_pool_read_as_they_read_alone(llama: Path) -> None:
+    texts = [tokens_for(250, seed=seed) for seed in (1, 2)]
+    with pool_of(llama, kv_budget=0.25) as pool:
+        sessions = [pool.session() for _ in texts]
+        for session, text in zip(sessions, texts, strict=True):
+            session.decode(text)
+        rows = [
+            in_threads([partial(s.decode, [t[i]]) for s, t in zip(sessions, texts, strict=True)])
+            for i in range(9)
+        ]
+        stats = pool.stats()
+        assert stats.live == 2
+        assert 0 < stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+        assert stats.evictions > 0
+        for number, text in enumerate(texts):
+            with alone_like(sessions[number], llama) as alone:
+                alone.decode(text)
+                for i in range(9):
+                    assert relative_error(rows[i][number], alone.decode([text[i]])) < 2e-3
+                assert all_entries(alone) == all_entries(sessions[number])
+
+
+def test_prompts_of_several_conversations_are_read_in_one_step(llama: Path) -> None:
+    texts = [tokens_for(n, seed=n) for n in (90, 140)]
+    with pool_of(llama, kv_budget=1.0) as pool:
+        sessions = [pool.session() for _ in texts]
+        rows = in_threads([partial(s.decode, t) for s, t in zip(sessions, texts, strict=True)])
+        for session, text, row in zip(sessions, texts, rows, strict=True):
+            with alone_like(session, llama) as alone:
+                assert relative_error(row, alone.decode(text)) < 2e-3
+
+
+def test_idle_conversations_leave_their_places_to_others_and_go_on_later(llama: Path) -> None:
+    texts = [tokens_for(200, seed=seed) for seed in (1, 2, 3)]
+    with pool_of(llama, kv_budget=0.25) as pool:
+        sessions = [pool.session() for _ in texts]
+        for session, text in zip(sessions, texts, strict=True):
+            session.decode(text)
+            session.rest()
+        assert pool.stats().live == 2
+        assert pool.stats().swapped_out == 1
+        with alone_like(sessions[0], llama) as alone:
+            alone.decode(texts[0])
+            more = tokens_for(30, seed=8)
+            assert relative_error(sessions[0].decode(more), alone.decode(more)) < 2e-3
+            assert all_entries(sessions[0]) == all_entries(alone)
+            copy = sessions[0].fork()
+            again = tokens_for(20, seed=9)
+            assert relative_error(copy.decode(again), alone.decode(again)) < 2e-3
+        with pytest.raises(BudgetError, match="make another pool"):
+            pool.resize(0.5)
+        sessions[1].reset()
+        assert np.isfinite(sessions[1].decode(texts[1])).all()
+
+
+@pytest.mark.parametrize("policy", ["uniform", "uniform:mass+values", "recency"])
+def test_wrong_drafts_leave_no_trace(llama: Path, policy: str) -> None:
+    prompt = tokens_for(150)
+    options: dict[str, Any] = {"kv_budget": 64, "policy": policy, "spec_type": "ngram"}
+    options |= {"draft_max": 3}
+    with on_device(llama, **options) as plain, on_device(llama, **options) as ours:
+        plain._reader.drafting = None
+        answer = list(plain.generate(prompt, 60))
+        drafting = draft_with(ours, Oracle([*prompt, *answer], 1))
+        # Attention to several tokens may have other bits than that to one, on some devices.
+        assert list(ours.generate(prompt, 60)) == answer
+        assert 0 < drafting.counts.accepted < drafting.counts.drafted
+        assert all_entries(ours) == all_entries(plain)
+        assert relative_error(ours.logits, plain.logits) < 2e-3

@@ -25,7 +25,7 @@ def spec_type_for(
     """Return how tokens are guessed ahead: none, ngram or draft.
 
     `auto` without a draft model becomes none where wrong guesses could not be undone; on the flat
-    store, where llama.cpp's attention to several tokens has other bits than that to one; and for
+    and device stores, where attention to several tokens has other bits than that to one; and for
     one conversation with weights of _SLOWER. What is asked for by name raises SettingsError where
     it is not possible.
     """
@@ -37,7 +37,7 @@ def spec_type_for(
     if asked == "auto" and kind == "ngram":
         types = {name for name, _ in geometry.weight_types}
         slower = not options.in_pool and not types.isdisjoint(_SLOWER)
-        return "none" if obstacle is not None or store == "flat" or slower else kind
+        return "none" if obstacle is not None or store != "headwise" or slower else kind
     if obstacle is not None:
         raise SettingsError(
             f"{geometry.name}: wrong guesses could not be undone {obstacle}, so no tokens are "
@@ -54,8 +54,8 @@ def _obstacle(
         return "in recurrent layers"
     if freezing is not None:
         return "where entries are frozen"
-    if store != "headwise":
-        return "on the device store" if store == "device" else None
+    if store == "flat":
+        return None
     if policy.importance.repeats:
         return f"under policy {policy.name}, which reads texts twice"
     if policy.rule.by_layer:

@@ -195,8 +195,6 @@ class ResolvedConfig:
 
         Raises SettingsError and UnsupportedModelError for options that it does not support.
         """
-        if self.n_ctx > self.geometry.n_ctx_train:
-            raise UnsupportedModelError(f"{why}; the device store moves no keys to other positions")
         return resolve(self.options, self.geometry, self.profile, instead=("device", why))
 
     def without_prediction(self) -> ResolvedConfig:
@@ -260,9 +258,9 @@ def resolve(
     store: Literal["headwise", "device", "flat"] = (
         "device" if asked == "device" else "flat" if asked == "flat" else "headwise"
     )
-    if store != "headwise" and options.in_pool:
+    if store == "flat" and options.in_pool:
         raise UnsupportedModelError(
-            f"{geometry.name}: the {store} store holds one conversation, and no pool; use "
+            f"{geometry.name}: the flat store holds one conversation, and no pool; use "
             "--store headwise (store='headwise'), or a Session"
         )
     freezing = options.freezing or (Freezing() if schedules(options.policy) else None)

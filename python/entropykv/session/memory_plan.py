@@ -82,7 +82,8 @@ class MemoryPlan:
     def bytes_by_place(self) -> dict[str, int]:
         """Return the bytes of the device store's rows: on devices, and in main memory.
 
-        These are the entries of the budget and the rows of one micro-batch in every layer. Empty
+        These are the entries of the budget and the rows of one micro-batch in every layer, for each
+        conversation of a pool. Empty
         for other stores. How llama.cpp splits layers among several devices is not known before the
         model is loaded.
         """
@@ -98,7 +99,8 @@ class MemoryPlan:
         for number, shape, budgets in layers:
             rows = _core.device_rows(budgets, config.n_ubatch, config.n_ctx)
             row_bytes = shape.entry_values * (_Q8_0_BITS / 8 if config.kv_type == "q8_0" else 2)
-            places["devices" if number >= first else "main memory"] += int(rows * row_bytes)
+            n_bytes = int(rows * row_bytes) * self.n_sequences
+            places["devices" if number >= first else "main memory"] += n_bytes
         return places
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+from entropykv import _core
 from entropykv.errors import (
     BudgetError,
     EntropyKVError,
@@ -47,6 +48,7 @@ from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget, is_number
 from entropykv.store.device import DeviceStore
+from entropykv.store.device_context import DeviceContext
 from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
@@ -97,7 +99,7 @@ class ModelRunner:
         self._ends = False
         """True if the runner closes after the running step."""
         self._in_step = False
-        self._context: HeadwiseContext | None = None
+        self._context: HeadwiseContext | DeviceContext | None = None
         self.echo: Echo | None = None
         try:
             self._spare: Store | None = self._first_store()
@@ -116,7 +118,7 @@ class ModelRunner:
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
         self.shared = SharedPool(
-            self._context.pool if self._context else None,
+            self._shared_core(),
             self.config,
             self._context.layers if self._context else (),
             swap_space,
@@ -124,6 +126,12 @@ class ModelRunner:
             self.scheduler.is_waiting,
         )
         """The budget, and the sequences that share it; a session alone is a pool of one."""
+
+    def _shared_core(self) -> _core.SequencePool | DeviceContext | None:
+        """Return what has the figures of a pool; None for a session alone."""
+        if isinstance(self._context, DeviceContext):
+            return self._context if self.config.options.in_pool else None
+        return self._context.pool if self._context else None
 
     # --- stores -----------------------------------------------------------------------------------
 
@@ -140,15 +148,19 @@ class ModelRunner:
         try:
             return self._make_store()
         except UnsupportedModelError as error:
-            if options.store != "auto" or (options.in_pool and not self.config.freezing):
+            if options.store != "auto":
                 raise
-            why = str(error)
+            refusal = error
+        why = str(refusal)
         self._close_context()
         headwise = self.config
         if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
             with contextlib.suppress(UnsupportedModelError, SettingsError):
                 self.config = headwise.on_device_store(why)
                 return self._make_store()
+            self._close_context()
+        if options.in_pool and not headwise.freezing:
+            raise refusal
         self.config = headwise.on_flat_store(why)
         return self._make_store()
 
@@ -159,12 +171,23 @@ class ModelRunner:
             if self.config.store == "flat":
                 return FlatStore(self.model, self.config, self.budget)
             if self.config.store == "device":
-                return DeviceStore(self.model, self.config, self.budget)
-            if self._context is None:
-                self._context = self._make_context()
-            return HeadwiseStore(self.model, self.config, self._context, self.budget)
+                return DeviceStore(self.model, self.config, self._device_context(), self.budget)
+            context = self._headwise_context()  # This may change the config.
+            return HeadwiseStore(self.model, self.config, context, self.budget)
         except MemoryError:
             raise self.too_large(self.budget) from None
+
+    def _device_context(self) -> DeviceContext:
+        """Return the context of the device stores, which the first one makes."""
+        if not isinstance(self._context, DeviceContext):
+            self._context = DeviceContext(self.model, self.config)
+        return self._context
+
+    def _headwise_context(self) -> HeadwiseContext:
+        """Return the context of the headwise stores, which the first one makes."""
+        if not isinstance(self._context, HeadwiseContext):
+            self._context = self._make_context()
+        return self._context
 
     def _make_context(self) -> HeadwiseContext:
         """Make the context; if a model's keys before RoPE are not known, nothing is predicted."""

@@ -9,7 +9,7 @@ from entropykv.session.sequence import TokenSequence
 from entropykv.session.swap_space import SwappedSequence
 from entropykv.session.trajectory import Trajectory
 from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.protocol import Store
+from entropykv.store.protocol import PooledStore, Store
 
 IDLE_SECONDS = 1.0
 """After so many seconds without reading, a sequence counts as idle, and may be swapped out."""
@@ -74,5 +74,10 @@ class SequenceSlot:
 
     @property
     def headwise(self) -> HeadwiseStore:
-        """Return the store as a HeadwiseStore, because only these share a pool."""
+        """Return the store as a HeadwiseStore, because only these share pages."""
         return cast(HeadwiseStore, self.store)
+
+    @property
+    def pooled(self) -> PooledStore:
+        """Return the store as one that others can share a pool with."""
+        return cast(PooledStore, self.store)

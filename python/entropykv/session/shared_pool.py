@@ -15,9 +15,16 @@ from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.session.shares import LEAST_CHANGE, PageShares, Shares, WholeBudget
+from entropykv.session.shares import (
+    LEAST_CHANGE,
+    EqualPlaces,
+    PageShares,
+    Shares,
+    WholeBudget,
+)
 from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import Budget
+from entropykv.store.device_context import DeviceContext
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,15 @@ class SharedPool:
 
     def __init__(
         self,
-        core: _core.SequencePool | None,
+        core: _core.SequencePool | DeviceContext | None,
         config: ResolvedConfig,
         layers: Sequence[_core.LayerShape],
         swap_space: SwapSpace,
         slots: list[SequenceSlot],
         is_waiting: Callable[[SequenceSlot], bool],
     ) -> None:
-        """Share the pages of `core` by the config's budget; None: a single store has its own pages.
+        """Share the pages of `core` by the config's budget, or the places of the device stores of a
+        context; None: a single store has the whole budget.
 
         `slots`: all sequences, a list that changes; `swap_space`: keeps idle ones; `is_waiting`:
         tells whether tokens of a sequence wait to be read.
@@ -76,9 +84,11 @@ class SharedPool:
         """How many entries were evicted from sequences that no longer exist."""
         self._budget = config.options.budget
         self._shares: Shares = WholeBudget()
-        if core is not None:
+        if isinstance(core, _core.SequencePool):
             self._shares = PageShares(core, config, layers)
             core.on_full(self.swap_space.make_room)
+        elif core is not None:
+            self._shares = EqualPlaces(config, layers)
 
     @property
     def is_private(self) -> bool:
@@ -108,7 +118,7 @@ class SharedPool:
         """Free a sequence's pages and its number; the caller has kept its content if it is still
         needed.
         """
-        store = slot.headwise
+        store = slot.pooled
         store.set_aside()
         self._free_numbers.append(store.sequence)
         slot.live = False
@@ -120,14 +130,14 @@ class SharedPool:
             return
         swapped = self._kept(slot)
         self._vacate(slot)
-        slot.headwise.rollback.await_state(slot.position)
+        slot.pooled.rollback.await_state(slot.position)
         slot.swapped = swapped
 
     def _kept(self, slot: SequenceSlot) -> SwappedSequence:
         """Keep the content of a live sequence: pages are shared, frozen entries copied. Raises
         PoolError.
         """
-        store = slot.headwise
+        store = slot.pooled
         pages = store.checkpoint()
         if pages is None:
             return self.swap_space.put(slot.position, store.shift, store.state())
@@ -152,6 +162,8 @@ class SharedPool:
         now = time.monotonic()
         full: PoolError | None = None
         for each in self.live:
+            if self._free_numbers and not self._shares.grow_by_leaving:
+                break
             if each.is_idle(now) and not self._is_waiting(each):
                 try:
                     self.swap_out(each)
@@ -164,7 +176,7 @@ class SharedPool:
                 f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
                 "one, or give it more bytes (kv_budget) and sequences (n_sequences)"
             )
-        slot.headwise.take_place(self._free_numbers.pop())
+        slot.pooled.take_place(self._free_numbers.pop())
         slot.live = True
         slot.last_step = now
         try:
@@ -177,7 +189,7 @@ class SharedPool:
             raise
 
     def _resume(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
-        store, n_swapped = slot.headwise, swapped.n_entries
+        store, n_swapped = slot.pooled, swapped.n_entries
         with self.swap_space.staying(swapped):
             done = swapped.pages is not None and store.go_on_from(swapped.pages, ends=True)
         if not done:  # Its pages are needed to shrink it.
@@ -185,7 +197,7 @@ class SharedPool:
             store.load_state(self.swap_space.take(swapped))
         if swapped.awaits_prediction:
             store.predict_held(swapped.position)
-        slot.given_up += n_swapped - store.core.entries
+        slot.given_up += n_swapped - store.n_entries
         self.swap_space.drop(swapped)
         slot.swapped = None
 
@@ -201,17 +213,17 @@ class SharedPool:
         """
         self.forget(slot)
         self.evicted_by_gone += slot.evicted
-        store = slot.headwise
+        store = slot.pooled
         slot.swapped, slot.position = swapped, swapped.position
         store.rollback.await_state(slot.position)
-        store.core.set_evicted(swapped.evicted)
+        store.set_evicted(swapped.evicted)
         slot.inherited = swapped.evicted
 
     def checkpoint_of(self, slot: SequenceSlot) -> SwappedSequence | None:
         """Return the current content of a sequence with shared pages; None if it is not in the
         pool.
         """
-        store = slot.headwise
+        store = slot.pooled
         if slot.swapped is None:
             pages = store.checkpoint() if slot.live else None
         else:
@@ -231,7 +243,7 @@ class SharedPool:
                 slot.given_up,
                 is_swapped_out=True,
                 swapped_entries=swapped.n_entries,
-                pages_bytes=swapped.n_pages * slot.headwise.sharing.plan.page_bytes,
+                pages_bytes=swapped.n_pages * slot.pooled.page_bytes,
                 swapped_bytes=swapped.n_bytes,
             )
         is_idle = slot.is_idle(now) and not is_waiting

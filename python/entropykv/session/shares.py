@@ -27,6 +27,8 @@ class Shares(Protocol):
 
     keeps_places: bool
     """True if sequences never wait for room; then each is live from the start."""
+    grow_by_leaving: bool
+    """True if the others get the share of a sequence that is swapped out."""
 
     def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
         """Tell whether every sequence would get its protected entries.
@@ -59,6 +61,7 @@ class WholeBudget:
     """
 
     keeps_places = True
+    grow_by_leaving = False
 
     def are_possible(
         self,
@@ -89,10 +92,56 @@ class WholeBudget:
             slot.store.resize(budget)
 
 
+class EqualPlaces:
+    """Give every sequence an equal part of the budget, whoever else is live.
+
+    Device stores have rows for it, which they allocate when they take a place and free when they
+    leave it.
+    """
+
+    keeps_places = False
+    grow_by_leaving = False
+
+    def __init__(self, config: ResolvedConfig, layers: Sequence[_core.LayerShape]) -> None:
+        """Check that an equal part holds the protected entries; raises BudgetError."""
+        config.equal_share(config.options.budget, layers)
+        self._n_places = config.options.n_sequences or 1
+
+    def are_possible(
+        self,
+        slots: Sequence[SequenceSlot],
+        budget: Budget | None = None,  # noqa: ARG002
+    ) -> bool:
+        """Tell whether there are so many places; the stores check their budgets."""
+        return len(slots) <= self._n_places
+
+    def learn(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
+        """Return False, because parts stay equal."""
+        return False
+
+    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
+        """Do nothing, because every store has its part already."""
+
+    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
+        """Do nothing, because parts do not depend on texts."""
+
+    def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
+        """Tell whether an equal part holds the whole expected text."""
+        return max(slot.expected, slot.position) <= slot.store.whole_entries
+
+    def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:  # noqa: ARG002
+        """Refuse, because rows were allocated for the first budget."""
+        raise BudgetError(
+            f"the places of a pool on a device cannot be changed to {budget}: their rows are "
+            "allocated for the first budget; make another pool"
+        )
+
+
 class PageShares:
     """Divide the pages of a pool by what its sequences need; see policy/division.py."""
 
     keeps_places = False
+    grow_by_leaving = True
 
     def __init__(
         self, core: _core.SequencePool, config: ResolvedConfig, layers: Sequence[_core.LayerShape]

@@ -95,6 +95,11 @@ class SessionStats:
     """The bytes of the device store by device: entries, staging and working memory; empty for other
     stores.
     """
+    device_traffic: dict[str, int] = field(default_factory=dict)
+    """How many graphs the device store had computed on devices (`computed`), and how many copies
+    went to them (`uploads`) and came from them (`downloads`), while texts were read; empty for
+    other stores.
+    """
     drafted_tokens: int = 0
     """How many tokens were guessed and read: see docs/background/drafts.md."""
     accepted_drafts: int = 0

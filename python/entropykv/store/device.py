@@ -6,102 +6,96 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import BudgetError, UnsupportedModelError
 from entropykv.llamacpp.batch import Embedded
-from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
-from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
+from entropykv.store.device_context import DeviceContext
 from entropykv.store.figures import core_counters, held_shares
-from entropykv.store.headwise_probe import (
-    check_config,
-    hooked_context,
-    probed_layers,
-    refuse_by_kind,
-    unsupported,
-)
+from entropykv.store.headwise_probe import check_config, unsupported
 from entropykv.store.protocol import (
     CacheMapFunction,
     DamagedState,
+    PooledStore,
     SavedState,
     Shares,
     StateDoesNotFit,
-    Store,
     StoreState,
 )
-
-_NO_SHIFT = (
-    "the device store does not move keys to other positions, which --store headwise "
-    "(store='headwise') does"
-)
+from entropykv.store.rollback_range import RollbackRange
 
 
-class DeviceStore(Store):
+class DeviceStore(PooledStore):
     """Keep the entries of one sequence per (layer, KV head), on the device of the layer.
 
-    Every KV head has rows for its budget and for one micro-batch, which are allocated when the
-    store is made. Budgets do not change while a text is read.
+    Every KV head has rows for its budget and for one micro-batch. They are allocated when the store
+    is made or, in a pool, when the sequence takes its place. Budgets do not change while a text is
+    read.
     """
 
     name = "device"
     file_format = "headwise"
     hook: _core.GraphHook
+    shift = 0
     rebases = 0
-    rope_obstacle = _NO_SHIFT
+    _is_committed = True
+    """True if the last micro-batch, with its drafts, is in the ledger."""
 
-    def __init__(self, model: Model, config: ResolvedConfig, budget: Budget | None = None) -> None:
-        """Make a context whose cells hold one micro-batch, and rows for the budget.
+    def __init__(
+        self,
+        model: Model,
+        config: ResolvedConfig,
+        context: DeviceContext,
+        budget: Budget | None = None,
+    ) -> None:
+        """Make a store in a context that others of its pool share; a pool's store has no place yet.
 
-        `budget` None takes that of the config. Raises UnsupportedModelError if the model's graph
-        has something that this store does not support, or a device cannot compute its attention.
+        `budget` None takes that of the config; in a pool, each sequence gets an equal share of it.
+        Raises UnsupportedModelError if a device cannot compute the model's attention.
         """
-        refuse_by_kind(model, self.name)
-        if is_recurrent(model):
-            raise unsupported(model, "it has recurrent layers", self.name)
-        options = config.options
         self._model, self._config = model, config
-        self.hook = _core.GraphHook(
-            relu2_layers(model, options), options.most_threads, on_devices=True
-        )
-        self.context: Any = hooked_context(
-            model, options, self.hook, config.n_ubatch, 1, on_devices=True
-        )
-        try:
-            self.layers = probed_layers(model, options, self.hook, self.context, self.name)
-            self._check_layers()
-            check_config(config, model, self.layers, self.hook.rope_obstacle)
-            self._plan = self._plan_of(options.budget if budget is None else budget)
-            self._store = self._make_rows()
-        except BaseException:
-            self.close()
-            raise
-        self.hook.serve_on_devices(self._store)
+        options = config.options
+        self._context = context
+        self.context, self.hook, self.layers = context.handle, context.hook, context.layers
+        check_config(config, model, self.layers, self.hook.rope_obstacle)
+        self._plan = self._plan_of(options.budget if budget is None else budget)
+        self._store = self._make_rows()
+        self._ropes = [node.rope for node in self.hook.nodes]
+        if context.rope_obstacle is None:
+            context.rope_obstacle = self.hook.rope_obstacle or self._store.rotation_problem(
+                self._ropes
+            )
+        self.rope_obstacle = context.rope_obstacle
+        if options.in_pool:
+            self._store.release()
+        context.add(self)
+        self.rollback = RollbackRange(model, self._store, self.layers, None)
         self.rope = RopeRange(self.hook.rope_limit or model.geometry.n_ctx_train, options.n_sinks)
         self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
         self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
 
-    def _check_layers(self) -> None:
-        if any(shape.window for shape in self.layers):
-            raise unsupported(self._model, "it has layers with sliding windows", self.name)
-        if any(shape.readers > 1 for shape in self.layers):
-            raise unsupported(self._model, "layers share their K and V", self.name)
-
     def _plan_of(self, budget: Budget) -> HeadwisePlan:
+        if self._config.options.in_pool:
+            return self._config.equal_share(budget, self.layers)
         return self._config.headwise_plan(budget, self.layers)
 
     def _make_rows(self) -> _core.DeviceStore:
         config, plan = self._config, self._plan
+        # The first store finds out what the devices can compute; later ones of a pool get their
+        # rows with their places.
+        live = not config.options.in_pool or self._context.rope_obstacle is None
         try:
             return _core.DeviceStore(
+                devices=self._context.devices,
                 hook=self.hook,
+                layers=self.layers,
                 kv_type=config.kv_type,
                 importance=config.policy.importance.settings(config.variation),
                 n_sinks=plan.protection.n_sinks,
@@ -109,55 +103,80 @@ class DeviceStore(Store):
                 max_tokens=config.n_ubatch,
                 max_entries=config.n_ctx,
                 budgets=list(itertools.chain(*plan.budgets)),
-                n_threads=config.options.most_threads,
+                live=live,
             )
         except MemoryError:
-            raise BudgetError(
-                f"{self._model.name}: a KV budget of {config.options.budget} in a context of "
-                f"{config.n_ctx} tokens does not fit into the memory of its devices; give a "
-                "smaller one (kv_budget, n_ctx), or offload fewer layers (n_gpu_layers)"
-            ) from None
+            raise self._no_memory() from None
         except RuntimeError as error:
             raise unsupported(self._model, str(error), self.name) from None
 
-    @property
-    def shift(self) -> int:
-        """Return 0, because keys are never moved."""
-        return 0
+    def _no_memory(self) -> BudgetError:
+        return BudgetError(
+            f"{self._model.name}: a KV budget of {self._config.options.budget} in a context of "
+            f"{self._config.n_ctx} tokens does not fit into the memory of its devices; give a "
+            "smaller one (kv_budget, n_ctx), or offload fewer layers (n_gpu_layers)"
+        )
 
-    @shift.setter
-    def shift(self, shift: int) -> None:
-        if shift != 0:
-            raise ValueError(_NO_SHIFT)
+    @property
+    def core(self) -> _core.DeviceStore:
+        """Return the extension's store."""
+        return self._store
 
     @property
     def recent_window(self) -> int:
         """Return how many of the newest entries every KV head keeps."""
         return self._plan.protection.recent_window
 
+    def begin_step(self) -> None:
+        """Begin a micro-batch in the context, which others may share."""
+        self._context.begin_step()
+
+    def end_step(self) -> None:
+        """End the micro-batch: the context checks that every layer was served."""
+        self._context.end_step()
+
     def before(
         self,
         n_tokens: int,
         position: int,
         n_echo: int = 0,  # noqa: ARG002
-        n_drafts: int = 0,  # noqa: ARG002
+        n_drafts: int = 0,
         *,
         embedded: Embedded | None = None,
     ) -> None:
-        """Choose the rows of the micro-batch, and free llama.cpp's cells."""
+        """Choose the rows of the micro-batch."""
         if embedded is not None:
             raise UnsupportedModelError(
                 f"{self._model.name}: the device store cannot read images; use --store headwise "
                 "(store='headwise')"
             )
-        # The graph expects token i of the micro-batch in cell i.
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
-        self._store.reserve(n_tokens, position)
-        self.hook.begin_step()
+        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        if shift != self.shift:
+            self._store.rebase(self._ropes, self.rope.n_sinks, self.shift, shift)
+            self.shift = shift
+            self.rebases += 1
+        self._context.batch.add(self._store, n_tokens, position, n_drafts)
+        self._is_committed = False
+
+    def most_drafts(self, position: int, wanted: int) -> int:
+        """Return how many drafts may follow a token: only as long as nothing else would change."""
+        if self._config.n_ubatch == 1:
+            return 0
+        wanted = self.drafts_in_place(position, min(wanted, self._config.n_ubatch - 1))
+        return self._store.most_drafts(position, wanted)
+
+    def settle(self, n_right: int) -> None:
+        """Evict what the budget cannot hold, and undo what wrong drafts have changed."""
+        self._store.commit_step()
+        self._store.settle_drafts(n_right)
+        self._is_committed = True
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """Check that every layer was served."""
-        self.hook.check_step()
+        """Evict what the budget cannot hold."""
+        if not self._is_committed:
+            self._store.commit_step()
+        self._is_committed = True
+        self._context.note_use()
 
     def resize(self, budget: Budget) -> None:
         """Evict down to a smaller budget; raises BudgetError for one that has no rows."""
@@ -187,8 +206,19 @@ class DeviceStore(Store):
         return self._config.n_ctx if self._plan.holds_all else least
 
     def truncate(self, position: int) -> None:
-        """Drop entries from a position on."""
+        """Drop entries from a position on.
+
+        Raises ContextError if layers with windows have dropped entries that later tokens would see.
+        """
+        self.rollback.check(position)
         self._store.truncate(position)
+        self.rollback.note_truncated(position)
+        if position == 0:
+            self.shift = 0
+
+    def can_return_to(self, position: int) -> bool:
+        """Tell whether windows hold everything that they held at that time."""
+        return self.rollback.leads_to(position)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending."""
@@ -249,10 +279,43 @@ class DeviceStore(Store):
         counts = list(itertools.chain(*state.entries))
         self._store.load(counts, list(state.sections))
         self._store.evicted += state.evicted
+        self.shift = state.shift
+        self.rollback.await_state(state.position)
+
+    # --- in a pool --------------------------------------------------------------------------------
+
+    def take_place(self, sequence: int) -> None:
+        """Allocate rows for the share; `sequence` is llama.cpp's number of the sequence."""
+        self.sequence = sequence
+        try:
+            self._store.acquire()
+        except MemoryError:
+            raise self._no_memory() from None
+
+    def set_aside(self) -> None:
+        """Drop everything, and free the rows until take_place()."""
+        self.truncate(0)
+        self._store.release()
+
+    @property
+    def n_entries(self) -> int:
+        """Return how many entries all KV heads hold."""
+        return self._store.entries
+
+    @property
+    def page_bytes(self) -> int:
+        """Return 0, because nothing stays in the pool while a sequence is swapped out."""
+        return 0
+
+    def set_evicted(self, n: int) -> None:
+        """Set how many entries were evicted so far."""
+        self._store.evicted = n
+
+    # --- figures ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the context, and the memory of the devices."""
-        super().close()
+        """Free the memory of the devices; the owner frees the context."""
+        self.context = None
         if hasattr(self, "_store"):
             self._store.release()
 
@@ -263,9 +326,13 @@ class DeviceStore(Store):
 
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
+        counters = core_counters(self._store, self.hook)
+        if not self._config.options.in_pool:  # Otherwise the sequences share it.
+            counters["kv_bytes_scratch"] += self._context.scratch_bytes
         return {
             "kv_type": self._config.kv_type,
-            **core_counters(self._store, self.hook),
+            **counters,
             "kv_bytes_on_devices": dict(self._store.device_bytes),
+            "device_traffic": self._context.devices.traffic,
             "rebases": self.rebases,
         }

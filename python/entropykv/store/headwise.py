@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import ContextError
 from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
-from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
+from entropykv.llamacpp.recurrent import WHY, RecurrentState
 from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -26,11 +24,12 @@ from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
 from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
-from entropykv.store.protocol import CacheMapFunction, SavedState, Store, StoreState
+from entropykv.store.protocol import CacheMapFunction, PooledStore, SavedState, StoreState
+from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction
 
 
-class HeadwiseStore(Store):
+class HeadwiseStore(PooledStore):
     """Keep the paged entries of one sequence per (layer, KV head); others may share its context."""
 
     name = "headwise"
@@ -278,6 +277,20 @@ class HeadwiseStore(Store):
             self.sharing.follow(plan)
         self.share_pages, self.longest = pages, longest
 
+    @property
+    def n_entries(self) -> int:
+        """Return how many entries all KV heads hold."""
+        return self._store.entries
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page of the pool."""
+        return self.sharing.plan.page_bytes
+
+    def set_evicted(self, n: int) -> None:
+        """Set how many entries were evicted so far."""
+        self._store.set_evicted(n)
+
     def set_aside(self) -> None:
         """Drop everything, and leave the pages to others of the pool until resize()."""
         self.truncate(0)
@@ -361,59 +374,3 @@ def _core_of(
         freezing=cold.settings,
         pool=shared_context.pool,
     )
-
-
-class RollbackRange:
-    """Tell to which positions layers with windows can be rolled back."""
-
-    def __init__(
-        self,
-        model: Model,
-        core: _core.HeadwiseStore,
-        layers: Sequence[_core.LayerShape],
-        recurrent: RecurrentState | None,
-    ) -> None:
-        """Start with an empty store; `recurrent`: states can never be rolled back."""
-        self._model = model
-        self._core = core
-        self._windowed = any(shape.window for shape in layers)
-        self._recurrent = recurrent
-        self._loaded = 0
-
-    @property
-    def whole_from(self) -> int:
-        """Return the first position whose window is complete."""
-        return max(self._loaded, self._core.windows_whole_from)
-
-    def await_state(self, position: int) -> None:
-        """Record that a state up to `position` will be loaded, without the entries outside its
-        windows.
-        """
-        self._loaded = position if self._windowed else 0
-
-    def begin_from(self, whole_from: int) -> None:
-        """Record the range of a checkpoint that was loaded."""
-        self._loaded = whole_from
-
-    def leads_to(self, position: int) -> bool:
-        """Tell whether the store holds everything that it held when the text ended at
-        `position`.
-        """
-        return self._recurrent is None and position >= self.whole_from
-
-    def check(self, position: int) -> None:
-        """Raise ContextError if it does not, unless the whole text is dropped."""
-        if position == 0:
-            return
-        if self._recurrent is not None:
-            raise cannot_go_back(self._model, position)
-        if not self.leads_to(position):
-            raise ContextError(
-                f"{self._model.name}: cannot go back to position {position}: layers with a sliding "
-                f"window have dropped what they would see from there, but not from position "
-                f"{self.whole_from} on; call reset() and read the text again"
-            )
-
-    def note_truncated(self, position: int) -> None:
-        """Record that everything from a position on was dropped."""
-        self._loaded = min(self._loaded, position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -17,6 +17,10 @@ from entropykv.llamacpp.batch import SEQUENCE, BatchPart, Embedded, MicroBatch
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
+
+if TYPE_CHECKING:
+    from entropykv.store.headwise_state import StoreCheckpoint
+    from entropykv.store.rollback_range import RollbackRange
 
 Logits = npt.NDArray[np.float32]
 Shares = npt.NDArray[np.uint8]
@@ -260,6 +264,55 @@ class Store(ABC):
         if self.context:
             llama_cpp.llama_free(self.context)
             self.context = None
+
+
+class PooledStore(Store):
+    """A store whose sequence may share a context and its budget with others.
+
+    Stores that keep nothing in the pool while their sequences are swapped out need nothing but the
+    default bodies.
+    """
+
+    rollback: RollbackRange
+    """To which positions the sequence can be rolled back."""
+
+    @abstractmethod
+    def take_place(self, sequence: int) -> None:
+        """Use this number as llama.cpp's number of the sequence, which reads from now on."""
+
+    @abstractmethod
+    def set_aside(self) -> None:
+        """Drop everything, and leave the place to others of the pool."""
+
+    @property
+    @abstractmethod
+    def n_entries(self) -> int:
+        """Return how many entries all KV heads hold."""
+
+    @property
+    @abstractmethod
+    def page_bytes(self) -> int:
+        """Return the bytes of a page of checkpoints."""
+
+    @abstractmethod
+    def set_evicted(self, n: int) -> None:
+        """Set how many entries were evicted so far, because the text is that of another store."""
+
+    def checkpoint(self) -> StoreCheckpoint | None:
+        """Share the current pages; None if the state must be copied instead."""
+        return None
+
+    def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:  # noqa: ARG002
+        """Replace the content by that of a checkpoint; returns False if there is no room."""
+        return False
+
+    def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
+        """Return what state() would have returned when a checkpoint was made."""
+        raise NotImplementedError
+
+    def predict_held(self, n_tokens: int) -> None:  # noqa: ARG002
+        """Predict the scores of all entries that are held, for a text of n_tokens."""
+        return  # A store without predictions has none to catch up with.
 
 
 @dataclass

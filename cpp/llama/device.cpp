@@ -1,0 +1,132 @@
+#include "llama/device.hpp"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+namespace entropykv {
+namespace {
+
+constexpr int kMostNodes = 8192;
+
+ggml_backend_dev_t device_of(ggml_backend_buffer_type_t memory) {
+    // ggml does not say to which device the main memory belongs.
+    ggml_backend_dev_t device = ggml_backend_buft_get_device(memory);
+    return device != nullptr ? device : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+}
+
+}  // namespace
+
+ggml_tensor* leaf_of(ggml_context* context, const ggml_tensor* tensor, std::size_t offset) {
+    ggml_tensor* leaf = ggml_new_tensor(context, tensor->type, GGML_MAX_DIMS, tensor->ne);
+    std::copy(tensor->nb, tensor->nb + GGML_MAX_DIMS, leaf->nb);
+    // A tensor that only says what a graph looks like has no memory.
+    if (tensor->data != nullptr) leaf->data = static_cast<char*>(tensor->data) + offset;
+    leaf->buffer = tensor->buffer;
+    leaf->extra = tensor->extra;
+    return leaf;
+}
+
+Device::Device(ggml_backend_buffer_type_t memory, int n_threads)
+    : memory_(memory),
+      backend_(ggml_backend_dev_init(device_of(memory), nullptr)),
+      allocator_(ggml_gallocr_new(memory)),
+      graph_memory_(ggml_tensor_overhead() * kMostNodes +
+                    ggml_graph_overhead_custom(kMostNodes, false)) {
+    if (backend_ == nullptr) throw std::runtime_error("a device cannot be used a second time");
+    if (allocator_ == nullptr) throw std::bad_alloc();
+    ggml_backend_reg_t backend_of = ggml_backend_dev_backend_reg(device_of(memory));
+    const auto set_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(
+        ggml_backend_reg_get_proc_address(backend_of, "ggml_backend_set_n_threads"));
+    if (set_threads != nullptr) set_threads(backend_.get(), n_threads);
+}
+
+std::string Device::name() const { return ggml_backend_dev_name(device_of(memory_)); }
+
+std::size_t Device::aligned(std::size_t bytes) const {
+    const std::size_t to = ggml_backend_buft_get_alignment(memory_);
+    return (bytes + to - 1) / to * to;
+}
+
+std::unique_ptr<ggml_context, FreeContext> Device::graph_context() {
+    return std::unique_ptr<ggml_context, FreeContext>(
+        ggml_init({graph_memory_.size(), graph_memory_.data(), true}));
+}
+
+ggml_cgraph* Device::new_graph(ggml_context* context) {
+    return ggml_new_graph_custom(context, kMostNodes, false);
+}
+
+std::string Device::unsupported_in(ggml_cgraph* graph) const {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor* op = ggml_graph_node(graph, i);
+        if (!ggml_backend_supports_op(backend_.get(), op)) return ggml_op_name(op->op);
+    }
+    return {};
+}
+
+void Device::place(ggml_cgraph* graph) {
+    if (!ggml_gallocr_alloc_graph(allocator_.get(), graph)) throw std::bad_alloc();
+}
+
+void Device::compute(ggml_cgraph* graph) {
+    ++traffic.computed;
+    if (ggml_backend_graph_compute(backend_.get(), graph) != GGML_STATUS_SUCCESS)
+        throw std::runtime_error("a device could not compute the attention of a layer");
+}
+
+std::size_t Device::scratch_bytes() const {
+    return ggml_gallocr_get_buffer_size(allocator_.get(), 0) + graph_memory_.size();
+}
+
+DeviceMemory::DeviceMemory(Device& device, std::size_t bytes)
+    : context_(ggml_init({ggml_tensor_overhead(), nullptr, true})), traffic_(device.traffic) {
+    if (context_ == nullptr) throw std::bad_alloc();
+    all_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I8, static_cast<std::int64_t>(bytes));
+    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device.memory()));
+    if (buffer_ == nullptr) throw std::bad_alloc();
+}
+
+ggml_tensor* DeviceMemory::tensor(ggml_context* context, ggml_type type, std::size_t offset,
+                                  std::int64_t a, std::int64_t b, std::int64_t c,
+                                  std::int64_t d) const {
+    ggml_tensor* tensor = ggml_new_tensor_4d(context, type, a, b, c, d);
+    if (ggml_backend_tensor_alloc(buffer_.get(), tensor, static_cast<char*>(all_->data) + offset) !=
+        GGML_STATUS_SUCCESS)
+        throw std::bad_alloc();
+    return tensor;
+}
+
+void DeviceMemory::write(std::size_t offset, const void* values, std::size_t bytes) {
+    ++traffic_.uploads;
+    ggml_backend_tensor_set(all_, values, offset, bytes);
+}
+
+void DeviceMemory::read(std::size_t offset, void* values, std::size_t bytes) {
+    ++traffic_.downloads;
+    ggml_backend_tensor_get(all_, values, offset, bytes);
+}
+
+Device& Devices::of(ggml_backend_buffer_type_t memory) {
+    for (const auto& device : devices_)
+        if (device->memory() == memory) return *device;
+    return *devices_.emplace_back(std::make_unique<Device>(memory, n_threads_));
+}
+
+DeviceTraffic Devices::traffic() const {
+    DeviceTraffic sum;
+    for (const auto& device : devices_) {
+        sum.computed += device->traffic.computed;
+        sum.uploads += device->traffic.uploads;
+        sum.downloads += device->traffic.downloads;
+    }
+    return sum;
+}
+
+std::size_t Devices::scratch_bytes() const {
+    std::size_t bytes = 0;
+    for (const auto& device : devices_) bytes += device->scratch_bytes();
+    return bytes;
+}
+
+}  // namespace entropykv

@@ -1,0 +1,108 @@
+// One device of ggml's, as the device store uses it: it computes graphs of ours, and has memory in
+// which tensors of several graphs lie.
+#pragma once
+
+#include <ggml-alloc.h>
+#include <ggml-backend.h>
+#include <ggml.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llama/device_layer.hpp"
+
+namespace entropykv {
+
+struct FreeBackend {
+    void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
+};
+struct FreeAllocator {
+    void operator()(ggml_gallocr_t allocator) const { ggml_gallocr_free(allocator); }
+};
+
+// Counts how often host and devices wait for each other.
+struct DeviceTraffic {
+    std::size_t computed = 0;   // graphs
+    std::size_t uploads = 0;    // copies from the host
+    std::size_t downloads = 0;  // copies to the host
+};
+
+// Makes a tensor of a graph that stands for another one, from byte `offset` of it on: the sources
+// of that one do not belong to our graph, which would compute them again.
+ggml_tensor* leaf_of(ggml_context* context, const ggml_tensor* tensor, std::size_t offset = 0);
+
+// Computes graphs one after another, in working memory that they share.
+class Device {
+public:
+    // memory: a buffer type of the device. Throws std::runtime_error if the device cannot be used.
+    Device(ggml_backend_buffer_type_t memory, int n_threads);
+
+    ggml_backend_buffer_type_t memory() const { return memory_; }
+    std::string name() const;
+    // Returns the least multiple of the memory's alignment that is not less.
+    std::size_t aligned(std::size_t bytes) const;
+    // Makes the context of the next graph, whose tensors exist as long as it does.
+    std::unique_ptr<ggml_context, FreeContext> graph_context();
+    static ggml_cgraph* new_graph(ggml_context* context);
+    // Returns the name of an operation that the device cannot compute, or an empty string.
+    std::string unsupported_in(ggml_cgraph* graph) const;
+    // Gives tensors of a graph their places in the working memory. Throws std::bad_alloc.
+    void place(ggml_cgraph* graph);
+    // Computes a graph whose tensors have places. Throws std::runtime_error if the device fails.
+    void compute(ggml_cgraph* graph);
+    // Counts the working memory, on the device and on the host.
+    std::size_t scratch_bytes() const;
+
+    DeviceTraffic traffic;
+
+private:
+    ggml_backend_buffer_type_t memory_;
+    std::unique_ptr<ggml_backend, FreeBackend> backend_;
+    std::unique_ptr<ggml_gallocr, FreeAllocator> allocator_;
+    std::vector<std::uint8_t> graph_memory_;
+};
+
+// Is memory of a device in which tensors of several graphs have their places.
+class DeviceMemory {
+public:
+    // Throws std::bad_alloc if the device has no memory.
+    DeviceMemory(Device& device, std::size_t bytes);
+
+    // Makes a tensor of a graph at an offset, a multiple of the memory's alignment.
+    ggml_tensor* tensor(ggml_context* context, ggml_type type, std::size_t offset, std::int64_t a,
+                        std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1) const;
+    void write(std::size_t offset, const void* values, std::size_t bytes);
+    void read(std::size_t offset, void* values, std::size_t bytes);
+    std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
+
+private:
+    std::unique_ptr<ggml_context, FreeContext> context_;
+    std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
+    ggml_tensor* all_;
+    DeviceTraffic& traffic_;
+};
+
+// Holds the devices that the stores of one context share, whose graphs are never computed at the
+// same time.
+class Devices {
+public:
+    explicit Devices(int n_threads) : n_threads_(n_threads) {}
+
+    // Returns the device with such a buffer type, which is opened once. Throws as Device does.
+    Device& of(ggml_backend_buffer_type_t memory);
+    // Returns the sum over all devices.
+    DeviceTraffic traffic() const;
+    std::size_t scratch_bytes() const;
+    // Closes the devices; no store may use them afterwards.
+    void close() noexcept { devices_.clear(); }
+
+private:
+    int n_threads_;
+    std::vector<std::unique_ptr<Device>> devices_;
+};
+
+}  // namespace entropykv

@@ -1,0 +1,118 @@
+"""Make the llama_context of device stores, for one sequence or for several that share it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+
+from entropykv import _core
+from entropykv.llamacpp.context import relu2_layers
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.store.headwise_probe import (
+    hooked_context,
+    probed_layers,
+    refuse_by_kind,
+    unsupported,
+)
+
+if TYPE_CHECKING:
+    from entropykv.store.device import DeviceStore
+
+
+class DeviceContext:
+    """Hold a context whose attention device stores compute; llama.cpp's own cells hold only one
+    micro-batch.
+
+    It has the figures of all its stores, as SequencePool has those of headwise stores.
+    """
+
+    recurrent = False
+
+    def __init__(self, model: Model, config: ResolvedConfig) -> None:
+        """Probe the model's graph, and compute its attention from then on.
+
+        Raises UnsupportedModelError if the graph has something that the device store does not
+        support.
+        """
+        options = config.options
+        refuse_by_kind(model, "device")
+        if is_recurrent(model):
+            raise unsupported(model, "it has recurrent layers", "device")
+        self.n_sequences = options.n_sequences or 1
+        self.hook = _core.GraphHook(
+            relu2_layers(model, options), options.most_threads, on_devices=True
+        )
+        n_tokens = config.n_ubatch + self.n_sequences * config.n_drafts
+        self.handle: Any = hooked_context(
+            model, options, self.hook, n_tokens, self.n_sequences, on_devices=True
+        )
+        try:
+            self.layers = probed_layers(model, options, self.hook, self.handle, "device")
+        except BaseException:
+            self.close()
+            raise
+        self.devices = _core.Devices(options.most_threads)
+        self.batch = _core.DeviceBatch()
+        self.hook.serve_on_devices(self.batch)
+        self.rope_obstacle: str | None = None
+        """Why keys cannot be moved to other positions, or empty; None until the first store."""
+        self._stores: weakref.WeakSet[DeviceStore] = weakref.WeakSet()
+        self._peak = 0
+
+    def add(self, store: DeviceStore) -> None:
+        """Count the bytes of a store, as long as it exists."""
+        self._stores.add(store)
+
+    def begin_step(self) -> None:
+        """Begin a micro-batch: the graph expects its token i in cell i."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.handle), False)
+        self.batch.clear()
+        self.hook.begin_step()
+
+    def end_step(self) -> None:
+        """End the micro-batch: check that every layer was served."""
+        self.hook.check_step()
+
+    def note_use(self) -> None:
+        """Record how many bytes are in use after a micro-batch."""
+        self._peak = max(self._peak, self.used_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Return the bytes that the entries of all sequences can never exceed."""
+        stores = list(self._stores)
+        return self.n_sequences * stores[0].core.budget_bytes if stores else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes of the entries of all sequences."""
+        return sum(store.core.used_bytes for store in self._stores)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes of entries that there were."""
+        return self._peak
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the bytes of rows beyond the budgets of live sequences."""
+        return sum(store.core.staging_bytes for store in self._stores if store.core.is_live)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes of working memory that all sequences share."""
+        return self.devices.scratch_bytes
+
+    def close(self) -> None:
+        """Free the context and the devices."""
+        if self.handle:
+            llama_cpp.llama_free(self.handle)
+            self.handle = None
+        if hasattr(self, "devices"):
+            for store in self._stores:
+                store.core.release()
+            self.devices.close()
