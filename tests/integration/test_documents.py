@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Hashable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from entropykv import ContextError, EntropyLlama, Session, SessionFileError
+from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileError
 from entropykv.model.geometry import read_geometry
 from entropykv.session.document import document_header, open_documents, read_document
 from entropykv.session.file import open_session
+from entropykv.store.protocol import Part
 from entropykv.system import lock
 from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import MODEL, Server
@@ -157,6 +159,31 @@ def test_a_llama_asks_a_document(tiny_llama: Path, tmp_path: Path, checkpoints: 
         session.open_document(path)
         tokens = list(session.generate(session.question("who jumps?"), 8, temperature=0.0))
         assert texts[0] == b"".join(map(session.token_bytes, tokens)).decode(errors="ignore")
+
+
+def test_prompts_that_arrive_while_a_document_is_read_come_first(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pool(tiny_llama, n_ctx=1024, kv_budget=512, n_ubatch=64, n_threads=1) as pool:
+        scheduler = pool.runner.scheduler
+        submit = scheduler.submit
+        arrivals: list[int] = []
+        others: list[int] = []
+
+        def noted(owner: Hashable, part: Part, arrival: int) -> None:
+            arrivals.append(arrival)
+            submit(owner, part, arrival)
+
+        monkeypatch.setattr(scheduler, "submit", noted)
+        session = pool.session()
+        read_document(
+            session, TEXT, tmp_path / "a.kv", progress=lambda *_: others.append(scheduler.arrive())
+        )
+    assert len(arrivals) > 3
+    # A number of another text is drawn before each micro-batch, whose own number must be later.
+    assert all(before < arrival for before, arrival in zip(others, arrivals, strict=False)), (
+        "a later micro-batch of the document goes before the prompt"
+    )
 
 
 # --- interruptions --------------------------------------------------------------------------------
