@@ -37,9 +37,19 @@ def random_options(chance: random.Random, model: FuzzModel, folder: Path) -> dic
         "recent_window": chance.choice((None, None, 1, 5, 16, 64)),
         "freeze": freeze,
         "recovery": _recovery(chance) if freeze else None,
-        "spec_type": chance.choice(("none", "ngram")),
-        "draft_max": chance.choice((1, 3, 15, 63)),
+        **random_drafts(chance, model.path),
     }
+
+
+def random_drafts(chance: random.Random, draft_model: Path) -> dict[str, Any]:
+    """Return who drafts: nobody, the text itself, or a model."""
+    kind = chance.choice(("none", "ngram", "ngram", "draft"))
+    drafts: dict[str, Any] = {"spec_type": kind, "draft_max": chance.choice((1, 3, 15, 63))}
+    if kind == "draft":
+        drafts["spec_draft_model"] = draft_model
+        drafts["draft_kv_budget"] = chance.choice((40, 300))
+        drafts["draft_p_min"] = chance.choice((0.0, 0.0, 0.75))
+    return drafts
 
 
 def long_options(chance: random.Random, folder: Path) -> dict[str, Any]:

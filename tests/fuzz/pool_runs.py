@@ -17,6 +17,7 @@ from entropykv import EntropyKVError, Pool, Session
 from entropykv.errors import UnsupportedModelError
 from tests.fuzz.models import FuzzModel, llama_model, random_model
 from tests.fuzz.operations import topic
+from tests.fuzz.options import random_drafts
 from tests.fuzz.oracle import Oracle
 from tests.fuzz.promises import check_refusal, require
 from tests.fuzz.session_runs import say
@@ -33,7 +34,7 @@ def run_pool(seed: int, folder: Path) -> str:
     chance = random.Random(f"pool {seed}")
     ample = chance.random() < 0.6
     model = random_model(chance, folder) if ample else _model_of_oracle(chance, folder)
-    options = _options(chance, folder, ample=ample)
+    options = _options(chance, model, folder, ample=ample)
     say(f"{model.name}: {options}")
     try:
         pool = Pool(model.path, **options)
@@ -57,7 +58,9 @@ def _model_of_oracle(chance: random.Random, folder: Path) -> FuzzModel:
     return llama_model(folder, **shape, head_dim=16, weight_type="F32", n_ctx_train=2048)
 
 
-def _options(chance: random.Random, folder: Path, *, ample: bool) -> dict[str, Any]:
+def _options(
+    chance: random.Random, model: FuzzModel, folder: Path, *, ample: bool
+) -> dict[str, Any]:
     tight = chance.choice((60, 90, 150, 400, "40KiB"))
     return {
         "n_sequences": chance.choice((1, 2, 3)),
@@ -70,6 +73,7 @@ def _options(chance: random.Random, folder: Path, *, ample: bool) -> dict[str, A
         "checkpoints": chance.choice(_LIMITS),
         "swap": chance.choice(("ram", f"disk:{folder}")),
         "swap_limit": chance.choice((None, None, "300KiB")),
+        **random_drafts(chance, model.path),
     }
 
 

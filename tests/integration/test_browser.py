@@ -59,6 +59,53 @@ def test_a_document_and_a_question_about_it(page: Watched) -> None:
     assert page.answers() == [answer], "greedy answers to one request differ"
 
 
+def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: Path) -> None:
+    """Also by a second conversation, and after the page was loaded again."""
+    keep = tmp_path / "kept"
+    running = Server("--documents", keep, usual=("-c", 16384, "-t", 1, "--kv-budget", 4096))
+    page = Watched(browser, running.url, **CONTEXT)
+    try:
+        page.settings(Temperature=0, Longest_answer=4)
+        text = DEMO.document.read_text(encoding="utf-8")
+        drop(page, "The old book.txt", text * 7)
+        chip = page.page.get_by_role("group", name="Document The-old-book")
+        chip.get_by_role("progressbar").wait_for()
+        page.ask(DEMO.question)  # It waits for the document.
+        page.finished()
+        assert page.answers()[0]
+        assert "tokens read" in chip.inner_text()
+        assert chip.get_by_role("progressbar").count() == 0
+        assert not page.page.locator(".bubble .chip").count(), "the text was sent with the question"
+        read = figures(running)["prompt_tokens"]
+        page.page.reload()
+        page.page.get_by_role("button", name="New conversation").click()
+        page.page.get_by_role("button", name="Ask The-old-book").click()
+        page.ask("Who lives at the harbour?")
+        page.finished()
+        assert figures(running)["prompt_tokens"] - read < 60
+        assert not page.findings()
+        page.check()
+    finally:
+        running.end()
+
+
+def drop(page: Watched, name: str, text: str) -> None:
+    """Drop a text file on the field for messages."""
+    transfer = page.page.evaluate_handle(
+        """([name, text]) => {
+            const data = new DataTransfer();
+            data.items.add(new File([text], name, { type: "text/plain" }));
+            return data;
+        }""",
+        [name, text],
+    )
+    page.page.dispatch_event("form.composer", "drop", {"dataTransfer": transfer})
+
+
+def figures(server: Server) -> Any:
+    return server.kv()
+
+
 def write_on(route: Any) -> None:
     """Prevent the model from ending the answer by itself."""
     route.continue_(post_data=json.dumps(route.request.post_data_json | {"min_tokens": 9000}))

@@ -58,11 +58,12 @@ export async function regenerate(): Promise<void> {
   await answer(id);
 }
 
-function requestOf({ settings, messages }: Conversation): object {
+function requestOf({ settings, messages, document }: Conversation): object {
   const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
   const { chosen: model } = models.value;
   return {
     ...(model === null ? {} : { model }),
+    ...(document === undefined ? {} : { document }),
     messages: [
       ...system,
       ...messages.map((each) => ({ role: each.role, content: wholeText(each) })),

@@ -4,6 +4,7 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { edit, regenerate, say } from "./answers";
 import { Composer, sizeOf } from "./composer";
 import { chosen, defaults, type Message, state } from "./conversations";
+import { DocumentChoice } from "./document";
 import { Button, Icon } from "./icons";
 import { render } from "./markdown";
 import { useStore } from "./store";
@@ -12,7 +13,7 @@ const NEAR_END_PX = 60;
 
 export function Chat(): JSX.Element {
   const { answering } = useStore(state);
-  const { id, messages } = chosen();
+  const { id, messages, document } = chosen();
   const scroller = useRef<HTMLDivElement>(null);
   const atEnd = useRef(true);
   const [editing, setEditing] = useState<number | null>(null);
@@ -73,6 +74,8 @@ export function Chat(): JSX.Element {
         blocked={answering !== null && !busy}
         onEditLast={() => setEditing(messages.findLastIndex((each) => each.role === "user"))}
         onSay={() => (atEnd.current = true)}
+        document={document}
+        isNew={messages.length === 0}
       />
     </main>
   );
@@ -92,6 +95,7 @@ function Welcome(): JSX.Element {
           {given.question}
         </button>
       )}
+      {given?.documents && <DocumentChoice />}
     </div>
   );
 }

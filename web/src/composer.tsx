@@ -2,7 +2,9 @@
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { say, stop } from "./answers";
-import type { Attachment } from "./conversations";
+import { type Attachment, chosen, defaults } from "./conversations";
+import { DocumentChip } from "./document";
+import { MOST_DOCUMENT_BYTES, readDocument } from "./documents";
 import { Button, Icon } from "./icons";
 
 const MOST_BYTES = 3_500_000;
@@ -13,9 +15,20 @@ interface ComposerProps {
   blocked: boolean;
   onEditLast: () => void;
   onSay: () => void;
+  // The document that the conversation is about.
+  document: string | undefined;
+  // Nothing was said yet.
+  isNew: boolean;
 }
 
-export function Composer({ busy, blocked, onEditLast, onSay }: ComposerProps): JSX.Element {
+export function Composer({
+  busy,
+  blocked,
+  onEditLast,
+  onSay,
+  document,
+  isNew,
+}: ComposerProps): JSX.Element {
   const [text, setText] = useState("");
   const [files, setFiles] = useState<Attachment[]>([]);
   const [problem, setProblem] = useState("");
@@ -41,7 +54,11 @@ export function Composer({ busy, blocked, onEditLast, onSay }: ComposerProps): J
     for (const file of chosenFiles ?? []) {
       const content = await file.text().catch(() => "\0");
       if (content.includes("\0")) setProblem(`${file.name} is no text; give a text file.`);
-      else if (file.size > MOST_BYTES) setProblem(`${file.name} is longer than 3.5 MB.`);
+      else if (isNew && !chosen().document && defaults.value?.documents) {
+        if (file.size > MOST_DOCUMENT_BYTES) setProblem(`${file.name} is longer than 8 MiB.`);
+        else
+          await readDocument(file.name, content).catch((error: Error) => setProblem(error.message));
+      } else if (file.size > MOST_BYTES) setProblem(`${file.name} is longer than 3.5 MB.`);
       else setFiles((others) => [...others, { name: file.name, text: content }]);
     }
   };
@@ -58,8 +75,9 @@ export function Composer({ busy, blocked, onEditLast, onSay }: ComposerProps): J
         void add(event.dataTransfer?.files ?? null);
       }}
     >
-      {(files.length > 0 || problem) && (
+      {(document || files.length > 0 || problem) && (
         <div class="attachments">
+          {document && <DocumentChip key={document} name={document} canLeave={isNew} />}
           {files.map((each, index) => (
             <div class="chip">
               <Icon name="document" />

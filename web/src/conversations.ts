@@ -44,12 +44,16 @@ export interface Conversation {
   title: string;
   settings: Settings;
   messages: Message[];
+  // The name of the server's document that it is about.
+  document?: string;
 }
 
 export interface Defaults {
   model: string;
   system: string | null;
   question: string | null;
+  // Whether the server reads documents.
+  documents: boolean;
   sampling: Record<string, number>;
 }
 
@@ -142,7 +146,7 @@ export function choose(id: string): void {
 
 // A new conversation has the settings of the one before.
 export function begin(): void {
-  const empty = state.value.list.find((each) => each.messages.length === 0);
+  const empty = state.value.list.find((each) => each.messages.length === 0 && !each.document);
   if (empty) {
     choose(empty.id);
     return;

@@ -129,7 +129,8 @@ def create_app(
     app.include_router(_figures(models))
     app.include_router(kv_stream_routes(models, show_text=shows_text(server, keys)))
     if server.web:
-        app.include_router(web_routes(models, page or WebDefaults()))
+        keeps = documents is not None
+        app.include_router(web_routes(models, page or WebDefaults(), documents=keeps))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

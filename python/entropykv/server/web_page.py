@@ -25,9 +25,13 @@ class WebDefaults(BaseModel):
     """The fields of a request for a chat completion."""
 
 
-def web_routes(models: ModelRegistry, defaults: WebDefaults) -> APIRouter:
+def web_routes(
+    models: ModelRegistry, defaults: WebDefaults, *, documents: bool = False
+) -> APIRouter:
     """Return the routes of the page, which need no key, and of its initial settings, which need
     one.
+
+    `documents`: whether the server reads documents.
     """
     router = APIRouter(include_in_schema=False)
     for path in page_files():
@@ -36,7 +40,7 @@ def web_routes(models: ModelRegistry, defaults: WebDefaults) -> APIRouter:
     @router.get("/v1/web/defaults")
     async def begin_with() -> dict[str, Any]:
         first = models.catalog.default or models.catalog.models[0].name
-        return {"model": first, **defaults.model_dump()}
+        return {"model": first, "documents": documents, **defaults.model_dump()}
 
     return router
 

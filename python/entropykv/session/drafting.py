@@ -215,49 +215,71 @@ class StepCosts:
 
     def __init__(self) -> None:
         """Begin without a step."""
-        self._single = np.zeros(2)
+        self._single = (0.0, 0.0)
         """Weight and seconds of steps with a single token."""
-        self._several = np.zeros(5)
+        self._several = _NOTHING
         """Of steps with several: weight, tokens, seconds, tokens squared, tokens x seconds."""
+        self._line = (self._FIRST, self._SLOPE)
+        """In units of a single token's step: the cost of two tokens, and of each beyond."""
 
     def note(self, n_tokens: int, seconds: float) -> None:
         """Take down a step that read nothing but written tokens and drafts."""
-        if self._single[0] or self._several[0]:
-            seconds = min(seconds, self._OUTLIER * self.single_seconds * self.relative(n_tokens))
-        self._several *= self._DECAY
+        single = self.single_seconds
+        if single > 0.0:
+            seconds = min(seconds, self._OUTLIER * single * self.relative(n_tokens))
+        self._several = _sum(_NOTHING, self._several, self._DECAY)
         if n_tokens == 1:
-            self._single = self._single * self._DECAY + (1.0, seconds)
+            weight, total = self._single
+            self._single = (self._DECAY * weight + 1.0, self._DECAY * total + seconds)
         else:
-            row = (1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds)
-            self._several += np.array(row)
+            self._several = _sum(self._several, _row(n_tokens, seconds))
+        self._line = self._fit(self.single_seconds)
 
     @property
     def single_seconds(self) -> float:
         """Return the estimated seconds of a step with a single token; 0.0 before the first step."""
-        weight, seconds = self._single.tolist()
+        weight, seconds = self._single
         if weight > 0.0:
             return seconds / weight
-        weight, tokens, seconds, _, _ = self._several.tolist()
+        weight, tokens, seconds, *_ = self._several
         return seconds / (weight * self._expected(tokens / weight)) if weight > 0.0 else 0.0
 
     def relative(self, n_tokens: int) -> float:
         """Return the cost of a step in units of one with a single token; at least 1.0."""
-        single = self.single_seconds
-        if n_tokens == 1 or single <= 0.0:
-            return self._expected(n_tokens)
-        sums = self._several.copy()
-        for n, weight in self._PRIOR:
-            seconds = single * self._expected(n)
-            sums += weight * np.array((1.0, n, seconds, n * n, n * seconds))
-        weight, tokens, seconds, squares, products = sums.tolist()
+        first, slope = self._line
+        return 1.0 if n_tokens == 1 else max(first + slope * (n_tokens - 2), 1.0)
+
+    def _fit(self, single: float) -> tuple[float, float]:
+        if single <= 0.0:
+            return self._FIRST, self._SLOPE
+        sums = self._several
+        for n, times in self._PRIOR:
+            sums = _sum(sums, _row(n, single * self._expected(n)), times)
+        weight, tokens, seconds, squares, products = sums
         mean_n, mean_s = tokens / weight, seconds / weight
         slope = (products / weight - mean_n * mean_s) / (squares / weight - mean_n * mean_n)
-        return max((mean_s + max(slope, 0.0) * (n_tokens - mean_n)) / single, 1.0)
+        slope = max(slope, 0.0)
+        return (mean_s - slope * (mean_n - 2.0)) / single, slope / single
 
     @classmethod
     def _expected(cls, n_tokens: float) -> float:
         """Return the cost of a step, in units of a single token's, before any was measured."""
         return 1.0 if n_tokens == 1 else cls._FIRST + cls._SLOPE * (n_tokens - 2)
+
+
+_Sums = tuple[float, float, float, float, float]
+_NOTHING: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _row(n_tokens: int, seconds: float) -> _Sums:
+    """Return what a step adds to the sums of a line: 1, n, s, n squared, n x s."""
+    return 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
+
+
+def _sum(first: _Sums, second: _Sums, times: float = 1.0) -> _Sums:
+    """Return first + times x second."""
+    (a, b, c, d, e), (f, g, h, i, j) = first, second
+    return a + times * f, b + times * g, c + times * h, d + times * i, e + times * j
 
 
 class DraftLengths:

@@ -1,0 +1,77 @@
+// The document that a conversation is about, and those that it could be about.
+import type { JSX } from "preact";
+import { useEffect } from "preact/hooks";
+import { change, chosen } from "./conversations";
+import {
+  documents,
+  type DocumentState,
+  learnDocuments,
+  leaveDocument,
+  watchDocument,
+} from "./documents";
+import { Button, Icon } from "./icons";
+import { useStore } from "./store";
+
+interface ChipProps {
+  name: string;
+  // Nothing was asked yet.
+  canLeave: boolean;
+}
+
+export function DocumentChip({ name, canLeave }: ChipProps): JSX.Element {
+  const state = useStore(documents)[name];
+  useEffect(() => watchDocument(name), [name]);
+  return (
+    <div class="chip document" role="group" aria-label={`Document ${name}`}>
+      <Icon name="document" />
+      <span>{name}</span>
+      {state && state.status !== "ready" && state.status !== "failed" && (
+        <progress
+          aria-label={`Reading ${name}`}
+          max={Math.max(state.tokens, 1)}
+          value={state.tokens_read}
+        />
+      )}
+      {state?.status === "failed" ? (
+        <small class="error" role="alert">
+          {state.error}
+        </small>
+      ) : (
+        <small>{state ? progressOf(state) : ""}</small>
+      )}
+      {canLeave && (
+        <Button icon="close" label={`Leave ${name} out`} onClick={() => leaveDocument(name)} />
+      )}
+    </div>
+  );
+}
+
+function progressOf({ status, tokens_read, tokens }: DocumentState): string {
+  const all = tokens.toLocaleString("en");
+  if (status === "ready") return `${all} tokens read`;
+  if (status === "queued" || tokens === 0) return "waits to be read";
+  return `${tokens_read.toLocaleString("en")} of ${all} tokens read`;
+}
+
+// The documents that the server has, for a new conversation.
+export function DocumentChoice(): JSX.Element | null {
+  const known = useStore(documents);
+  useEffect(() => void learnDocuments().catch(() => undefined), []);
+  const ready = Object.values(known).filter((each) => each.status === "ready");
+  if (ready.length === 0) return null;
+  return (
+    <section aria-label="Documents">
+      <p>Documents that have been read:</p>
+      {ready.map(({ id }) => (
+        <button
+          type="button"
+          class="button"
+          key={id}
+          onClick={() => change(chosen().id, () => ({ document: id }))}
+        >
+          Ask {id}
+        </button>
+      ))}
+    </section>
+  );
+}
