@@ -100,6 +100,7 @@ def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica
         **os.environ,
         "HOME": str(tmp_path),
         "RAY_TMPDIR": str(directory),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 << 20),
     }
     environment.pop("RAY_ADDRESS", None)
@@ -140,7 +141,7 @@ def new_tokens(llama: EntropyLlama, added: str) -> int:
 
 
 def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Path) -> None:
-    wait_for(replicas.is_ready, 90)
+    wait_for(replicas.is_ready, 300)
     texts: dict[str, str] = {}
     where: dict[str, str] = {}
     answers: dict[str, list[str]] = {}
@@ -173,7 +174,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
 
     os.kill(replicas.process.pid, signal.SIGHUP)
     before, moved = set(where.values()), set()
-    end = time.monotonic() + 90
+    end = time.monotonic() + 300
     while moved != set(where):
         assert time.monotonic() < end, "the replicas were not restarted"
         for name in where:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,8 +47,14 @@ class ThreeNodes:
 @contextmanager
 def three_nodes() -> Iterator[ThreeNodes]:
     """Run the cluster in a process of its own, because Ray lets a process be in one only."""
+    # A busy machine starts Ray Serve's proxy more slowly than Ray allows by default.
+    environment = {**os.environ, "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
     process = subprocess.Popen(
-        [sys.executable, "-c", HEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HEAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     try:
         yield ThreeNodes(process)

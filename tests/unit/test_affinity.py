@@ -45,6 +45,15 @@ def test_a_document_is_a_key_in_every_form_of_request(request_: dict[str, Any]) 
     assert of_book != keys(document="book", user="someone", **request_)
 
 
+def test_a_file_in_a_message_is_a_document() -> None:
+    def about(name: str, text: str) -> tuple[str, ...]:
+        parts = [{"type": "file", "file": {"file_id": name}}, {"type": "text", "text": text}]
+        return keys(messages=[{"role": "user", "content": parts}])
+
+    assert about("book", "who?")[1] == about("book", "where?")[1]
+    assert about("book", "who?")[1] != about("other", "who?")[1]
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"[" * 100_000, b'{"messages": 3}', b'{"messages": [1]}']
 )

@@ -65,6 +65,7 @@ def _keys_of(user: str, request: Mapping[str, Any]) -> tuple[str, ...]:
         first = others[0].get("content") if others else None
     elif isinstance(messages, str):
         first = messages
+    document = document or _document_in(messages)
     system = json.dumps([text for text in before if text], sort_keys=True)
     shared = ("shared", user, model, document, system)
     keys = []
@@ -75,6 +76,16 @@ def _keys_of(user: str, request: Mapping[str, Any]) -> tuple[str, ...]:
     if document or len(system) >= SHARED_CHARACTERS:
         keys.append(_digest(*shared))
     return tuple(keys)
+
+
+def _document_in(messages: Any) -> Any:
+    """Return the first content part that names a document, in the forms that routes accept."""
+    for turn in messages if isinstance(messages, list) else ():
+        parts = turn.get("content") if isinstance(turn, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("type") in ("file", "input_file"):
+                return part
+    return None
 
 
 def _digest(*parts: Any) -> str:

@@ -157,10 +157,11 @@ class _AppState(State):
         return engine
 
 
-def _limits_of(catalog: ModelCatalog, server: ServerOptions) -> Limits:
+def limits_of(model: ModelOptions | ModelCatalog, server: ServerOptions) -> Limits:
     """Return what requests may take: bodies with images or documents are larger, unless the options
     say it.
     """
+    catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
     given = {name: getattr(server, name) for name in _LIMITS}
     if server.documents is not None or any(each.options.projector for each in catalog.models):
         larger = {"max_body": LARGE_BODY, "max_bodies": LARGE_BODIES}
@@ -178,7 +179,7 @@ def _library(catalog: ModelCatalog, server: ServerOptions) -> DocumentLibrary | 
 def _registry(
     catalog: ModelCatalog, server: ServerOptions, documents: DocumentLibrary | None
 ) -> ModelRegistry:
-    limits = _limits_of(catalog, server)
+    limits = limits_of(catalog, server)
 
     def open_model(model: ServedModel) -> Engine:
         """Load a model, in a thread."""

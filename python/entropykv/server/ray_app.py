@@ -1,9 +1,11 @@
 """Run replicas of the server under Ray Serve; each conversation stays with the replica that holds
 it.
 
-A conversation is identified by the header X-Session-Id. Ray Serve's ConsistentHashRouter sends it
-to the same replica as long as that replica lives. If the replicas change (scaling, a rolling
-restart, a crash), another replica continues from the session saved after the last turn.
+A front (front.py) receives the requests, and its router (affinity.py) sends each to the replica
+that has read the beginning of its text. A conversation may also be named by the header
+X-Session-Id: the same replica then answers all its turns as long as that replica lives. If the
+replicas change (scaling, a rolling restart, a crash), another replica continues from the session
+saved after the last turn.
 """
 
 from __future__ import annotations
@@ -15,19 +17,26 @@ import queue
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp
 
 from entropykv import system
 from entropykv.errors import EntropyKVError, MissingExtraError, SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
+from entropykv.server.admission import Limits
+from entropykv.server.affinity import Affinity
+from entropykv.server.app import limits_of
 from entropykv.server.conversations import Conversations
+from entropykv.server.front import answer_whole, front_app
 from entropykv.server.turns import TurnMiddleware
 from entropykv.server.users import Keys
+
+ROUTER = "entropykv.server.affinity_router.AffinityRouter"
+"""The path by which Ray Serve imports the router; its module needs Ray."""
 
 try:
     import ray
@@ -42,7 +51,12 @@ NAME = "entropykv"
 _RESTARTS: int | None = getattr(signal, "SIGHUP", None)
 """The signal that restarts the replicas; Windows has none."""
 _SECONDS_OF_A_WAIT = 1.0
-_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_REPLICA = "replica"
+"""The name of the deployment that has the models."""
+_LEAST_SLACK = 2
+"""How many requests more than the least loaded replica one may have because it holds a text."""
+_MOST_ONGOING = 1000
+"""The most requests of a replica, waiting ones included."""
 
 
 @dataclass(frozen=True)
@@ -95,30 +109,55 @@ def application(
             target_ongoing_requests=options.target_ongoing_requests,
         )
         number = {"autoscaling_config": scaling}
-    replica = serve.ingress(_builder(model, server, sessions, options.sessions_bytes))()
+    slack = max(_LEAST_SLACK, model.parallel or 1)
     router: dict[str, Any] = {
-        "request_router_class": _ROUTER,
-        "request_router_kwargs": {"num_fallback_replicas": 0},
+        "request_router_class": ROUTER,
+        "request_router_kwargs": {"slack": slack},
     }
-    deployment: Any = serve.deployment(
-        replica,
-        name=NAME,
+    replicas: Any = serve.deployment(
+        Replica,
+        name=_REPLICA,
         ray_actor_options={"num_cpus": options.num_cpus},
         # Requests wait in their replica and not in the router: autoscaling counts both equally, and
         # a rejected request would be sent to a replica that does not hold its conversation.
-        max_ongoing_requests=1000,
+        max_ongoing_requests=_MOST_ONGOING,
         request_router_config=RequestRouterConfig(**router),
         **number,
     )
-    bound: serve.Application = deployment.bind()
+    front: Any = serve.deployment(
+        serve.ingress(_front_builder(limits_of(model, server)))(),
+        name=NAME,
+        # It computes nothing. There is one, because its router counts the requests of replicas.
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MOST_ONGOING * (options.max_replicas or options.replicas),
+    )
+    bound: serve.Application = front.bind(
+        replicas.bind(model, server, sessions, options.sessions_bytes)
+    )
     return bound
 
 
-def _builder(
-    model: ModelOptions, server: ServerOptions, sessions: str, sessions_bytes: int
-) -> Callable[[], FastAPI]:
-    def build() -> FastAPI:
-        """Load the model in the replica's process, and return the app."""
+def _front_builder(limits: Limits) -> Callable[[], ASGIApp]:
+    def build() -> ASGIApp:
+        """Return the app of the front, in its process."""
+        handle: Any = serve.get_deployment_handle(_REPLICA, NAME)
+
+        def answer(*request: object) -> Any:
+            return handle.options(stream=True).answer.remote(*request)
+
+        return front_app(answer, ray.exceptions.RayActorError, limits)
+
+    return build
+
+
+class Replica:
+    """Hold the model in a process of its own, and answer requests that the front passes on."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it.
+        self, model: ModelOptions, server: ServerOptions, sessions: str, sessions_bytes: int
+    ) -> None:
+        """Load the model, and begin the app's lifespan."""
         app = create_app(model, server)
         engine = app.state.engine
         several = engine.prefix_cache is not None
@@ -130,9 +169,22 @@ def _builder(
         )
         # It is the innermost middleware, so that refused requests do not delay other conversations.
         app.user_middleware.append(turns)
-        return app
+        self._app = app
+        self._lifespan = app.router.lifespan_context(app)
+        await self._lifespan.__aenter__()
 
-    return build
+    async def __del__(self) -> None:
+        """End the app's lifespan; Ray Serve awaits this when it stops the replica."""
+        if hasattr(self, "_lifespan"):
+            await self._lifespan.__aexit__(None, None, None)
+
+    async def answer(
+        self, scope: dict[str, Any], body: bytes, _affinity: Affinity
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Answer a request; yields ASGI messages."""
+        async with contextlib.aclosing(answer_whole(self._app, scope, body)) as messages:
+            async for message in messages:
+                yield message
 
 
 def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOptions) -> None:
@@ -154,13 +206,24 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
         ray.init(include_dashboard=False, log_to_driver=False)
         try:
             with _signals() as next_signal:  # After ray.init(), which sets its own handlers.
-                serve.start(http_options=http)
+                _start(http)
                 _deploy(application(model, server, shared))
                 while next_signal() == _RESTARTS:
                     _deploy(application(model, server, shared))
                 serve.delete(NAME)
         finally:
             ray.shutdown()
+
+
+def _start(http: dict[str, Any]) -> None:
+    """Start Ray Serve and its proxy; raises EntropyKVError if that takes too long."""
+    try:
+        serve.start(http_options=http)
+    except (TimeoutError, ray.exceptions.RayActorError) as error:
+        raise EntropyKVError(
+            "Ray Serve's proxy does not start: the machine is too busy, or its ports are taken "
+            f"({type(error).__name__}); try again, or look at Ray's logs"
+        ) from None
 
 
 def _deploy(app: serve.Application) -> None:
