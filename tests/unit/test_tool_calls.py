@@ -58,7 +58,7 @@ def test_an_image_is_refused_without_a_projector() -> None:
         shown({"role": "user", "content": [part]})
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "file", "unheard-of", None])
+@pytest.mark.parametrize("kind", ["input_audio", "unheard-of", None])
 def test_a_part_that_is_no_text_is_refused_by_name(kind: str | None) -> None:
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind}]
     with pytest.raises(RequestError, match=rf"messages\.0\.content\.1: parts of type {kind!r}"):
