@@ -56,12 +56,12 @@ class Gates:
         self.closed[name] = threading.Event()
         return self.closed[name]
 
-    def load(self, options: ModelOptions, *arguments: Any) -> ServedLlama:
+    def load(self, options: ModelOptions, *arguments: Any, **named: Any) -> ServedLlama:
         name = options.served_name
         self.loads.append(name)
         if name in self.closed:
             assert self.closed[name].wait(60)
-        return load_llama(options, *arguments)
+        return load_llama(options, *arguments, **named)
 
 
 @dataclass
