@@ -56,8 +56,8 @@ class Watched:
         """Assert that there were no errors except the `expected` ones, and close the page."""
         wrong = [text for text in self.problems if not any(each in text for each in expected)]
         self.context.close()
-        assert not wrong
-        assert not self.foreign
+        assert not wrong, wrong
+        assert not self.foreign, self.foreign
 
     # --- what a user does -------------------------------------------------------------------------
 
