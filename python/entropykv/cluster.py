@@ -49,8 +49,9 @@ class Cluster:
     def __init__(self, ray: Any, tick: Callable[[], object]) -> None:
         """Use the package `ray`, which is connected.
 
-        `tick` is called several times a second while tasks run. If it raises, running tasks are
-        cancelled, and their results are lost.
+        `tick` is called several times a second while tasks run, and may raise to stop. Leaving
+        connected() then ends the running tasks, whose results are lost. They are not cancelled one
+        by one: Ray 2.60 aborts the process if a task ends while ray.cancel(force=True) runs.
         """
         self._ray = ray
         self._tick = tick
@@ -73,24 +74,20 @@ class Cluster:
         task = self._ray.remote(num_cpus=kind.threads, max_retries=retries)(kind.function)
         waiting = iter(work)
         running: dict[Any, Work] = {}
-        try:
-            while True:
-                while len(running) < _MOST_TASKS:
-                    try:
-                        each = next(waiting)
-                    except StopIteration:
-                        break
-                    running[task.remote(shared, each)] = each
-                if not running:
-                    return
-                ended, _ = self._ray.wait(list(running), timeout=_POLL_SECONDS)
-                self._tick()
-                for reference in ended:
-                    each = running.pop(reference)
-                    receive(each, self._result(reference, kind.name(each)))
-        finally:
-            for reference in running:
-                self._ray.cancel(reference, force=True)
+        while True:
+            while len(running) < _MOST_TASKS:
+                try:
+                    each = next(waiting)
+                except StopIteration:
+                    break
+                running[task.remote(shared, each)] = each
+            if not running:
+                return
+            ended, _ = self._ray.wait(list(running), timeout=_POLL_SECONDS)
+            self._tick()
+            for reference in ended:
+                each = running.pop(reference)
+                receive(each, self._result(reference, kind.name(each)))
 
     def _result(self, reference: Any, name: str) -> Any:
         try:

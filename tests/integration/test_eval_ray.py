@@ -85,7 +85,7 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_missing(
     wait_for_records(log, 1)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "interrupted" in errors
     assert "Traceback" not in errors
     measured = log.read_bytes()

@@ -122,7 +122,7 @@ def test_ctrl_c_stops_the_cluster_s_tasks_and_the_same_command_continues(
     wait_for_a_document(spread)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "interrupted after" in errors
     assert "Traceback" not in errors
     process = begin(tiny_llama, texts, *options)

@@ -45,10 +45,14 @@ class Served:
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0.0}
         headers = {} if name is None else {"X-Session-Id": name}
         deadline = time.monotonic() + 120
-        while True:  # While Ray notices that a node died, it answers 5xx.
-            answer = self._client.post("/v1/completions", json=body, headers=headers)
-            if answer.status_code < 500 or time.monotonic() > deadline:
-                break
+        while True:
+            # Ray Serve has a proxy on every node, and on one machine they share a port: the death
+            # of a node breaks the connections of its proxy, and a while passes until Ray notices.
+            with contextlib.suppress(httpx.TransportError):
+                answer = self._client.post("/v1/completions", json=body, headers=headers)
+                if answer.status_code < 500:
+                    break
+            assert time.monotonic() < deadline
             time.sleep(0.5)
         assert answer.status_code == 200, answer.text
         text = answer.json()["choices"][0]["text"]
@@ -127,7 +131,7 @@ def test_requests_find_their_text_and_a_node_that_dies_loses_no_finished_turn(
     assert served.post(b"{").status_code == 400
     assert served.post(b" " * (2 << 20)).status_code == 413
 
-    texts = {f"named {number}": f"{number} {SYSTEM}" for number in range(6)}
+    texts = {f"named {number}": f"{number} {SYSTEM}" for number in range(12)}
     where = {}
     for name, text in texts.items():
         answer, where[name], _ = served.ask(text, name)
@@ -135,7 +139,10 @@ def test_requests_find_their_text_and_a_node_that_dies_loses_no_finished_turn(
     assert len(set(where.values())) == 2
     cluster.kill_a_node()
     for name, text in texts.items():
-        answer, now, read = served.ask(text, name)
+        answer, _, read = served.ask(text, name)
         assert answer
         assert 0 < read < 20  # The finished turn was not read again.
-    assert {served.ask(text, name)[1] for name, text in texts.items()} == {now}
+    # The processes of a node that died may answer a little longer.
+    deadline = time.monotonic() + 60
+    while len({served.ask(text, name)[1] for name, text in texts.items()}) > 1:
+        assert time.monotonic() < deadline

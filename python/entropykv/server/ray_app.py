@@ -55,6 +55,8 @@ _REPLICA = "replica"
 """The name of the deployment that has the models."""
 _LEAST_SLACK = 2
 """How many requests more than the least loaded replica one may have because it holds a text."""
+_HEAD_NODE = "node:__internal_head__"
+"""The resource that only the head node of a Ray cluster has."""
 _MOST_ONGOING = 1000
 """The most requests of a replica, waiting ones included."""
 
@@ -127,9 +129,10 @@ def application(
     front: Any = serve.deployment(
         serve.ingress(_front_builder(limits_of(model, server)))(),
         name=NAME,
-        # It computes nothing. There is one, because its router counts the requests of replicas.
+        # It computes nothing. There is one, because its router counts the requests of replicas. It
+        # lives on the head node as Ray Serve's proxy does, so that no other node's death stops it.
         num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": {_HEAD_NODE: 0.001}},
         max_ongoing_requests=_MOST_ONGOING * (options.max_replicas or options.replicas),
     )
     bound: serve.Application = front.bind(
