@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from entropykv.server.asked_document import is_document_part
+
 SHARED_CHARACTERS = 512
 """The shortest system prompt that requests are sent together for; reading a shorter one again takes
 less time than waiting.
@@ -60,9 +62,8 @@ def _keys_of(user: str, request: Mapping[str, Any]) -> tuple[str, ...]:
     first: Any = request.get("prompt")
     if isinstance(messages, list):
         turns = [turn for turn in messages if isinstance(turn, dict)]
-        others = [turn for turn in turns if turn.get("role") not in ("system", "developer")]
-        before += [turn.get("content") for turn in turns if turn not in others]
-        first = others[0].get("content") if others else None
+        before += [turn.get("content") for turn in turns if _is_system(turn)]
+        first = next((turn.get("content") for turn in turns if not _is_system(turn)), None)
     elif isinstance(messages, str):
         first = messages
     document = document or _document_in(messages)
@@ -78,12 +79,16 @@ def _keys_of(user: str, request: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def _is_system(turn: Mapping[str, Any]) -> bool:
+    return turn.get("role") in ("system", "developer")
+
+
 def _document_in(messages: Any) -> Any:
     """Return the first content part that names a document, in the forms that routes accept."""
     for turn in messages if isinstance(messages, list) else ():
         parts = turn.get("content") if isinstance(turn, dict) else None
         for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict) and part.get("type") in ("file", "input_file"):
+            if isinstance(part, dict) and is_document_part(part):
                 return part
     return None
 
