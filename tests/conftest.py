@@ -14,6 +14,7 @@ import pytest
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
 from entropykv.session import sequence_slot
+from tests.support.ray_cluster import ThreeNodes, three_nodes
 from tests.support.systems import absent_imports, left_out
 from tests.support.tiny_models import write_bitnet, write_llama
 
@@ -93,6 +94,14 @@ def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a pool wait long on a busy machine before it takes a session for idle."""
     monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 60.0)
+
+
+@pytest.fixture
+def cluster() -> Iterator[ThreeNodes]:
+    """A Ray cluster of three nodes, one of which can be killed."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    with three_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="session")

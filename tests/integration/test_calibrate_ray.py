@@ -7,23 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import assert_refused, entropykv
 from tests.support.eval_command import words
-from tests.support.ray_cluster import ThreeNodes, three_nodes
+from tests.support.ray_cluster import ThreeNodes
 
 SETTINGS = ("--n-sequences", 4, "--max-length", 64, "--curve-texts", 3, "--curve-length", 256)
-
-
-@pytest.fixture
-def cluster() -> Iterator[ThreeNodes]:
-    pytest.importorskip("ray", reason="needs the extra ray")
-    with three_nodes() as nodes:
-        yield nodes
 
 
 @pytest.fixture

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.eval_command import SHORT, Command, words
-from tests.support.ray_cluster import ThreeNodes, three_nodes
+from tests.support.ray_cluster import ThreeNodes
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.replicas
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.replicas
 N_TEXTS = 8
 TIMES = ("prompt_speed", "decode_speed", "disagreement")
 """Figures of a row that are measured by a clock."""
-
-
-@pytest.fixture
-def cluster() -> Iterator[ThreeNodes]:
-    with three_nodes() as nodes:
-        yield nodes
 
 
 @pytest.fixture

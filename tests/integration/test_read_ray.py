@@ -7,24 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import assert_refused, entropykv
 from tests.support.eval_command import words
-from tests.support.ray_cluster import ThreeNodes, three_nodes
+from tests.support.ray_cluster import ThreeNodes
 
 N_TEXTS = 8
 SETTINGS = ("-c", 8192, "--kv-budget", 96, "-t", 1, "--policy", "uniform")
-
-
-@pytest.fixture
-def cluster() -> Iterator[ThreeNodes]:
-    pytest.importorskip("ray", reason="needs the extra ray")
-    with three_nodes() as nodes:
-        yield nodes
 
 
 @pytest.fixture

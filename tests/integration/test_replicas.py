@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from entropykv.model import shipped
-from tests.support.ray_cluster import ThreeNodes, three_nodes
+from tests.support.ray_cluster import ThreeNodes
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.replicas
@@ -73,12 +73,6 @@ class Served:
             self._process.wait(60)
         self._process.kill()
         self._process.wait()
-
-
-@pytest.fixture
-def cluster() -> Iterator[ThreeNodes]:
-    with three_nodes() as nodes:
-        yield nodes
 
 
 @pytest.fixture
