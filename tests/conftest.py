@@ -15,7 +15,7 @@ from entropykv.errors import ModelFileError
 from entropykv.model import shipped
 from entropykv.session import sequence_slot
 from tests.support.ray_cluster import ThreeNodes, three_nodes
-from tests.support.systems import absent_imports, left_out
+from tests.support.systems import absent_imports, is_there, left_out
 from tests.support.tiny_models import write_bitnet, write_llama
 
 # A shell that starts pytest in the background lets it and its children ignore interrupts.
@@ -33,6 +33,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_report_header() -> list[str]:
     """Name the test modules that are left out."""
     return [*left_out(ROOT / "tests")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests with the marker `needs` if this system lacks one of the needs."""
+    for item in items:
+        needs = [need for mark in item.iter_markers("needs") for need in mark.args]
+        lacking = [need for need in needs if not is_there(need)]
+        if lacking:
+            reason = f"needs {', '.join(lacking)}, which this system or user does not have"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 OWN_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}

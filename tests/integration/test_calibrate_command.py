@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from entropykv import EntropyProfile
 from tests.support.calibration_texts import HAS_TRANSFORMERS, WORDS
 from tests.support.command import assert_refused, entropykv
@@ -81,6 +83,7 @@ def test_bad_arguments_of_calibrate(tiny_llama: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_an_interrupt_leaves_nothing(smollm2: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "entropykv.cli", "calibrate", "-m", str(smollm2), "-t", "1"]
     process = subprocess.Popen(

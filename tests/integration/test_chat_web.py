@@ -18,6 +18,7 @@ from entropykv.model import shipped
 CHAT = [sys.executable, "-m", "entropykv.cli", "chat", "--demo", "bitnet", "--web"]
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_the_page_is_opened_with_what_chat_was_told(tmp_path: Path) -> None:
     told = tmp_path / "told"
     browser = tmp_path / "browser"

@@ -95,6 +95,7 @@ def test_prompt_from_stdin_and_flat_store(tiny_llama: Path) -> None:
     assert "flat store, policy recency" in result.stderr
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
     prompt = "Once upon a time, in a village by the sea,"  # The model does not end its answer soon.
     options = ("-m", str(smollm2), "-p", prompt, "--no-chat", "--temp", "0", "-c", "4096")
@@ -264,6 +265,7 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
     assert "None" not in result.stdout
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_sigterm_leaves_no_half_written_file(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"what was there")

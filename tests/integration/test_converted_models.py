@@ -144,12 +144,13 @@ def test_refusals_on_the_command_line(tmp_path: Path) -> None:
     assert target.read_bytes()[:4] == b"GGUF"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.needs("/dev/full")
 def test_a_device_is_no_output(tmp_path: Path) -> None:
     source = I2sModel().write(tmp_path / "i2s.gguf")
     assert_refused(entropykv("convert", source, "/dev/full", "--force"), "regular file")
 
 
+@pytest.mark.needs("resource.setrlimit")
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     """A limit on the size of files simulates a full disk: write() fails in the same way."""
     source, target = I2sModel().write(tmp_path / "i2s.gguf"), tmp_path / "out.gguf"
@@ -187,6 +188,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return large_model(tmp_path_factory.mktemp("models") / "large.gguf")
 
 
+@pytest.mark.needs("/proc/self/status")
 def test_memory_stays_far_below_the_size_of_the_file(large: Path, tmp_path: Path) -> None:
     # Do not use ru_maxrss, which a new process inherits from its parent.
     program = """
@@ -204,6 +206,7 @@ print(peak() - before)
     assert growth < size / 3, f"{growth / 2**20:.0f} MiB for a file of {size / 2**20:.0f}"
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_an_interrupt_leaves_nothing(large: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.gguf"
     process = subprocess.Popen([sys.executable, "-m", "entropykv.cli", "convert", large, target])

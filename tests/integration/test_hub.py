@@ -132,6 +132,7 @@ def test_from_nothing_to_the_first_token_and_without_a_network_after_it(
     assert f"no answer from the hub: {REPO} is taken from" in busy.stderr
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_an_interrupted_download_goes_on_where_it_ended(
     machine: Machine, models: dict[str, bytes]
 ) -> None:
@@ -345,6 +346,7 @@ sys.exit(main(["plan", "-hf", sys.argv[1]]))
 """
 
 
+@pytest.mark.needs("resource.setrlimit")
 def test_a_disk_without_room_is_found_before_and_during_the_download(machine: Machine) -> None:
     before = machine.run(REPO, python=WITH_LITTLE_DISK)
     assert_refused(before, "has 0 MiB free", REPO, "HF_HUB_CACHE")

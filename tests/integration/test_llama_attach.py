@@ -121,7 +121,7 @@ def resident_bytes() -> int:
     raise AssertionError
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.needs("/proc/self/status")
 def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
     """8,192 cells of f16 are 180 MiB: attach() frees them, and EntropyLlama never
     allocates them.

@@ -59,6 +59,7 @@ def test_a_template_takes_arguments(tiny_llama: Path, capsys: pytest.CaptureFixt
     assert "template" in capsys.readouterr().err
 
 
+@pytest.mark.needs("/proc/self/maps")
 def test_metadata_is_overridden_and_weights_are_read_as_asked(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_an_answer_begins_with_its_first_word() -> None:
         assert not result.stdout[0].isspace()
 
 
+@pytest.mark.needs("/dev/full")
 def test_a_full_disk_ends_with_one_sentence(tiny_llama: Path) -> None:
     with open("/dev/full", "w", encoding="ascii") as full:
         result = subprocess.run(

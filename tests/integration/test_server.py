@@ -200,6 +200,7 @@ def test_metrics_are_what_prometheus_reads(server: Server) -> None:
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
 
 
+@pytest.mark.needs("/proc/self/status")
 def test_memory_does_not_grow(client: openai.OpenAI, server: Server) -> None:
     def ask(count: int) -> None:
         for index in range(count):
@@ -228,6 +229,7 @@ def refused(*options: object, code: str = "from entropykv.cli import main") -> s
     return result.stderr
 
 
+@pytest.mark.needs("signal.SIGKILL")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_in_the_midst_of_an_answer(number: signal.Signals) -> None:
     running = Server()

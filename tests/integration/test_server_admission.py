@@ -163,6 +163,7 @@ def test_pages_of_other_names_reach_nothing(server: Server, host: str) -> None:
 
 
 @pytest.mark.parametrize("piece", ["{}", "[]", '"a"', "7", "null"])
+@pytest.mark.needs("/proc/self/status")
 def test_nobody_waits_for_a_body_that_is_checked(server: Server, piece: str) -> None:
     size = (1 << 20) - 100
     body = '{"prompt":[' + ",".join([piece] * (size // (len(piece) + 1))) + ',"x",{}]}'
@@ -232,6 +233,7 @@ def _files_and_threads(server: Server) -> tuple[int, int]:
     return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
 
 
+@pytest.mark.needs("/proc/self/fd")
 def test_nothing_is_lost_beside_hostile_clients(server: Server) -> None:
     body = json.dumps({"prompt": "The old garden", "max_tokens": 3, "temperature": 0.0})
     expected = server.post("/v1/completions", body).json()["choices"][0]["text"]

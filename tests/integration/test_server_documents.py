@@ -470,8 +470,9 @@ def test_documents_are_there_after_a_restart(tmp_path: Path) -> None:
         running.end()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_reading_goes_on_after_a_server_has_died(tmp_path: Path, number: int) -> None:
+@pytest.mark.needs("signal.SIGKILL")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_a_reading_goes_on_after_a_server_has_died(tmp_path: Path, name: str) -> None:
     running = Server("--documents", tmp_path, usual=USUAL)
     asker = Asker(running)
     asker.post("book", LONG)
@@ -479,7 +480,7 @@ def test_a_reading_goes_on_after_a_server_has_died(tmp_path: Path, number: int) 
     while not (tmp_path / "book.kv.partial").exists():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    running.end(number)
+    running.end(signal.Signals[name])
     assert not (tmp_path / "book.kv").exists(), "it was read before the server died"
     running = Server("--documents", tmp_path, usual=USUAL)
     try:
@@ -493,6 +494,7 @@ def test_a_reading_goes_on_after_a_server_has_died(tmp_path: Path, number: int) 
         running.end()
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> None:
     """If the first one dies, the second one goes on."""
     first, second = (Server("--documents", tmp_path, usual=USUAL) for _ in range(2))
@@ -520,6 +522,7 @@ def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> N
         second.end()
 
 
+@pytest.mark.needs("resource.setrlimit")
 def test_a_full_disk_fails_one_document_and_not_the_server(tmp_path: Path) -> None:
     import resource  # noqa: PLC0415  (Windows has none)
 

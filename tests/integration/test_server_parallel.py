@@ -260,6 +260,7 @@ def test_a_request_that_takes_too_long_is_told_so() -> None:
         list(complete(client, PROMPTS[0], stream=True, **ENDLESS))
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_running_answers_end_before_the_server_does() -> None:
     server = Server(*PARALLEL, "--drain-seconds", 60, ENTROPYKV_API_KEY=KEY)
     pieces: list[int] = []
@@ -281,6 +282,7 @@ def test_running_answers_end_before_the_server_does() -> None:
     assert len(pieces) >= 150
 
 
+@pytest.mark.needs("/proc/self/status")
 def test_the_memory_of_large_requests_is_given_back() -> None:
     """Each worker refuses a prompt of 140,000 tokens: the memory of texts and tokens is freed at
     once.

@@ -243,6 +243,7 @@ def part(*arguments: object) -> tuple[list[int], list[list[int]]]:
 
 
 @pytest.mark.parametrize("model", ["tiny_llama", "smollm2"])
+@pytest.mark.needs("signal.SIGKILL")
 def test_a_killed_process_goes_on_in_another(model: str, tmp_path: Path, request: Any) -> None:
     path = str(request.getfixturevalue(model))
     if model == "smollm2":

@@ -6,7 +6,6 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import llama_cpp
 import pytest
@@ -48,7 +47,7 @@ def test_it_was_built_against_what_is_here() -> None:
     assert _core.SEQUENCE_STATE_VERSION == llama_cpp.LLAMA_STATE_SEQ_VERSION
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.needs("/proc/self/maps")
 def test_only_one_libllama_is_loaded_in_any_order_of_imports() -> None:
     """Only one libllama is loaded, because a second one would have its own log, thread pool and
     backends.

@@ -1,9 +1,11 @@
-"""Find tests that import modules of Python which only some systems have, such as fcntl."""
+"""Find what tests need and this system lacks: modules such as fcntl, functions, and files."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -11,6 +13,23 @@ OF_POSIX = ("fcntl", "grp", "pty", "pwd", "resource", "termios")
 """Modules that Windows lacks."""
 ABSENT = frozenset(name for name in OF_POSIX if importlib.util.find_spec(name) is None)
 """Those of them that this system lacks: none on Linux and macOS."""
+
+
+def is_there(need: str) -> bool:
+    """Tell whether this system has what a test needs.
+
+    A need is a path (`/proc/self/fd`), a name of a module (`os.mkfifo`), or `permissions`, which
+    are there if the mode of a file can refuse it to this user. Tests that send any signal to
+    another process need `signal.SIGKILL`, because Windows has neither.
+    """
+    if need == "permissions":
+        return hasattr(os, "geteuid") and os.geteuid() != 0
+    if need.startswith("/"):
+        return os.path.exists(need)
+    module, _, name = need.rpartition(".")
+    return importlib.util.find_spec(module or name) is not None and (
+        not module or hasattr(importlib.import_module(module), name)
+    )
 
 
 def absent_imports(path: Path, absent: Collection[str] = ABSENT) -> list[str]:

@@ -181,7 +181,7 @@ def test_directories_that_cannot_hold_it(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.needs("permissions")
 def test_a_directory_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     not_made(tmp_path, "Permission denied")
@@ -263,7 +263,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     assert path.exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may open anything")
+@pytest.mark.needs("permissions")
 def test_a_file_without_permission_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "entropykv-1-a.cold"
     path.write_bytes(MAGIC)

@@ -53,6 +53,7 @@ def first_line(child: subprocess.Popen[str]) -> list[str]:
     return child.stdout.readline().split()
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_live_processes_side_by_side_and_one_that_was_killed(tmp_path: Path) -> None:
     ours = create(tmp_path)
     with process(tmp_path, WAIT) as child:
@@ -74,6 +75,7 @@ def test_live_processes_side_by_side_and_one_that_was_killed(tmp_path: Path) -> 
     ours.close()
 
 
+@pytest.mark.needs("signal.SIGKILL")
 def test_a_program_that_was_started_does_not_keep_a_leftover_alive(tmp_path: Path) -> None:
     script = """
 child = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
@@ -95,6 +97,7 @@ sys.stdin.read()
             os.kill(sleeping, signal.SIGKILL)
 
 
+@pytest.mark.needs("os.fork")
 def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
     script = """
 child = os.fork()

@@ -163,13 +163,13 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path, tiny: Path) -> None:
     assert_weights_are(target, TINY)
 
 
-@pytest.mark.skipif(not Path("/proc/version").exists(), reason="needs /proc")
+@pytest.mark.needs("/proc/version")
 def test_a_directory_that_takes_no_files(tiny: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be written"):
         convert(tiny, "/proc/out.gguf")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.needs("permissions")
 def test_a_directory_without_permission(tmp_path: Path, tiny: Path) -> None:
     folder = tmp_path / "locked"
     folder.mkdir(0o555)

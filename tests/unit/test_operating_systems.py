@@ -7,6 +7,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ from entropykv.server.users import Caller
 from entropykv.session import document
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.cold_file import ColdFile
-from tests.support.systems import OF_POSIX, absent_imports, left_out
+from tests.support.systems import OF_POSIX, absent_imports, is_there, left_out
 
 
 class FakeRuntime(SimpleNamespace):
@@ -361,3 +362,52 @@ def test_test_modules_that_a_system_cannot_import_are_left_out_by_name() -> None
     lines = [*left_out(here.parent, {"fcntl"})]
     assert f"not run: {here.name}, because this system has no fcntl" in lines
     assert [*left_out(here.parent)] == []
+
+
+# --- tests say by a marker what only some systems have --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("need", "there"),
+    [
+        ("/proc/self/fd", True),
+        ("/proc/none", False),
+        ("os.mkfifo", True),
+        ("os.startfile", False),
+        ("msvcrt", False),
+        ("msvcrt.locking", False),
+        ("signal.SIGKILL", True),
+        ("permissions", os.geteuid() != 0),
+    ],
+)
+def test_what_a_test_needs_is_looked_for(need: str, there: bool) -> None:
+    assert is_there(need) is there
+
+
+NEEDS_A_MARKER = re.compile(
+    r"os\.(fork|mkfifo|geteuid|killpg|setsid)\b|SIGKILL|\.send_signal\(|/proc/self|/dev/full|setrlimit"
+)
+
+
+def unmarked_tests(file: Path) -> Iterator[str]:
+    """Yield tests of a file that only some systems can run, and that have no marker `needs`.
+
+    Functions that a test calls are not read, so a test that only calls such a function is missed.
+    """
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    if absent_imports(file, OF_POSIX) or "systems" in file.name:
+        return
+    for test in tree.body:
+        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+            marks = [ast.unparse(each) for each in test.decorator_list]
+            if NEEDS_A_MARKER.search(ast.unparse(test)) and not any(".needs(" in m for m in marks):
+                yield f"{file.name}: {test.name}"
+
+
+def test_tests_that_only_some_systems_can_run_have_a_marker(tmp_path: Path) -> None:
+    file = tmp_path / "test_x.py"
+    file.write_text("def test_a(path):\n    os.mkfifo(path)\n", encoding="utf-8")
+    assert [*unmarked_tests(file)] == ["test_x.py: test_a"]
+    tests = Path(__file__).parents[1]
+    assert [name for file in tests.rglob("test_*.py") for name in unmarked_tests(file)] == []
