@@ -62,7 +62,8 @@ def test_a_document_and_a_question_about_it(page: Watched) -> None:
 def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: Path) -> None:
     """Also by a second conversation, and after the page was loaded again."""
     keep = tmp_path / "kept"
-    running = Server("--documents", keep, usual=("-c", 16384, "-t", 1, "--kv-budget", 4096))
+    usual = ("-c", 16384, "-t", 1, "--kv-budget", 4096, "--policy", "adaptive")
+    running = Server("--documents", keep, usual=usual)
     page = Watched(browser, running.url, **CONTEXT)
     try:
         page.settings(Temperature=0, Longest_answer=4)
@@ -74,6 +75,10 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         page.finished()
         assert page.answers()[0]
         assert "tokens read" in chip.inner_text()
+        page.page.get_by_text("Passages that this answer looked at").click()
+        marks = page.page.locator(".passages mark").all_inner_texts()
+        assert len(marks) == 4
+        assert all(squeezed(mark) in squeezed(text * 7) for mark in marks)
         assert chip.get_by_role("progressbar").count() == 0
         assert not page.page.locator(".bubble .chip").count(), "the text was sent with the question"
         read = figures(running)["prompt_tokens"]
@@ -87,6 +92,29 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         page.check()
     finally:
         running.end()
+
+
+def test_an_answer_whose_attention_was_not_measured_shows_no_passages(
+    browser: Any, tmp_path: Path
+) -> None:
+    usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", "streaming")
+    running = Server("--documents", tmp_path, usual=usual)
+    page = Watched(browser, running.url, **CONTEXT)
+    try:
+        page.settings(Temperature=0, Longest_answer=4)
+        drop(page, "book.txt", DEMO.document.read_text(encoding="utf-8"))
+        page.ask(DEMO.question)
+        page.finished()
+        assert page.answers()[0]
+        assert page.page.locator(".passages").count() == 0
+        page.check()
+    finally:
+        running.end()
+
+
+def squeezed(text: str) -> str:
+    """Return a text with one space between words, as a browser shows it."""
+    return " ".join(text.split())
 
 
 def drop(page: Watched, name: str, text: str) -> None:

@@ -6,12 +6,15 @@ import {
   change,
   chosen,
   type Message,
+  type Passage,
   remove,
   state,
 } from "./conversations";
 import { models } from "./models";
 
 const LEAST_MS = 50;
+// How many passages of a document are shown under an answer.
+const PASSAGES = 4;
 
 const wholeText = (message: Message): string =>
   [...(message.attachments ?? []).map((each) => each.text), message.text].join("\n").trim();
@@ -63,7 +66,7 @@ function requestOf({ settings, messages, document }: Conversation): object {
   const { chosen: model } = models.value;
   return {
     ...(model === null ? {} : { model }),
-    ...(document === undefined ? {} : { document }),
+    ...(document === undefined ? {} : { document, passages: PASSAGES }),
     messages: [
       ...system,
       ...messages.map((each) => ({ role: each.role, content: wholeText(each) })),
@@ -116,6 +119,8 @@ async function answer(id: string): Promise<void> {
         message.text += delta.content ?? "";
         showSoon();
       }
+      const passages: Passage[] | null | undefined = chunk.choices?.[0]?.passages;
+      if (passages?.length) message.passages = passages;
       if (chunk.choices?.[0]?.finish_reason === "length") figures.ending = "cut off";
       if (chunk.usage) {
         figures.tokens = chunk.usage.completion_tokens;

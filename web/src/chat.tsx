@@ -4,7 +4,7 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { edit, regenerate, say } from "./answers";
 import { Composer, sizeOf } from "./composer";
 import { chosen, defaults, type Message, state } from "./conversations";
-import { DocumentChoice } from "./document";
+import { DocumentChoice, Passages } from "./document";
 import { Button, Icon } from "./icons";
 import { render } from "./markdown";
 import { useStore } from "./store";
@@ -198,6 +198,7 @@ function Answer({ message, isWritten, canRepeat }: AnswerProps): JSX.Element {
           {message.error}
         </p>
       )}
+      {!isWritten && message.passages && <Passages passages={message.passages} />}
       {!isWritten && (
         <div class="actions">
           {canRepeat && (

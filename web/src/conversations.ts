@@ -19,12 +19,22 @@ export interface Attachment {
   text: string;
 }
 
+// A passage of a document that an answer looked at; its place is in characters.
+export interface Passage {
+  start: number;
+  end: number;
+  text: string;
+  share: number;
+}
+
 export interface Message {
   role: "user" | "assistant";
   text: string;
   // What the model thought before this answer; it is not sent again.
   thought?: string;
   attachments?: Attachment[];
+  // The passages of the document that an answer looked at.
+  passages?: Passage[];
   // What an answer cost, and why it ended.
   note?: string;
   error?: string;

@@ -1,7 +1,7 @@
 // The document that a conversation is about, and those that it could be about.
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
-import { change, chosen } from "./conversations";
+import { change, chosen, type Passage } from "./conversations";
 import {
   documents,
   type DocumentState,
@@ -51,6 +51,25 @@ function progressOf({ status, tokens_read, tokens }: DocumentState): string {
   if (status === "ready") return `${all} tokens read`;
   if (status === "queued" || tokens === 0) return "waits to be read";
   return `${tokens_read.toLocaleString("en")} of ${all} tokens read`;
+}
+
+// What an answer looked at, in the order of the document; more attention gives a stronger mark.
+export function Passages({ passages }: { passages: Passage[] }): JSX.Element {
+  const most = Math.max(...passages.map((each) => each.share));
+  const inOrder = [...passages].sort((one, other) => one.start - other.start);
+  return (
+    <details class="passages">
+      <summary>Passages that this answer looked at</summary>
+      {inOrder.map(({ start, text, share }) => (
+        <blockquote key={start}>
+          <mark style={{ "--strength": `${Math.round((100 * share) / most)}%` }}>
+            {text.trim()}
+          </mark>{" "}
+          <small>{Math.round(100 * share)} % of what this answer raised</small>
+        </blockquote>
+      ))}
+    </details>
+  );
 }
 
 // The documents that the server has, for a new conversation.

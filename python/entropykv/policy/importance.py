@@ -96,6 +96,11 @@ class Importance:
         return self._row.adds_up and set(self.modifiers) <= {"echo"}
 
     @property
+    def adds_up(self) -> bool:
+        """Tell whether it adds up the shares of attention that queries gave to an entry."""
+        return self._row.adds_up
+
+    @property
     def repeats(self) -> bool:
         """Tell whether it needs a text to be read twice: see session/echo.py."""
         return self._row.of_echoes or "echo" in self.modifiers

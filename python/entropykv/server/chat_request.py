@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.server.asked_document import about_document, document_named
 from entropykv.server.chat_thought import ChatThought
-from entropykv.server.choices import seeds, with_usage
+from entropykv.server.choices import seeds, with_passages, with_usage
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
     FIRST_ERROR,
@@ -39,8 +39,10 @@ from entropykv.server.messages import Message, template_messages
 from entropykv.server.requests import (
     DOCUMENT,
     MOST_CHOICES,
+    PASSAGES,
     Request,
     StreamOptions,
+    ask_for_passages,
     check_logprobs,
     sampling_arguments,
 )
@@ -106,6 +108,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         min_length=1, max_length=MOST_MESSAGES
     )
     document: Name | None = DOCUMENT
+    passages: int = PASSAGES
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -165,6 +168,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     def call(self, llama: ServedLlama) -> Any:
         """Generate one choice, and return a response or its chunks; raises RequestError."""
         check_logprobs(llama, bool(self.logprobs))
+        ask_for_passages(self.passages, llama)
         use = self.tool_use()
         arguments = sampling_arguments(self, llama)
         asked = self.max_tokens or self.max_completion_tokens
@@ -198,15 +202,19 @@ class ChatRequest(Request, CreateChatCompletionRequest):
 
         with images.shown(llama):
             answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
-        if not self.stream:
-            legacy = self.functions is not None
-            answer = answer if thought is None else thought.in_whole(answer)
-            return answer if reader is None else _with_calls(answer, reader, legacy=legacy)
-        if thought is not None:
-            answer = thought.in_chunks(answer)
-        if reader is not None:
-            answer = _chunks_with_calls(answer, reader, legacy=self.functions is not None)
-        return with_usage(answer, llama)
+        answer = self._in_parts(answer, thought, reader)
+        if self.passages:
+            answer = with_passages(answer, llama)
+        return with_usage(answer, llama) if self.stream else answer
+
+    def _in_parts(self, answer: Any, thought: ChatThought | None, use: ToolUse | None) -> Any:
+        """Return an answer, or its chunks, with thoughts and calls as separate fields."""
+        legacy = self.functions is not None
+        if self.stream:
+            answer = answer if thought is None else thought.in_chunks(answer)
+            return answer if use is None else _chunks_with_calls(answer, use, legacy=legacy)
+        answer = answer if thought is None else thought.in_whole(answer)
+        return answer if use is None else _with_calls(answer, use, legacy=legacy)
 
     def template_arguments(self, llama: ServedLlama) -> dict[str, Any]:
         """Return the variables of the chat template besides the messages; raises RequestError."""

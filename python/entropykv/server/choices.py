@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from entropykv.server.loading import ServedLlama
@@ -30,6 +30,25 @@ def with_usage(chunks: Iterator[dict[str, Any]], llama: ServedLlama) -> Iterator
         yield chunk
     thought = None if llama.thought is None else llama.thought.counter.n_tokens
     yield {**head, "choices": [], "usage": _usage(llama.prompt_size, llama.generated, thought)}
+
+
+def with_passages(answer: Any, llama: ServedLlama) -> Any:
+    """Return an answer of one choice, or its chunks, with the passages that the answer looked at.
+
+    They are beside the reason why the answer ended.
+    """
+    if isinstance(answer, Iterator):
+        return (_with_passages(chunk, llama) for chunk in answer)
+    return _with_passages(answer, llama)
+
+
+def _with_passages(answer: dict[str, Any], llama: ServedLlama) -> dict[str, Any]:
+    (choice,) = answer["choices"]
+    if choice["finish_reason"] is None:
+        return answer
+    found = llama.passages
+    passages = None if found is None else [asdict(passage) for passage in found]
+    return {**answer, "choices": [{**choice, "passages": passages}]}
 
 
 @dataclass

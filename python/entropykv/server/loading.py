@@ -41,8 +41,10 @@ from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.template_traits import TemplateTraits, template_of, traits_of
 from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.asked import cache_options_of
+from entropykv.session.document import document_header
 from entropykv.session.image_spans import end_of_piece
 from entropykv.session.images import ImageLimits
+from entropykv.session.passages import AttentionSince, Passage
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.recovery import WITHOUT_REWALK
@@ -89,6 +91,11 @@ class ServedLlama(EntropyLlama):
     """How many tokens the prompt of the latest generation has."""
     asked: AskedDocument | None = None
     """The document that the current request asks about."""
+    n_passages: int = 0
+    """How many passages of the document the current request wants to see."""
+    passages: list[Passage] | None = None
+    """The passages that the latest answer looked at; None if nothing measured that."""
+    _attention: AttentionSince | None = None
     files: Sequence[bytes] = ()
     """The image files of the next chat; its text has a marker in the place of each image."""
     generated: int = 0
@@ -179,6 +186,8 @@ class ServedLlama(EntropyLlama):
             if self.prefix_cache is not None and self._session.position == self.n_tokens:
                 self.prefix_cache.reads(self._session, len(tokens))
             try:
+                if self.n_passages and self._attention is None:
+                    self._attention = AttentionSince(self._session)
                 return super().eval(tokens)
             except PoolError as error:
                 if self.checkpoint is not None:
@@ -259,8 +268,14 @@ class ServedLlama(EntropyLlama):
         before = session.stats()
         try:
             self._hold(session)
-            yield from super()._create_completion(prompt, *arguments, **options)
+            for chunk in super()._create_completion(prompt, *arguments, **options):
+                if self.n_passages and chunk["choices"][0]["finish_reason"] is not None:
+                    self.passages = self._looked_at()
+                yield chunk
         finally:
+            if self._attention is not None:
+                self._attention.close()
+                self._attention = None
             self._hold(self._idle)
             self.prefix_cache.gives_up(session)
             now = session.stats()
@@ -270,6 +285,17 @@ class ServedLlama(EntropyLlama):
             else:
                 self.latest = session
                 self.prefix_cache.put(session, caller, self._answer_place(session))
+
+    def _looked_at(self) -> list[Passage] | None:
+        """Return the passages of the document that the answer looked at, while it is held."""
+        asked, attention = self.asked, self._attention
+        if asked is None or attention is None:
+            return None
+        try:
+            text = document_header(asked.path).note.text
+            return attention.passages(text, len(self.document_tokens()), self.n_passages)
+        except (PoolError, SessionFileError):  # The answer is worth more than its passages.
+            return None
 
     def _answer_place(self, session: Session) -> int:
         """Return the position before the last thought, or 0: the next turn continues there."""

@@ -15,7 +15,7 @@ from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletion
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from entropykv.drop_in.entropy_llama import EntropyLlama
-from entropykv.server.choices import seeds, with_usage
+from entropykv.server.choices import seeds, with_passages, with_usage
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
     MOST_GRAMMAR,
@@ -30,6 +30,7 @@ from entropykv.server.fields import (
     TokenCount,
 )
 from entropykv.server.loading import ServedLlama
+from entropykv.session.passages import MOST_PASSAGES
 
 MOST_CHOICES = 128
 """The most choices of one prompt, as in OpenAI's API."""
@@ -45,6 +46,15 @@ DOCUMENT: Any = Field(
     default=None,
     description="The document that is asked, which POST /v1/documents has read: the text of the "
     "request stands behind it.",
+)
+
+
+PASSAGES: Any = Field(
+    default=0,
+    ge=0,
+    le=MOST_PASSAGES,
+    description="How many passages of the document that the answer looked at are returned with "
+    "each choice, as `passages`.",
 )
 
 
@@ -77,6 +87,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
         description="A text or its tokens, or a list of those."
     )
     document: Name | None = DOCUMENT
+    passages: int = PASSAGES
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
@@ -107,6 +118,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
         """
         (only,) = self._prompts()
         llama.thought = None
+        ask_for_passages(self.passages, llama)
         prompt = self._behind_document(_checked(only, llama), llama)
         check_logprobs(llama, self.logprobs is not None)
         arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}
@@ -116,6 +128,8 @@ class CompletionRequest(Request, CreateCompletionRequest):
             answer = _echoed(text, llama.create_completion(**{**arguments, "echo": False}))
         else:
             answer = llama.create_completion(**arguments)
+        if self.passages:
+            answer = with_passages(answer, llama)
         return with_usage(answer, llama) if self.stream else answer
 
     def _behind_document(self, prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
@@ -159,6 +173,17 @@ def _checked(prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
     if not prompt and not (isinstance(prompt, str) and begins):
         raise RequestError(400, "prompt: it is empty", param="prompt")
     return prompt
+
+
+def ask_for_passages(n: int, llama: ServedLlama) -> None:
+    """Let the next answer find n passages of its document; raises RequestError without one."""
+    if n and llama.asked is None:
+        raise RequestError(
+            400,
+            "passages: they are those of a document; name one in the field document",
+            param="passages",
+        )
+    llama.n_passages, llama.passages = n, None
 
 
 def check_tokens(tokens: list[int], llama: EntropyLlama, param: str) -> None:

@@ -33,7 +33,9 @@ class PoolStats:
     kv_bytes_staging: int
     """Bytes outside the pool: one micro-batch of one layer."""
     kv_bytes_scratch: int
-    """Bytes outside both: working memory of the attention op's threads."""
+    """Bytes outside both: working memory of the attention op's threads, and importance that is
+    remembered for passages (session/passages.py).
+    """
     sessions: int
     """How many sessions are open."""
     live: int
@@ -186,7 +188,9 @@ class Pool:
                 kv_bytes_now=core.used_bytes,
                 kv_bytes_peak=core.peak_bytes,
                 kv_bytes_staging=core.staging_bytes,
-                kv_bytes_scratch=_sum(counters, "kv_bytes_scratch") + core.scratch_bytes,
+                kv_bytes_scratch=_sum(counters, "kv_bytes_scratch")
+                + core.scratch_bytes
+                + sum(session.snapshot_bytes for session in self.sessions()),
                 sessions=len(runner.slots),
                 live=len(shared.live),
                 swapped_out=shared.swap_space.count,

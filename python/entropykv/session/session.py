@@ -165,6 +165,8 @@ class Session:
         self._reader = SequenceReader(runner, self._slot, self._rollback, runner.drafter())
         self._saver = Saver(runner, self._slot)
         self._counts = SessionCounts()
+        self.snapshot_bytes = 0
+        """The bytes of the importance that is remembered of it: see session/passages.py."""
         self._closed = False
 
     def __enter__(self) -> Session:
@@ -519,6 +521,25 @@ class Session:
         with self._runner.live_store(self._slot) as store:
             return store.entries(layer, kv_head)
 
+    def importance(
+        self,
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | None:
+        """Return for every KV head of all layers the positions that it keeps, ascending, and their
+        importance.
+
+        Returns None if the store or the policy does not measure attention. Raises PoolError if the
+        pool has no room for the session.
+        """
+        with self._runner.live_store(self._slot) as store:
+            found = []
+            for layer, budgets in enumerate(store.budgets()):
+                for head in range(len(budgets)):
+                    importance = store.importance(layer, head)
+                    if importance is None:
+                        return None
+                    found.append((store.entries(layer, head), importance))
+            return found
+
     def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what all KV heads hold, for viewers.
 
@@ -792,6 +813,8 @@ class Session:
     def stats(self) -> SessionStats:
         """Return counts, bytes and times so far."""
         store = self._store
+        counters = store.counters()
+        counters["kv_bytes_scratch"] += self.snapshot_bytes
         drafts = self.drafting.counts if self.drafting else DraftCounts()
         draft_model = self._runner.draft_model
         return SessionStats(
@@ -809,7 +832,7 @@ class Session:
             draft_steps=drafts.steps,
             draft_kv_bytes=draft_model.kv_bytes if draft_model else 0,
             **self._counts.figures(),
-            **store.counters(),
+            **counters,
         )
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:

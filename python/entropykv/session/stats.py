@@ -70,7 +70,8 @@ class SessionStats:
     """
     kv_bytes_scratch: int
     """Bytes outside both: working memory of the attention op's threads. It depends on the budget of
-    the largest KV head, the micro-batch and the threads, never on n_ctx.
+    the largest KV head, the micro-batch and the threads, never on n_ctx. While an answer is
+    compared with what was before it (session/passages.py), 8 bytes for each entry besides.
     """
     entries_kept: int
     """How many entries all KV heads hold now."""

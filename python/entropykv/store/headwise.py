@@ -229,6 +229,12 @@ class HeadwiseStore(PooledStore):
         """Return the positions that a KV head keeps, ascending."""
         return self._store.positions(layer, kv_head)
 
+    def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:
+        """Return the importance of the entries of entries(); None if queries do not add to it."""
+        if not self._config.policy.importance.adds_up:
+            return None
+        return self._store.importance(layer, kv_head)
+
     def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what is held: a row for every KV head of all layers."""
         return partial(_core.CacheMap().count, self._store)

@@ -225,6 +225,10 @@ class Store(ABC):
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending."""
 
+    def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:  # noqa: ARG002
+        """Return the importance of the entries of entries(); None if it is not attention."""
+        return None
+
     @abstractmethod
     def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what is held: see Session.cache_map()."""

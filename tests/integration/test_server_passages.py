@@ -1,0 +1,131 @@
+"""An answer about a document says which of its passages it looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.running_server import MODEL, Server
+
+FACTS = (
+    ("The harbour master of Velden is Anna Brandt.", "Who is the harbour master of Velden?"),
+    ("Professor Lin keeps three white rabbits.", "What animals does Professor Lin keep?"),
+    ("The train to Osterby leaves at 6:40.", "When does the train to Osterby leave?"),
+)
+PROSE = Path(__file__).parents[2] / "benchmarks" / "texts" / "heldout_prose_01.txt"
+
+
+def text_with_facts() -> str:
+    sentences = PROSE.read_text(encoding="utf-8")[:6000].replace("\n", " ").split(". ")
+    for number, (fact, _) in enumerate(FACTS):
+        sentences.insert(len(sentences) * (2 * number + 1) // 6, fact.removesuffix("."))
+    return "Å café. " + ". ".join(sentences)
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=120)
+
+
+def read(server: Server, text: str) -> None:
+    assert post(server, "/v1/documents", {"name": "book", "text": text}).status_code == 202
+    # A question waits until the document is ready.
+    assert ask(server, "Well?", passages=0, max_tokens=1).status_code == 200
+
+
+def ask(server: Server, question: str, **fields: Any) -> httpx.Response:
+    body = {"document": "book", "messages": [{"role": "user", "content": question}]}
+    options = {"max_tokens": 12, "temperature": 0, "passages": 3}
+    return post(server, "/v1/chat/completions", {**body, **options, **fields})
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Start a server with a model that is small and understands nothing."""
+    folder = tmp_path_factory.mktemp("documents")
+    usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", "adaptive")
+    running = Server("--documents", folder, usual=usual)
+    read(running, text_with_facts()[:2000])
+    yield running
+    code, errors = running.end()
+    assert code == 0
+    assert "Traceback" not in errors, errors
+
+
+def test_the_passage_of_a_fact_is_among_the_first_for_its_question(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    usual = ("-c", 8192, "-t", 1, "--kv-budget", 1024)
+    server = Server("--documents", tmp_path, model=smollm2, usual=usual)
+    try:
+        text = text_with_facts()
+        read(server, text)
+        for fact, question in FACTS:
+            answer = ask(server, question)
+            assert answer.status_code == 200, answer.text
+            passages = answer.json()["choices"][0]["passages"]
+            assert any(fact.removesuffix(".") in each["text"] for each in passages[:2]), passages
+            for each in passages:
+                assert text[each["start"] : each["end"]] == each["text"]
+            shares = [each["share"] for each in passages]
+            assert shares == sorted(shares, reverse=True)
+            assert 0 < sum(shares) <= 1
+    finally:
+        server.end()
+
+
+def test_a_stream_has_the_passages_of_the_whole_answer_at_its_end(small: Server) -> None:
+    whole = ask(small, "What?", seed=1).json()["choices"][0]
+    events = events_of(ask(small, "What?", seed=1, stream=True))
+    with_reason = [each for each in events if each["choices"][0]["finish_reason"]]
+    (last,) = with_reason
+    assert last["choices"][0]["passages"] == whole["passages"]
+    assert whole["passages"]
+    assert not any("passages" in each["choices"][0] for each in events if each is not last)
+
+
+def test_every_choice_has_passages_of_its_own(small: Server) -> None:
+    choices = ask(small, "What?", n=2, temperature=1.5, seed=3).json()["choices"]
+    assert all(len(each["passages"]) == 3 for each in choices)
+
+
+def test_a_completion_has_passages_too(small: Server) -> None:
+    body = {"document": "book", "prompt": "Who?", "max_tokens": 4, "passages": 2}
+    answer = post(small, "/v1/completions", body)
+    assert len(answer.json()["choices"][0]["passages"]) == 2
+
+
+def test_asking_for_passages_changes_no_answer(small: Server) -> None:
+    with_, without = (ask(small, "Where?", passages=n).json()["choices"][0] for n in (4, 0))
+    assert with_["message"] == without["message"]
+    assert "passages" not in without
+
+
+def test_passages_need_a_document_and_have_a_limit(small: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "passages": 2, "max_tokens": 1}
+    answer = post(small, "/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert "those of a document" in answer.json()["error"]["message"]
+    too_many = ask(small, "Hi", passages=17)
+    assert too_many.status_code == 400
+    assert "passages" in too_many.json()["error"]["message"]
+
+
+def test_a_policy_that_measures_no_attention_gives_no_passages(tmp_path: Path) -> None:
+    usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", "streaming")
+    server = Server("--documents", tmp_path, model=MODEL, usual=usual)
+    try:
+        read(server, text_with_facts()[:2000])
+        assert ask(server, "What?").json()["choices"][0]["passages"] is None
+    finally:
+        server.end()
