@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from entropykv import Session
-from entropykv.session.drafting import Drafting, StepCosts, Tokens
+from entropykv.session.drafting import Drafting, Evidence, StepCosts, Tokens
 
 
 class Oracle:
@@ -18,12 +18,12 @@ class Oracle:
         self.text = text
         self.chance = random.Random(seed)
 
-    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
         drafts = self.text[len(tokens) : len(tokens) + self.chance.randrange(most + 1)]
         if drafts and self.chance.random() < 0.6:
             place = self.chance.randrange(len(drafts))
             drafts = [*drafts[:place], (drafts[place] + 1) % 50, *drafts[place + 1 :]]
-        return drafts, 32
+        return drafts, Evidence(32)
 
     def close(self) -> None:
         return

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from entropykv.session.drafting import (
     Drafting,
     DraftLengths,
+    Evidence,
     FunctionDrafter,
-    NgramDrafter,
     StepCosts,
     Tokens,
 )
+from entropykv.session.ngram_drafter import NgramDrafter
 
 SMALL = st.lists(st.integers(0, 3), max_size=60)
 
@@ -36,18 +37,22 @@ def longest_earlier(text: list[int]) -> int:
 
 def test_what_followed_the_longest_match_is_drafted() -> None:
     drafter = NgramDrafter()
-    assert drafter.draft(tokens(9, 1, 2, 3, 7, 8, 1, 2, 3, 4, 5, 9, 1, 2, 3), 2) == ([7, 8], 4)
-    assert drafter.draft(tokens(1, 2), 4) == ([], 0)
+    assert drafter.draft(tokens(9, 1, 2, 3, 7, 8, 1, 2, 3, 4, 5, 9, 1, 2, 3), 2) == (
+        [7, 8],
+        Evidence(4),
+    )
+    assert drafter.draft(tokens(1, 2), 4) == ([], Evidence(0))
 
 
 @given(SMALL)
 def test_a_draft_is_an_earlier_continuation(text: list[int]) -> None:
-    drafts, sureness = NgramDrafter().draft(np.array(text, np.int32), 5)
-    assert sureness <= longest_earlier(text)
+    drafts, (agreed, is_resumed) = NgramDrafter().draft(np.array(text, np.int32), 5)
+    assert not is_resumed
+    assert agreed <= longest_earlier(text)
     if drafts:
-        assert sureness >= 3
-        wanted = [*text[-sureness:], *drafts]
-        places = (text[i : i + len(wanted)] for i in range(len(text) - sureness))
+        assert agreed >= 3
+        wanted = [*text[-agreed:], *drafts]
+        places = (text[i : i + len(wanted)] for i in range(len(text) - agreed))
         assert any(place == wanted for place in places)
 
 
@@ -59,9 +64,9 @@ def test_a_rollback_leaves_no_place_of_what_was_there(
     drafter.draft(np.array(first, np.int32), 5)
     text = [*first[:kept], *second]
     drafter.draft(np.array(first[:kept], np.int32), 5)
-    drafts, sureness = drafter.draft(np.array(text, np.int32), 5)
+    drafts, (agreed, is_resumed) = drafter.draft(np.array(text, np.int32), 5)
     if drafts:
-        wanted = [*text[-sureness:], *drafts]
+        wanted = drafts if is_resumed else [*text[-agreed:], *drafts]
         assert any(text[i : i + len(wanted)] == wanted for i in range(len(text)))
 
 
@@ -78,7 +83,31 @@ def test_a_text_that_grows_is_indexed_as_if_it_came_at_once(pieces: list[list[in
     drafter, text = NgramDrafter(), tokens()
     for piece in pieces:
         text = np.append(text, np.array(piece, np.int32)).astype(np.int32)
-        assert drafter.draft(text, 5) == NgramDrafter().draft(text, 5)
+        drafts, evidence = drafter.draft(text, 5)
+        if not evidence.is_resumed:
+            assert (drafts, evidence) == NgramDrafter().draft(text, 5)
+
+
+def row_of_a_table(number: int) -> list[int]:
+    """Twelve tokens of which four, those of a number, are others in every row."""
+    return [*range(100, 104), number, *range(104, 107), number + 1, number + 2, 107, number + 3]
+
+
+def test_a_pattern_is_followed_on_behind_what_differs() -> None:
+    drafter, text = NgramDrafter(), row_of_a_table(1000) + row_of_a_table(2000)
+    following = row_of_a_table(3000)
+    text += following[:4]
+    assert drafter.draft(tokens(*text), 9)[0][:4] == [2000, 104, 105, 106]
+    text.append(following[4])
+    drafts, evidence = drafter.draft(tokens(*text), 9)
+    assert evidence.is_resumed
+    assert drafts[:3] == following[5:8]
+
+
+def test_a_place_is_not_followed_on_behind_a_rollback() -> None:
+    drafter, text = NgramDrafter(), row_of_a_table(1000) + row_of_a_table(2000)[:4]
+    assert drafter.draft(tokens(*text), 9)[0]
+    assert drafter.draft(tokens(*text[:-6]), 9) == ([], Evidence(0))
 
 
 def costs(of_token: float) -> StepCosts:
@@ -118,27 +147,66 @@ def test_a_step_that_was_interrupted_does_not_end_drafting() -> None:
     assert found.relative(4) < 1.3 * before
 
 
+SURE = Evidence(32)
+
+
+def lengths(of_token: float) -> DraftLengths:
+    return DraftLengths(costs(of_token), 15)
+
+
 def test_cheap_tokens_are_drafted_and_dear_ones_are_not() -> None:
-    assert DraftLengths(costs(0.05)).choose(15, 32) >= 12
-    assert 0 < DraftLengths(costs(0.3)).choose(15, 32) < 15
-    assert DraftLengths(costs(1.0)).choose(15, 32) == 0
+    assert lengths(0.05).choose(15, SURE) >= 12
+    assert 0 < lengths(0.3).choose(15, SURE) < 15
+    assert lengths(1.0).choose(15, SURE) == 0
+
+
+def written(found: DraftLengths, drafts: list[int], text: list[int], times: int) -> None:
+    """Let drafts be made again and again; what follows is always the same."""
+    so_far = tokens()
+    for _ in range(times):
+        found.expect(so_far, drafts, SURE)
+        so_far = np.append(so_far, tokens(*text)).astype(np.int32)
+        found.compare(so_far)
 
 
 def test_drafts_that_are_wrong_are_read_less_and_tried_again_later() -> None:
-    lengths = DraftLengths(costs(0.3))
-    assert lengths.choose(15, 32) > 0
-    for _ in range(50):
-        lengths.note(32, 4, 0)
-    assert lengths.choose(15, 32) == 0
+    found = lengths(0.3)
+    assert found.choose(15, SURE) > 0
+    written(found, [1, 2, 3, 4], [5, 6, 7, 8], 50)
+    assert found.choose(15, SURE) == 0
     for _ in range(2000):
-        lengths.fade()
-    assert lengths.choose(15, 32) > 0
+        found.compare(tokens())
+    assert found.choose(15, SURE) > 0
+
+
+def test_a_run_ends_where_drafts_are_usually_wrong() -> None:
+    found = lengths(0.2)
+    written(found, [1] * 15, [1] * 6 + [2] * 9, 50)
+    assert found.choose(15, SURE) == 6
+    assert found.choose(4, SURE) == 4
+
+
+def test_a_longer_run_is_read_because_it_would_have_been_right() -> None:
+    found = lengths(0.1)
+    written(found, [1] * 15, [2] * 15, 30)
+    assert found.choose(15, SURE) == 0
+    written(found, [1] * 15, [1] * 15, 30)
+    assert found.choose(15, SURE) == 15
+
+
+def test_drafts_before_a_rollback_are_not_compared_with_what_is_written_then() -> None:
+    found, fresh = lengths(0.1), lengths(0.1)
+    found.expect(tokens(1, 2, 3), [4, 5], SURE)
+    found.compare(tokens(1, 2, 3))
+    found.compare(tokens(1, 2))
+    found.compare(tokens(1, 2, 3, 9, 9))
+    assert found.chances(SURE) == fresh.chances(SURE)
 
 
 def test_drafts_that_cost_time_are_made_only_where_they_pay() -> None:
-    lengths = DraftLengths(costs(0.1))
-    assert lengths.choose(15, 32, cost_each=0.1) > lengths.choose(15, 32, cost_each=0.5) > 0
-    assert lengths.choose(15, 32, cost_each=1.0) == 0
+    found = lengths(0.1)
+    assert found.choose(15, SURE, cost_each=0.1) > found.choose(15, SURE, cost_each=0.5) > 0
+    assert found.choose(15, SURE, cost_each=1.0) == 0
 
 
 class Dear:
@@ -150,9 +218,9 @@ class Dear:
     def __init__(self) -> None:
         self.asked = 0
 
-    def draft(self, text: Tokens, most: int) -> tuple[list[int], int]:  # noqa: ARG002
+    def draft(self, text: Tokens, most: int) -> tuple[list[int], Evidence]:  # noqa: ARG002
         self.asked += 1
-        return [1] * most, 2
+        return [1] * most, Evidence(2)
 
     def close(self) -> None:
         return
@@ -161,8 +229,8 @@ class Dear:
 def test_a_dear_drafter_that_is_wrong_is_asked_seldom() -> None:
     drafter = Dear()
     drafting = Drafting(drafter, costs(0.1), 15)
-    for _ in range(400):
-        drafts = drafting.propose(tokens(1, 2, 3), 15)
+    for n in range(400):
+        drafts = drafting.propose(np.arange(2, 2 + n, dtype=np.int32), 15)
         drafting.note(len(drafts), 0)
     assert 2 <= drafter.asked < 20
 
@@ -171,4 +239,4 @@ def test_a_function_drafts_and_is_cut() -> None:
     drafter = FunctionDrafter(lambda text: np.append(text, 7))
     assert drafter.draft(tokens(4, 5), 9)[0] == [4, 5, 7]
     assert drafter.draft(tokens(4, 5), 2)[0] == [4, 5]
-    assert drafter.draft(tokens(4, 5), 0) == ([], 0)
+    assert drafter.draft(tokens(4, 5), 0)[0] == []

@@ -17,7 +17,7 @@ import numpy as np
 
 from entropykv.errors import ContextError, PoolError, SettingsError
 from entropykv.llamacpp.model import Model
-from entropykv.session.drafting import Tokens
+from entropykv.session.drafting import LONGEST_MATCH, Evidence, Tokens
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader
@@ -125,19 +125,19 @@ class ModelDrafter:
         """Return what a draft took lately; 0.0 before the first one."""
         return self._seconds / self._drafts if self._drafts else 0.0
 
-    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
         """Return what the small model would write: see Drafter.
 
         Nothing, while it still reads a long text, and where its context ends or its pool has no
         room.
         """
         if most < 1 or any(map(is_placeholder, tokens[self._slot.text.position :].tolist())):
-            return [], 0  # It sees no images.
+            return [], Evidence(0)  # It sees no images.
         try:
             logits = self._follow(tokens)
-            return ([], 0) if logits is None else self._write(logits, most)
+            return ([], Evidence(0)) if logits is None else self._write(logits, most)
         except (ContextError, PoolError):
-            return [], 0
+            return [], Evidence(0)
 
     def close(self) -> None:
         """Leave the sequence's share to others."""
@@ -170,17 +170,17 @@ class ModelDrafter:
         *_, logits = self._reader.read(tokens, all_logits=False)
         return None if logits is None else logits[-1]
 
-    def _write(self, logits: Logits, most: int) -> tuple[list[int], int]:
-        """Write up to `most` drafts; returns them, and the probability of the first in 32nds."""
+    def _write(self, logits: Logits, most: int) -> tuple[list[int], Evidence]:
+        """Write up to `most` drafts; their evidence is the probability of the first, in 32nds."""
         start = time.perf_counter()
         drafts: list[int] = []
-        sureness = 0
+        agreed = 0
         while True:
             token = int(logits.argmax())
             probability = float(1.0 / np.exp(logits - logits[token]).sum())
             if probability < self._p_min:
                 break
-            sureness = sureness or max(1, round(32 * probability))
+            agreed = agreed or max(1, round(LONGEST_MATCH * probability))
             drafts.append(token)
             if len(drafts) == most or self._runner.model.is_end(token):
                 break
@@ -190,7 +190,7 @@ class ModelDrafter:
             logits = read
         self._seconds = self._seconds * self._DECAY + time.perf_counter() - start
         self._drafts = self._drafts * self._DECAY + max(len(drafts), 1)
-        return drafts, sureness
+        return drafts, Evidence(agreed)
 
 
 def check_vocabulary(draft: Model, target: Model) -> None:

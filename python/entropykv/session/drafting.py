@@ -2,16 +2,16 @@
 
 A step reads the weights once, whether it has one token or eight. So a run of guessed tokens
 (drafts) is read behind the token that was chosen last; those that the samplers choose, too, are
-accepted, and the others are undone. Drafts come from the text itself (NgramDrafter), from a small
-model (draft_model.py), or from a function of the user (FunctionDrafter). How many of them are read
-follows from how often they were right, and from what steps cost (DraftLengths).
+accepted, and the others are undone. Drafts come from the text itself (ngram_drafter.py), from a
+small model (draft_model.py), or from a function of the user (FunctionDrafter). How many of them are
+read follows from how often they were right, and from what steps cost (DraftLengths).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +21,44 @@ from entropykv.settings.cache_options import DraftFunction
 Tokens = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
 
-_NGRAM = 3
-"""Tokens that must occur before, for what followed them to be a draft."""
-_LONGEST_MATCH = 32
-_CANDIDATES = 8
-"""Earlier places that are compared with the end of the text."""
-_MOST_BUCKETS = 1 << 16
-_LEAST_PLACES = 64
+LONGEST_MATCH = 32
+"""So many tokens are compared at most."""
+
+
+_MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
+"""From so many agreeing tokens on, a draft belongs to the next group."""
+_RESUMED = (7, 10, 13)
+"""The same for drafts that follow a place on, behind all groups of the others."""
+PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.55)
+"""By group, the share of right drafts that is expected before any was seen."""
+
+
+class Evidence(NamedTuple):
+    """Say what speaks for drafts; it tells how often such drafts are right."""
+
+    agreed: int
+    """How many of the tokens before them, of LONGEST_MATCH at most, are as the drafter expects."""
+    is_resumed: bool = False
+    """Whether an earlier place is followed on although the text differs from it in places."""
+
+    @property
+    def group(self) -> int:
+        """Return the group of drafts that are counted together, from 0."""
+        if self.is_resumed:
+            return len(_MATCHED) + 1 + sum(self.agreed >= least for least in _RESUMED)
+        return sum(self.agreed >= least for least in _MATCHED)
+
+    @property
+    def prior(self) -> float:
+        """Return the share of right drafts that is expected before any was seen."""
+        return PRIORS[self.group]
 
 
 class Drafter(Protocol):
     """Guess what follows a text."""
 
-    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
-        """Return up to `most` tokens that may follow, and how sure they are.
-
-        The second value is the number of tokens before them that speak for them; drafts with larger
-        ones are right more often.
-        """
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
+        """Return up to `most` tokens that may follow, and what speaks for them."""
 
     @property
     def n_bytes(self) -> int:
@@ -71,126 +91,22 @@ class FunctionDrafter:
 
     n_bytes = 0
     seconds_each = 0.0
-    _SURENESS = 8
+    _EVIDENCE = Evidence(8)
     """It says nothing about how sure it is; how often it was right will tell."""
 
     def __init__(self, function: DraftFunction) -> None:
         """Call `function` for drafts."""
         self._function = function
 
-    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
         """Return what the function returns for the text: see Drafter."""
         if most < 1:
-            return [], 0
+            return [], self._EVIDENCE
         drafts = np.asarray(self._function(tokens)).reshape(-1)[:most]
-        return [int(draft) for draft in drafts], self._SURENESS
+        return [int(draft) for draft in drafts], self._EVIDENCE
 
     def close(self) -> None:
         """Do nothing: the function belongs to the user."""
-
-
-class NgramDrafter:
-    """Find the end of the text at an earlier place of it, and draft what followed there.
-
-    Every place is found by a hash of the three tokens before it; places with the same hash are
-    linked, the latest first. Of the latest ones, the place whose preceding tokens agree longest
-    with the end of the text is taken.
-    """
-
-    seconds_each = 0.0
-
-    def __init__(self) -> None:
-        """Begin without a text; the tables grow with it."""
-        self._latest = np.full(0, -1, np.int32)
-        """By hash, the end of the n-gram that was seen last; -1: none."""
-        self._earlier = np.full(0, -1, np.int32)
-        """By the end of an n-gram, the end of the one with the same hash before it."""
-        self._n_indexed = 0
-
-    @property
-    def n_bytes(self) -> int:
-        """Return the bytes of the tables."""
-        return self._latest.nbytes + self._earlier.nbytes
-
-    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], int]:
-        """Return what followed the longest earlier match: see Drafter."""
-        self._index(tokens)
-        n = len(tokens)
-        if n <= _NGRAM or most < 1:
-            return [], 0
-        best, length = -1, 0
-        end = int(self._latest[self._hashes(tokens[n - _NGRAM :])[0]])
-        for _ in range(_CANDIDATES):
-            if end < 0:
-                break
-            if end < n:  # a longer text may have been there before a rollback
-                agreed = _common_suffix(tokens[:end], tokens)
-                if agreed > length:
-                    best, length = end, agreed
-            end = int(self._earlier[end])
-        if length < _NGRAM:
-            return [], 0
-        return tokens[best : best + most].tolist(), length
-
-    def close(self) -> None:
-        """Do nothing: the tables go with the object."""
-
-    def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
-        """Return the bucket of every n-gram of some tokens, in order of their ends."""
-        values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
-        for i in range(_NGRAM):
-            part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(0x9E37)
-            values = (values * np.uint64(0x01000193)) ^ part
-        return ((values ^ (values >> np.uint64(15))) % np.uint64(len(self._latest))).astype(
-            np.int64
-        )
-
-    def _index(self, tokens: Tokens) -> None:
-        """Add the places of tokens that came since the last call; forget those rolled back."""
-        n = len(tokens)
-        if n < self._n_indexed:
-            self._forget(n)
-        if n > len(self._earlier):
-            self._grow(n)
-        # The end of the text itself is no earlier place.
-        first = max(self._n_indexed, _NGRAM)
-        if n <= first:
-            return
-        ends = np.arange(first, n)
-        buckets = self._hashes(tokens[first - _NGRAM : n - 1])
-        # In each bucket, every place is linked to the one before it.
-        order = np.argsort(buckets, kind="stable")
-        ends, buckets = ends[order], buckets[order]
-        before = np.concatenate(([-1], ends[:-1]))
-        begins = np.concatenate(([True], buckets[1:] != buckets[:-1]))
-        before[begins] = self._latest[buckets[begins]]
-        self._earlier[ends] = before
-        self._latest[buckets] = ends  # The last one of equal buckets stays.
-        self._n_indexed = n
-
-    def _grow(self, n: int) -> None:
-        """Make tables for a text of n tokens, and for as many more; they are empty."""
-        size = 2 * max(n, _LEAST_PLACES)
-        self._earlier = np.full(size, -1, np.int32)
-        self._latest = np.full(min(_MOST_BUCKETS, size // 2), -1, np.int32)
-        self._n_indexed = 0
-
-    def _forget(self, n: int) -> None:
-        """Unlink all places from position n on."""
-        stale = np.flatnonzero(self._latest >= n)
-        for bucket in stale.tolist():
-            end = int(self._latest[bucket])
-            while end >= n:
-                end = int(self._earlier[end])
-            self._latest[bucket] = end
-        self._n_indexed = n
-
-
-def _common_suffix(first: Tokens, second: Tokens) -> int:
-    """Return how many tokens two texts have in common at their ends, _LONGEST_MATCH at most."""
-    n = min(len(first), len(second), _LONGEST_MATCH)
-    differs = np.flatnonzero(first[len(first) - n :] != second[len(second) - n :])
-    return n if differs.size == 0 else n - 1 - int(differs[-1])
 
 
 class StepCosts:
@@ -285,13 +201,15 @@ def _sum(first: _Sums, second: _Sums, times: float = 1.0) -> _Sums:
 class DraftLengths:
     """Choose how many drafts to read: as many as make the time per token least.
 
-    How often drafts are right is counted by how sure the drafter was, in classes.
+    It counts, for each group of evidence, how often the first draft was right, the second where the
+    first was, and so on. All drafts that were made are compared with the text that was written, and
+    not only those that were read; so it learns that a longer run would have paid.
     """
 
-    _CLASSES = (4, 6, 9, 17, _LONGEST_MATCH)
-    _PRIOR = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
-    """Share of right drafts in each class, until it was seen."""
     _PRIOR_WEIGHT = 6.0
+    """For how many drafts of a group its prior counts."""
+    _PLACE_WEIGHT = 2.0
+    """For how many drafts at one place of a run the share of all places of the group counts."""
     _DECAY = 0.96
     _ANY, _LONGER = 1.05, 1.02
     """Estimates are not exact: as many times as many tokens per second must be expected of drafts
@@ -300,49 +218,77 @@ class DraftLengths:
     _RECOVERY = 0.995
     """By which counts fade with every token, so that drafts are tried again after a while."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        """Take the costs of steps, which all sequences of a pool share."""
+    def __init__(self, costs: StepCosts, most: int) -> None:
+        """Choose up to `most` drafts; `costs` are those of the steps of all sequences."""
         self._costs = costs
-        self._right = np.zeros(len(self._PRIOR))
-        self._tried = np.zeros(len(self._PRIOR))
+        self._right = np.zeros((len(PRIORS), most))
+        self._tried = np.zeros((len(PRIORS), most))
+        self._made: list[tuple[int, list[int], int]] = []
+        """Drafts that are not known yet to be right: length of the text before, tokens, group."""
+        self._n_seen = 0
 
-    def _class_of(self, sureness: int) -> int:
-        return sum(sureness >= least for least in self._CLASSES)
-
-    def chance(self, sureness: int) -> float:
-        """Return the estimated probability that a draft is right whose predecessors are."""
-        i = self._class_of(sureness)
-        right = self._right[i] + self._PRIOR_WEIGHT * self._PRIOR[i]
-        return float(right / (self._tried[i] + self._PRIOR_WEIGHT))
-
-    def fade(self) -> None:
-        """Let what was counted fade, once for every token that is written."""
-        self._right *= self._RECOVERY
-        self._tried *= self._RECOVERY
+    def chances(self, evidence: Evidence) -> list[float]:
+        """Return, for each place of a run, the estimated probability that the draft there is right
+        and all before it are.
+        """
+        group = evidence.group
+        right, tried = self._right[group], self._tried[group]
+        weight, place = self._PRIOR_WEIGHT, self._PLACE_WEIGHT
+        share = (right.sum() + weight * evidence.prior) / (tried.sum() + weight)
+        chances: list[float] = np.cumprod((right + place * share) / (tried + place)).tolist()
+        return chances
 
     def choose(
-        self, n_drafts: int, sureness: int, n_others: int = 0, cost_each: float = 0.0
+        self, n_drafts: int, evidence: Evidence, n_others: int = 0, cost_each: float = 0.0
     ) -> int:
         """Return how many of `n_drafts` drafts pay.
 
         `n_others`: tokens of others in the step. `cost_each`: what making a draft costs, in units
         of a step with a single token; 0.0 for drafts that are there already.
         """
-        chance, best, n_best = self.chance(sureness), 0.0, 0
-        expected = 1.0
-        for n in range(n_drafts + 1):
+        best, n_best, expected = 0.0, 0, 1.0
+        for n, chance in enumerate([0.0, *self.chances(evidence)[:n_drafts]]):
+            expected += chance
             cost = self._costs.relative(n_others + 1 + n) + cost_each * n
             gain = (n_others + expected) / cost
             if gain > best:
                 best, n_best = gain * (self._ANY if n == 0 else self._LONGER), n
-            expected += chance ** (n + 1)
         return n_best
 
-    def note(self, sureness: int, n_drafts: int, n_right: int) -> None:
-        """Take down how many of the drafts were right; those after a wrong one say nothing."""
-        i = self._class_of(sureness)
-        self._right[i] = self._right[i] * self._DECAY + n_right
-        self._tried[i] = self._tried[i] * self._DECAY + min(n_right + 1, n_drafts)
+    def expect(self, tokens: Tokens, drafts: list[int], evidence: Evidence) -> None:
+        """Take down drafts of what follows a text, to compare them with it later."""
+        if self._made and self._made[-1][0] == len(tokens):
+            self._made.pop()
+        self._made.append((len(tokens), drafts, evidence.group))
+
+    def compare(self, tokens: Tokens) -> None:
+        """Count which of the drafts that were made are right, by a text that has become longer.
+
+        After a rollback they are forgotten: another text may follow now.
+        """
+        if len(tokens) < self._n_seen:
+            self._made.clear()
+        self._n_seen = len(tokens)
+        self._right *= self._RECOVERY
+        self._tried *= self._RECOVERY
+        unknown = []
+        for first, drafts, group in self._made:
+            written = tokens[first : first + len(drafts)]
+            wrong = np.flatnonzero(written != np.array(drafts[: len(written)], np.int32))
+            if wrong.size:
+                self._count(group, int(wrong[0]), int(wrong[0]) + 1)
+            elif len(written) == len(drafts):
+                self._count(group, len(drafts), len(drafts))
+            else:
+                unknown.append((first, drafts, group))
+        self._made = unknown
+
+    def _count(self, group: int, n_right: int, n_known: int) -> None:
+        """Count a run; drafts after a wrong one say nothing."""
+        self._right[group] *= self._DECAY
+        self._tried[group] *= self._DECAY
+        self._right[group, :n_right] += 1.0
+        self._tried[group, :n_known] += 1.0
 
 
 @dataclass
@@ -368,10 +314,10 @@ class Drafting:
         """Read up to `most` drafts at a time; `costs` are those of the steps of all sequences."""
         self._drafter = drafter
         self._costs = costs
-        self._lengths = DraftLengths(costs)
+        self._lengths = DraftLengths(costs, most)
         self._most = most
-        self._sureness = _LONGEST_MATCH
-        """How sure the drafter was the last time; at first, it is tried."""
+        self._evidence = Evidence(LONGEST_MATCH)
+        """What spoke for the last drafts; at first, the drafter is tried."""
         self._skipped = 0
         """For how many tokens no drafts were made, because they would not have paid."""
         self._patience = self._RETRY
@@ -388,11 +334,11 @@ class Drafting:
         `n_others`: tokens of other sequences that are read in the same step.
         """
         most = min(most, self._most)
-        self._lengths.fade()
+        self._lengths.compare(tokens)
         seconds, single = self._drafter.seconds_each, self._costs.single_seconds
         if seconds > 0.0 and single > 0.0:
-            # As sure as the last time: it is not known before drafts are made.
-            most = self._lengths.choose(most, self._sureness, n_others, seconds / single)
+            # As the last time: it is not known before drafts are made.
+            most = self._lengths.choose(most, self._evidence, n_others, seconds / single)
             if most == 0:
                 self._skipped += 1
                 if self._skipped < self._patience:
@@ -401,11 +347,12 @@ class Drafting:
             else:
                 self._patience = self._RETRY
             self._skipped = 0
-        drafts, sureness = self._drafter.draft(tokens, most)
+        drafts, evidence = self._drafter.draft(tokens, most)
         if not drafts:
             return []
-        self._sureness = sureness
-        return drafts[: self._lengths.choose(len(drafts), sureness, n_others)]
+        self._evidence = evidence
+        self._lengths.expect(tokens, drafts, evidence)
+        return drafts[: self._lengths.choose(len(drafts), evidence, n_others)]
 
     def close(self) -> None:
         """Free the drafter."""
@@ -417,7 +364,6 @@ class Drafting:
         if n_drafts:
             self.counts.drafted += n_drafts
             self.counts.accepted += n_right
-            self._lengths.note(self._sureness, n_drafts, n_right)
 
 
 class Verification:

@@ -32,12 +32,12 @@ from entropykv.session.drafting import (
     Drafter,
     DraftModels,
     FunctionDrafter,
-    NgramDrafter,
     StepCosts,
 )
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
+from entropykv.session.ngram_drafter import NgramDrafter
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.scheduler import Scheduler, Work
 from entropykv.session.sequence import TokenSequence

@@ -1,0 +1,146 @@
+"""Draft what followed at an earlier place of the text: no second model is needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.session.drafting import LONGEST_MATCH, Evidence, Tokens
+
+_NGRAM = 3
+"""Tokens that must occur before, for what followed them to be a draft."""
+_CANDIDATES = 8
+"""Earlier places that are compared with the end of the text."""
+_RESUMED_WINDOW, _LEAST_RESUMED = 16, 4
+"""A place is followed on while so many of the last tokens before it are those of the text."""
+_MOST_BUCKETS = 1 << 16
+_LEAST_PLACES = 64
+
+
+class NgramDrafter:
+    """Find the end of the text at an earlier place of it, and draft what followed there.
+
+    Every place is found by a hash of the three tokens before it; places with the same hash are
+    linked, the latest first. Of the latest ones, the place whose preceding tokens agree longest
+    with the end of the text is taken.
+    """
+
+    seconds_each = 0.0
+
+    def __init__(self) -> None:
+        """Begin without a text; the tables grow with it."""
+        self._latest = np.full(0, -1, np.int32)
+        """By hash, the end of the n-gram that was seen last; -1: none."""
+        self._earlier = np.full(0, -1, np.int32)
+        """By the end of an n-gram, the end of the one with the same hash before it."""
+        self._n_indexed = 0
+        self._source, self._n_before = -1, 0
+        """Where the last drafts came from, or -1, and how long the text was then."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the tables."""
+        return self._latest.nbytes + self._earlier.nbytes
+
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
+        """Return what followed at the better of two earlier places: see Drafter.
+
+        One is the place with the longest match. The other is where the last drafts came from, as
+        far on as the text has grown: it is right where the text repeats a pattern with other
+        numbers or names in it, which are as many tokens long.
+        """
+        self._index(tokens)
+        n = len(tokens)
+        if n < self._n_before:  # a rollback
+            self._source = -1
+        if n <= _NGRAM or most < 1:
+            return [], Evidence(0)
+        place, evidence = self._longest_match(tokens)
+        resumed = self._source + n - self._n_before
+        if self._source >= 0 and resumed < n:
+            length = min(resumed, _RESUMED_WINDOW)
+            same = tokens[resumed - length : resumed] == tokens[n - length :]
+            follows = Evidence(int(np.count_nonzero(same)), is_resumed=True)
+            if follows.agreed >= _LEAST_RESUMED and (place < 0 or follows.prior > evidence.prior):
+                place, evidence = resumed, follows
+        if place < 0:
+            return [], evidence
+        self._source, self._n_before = place, n
+        return tokens[place : place + most].tolist(), evidence
+
+    def close(self) -> None:
+        """Do nothing: the tables go with the object."""
+
+    def _longest_match(self, tokens: Tokens) -> tuple[int, Evidence]:
+        """Return the earlier place whose preceding tokens agree longest with the end of the text;
+        -1: there is none.
+        """
+        n = len(tokens)
+        best, length = -1, 0
+        end = int(self._latest[self._hashes(tokens[n - _NGRAM :])[0]])
+        for _ in range(_CANDIDATES):
+            if end < 0:
+                break
+            if end < n:  # a longer text may have been there before a rollback
+                agreed = _common_suffix(tokens[:end], tokens)
+                if agreed > length:
+                    best, length = end, agreed
+            end = int(self._earlier[end])
+        return (best if length >= _NGRAM else -1), Evidence(length)
+
+    def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
+        """Return the bucket of every n-gram of some tokens, in order of their ends."""
+        values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
+        for i in range(_NGRAM):
+            part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(0x9E37)
+            values = (values * np.uint64(0x01000193)) ^ part
+        return ((values ^ (values >> np.uint64(15))) % np.uint64(len(self._latest))).astype(
+            np.int64
+        )
+
+    def _index(self, tokens: Tokens) -> None:
+        """Add the places of tokens that came since the last call; forget those rolled back."""
+        n = len(tokens)
+        if n < self._n_indexed:
+            self._forget(n)
+        if n > len(self._earlier):
+            self._grow(n)
+        # The end of the text itself is no earlier place.
+        first = max(self._n_indexed, _NGRAM)
+        if n <= first:
+            return
+        ends = np.arange(first, n)
+        buckets = self._hashes(tokens[first - _NGRAM : n - 1])
+        # In each bucket, every place is linked to the one before it.
+        order = np.argsort(buckets, kind="stable")
+        ends, buckets = ends[order], buckets[order]
+        before = np.concatenate(([-1], ends[:-1]))
+        begins = np.concatenate(([True], buckets[1:] != buckets[:-1]))
+        before[begins] = self._latest[buckets[begins]]
+        self._earlier[ends] = before
+        self._latest[buckets] = ends  # The last one of equal buckets stays.
+        self._n_indexed = n
+
+    def _grow(self, n: int) -> None:
+        """Make tables for a text of n tokens, and for as many more; they are empty."""
+        size = 2 * max(n, _LEAST_PLACES)
+        self._earlier = np.full(size, -1, np.int32)
+        self._latest = np.full(min(_MOST_BUCKETS, size // 2), -1, np.int32)
+        self._n_indexed = 0
+
+    def _forget(self, n: int) -> None:
+        """Unlink all places from position n on."""
+        stale = np.flatnonzero(self._latest >= n)
+        for bucket in stale.tolist():
+            end = int(self._latest[bucket])
+            while end >= n:
+                end = int(self._earlier[end])
+            self._latest[bucket] = end
+        self._n_indexed = n
+
+
+def _common_suffix(first: Tokens, second: Tokens) -> int:
+    """Return how many tokens two texts have in common at their ends, LONGEST_MATCH at most."""
+    n = min(len(first), len(second), LONGEST_MATCH)
+    differs = np.flatnonzero(first[len(first) - n :] != second[len(second) - n :])
+    return n if differs.size == 0 else n - 1 - int(differs[-1])
