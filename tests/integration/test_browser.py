@@ -103,6 +103,7 @@ def test_an_answer_whose_attention_was_not_measured_shows_no_passages(
     try:
         page.settings(Temperature=0, Longest_answer=4)
         drop(page, "book.txt", DEMO.document.read_text(encoding="utf-8"))
+        page.page.get_by_role("group", name="Document book").wait_for()
         page.ask(DEMO.question)
         page.finished()
         assert page.answers()[0]
