@@ -4,6 +4,7 @@
 
 The tasks are those of `entropykv bench --spec` (evaluation/draft_bench.py), with a text that was
 not used for tuning. --stock adds llama_cpp.Llama with a full cache, and with its own prompt lookup.
+--llama-server PATH adds a llama-server with a full cache, and with its own kinds of n-grams.
 --sequences N also lets N sessions of a pool write at the same time.
 """
 
@@ -15,13 +16,16 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from entropykv import CacheOptions, Pool
+from entropykv import CacheOptions, Pool, Session
 from entropykv.evaluation.draft_bench import bench_drafts, draft_tasks
 from entropykv.model import shipped
+from servers import running
 
+LLAMA_SERVER_KINDS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 TEXT = Path(__file__).parent / "texts" / "heldout_prose_03.txt"
 
 
@@ -54,6 +58,33 @@ def stock(options: argparse.Namespace, name: str, prompt: str) -> None:
         f"{name:8} {medians[0]:7.1f} {medians[1]:7.1f} tokens/s of llama_cpp.Llama with a full "
         f"cache, without and with its prompt lookup"
     )
+
+
+def llama_server(options: argparse.Namespace, tasks: dict[str, list[int]]) -> None:
+    """Write all tasks with llama-server and a full cache, without drafts and with each kind."""
+    for kind in ("none", *LLAMA_SERVER_KINDS):
+        command = [
+            str(options.llama_server),
+            *("-m", str(options.model), "-c", str(options.length + options.tokens + 1024)),
+            *("-np", "1", "-fa", "on", "-t", "2", "--spec-type", kind),
+        ]
+        with running(command) as url:
+            for name, tokens in tasks.items():
+                speeds = []
+                for _ in range(options.rounds):
+                    body = {
+                        "prompt": tokens,
+                        "n_predict": options.tokens,
+                        "temperature": 0,
+                        "cache_prompt": False,
+                    }
+                    answer = httpx.post(f"{url}/completion", json=body, timeout=600)
+                    speeds.append(answer.json()["timings"]["predicted_per_second"])
+                print(
+                    f"{name:8} {statistics.median(speeds):7.1f} tokens/s of llama-server with a "
+                    f"full cache, {kind}",
+                    flush=True,
+                )
 
 
 def together(options: argparse.Namespace, name: str, prompt: str) -> None:
@@ -100,6 +131,7 @@ def main() -> None:
     parser.add_argument("--spec-type", default="ngram")
     parser.add_argument("-md", "--model-draft", default=None)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--llama-server", type=Path, default=None)
     parser.add_argument("--sequences", type=int, default=0)
     options = parser.parse_args()
     options.model = options.model or shipped.smollm2().path
@@ -128,6 +160,13 @@ def main() -> None:
             stock(options, name, prompt)
         if options.sequences:
             together(options, name, prompt)
+    if options.llama_server:
+        with Session(options.model, CacheOptions(n_ctx=512)) as session:
+            tasks = {
+                name: session.tokenize(prompt)[-options.length :]
+                for name, prompt in draft_tasks(text, options.length)
+            }
+        llama_server(options, tasks)
 
 
 if __name__ == "__main__":
