@@ -239,4 +239,4 @@ def test_a_function_drafts_and_is_cut() -> None:
     drafter = FunctionDrafter(lambda text: np.append(text, 7))
     assert drafter.draft(tokens(4, 5), 9)[0] == [4, 5, 7]
     assert drafter.draft(tokens(4, 5), 2)[0] == [4, 5]
-    assert drafter.draft(tokens(4, 5), 0)[0] == []
+    assert drafter.draft(tokens(4, 5), 0) == ([], Evidence(8))

@@ -93,7 +93,7 @@ class Importance:
     @property
     def of_observed(self) -> bool:
         """Tell whether it ranks only by what queries gave, and by nothing else of a KV head."""
-        return self._row.adds_up and set(self.modifiers) <= {"echo"}
+        return self.adds_up and set(self.modifiers) <= {"echo"}
 
     @property
     def adds_up(self) -> bool:

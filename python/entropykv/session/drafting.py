@@ -223,7 +223,7 @@ class DraftLengths:
         self._costs = costs
         self._right = np.zeros((len(PRIORS), most))
         self._tried = np.zeros((len(PRIORS), most))
-        self._made: list[tuple[int, list[int], int]] = []
+        self._made: list[tuple[int, Tokens, int]] = []
         """Drafts that are not known yet to be right: length of the text before, tokens, group."""
         self._n_seen = 0
 
@@ -259,7 +259,7 @@ class DraftLengths:
         """Take down drafts of what follows a text, to compare them with it later."""
         if self._made and self._made[-1][0] == len(tokens):
             self._made.pop()
-        self._made.append((len(tokens), drafts, evidence.group))
+        self._made.append((len(tokens), np.array(drafts, np.int32), evidence.group))
 
     def compare(self, tokens: Tokens) -> None:
         """Count which of the drafts that were made are right, by a text that has become longer.
@@ -274,7 +274,7 @@ class DraftLengths:
         unknown = []
         for first, drafts, group in self._made:
             written = tokens[first : first + len(drafts)]
-            wrong = np.flatnonzero(written != np.array(drafts[: len(written)], np.int32))
+            wrong = np.flatnonzero(written != drafts[: len(written)])
             if wrong.size:
                 self._count(group, int(wrong[0]), int(wrong[0]) + 1)
             elif len(written) == len(drafts):
