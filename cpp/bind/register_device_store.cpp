@@ -19,13 +19,19 @@ std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& d
                                                const std::string& kv_type,
                                                const ImportanceSettings& importance, int n_sinks,
                                                int recent_window, int max_tokens, int max_entries,
-                                               const std::vector<int>& budgets, bool live) {
+                                               const std::vector<int>& budgets, bool live,
+                                               const std::vector<InputArray<float>>& predictor) {
     std::vector<DeviceLayerSource> layers;
     if (shapes.size() != hook.nodes().size())
         throw std::invalid_argument("there must be a shape for every layer");
+    if (!predictor.empty() && predictor.size() != shapes.size())
+        throw std::invalid_argument("a predictor has weights for every layer");
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         const AttentionNode& node = hook.nodes()[i];
-        layers.push_back({shapes[i], node.memory, node.op_params, node.has_sinks});
+        layers.push_back({shapes[i], node.memory, node.op_params, node.has_sinks, node.rope, {}});
+        if (predictor.empty()) continue;
+        const InputArray<float>& weights = predictor[i];
+        layers.back().predictor.assign(weights.data(), weights.data() + weights.size());
     }
     StoreSettings settings;
     settings.type = kv_type_named(kv_type);
@@ -99,6 +105,12 @@ void register_device_store(py::module_& m) {
             return rows_of_layer(rows_of_heads(budgets, max_tokens, max_entries));
         },
         py::arg("budgets"), py::arg("max_tokens"), py::arg("max_entries"));
+    m.def(
+        "feature_count",
+        [](const LayerShape& shape, const RopeParams& rope) {
+            return feature_shape(shape.k_dim, shape.v_dim, shape.latent, rope).n;
+        },
+        py::arg("shape"), py::arg("rope"));
     py::class_<Devices, std::shared_ptr<Devices>>(m, "Devices")
         .def(py::init<int>(), py::arg("n_threads"))
         .def("close", &Devices::close)
@@ -115,7 +127,8 @@ void register_device_store(py::module_& m) {
         .def(py::init(&make_device_store), py::arg("devices"), py::arg("hook"), py::arg("layers"),
              py::arg("kv_type"), py::arg("importance"), py::arg("n_sinks"),
              py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
-             py::arg("budgets"), py::arg("live") = true)
+             py::arg("budgets"), py::arg("live") = true,
+             py::arg("predictor") = std::vector<InputArray<float>>{})
         .def(
             "set_budgets",
             [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks, int recent_window) {
@@ -138,6 +151,16 @@ void register_device_store(py::module_& m) {
                 return to_array(self.positions(layer, head));
             },
             py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "importance",
+            [](const DeviceStore& self, int layer, int head) {
+                check_head(self, layer, head);
+                std::vector<float> importance = importance_of(self.ledger().head(layer, head));
+                for (float& value : importance)
+                    value = self.ledger().settings().importance.score_of(value);
+                return to_array(importance);
+            },
+            py::arg("layer"), py::arg("kv_head"))
         .def("budget", of_head(&DeviceStore::budget), py::arg("layer"), py::arg("kv_head"))
         .def("count", of_head(&DeviceStore::count), py::arg("layer"), py::arg("kv_head"))
         .def_property("evicted", &DeviceStore::evicted, &DeviceStore::set_evicted)
@@ -158,7 +181,7 @@ void register_device_store(py::module_& m) {
         .def(py::init<>())
         .def("clear", &DeviceBatch::clear)
         .def("add", &DeviceBatch::add, py::arg("store"), py::arg("n_tokens"), py::arg("position"),
-             py::arg("n_drafts") = 0);
+             py::arg("rope_position"), py::arg("n_drafts") = 0);
 }
 
 }  // namespace entropykv::bind

@@ -1,6 +1,7 @@
 #include "llama/device_attention.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "attention/attention_params.hpp"
@@ -32,7 +33,42 @@ constexpr int kFreedRows = 64;
 
 std::size_t index(int i) { return static_cast<std::size_t>(i); }
 
+// Turns rows, each by its own number of positions. Any RoPE is one with base 1, whose frequencies
+// are given as factors.
+ggml_tensor* turned_by(ggml_context* context, ggml_tensor* rows, ggml_tensor* turns,
+                       ggml_tensor* factors, const RopeParams& rope) {
+    ggml_tensor* turned = ggml_reshape_3d(context, rows, rows->ne[0], 1, rows->ne[1]);
+    turned = ggml_rope_ext(context, turned, turns, factors, rope.n_dims,
+                           rope.neox ? GGML_ROPE_TYPE_NEOX : GGML_ROPE_TYPE_NORMAL, 0, 1.0f, 1.0f,
+                           0.0f, 1.0f, 0.0f, 0.0f);
+    return ggml_reshape_2d(context, turned, rows->ne[0], rows->ne[1]);
+}
+
+std::vector<float> factors_of(const RopeParams& rope) {
+    std::vector<float> factors;
+    for (const double frequency : rope_frequencies(rope))
+        factors.push_back(static_cast<float>(1.0 / frequency));
+    return factors;
+}
+
 }  // namespace
+
+std::vector<float> DevicePredictor::part(int at, int n) const {
+    std::vector<float> some;
+    for (std::size_t head = 0; head < weights.size(); head += index(shape.n)) {
+        const auto first = weights.begin() + static_cast<std::ptrdiff_t>(head) + at;
+        some.insert(some.end(), first, first + n);
+    }
+    return some;
+}
+
+float DevicePredictor::share(int head, float sum, float key_squares, float value_squares) const {
+    const float* of = weights.data() + index(head * shape.n);
+    const auto log_norm = [](float squares) { return std::log(std::sqrt(squares) + kLeastNorm); };
+    sum += of[shape.n - 1] + of[shape.key_log_at] * log_norm(key_squares);
+    if (shape.v_dim > 0) sum += of[shape.value_log_at] * log_norm(value_squares);
+    return predicted_share(sum);
+}
 
 // Collects what is written to a device at once, each part at an aligned offset.
 class StepInput {
@@ -105,14 +141,19 @@ private:
         ggml_tensor* rows =
             device_.input_->tensor(context_, GGML_TYPE_I64, served_.places.rows,
                                    std::int64_t{layer_.shape().n_head_kv} * step_.n_tokens);
-        k_ = set_rows(k_, values_of(node_.k_cells), rows);
+        ggml_tensor* keys = values_of(node_.k_cells);
+        ggml_tensor* sum = served_.predictor ? product_of_key(keys) : nullptr;
+        k_ = set_rows(k_, keys, rows);
         if (v_ != nullptr || importance_.by_values) {
             ggml_tensor* values = values_of(node_.v_cells);
-            if (importance_.by_values)
+            if (device_.needs_value_squares(served_))
                 keep(ggml_sum_rows(context_, ggml_sqr(context_, values)),
                      served_.places.value_squares);
+            if (sum != nullptr && served_.predictor.shape.v_dim > 0)
+                sum = ggml_add(context_, sum, product(values, served_.places.value_weights));
             if (v_ != nullptr) v_ = set_rows(v_, values, rows);
         }
+        if (sum != nullptr) keep(sum, served_.places.sums);
         const std::int64_t n = served_.places.n_changed;
         positions_ = set_rows(
             positions_,
@@ -126,6 +167,65 @@ private:
         of_tokens->ne[1] = step_.n_tokens;
         ggml_tensor* values = ggml_cast(context_, of_tokens, GGML_TYPE_F32);
         return ggml_reshape_2d(context_, values, cells->ne[0], step_.n_tokens * cells->ne[2]);
+    }
+
+    // Returns the sum of values, each multiplied by its KV head's weight, [KV head][token].
+    ggml_tensor* product(ggml_tensor* values, std::size_t weights) {
+        const int n_head_kv = layer_.shape().n_head_kv;
+        ggml_tensor* of_heads = device_.predictors_->tensor(context_, GGML_TYPE_F32, weights,
+                                                            values->ne[0], 1, n_head_kv);
+        values = ggml_reshape_3d(context_, values, values->ne[0], step_.n_tokens, n_head_kv);
+        return ggml_sum_rows(context_, ggml_mul(context_, values, of_heads));
+    }
+
+    // Returns some values of each row of K.
+    ggml_tensor* columns(ggml_tensor* rows, int first, int n) {
+        return ggml_view_2d(context_, rows, n, rows->ne[1], rows->nb[1],
+                            index(first) * sizeof(float));
+    }
+
+    // Returns the products of the features that only the key has, but for the logarithm of its
+    // norm: the host computes that from the squared norm, which is kept here.
+    ggml_tensor* product_of_key(ggml_tensor* keys) {
+        const FeatureShape& shape = served_.predictor.shape;
+        ggml_tensor* squares = ggml_sqr(context_, keys);
+        keep(ggml_sum_rows(context_, squares), served_.places.key_squares);
+        ggml_tensor* turned = keys;
+        ggml_tensor* sum = nullptr;
+        if (shape.first_pair > 0) {
+            turned = ggml_cont(context_,
+                               columns(keys, shape.first_pair, shape.k_dim - shape.first_pair));
+            sum = product(ggml_cont(context_, columns(keys, 0, shape.first_pair)),
+                          served_.places.first_weights);
+        }
+        if (shape.n_pairs > 0) turned = turned_back(turned);
+        ggml_tensor* of_turned = product(turned, served_.places.turned_weights);
+        sum = sum == nullptr ? of_turned : ggml_add(context_, sum, of_turned);
+        if (shape.n_pairs == 0) return sum;
+        ggml_tensor* norms = ggml_sqrt(context_, pair_squares(squares));
+        return ggml_add(context_, sum, product(norms, served_.places.norm_weights));
+    }
+
+    // Turns keys back to position 0: see Rotation.
+    ggml_tensor* turned_back(ggml_tensor* keys) {
+        const DevicePredictor& predictor = served_.predictor;
+        ggml_tensor* turns =
+            device_.input_->tensor(context_, GGML_TYPE_I32, device_.turns_, keys->ne[1]);
+        ggml_tensor* factors = device_.predictors_->tensor(
+            context_, GGML_TYPE_F32, served_.places.factors, predictor.shape.n_pairs);
+        return turned_by(context_, keys, turns, factors, predictor.rope);
+    }
+
+    // Returns the squared norms of the pairs that RoPE rotates, from the squares of K.
+    ggml_tensor* pair_squares(ggml_tensor* squares) {
+        const FeatureShape& shape = served_.predictor.shape;
+        const int n = shape.n_pairs;
+        if (shape.pair_step == 1)
+            return ggml_add(context_, columns(squares, shape.first_pair, n),
+                            columns(squares, shape.first_pair + n, n));
+        ggml_tensor* pairs = ggml_cont(context_, columns(squares, shape.first_pair, 2 * n));
+        pairs = ggml_reshape_3d(context_, pairs, 2, n, squares->ne[1]);
+        return ggml_reshape_2d(context_, ggml_sum_rows(context_, pairs), n, squares->ne[1]);
     }
 
     // Writes rows of a tensor, and returns the tensor as it is afterwards.
@@ -347,20 +447,23 @@ private:
     ggml_tensor* positions_ = nullptr;
 };
 
-int DeviceAttention::add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks) {
+int DeviceAttention::add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks,
+                         const DevicePredictor& predictor) {
     float max_bias = 0.0f;
     std::memcpy(&max_bias, params.data() + 1, sizeof max_bias);
     layers_.push_back(
         {&layer, params,
          max_bias > 0.0f ? alibi_slopes(layer.shape().n_head, max_bias) : std::vector<float>{},
-         has_sinks});
+         has_sinks, predictor});
+    if (predictor) most_predicted_heads_ = std::max(most_predicted_heads_, layer.shape().n_head_kv);
     return static_cast<int>(layers_.size()) - 1;
 }
 
 void DeviceAttention::allocate(int max_tokens) {
     max_tokens_ = max_tokens;
     const std::size_t n = index(max_tokens);
-    std::size_t input = device_.aligned(n * sizeof(float));
+    std::size_t input = device_.aligned(n * sizeof(float)) +
+                        device_.aligned(n * index(most_predicted_heads_) * sizeof(std::int32_t));
     std::size_t positions = 0;
     std::size_t findings = 0;
     for (Served& served : layers_) {
@@ -374,17 +477,41 @@ void DeviceAttention::allocate(int max_tokens) {
         const std::size_t of_positions = index(served.layer->n_positions()) * sizeof(float);
         served.places.positions = positions;
         positions += device_.aligned(of_positions);
-        findings += device_.aligned(of_positions) + device_.aligned(tokens * sizeof(float));
+        findings += device_.aligned(of_positions) +
+                    (served.predictor ? 3 : 1) * device_.aligned(tokens * sizeof(float));
     }
     input_ = std::make_unique<DeviceMemory>(device_, input);
     positions_ = std::make_unique<DeviceMemory>(device_, positions);
     findings_ = std::make_unique<DeviceMemory>(device_, findings);
+    place_predictors();
+}
+
+// Writes the weights of all predictors to the device, where they stay.
+void DeviceAttention::place_predictors() {
+    if (most_predicted_heads_ == 0) return;
+    std::vector<std::uint8_t> bytes;
+    StepInput weights(device_, bytes);
+    for (Served& served : layers_) {
+        const DevicePredictor& predictor = served.predictor;
+        if (!predictor) continue;
+        const FeatureShape& shape = predictor.shape;
+        Places& places = served.places;
+        places.first_weights = weights.add(predictor.part(0, shape.first_pair));
+        places.turned_weights =
+            weights.add(predictor.part(shape.first_pair, shape.k_dim - shape.first_pair));
+        places.norm_weights = weights.add(predictor.part(shape.norms_at, shape.n_pairs));
+        places.value_weights = weights.add(predictor.part(shape.k_dim, shape.v_dim));
+        places.factors = weights.add(factors_of(predictor.rope));
+    }
+    predictors_ = std::make_unique<DeviceMemory>(device_, bytes.size());
+    predictors_->write(0, bytes.data(), bytes.size());
 }
 
 std::size_t DeviceAttention::scratch_bytes() const {
     std::size_t bytes = written_.capacity() + found_.capacity();
-    for (const auto* memory : {&input_, &positions_, &findings_})
+    for (const auto* memory : {&input_, &positions_, &findings_, &predictors_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
+    for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
 }
 
@@ -461,6 +588,11 @@ void DeviceAttention::begin_step(const DeviceStep& step) {
     for (int token = 0; token < step.n_tokens; ++token)
         positions.push_back(static_cast<float>(step.position + token));
     token_positions_ = input.add(positions);
+    std::vector<std::int32_t> turns;
+    for (int head = 0; head < most_predicted_heads_; ++head)
+        for (int token = 0; token < step.n_tokens; ++token)
+            turns.push_back(-(step.rope_position + token));
+    turns_ = input.add(turns);
     for (Served& served : layers_) add_inputs(served, input);
     input_->write(0, written_.data(), written_.size());
     place_findings(step);
@@ -474,8 +606,10 @@ void DeviceAttention::place_findings(const DeviceStep& step) {
         if (wanted) end = device_.aligned(end + index(n) * sizeof(float));
     };
     for (Served& served : layers_) {
-        place(served.places.value_squares, importance_.by_values,
-              served.layer->shape().n_head_kv * step.n_tokens);
+        const int n = served.layer->shape().n_head_kv * step.n_tokens;
+        place(served.places.value_squares, needs_value_squares(served), n);
+        place(served.places.key_squares, bool(served.predictor), n);
+        place(served.places.sums, bool(served.predictor), n);
         place(served.places.observed, step.observing, served.layer->n_positions());
     }
     found_.resize(end);
@@ -507,10 +641,19 @@ const float* DeviceAttention::value_squares(int layer, int head) const {
            index(head * step_.n_tokens);
 }
 
+float DeviceAttention::predicted(int layer, int head, int token) const {
+    const Served& served = layers_.at(index(layer));
+    if (!served.predictor) return kLeastPrediction;
+    const float value_squares =
+        needs_value_squares(served) ? found(served.places.value_squares, head, token) : 0.0f;
+    return served.predictor.share(head, found(served.places.sums, head, token),
+                                  found(served.places.key_squares, head, token), value_squares);
+}
+
 namespace {
 
 // Builds the graph that turns the keys of a head, by as many positions as an input says for each of
-// its rows. Any RoPE is one with base 1, whose frequencies are given as factors.
+// its rows.
 struct Rotation {
     Rotation(ggml_context* context, const DeviceLayer& layer, int head, const RopeParams& rope)
         : graph(Device::new_graph(context)),
@@ -524,11 +667,7 @@ struct Rotation {
             ggml_view_2d(context, all, all->ne[0] - rope.offset, of.rows(), all->nb[1],
                          all->nb[1] * index(of.first_row) + ggml_row_size(all->type, rope.offset));
         ggml_tensor* keys = ggml_cast(context, stored, GGML_TYPE_F32);
-        keys = ggml_reshape_3d(context, keys, keys->ne[0], 1, keys->ne[1]);
-        keys = ggml_rope_ext(context, keys, by_row, factors, rope.n_dims,
-                             rope.neox ? GGML_ROPE_TYPE_NEOX : GGML_ROPE_TYPE_NORMAL, 0, 1.0f, 1.0f,
-                             0.0f, 1.0f, 0.0f, 0.0f);
-        keys = ggml_reshape_2d(context, keys, stored->ne[0], stored->ne[1]);
+        keys = turned_by(context, keys, by_row, factors, rope);
         ggml_build_forward_expand(graph, ggml_cpy(context, keys, stored));
     }
 
@@ -549,9 +688,7 @@ std::string DeviceAttention::unsupported_rotation(int layer, const RopeParams& r
 
 void DeviceAttention::rotate(int layer, const RopeParams& rope,
                              const std::vector<std::vector<std::int32_t>>& by_row) {
-    std::vector<float> factors;
-    for (const double frequency : rope_frequencies(rope))
-        factors.push_back(static_cast<float>(1.0 / frequency));
+    const std::vector<float> factors = factors_of(rope);
     const DeviceLayer& of = *layers_.at(index(layer)).layer;
     for (int head = 0; head < of.shape().n_head_kv; ++head) {
         const auto context = device_.graph_context();

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "decide/features.hpp"
 #include "decide/importance.hpp"
 #include "decide/rope_params.hpp"
 #include "llama/device.hpp"
@@ -32,10 +33,26 @@ struct DeviceNode {
 
 struct DeviceStep {
     int n_tokens = 0;
-    std::int32_t position = 0;  // of the first token
-    bool observing = false;     // whether its queries count towards importance
-    int first = 0;              // where its tokens begin in the micro-batch
-    int n_drafts = 0;           // how many of its tokens, the last ones, are drafts
+    std::int32_t position = 0;       // of the first token
+    bool observing = false;          // whether its queries count towards importance
+    int first = 0;                   // where its tokens begin in the micro-batch
+    int n_drafts = 0;                // how many of its tokens, the last ones, are drafts
+    std::int32_t rope_position = 0;  // where RoPE sees the first token
+};
+
+// Says what the scores of a layer's new entries are predicted by: see store/predictor.hpp. The
+// device computes all products, and the host adds the logarithms of the norms.
+struct DevicePredictor {
+    RopeParams rope;  // rotates the stored keys of the layer
+    FeatureShape shape{};
+    std::vector<float> weights;  // [KV head][feature]; empty: nothing is predicted
+
+    explicit operator bool() const { return !weights.empty(); }
+    // Returns some of the weights of each KV head, [KV head][n]: those of n features from `at` on.
+    std::vector<float> part(int at, int n) const;
+    // Returns the predicted share from the sum of all products of a KV head's entry, and from the
+    // squared norms of its key and its value.
+    float share(int head, float sum, float key_squares, float value_squares) const;
 };
 
 // Are the op_params of GGML_OP_FLASH_ATTN_EXT.
@@ -53,7 +70,8 @@ public:
     DeviceAttention& operator=(const DeviceAttention&) = delete;
 
     // Adds a layer, which must outlive this object, and returns its number here.
-    int add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks);
+    int add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks,
+            const DevicePredictor& predictor);
     // Must be called once, after all layers were added. Throws std::bad_alloc.
     void allocate(int max_tokens);
     // Returns the name of an operation that the device cannot compute for a layer, or an empty
@@ -75,6 +93,9 @@ public:
     // of its tokens; null if that was not asked for.
     const float* observed(int layer, int head) const;
     const float* value_squares(int layer, int head) const;
+    // Returns the share of attention that is predicted for a token of the last step; the least one
+    // if the layer has no predictor.
+    float predicted(int layer, int head, int token) const;
 
     // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
     void rotate(int layer, const RopeParams& rope,
@@ -97,6 +118,16 @@ private:
         std::size_t positions;      // [position of all heads], f32
         std::size_t observed;       // as positions
         std::size_t value_squares;  // [KV head][token], f32
+        std::size_t key_squares;    // as value_squares
+        std::size_t sums;           // as value_squares: the products of a prediction
+        // Are in the memory of the predictors, by KV head: the weights of values that RoPE leaves
+        // out before the others, of all others, of the norms of pairs, and of V; and the layer's
+        // RoPE, as factors of its pairs.
+        std::size_t first_weights;
+        std::size_t turned_weights;
+        std::size_t norm_weights;
+        std::size_t value_weights;
+        std::size_t factors;
         int n_changed;
     };
     struct Served {
@@ -104,6 +135,7 @@ private:
         DeviceParams params;
         std::vector<float> slopes;  // by query head; empty: no ALiBi
         bool has_sinks;
+        DevicePredictor predictor;
         bool positions_known = false;  // to the device
         Places places{};
     };
@@ -111,6 +143,17 @@ private:
 
     void add_inputs(Served& served, StepInput& input);
     void place_findings(const DeviceStep& step);
+    void place_predictors();
+    bool needs_value_squares(const Served& served) const {
+        return importance_.by_values || (served.predictor && served.predictor.shape.v_dim > 0);
+    }
+    // Returns the value of a token among those of a layer's KV heads that a step has found out.
+    float found(std::size_t offset, int head, int token) const {
+        const std::size_t value =
+            static_cast<std::size_t>(head) * static_cast<std::size_t>(step_.n_tokens) +
+            static_cast<std::size_t>(token);
+        return reinterpret_cast<const float*>(found_.data() + offset)[value];
+    }
 
     Device& device_;
     const ImportanceSettings& importance_;
@@ -118,8 +161,13 @@ private:
     std::unique_ptr<DeviceMemory> input_;
     std::unique_ptr<DeviceMemory> positions_;
     std::unique_ptr<DeviceMemory> findings_;
-    std::size_t token_positions_ = 0;  // offset in the input: [token], f32
-    int max_tokens_ = 0;               // of a micro-batch
+    std::unique_ptr<DeviceMemory> predictors_;  // null: nothing is predicted
+    std::size_t token_positions_ = 0;           // offset in the input: [token], f32
+    // Is another one: [KV head][token], i32, by how many positions keys are turned back, for as
+    // many KV heads as any layer with a predictor has.
+    std::size_t turns_ = 0;
+    int most_predicted_heads_ = 0;
+    int max_tokens_ = 0;  // of a micro-batch
     DeviceStep step_;
     std::vector<std::uint8_t> written_;  // the input of a step
     std::vector<std::uint8_t> found_;    // the findings of a step

@@ -13,11 +13,12 @@ void DeviceBatch::clear() {
     fault_.clear();
 }
 
-void DeviceBatch::add(DeviceStore& store, int n_tokens, std::int32_t position, int n_drafts) {
+void DeviceBatch::add(DeviceStore& store, int n_tokens, std::int32_t position,
+                      std::int32_t rope_position, int n_drafts) {
     if (std::find(parts_.begin(), parts_.end(), &store) != parts_.end())
         throw std::invalid_argument("a sequence has one part of a micro-batch");
     parts_.reserve(parts_.size() + 1);
-    store.reserve(n_tokens, position, n_tokens_, n_drafts);
+    store.reserve(n_tokens, position, rope_position, n_tokens_, n_drafts);
     parts_.push_back(&store);
     n_tokens_ += n_tokens;
 }

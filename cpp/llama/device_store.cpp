@@ -33,8 +33,7 @@ StoreSettings ledger_settings(StoreSettings settings) {
     const Evidence evidence = importance.measure().evidence;
     const bool of_shares = importance.measure().statistic == Statistic::probability ||
                            importance.measure().statistic == Statistic::squared_probability;
-    if (importance.distinct || importance.predicts() || !of_shares ||
-        (evidence != Evidence::queries && evidence != Evidence::position))
+    if (importance.distinct || !of_shares || evidence == Evidence::expectation)
         throw std::invalid_argument("a measure that needs keys on the host");
     settings.type = KvType::f16;
     settings.ropes.clear();
@@ -64,6 +63,19 @@ void write_norm(float* value, float squared) {
 }
 
 ggml_type type_of(KvType type) { return type == KvType::q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16; }
+
+// Returns what predicts scores of a layer, if the measure uses predictions. Throws
+// std::invalid_argument for weights of other features.
+DevicePredictor predictor_of(const DeviceLayerSource& source,
+                             const ImportanceSettings& importance) {
+    if (source.predictor.empty() || !importance.predicts()) return {};
+    const LayerShape& shape = source.shape;
+    const FeatureShape features =
+        feature_shape(shape.k_dim, shape.v_dim, shape.latent, source.rope);
+    if (source.predictor.size() != index(shape.n_head_kv * features.n))
+        throw std::invalid_argument("a predictor's weights must be [n_head_kv][n_features]");
+    return {source.rope, features, source.predictor};
+}
 
 float squared_norm(const float* value, int dim) {
     float sum = 0.0f;
@@ -123,7 +135,8 @@ void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<i
          0,
          {}});
     Layer& added = layers_.back();
-    added.number = added.device->add(added.rows, source.params, source.has_sinks);
+    added.number = added.device->add(added.rows, source.params, source.has_sinks,
+                                     predictor_of(source, ledger_.settings().importance));
 }
 
 void DeviceStore::check_supported() {
@@ -144,11 +157,12 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
     });
 }
 
-void DeviceStore::reserve(int n_tokens, std::int32_t position, int first, int n_drafts) {
+void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope_position,
+                          int first, int n_drafts) {
     const Measure& measure = ledger_.settings().importance.measure();
     const bool observing =
         measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
-    step_ = {n_tokens, position, observing, first, n_drafts};
+    step_ = {n_tokens, position, observing, first, n_drafts, rope_position};
     ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
     for (Layer& layer : layers_) layer.read = 0;
     for_each_head([&](int layer, int h) { head(layer, h).stage(n_tokens, position); });
@@ -201,6 +215,7 @@ void DeviceStore::commit(int layer, int h) {
 void DeviceStore::stage(int layer, int h) {
     const Layer& of = layers_[index(layer)];
     const float* value_squares = of.device->value_squares(of.number, h);
+    const bool predicts = ledger_.settings().importance.predicts();
     const PageLayout& layout = ledger_.layout(layer);
     const KernelTable& kernels = *ledger_.components().common.kernels;
     float values[kLedgerDim];
@@ -214,7 +229,9 @@ void DeviceStore::stage(int layer, int h) {
         write_norm(values, value_squares == nullptr ? 0.0f : value_squares[token]);
         kernels.store_v(layout, page, slot, values);
         layout.positions(page)[slot] = step_.position + token;
-        layout.importance(page)[slot] = 0.0f;
+        layout.importance(page)[slot] =
+            predicts ? PackedImportance(0.0f, of.device->predicted(of.number, h, token)).packed()
+                     : 0.0f;
     }
 }
 
@@ -334,6 +351,8 @@ std::size_t DeviceStore::scratch_bytes() const {
     std::size_t bytes = ledger_.components().scratch_bytes() + ledger_.share().budget_bytes() +
                         ledger_.share().pool().staging().bytes();
     for (const auto& device : devices_) bytes += device->scratch_bytes();
+    for (const DeviceLayerSource& source : sources_)
+        bytes += source.predictor.size() * sizeof(float);
     for (const Layer& layer : layers_)
         for (const DeviceHead& head : layer.rows.heads())
             bytes += index(head.rows()) * (sizeof(float) + 2 * sizeof(int));

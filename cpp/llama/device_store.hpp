@@ -22,14 +22,16 @@ struct DeviceLayerSource {
     ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
     DeviceParams params;                // of its attention node
     bool has_sinks;
+    RopeParams rope;               // rotates its keys
+    std::vector<float> predictor;  // [KV head][feature], see features.hpp; empty: none
 };
 
 class DeviceStore {
 public:
     // budgets: entries by KV head of all layers; importance, protection, max_tokens and max_entries
     // of `settings` are used, and its type is that of K and V. Throws std::invalid_argument for a
-    // measure that needs keys on the host, std::runtime_error if a device cannot compute attention,
-    // std::bad_alloc if it has no memory.
+    // measure that needs keys on the host and for a predictor of other features,
+    // std::runtime_error if a device cannot compute attention, std::bad_alloc if it has no memory.
     // live: whether it has rows from the start, and not only after acquire().
     DeviceStore(std::shared_ptr<Devices> devices, const std::vector<DeviceLayerSource>& layers,
                 const StoreSettings& settings, const std::vector<int>& budgets, bool live = true);
@@ -37,8 +39,10 @@ public:
     DeviceStore& operator=(const DeviceStore&) = delete;
 
     // Must be called before every micro-batch; `position` is that of the sequence's first token,
-    // and `first` its place in the micro-batch. The last n_drafts tokens are drafts.
-    void reserve(int n_tokens, std::int32_t position, int first = 0, int n_drafts = 0);
+    // which RoPE sees at `rope_position`, and `first` its place in the micro-batch. The last
+    // n_drafts tokens are drafts.
+    void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
+                 int n_drafts = 0);
     // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
     // queries may count towards importance, since those of wrong drafts could not be taken out, and
     // nothing may be evicted before the last of them, since all attend at once.

@@ -880,6 +880,12 @@ class CacheMap:
 def device_rows(budgets: Sequence[int], max_tokens: int, max_entries: int) -> int:
     """Return how many rows a layer of a DeviceStore has whose KV heads have such budgets."""
 
+def feature_count(shape: LayerShape, rope: RopeParams) -> int:
+    """Return how many features the entries of a layer have: see HeadwiseStore.predictor_features.
+
+    `rope` rotates the layer's keys. Raises ValueError if it does not fit them.
+    """
+
 class Devices:
     """Hold the devices that the stores of one context share, and their working memory."""
 
@@ -914,13 +920,16 @@ class DeviceStore:
         max_entries: int,
         budgets: Sequence[int],
         live: bool = True,
+        predictor: Sequence[npt.NDArray[np.float32]] = ...,
     ) -> None:
         """Allocate rows for the budgets, by KV head of all layers, and for one micro-batch.
 
-        Not `live`: acquire() does so later.
+        Not `live`: acquire() does so later. `predictor`: for every layer, (n_head_kv, n_features),
+        by which the device predicts the scores of new entries; none: the least scores.
 
-        Raises ValueError for a measure that needs keys on the host, RuntimeError if a device cannot
-        compute attention, MemoryError if it has no memory.
+        Raises ValueError for a measure that needs keys on the host and for a predictor of other
+        features, RuntimeError if a device cannot compute attention, MemoryError if it has no
+        memory.
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:
@@ -958,6 +967,9 @@ class DeviceStore:
 
     def truncate(self, position: int) -> None: ...
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
+    def importance(self, layer: int, kv_head: int) -> _Floats:
+        """Return the scores of the entries of positions(), as HeadwiseStore does."""
+
     def budget(self, layer: int, kv_head: int) -> int: ...
     def count(self, layer: int, kv_head: int) -> int: ...
     def state_bytes(self, layer: int, kv_head: int) -> int: ...
@@ -1005,10 +1017,17 @@ class DeviceBatch:
     """List the stores whose sequences have tokens in a micro-batch, in their order."""
 
     def clear(self) -> None: ...
-    def add(self, store: DeviceStore, n_tokens: int, position: int, n_drafts: int = 0) -> None:
+    def add(
+        self,
+        store: DeviceStore,
+        n_tokens: int,
+        position: int,
+        rope_position: int,
+        n_drafts: int = 0,
+    ) -> None:
         """Choose the rows of the next tokens, the first of which is at `position` of its text.
 
-        The last `n_drafts` are drafts.
+        RoPE sees the first one at `rope_position`. The last `n_drafts` are drafts.
         """
 
 class FlatStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,22 @@ def example() -> EntropyProfile:
             np.array([[0.0, 0.25], [0.5, 0.05]]),
         ),
     )
+
+
+def predicting_profile(
+    model: Path, n_features: list[int], n_head_kv: int, seed: int = 0
+) -> EntropyProfile:
+    """Return a profile whose predictor has random weights; `n_features`: one for each layer.
+
+    They give shares of attention from 1e-6 to 1 to keys and values of a tiny model.
+    """
+    random = np.random.default_rng(seed)
+    weights = []
+    for n in n_features:
+        of_layer = random.standard_normal((n_head_kv, n)).astype(np.float32) * np.float32(0.5)
+        of_layer[:, -1] = -4.0
+        weights.append(of_layer)
+    return replace(profile_of(model), predictor=ScorePredictor(tuple(weights), n_tokens=100))
 
 
 def profile_of(model: Path) -> EntropyProfile:

@@ -145,6 +145,11 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
             assert policy_named("fast", each, "headwise") == POLICIES["profile"]
     without_curves = replace(entropies, predictor=predictor)
     assert policy_named("auto", without_curves, "headwise") == named(f"adaptive:{IMPORTANCES[0]}")
+    taught = policy_named("auto", without_curves, "device")
+    assert taught == named(f"uniform:{IMPORTANCES[0]}")
+    assert policy_named("auto", known, "device") == named(f"profile:{IMPORTANCES[1]}")
+    assert policy_named("auto", known, "device", predictable=False) == POLICIES["profile"]
+    assert policy_named("auto", with_curves(entropies), "device") == POLICIES["profile"]
     for name in ("auto", "fast"):
         assert policy_named(name, with_curves(entropies), "flat") == POLICIES["recency"]
         frozen = policy_named(name, with_curves(entropies), "headwise", freezes=True)

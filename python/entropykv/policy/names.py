@@ -22,12 +22,14 @@ or one that is fitted to the first texts, which are read twice for it. If a mode
 are not known, nothing can be predicted, and all texts are read twice. With frozen entries it is
 `uniform`, because needed entries return and every head needs room for them; on the flat store it is
 `recency`. On the device store it is `profile` or `uniform`, and only the queries of the text rank
-entries.
+entries if the profile has no predictor, since no text is read twice there.
 """
 FAST = "fast"
 """The default without predictions and echoes: only the queries of the text rank entries."""
 EARLIER_NAMES = {"freeze": "rolling-freeze", "adaptive-heads": "adaptive"}
 """Names of policies before version 0.2.0, which work for one more release."""
+_OF_DEVICE = ("mass", "attention", "predicted")
+"""The measures that the device store computes."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
 """The measure that replaces each of IMPORTANCES if nothing can be predicted."""
 
@@ -70,7 +72,8 @@ def policy_help() -> str:
     auto = (
         f"{AUTO}: profile:{IMPORTANCES[0]}, or the measure that the profile names, where the model "
         f"has a profile, else adaptive:{IMPORTANCES[0]}, whose predictor the first texts teach; "
-        f"uniform with --freeze; recency on the flat store; {FAST}: the same without predicted"
+        "uniform with --freeze; recency on the flat store; on the device store profile or uniform, "
+        f"with predicted if the profile has a predictor; {FAST}: the same without predicted"
     )
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
@@ -115,7 +118,7 @@ def policy_named(
             "recurrent layers; use measure mass"
         )
     if store == "device":
-        _check_device(policy)
+        _check_device(policy, profile)
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
@@ -160,21 +163,28 @@ def schedules(name: str | OwnPolicy) -> bool:
     return base in POLICIES and POLICIES[base].schedule
 
 
-def _check_device(policy: Policy) -> None:
+def _check_device(policy: Policy, profile: EntropyProfile | None) -> None:
     """Raise SettingsError for a policy that the device store cannot follow.
 
     Its budgets must not change while a text is read, since every KV head has its rows from the
-    start, and its measure must not need keys, which are not on the host.
+    start, and its measure must not need keys, which are not on the host. It learns no predictor,
+    since it does not read texts twice.
     """
     importance = policy.importance
     of_device = importance.by_position or (
-        importance.measure in ("mass", "attention") and set(importance.modifiers) <= {"values"}
+        importance.measure in _OF_DEVICE and set(importance.modifiers) <= {"values", "predicted"}
     )
     if policy.rule.by_text or policy.schedule or policy.own is not None or not of_device:
         raise SettingsError(
             f"the device store cannot follow policy {policy.name}; use --policy uniform, profile, "
-            "entropy, recency or streaming, with measure mass or attention, also with +values, or "
-            "--store headwise"
+            "entropy, recency or streaming, with measure mass, attention or predicted, also with "
+            "+values or +predicted, or --store headwise"
+        )
+    if learns_predictor(policy, profile):
+        raise SettingsError(
+            f"policy {policy.name} predicts scores, and the model has no profile with a predictor, "
+            "which the device store cannot learn from texts; make one with `entropykv calibrate`, "
+            "or use --policy fast"
         )
 
 
@@ -214,9 +224,9 @@ def _chosen(
     if freezes:
         return "uniform"
     curves = None if profile is None else profile.curves
+    name = "profile" if curves is not None else "uniform" if store == "device" else "adaptive"
     if store == "device":
-        return "uniform" if curves is None else "profile"
-    name = "adaptive" if curves is None else "profile"
+        foresees = foresees and predictable and profile is not None and bool(profile.predictor)
     if not foresees:
         return name
     importance = (curves and curves.importance) or IMPORTANCES[0]

@@ -204,7 +204,12 @@ class ResolvedConfig:
         """
         if self.options.policy != AUTO or not self.policy.importance.predicts:
             return self
-        return resolve(self.options, self.geometry, self.profile, predictable=False)
+        instead: tuple[Literal["device", "flat"], str] | None = None
+        if self.store == "device" and self.fallback is not None:
+            instead = ("device", self.fallback)
+        return resolve(
+            self.options, self.geometry, self.profile, instead=instead, predictable=False
+        )
 
     def check_recovery(self, recovery: Recovery | None) -> None:
         """Raise SettingsError for a recovery ladder that has nothing to restore, or that goes back

@@ -171,7 +171,8 @@ class ModelRunner:
             if self.config.store == "flat":
                 return FlatStore(self.model, self.config, self.budget)
             if self.config.store == "device":
-                return DeviceStore(self.model, self.config, self._device_context(), self.budget)
+                shared = self._device_context()  # This may change the config.
+                return DeviceStore(self.model, self.config, shared, self.budget)
             context = self._headwise_context()  # This may change the config.
             return HeadwiseStore(self.model, self.config, context, self.budget)
         except MemoryError:
@@ -181,6 +182,8 @@ class ModelRunner:
         """Return the context of the device stores, which the first one makes."""
         if not isinstance(self._context, DeviceContext):
             self._context = DeviceContext(self.model, self.config)
+            if self._context.hook.rope_obstacle:
+                self.config = self.config.without_prediction()
         return self._context
 
     def _headwise_context(self) -> HeadwiseContext:

@@ -30,6 +30,7 @@ from entropykv.store.protocol import (
     StoreState,
 )
 from entropykv.store.rollback_range import RollbackRange
+from entropykv.store.score_prediction import check_features, ranking_predictor
 
 _UNRELIABLE = (
     "on Vulkan it has ended the process in a test; --store device (store='device') takes it anyway"
@@ -113,11 +114,29 @@ class DeviceStore(PooledStore):
                 max_entries=config.n_ctx,
                 budgets=list(itertools.chain(*plan.budgets)),
                 live=live,
+                predictor=self._predictor(),
             )
         except MemoryError:
             raise self._no_memory() from None
         except RuntimeError as error:
             raise unsupported(self._model, str(error), self.name) from None
+
+    def _predictor(self) -> list[npt.NDArray[np.float32]]:
+        """Return the weights that predict scores, for every layer; none if the policy uses none.
+
+        Raises ProfileError if they belong to entries with other features.
+        """
+        predictor = ranking_predictor(self._config)
+        if predictor is None:
+            return []
+        check_features(
+            predictor,
+            [
+                _core.feature_count(shape, node.rope)
+                for shape, node in zip(self.layers, self.hook.nodes, strict=True)
+            ],
+        )
+        return list(predictor.weights)
 
     def _no_memory(self) -> BudgetError:
         return BudgetError(
@@ -164,7 +183,8 @@ class DeviceStore(PooledStore):
             self._store.rebase(self._ropes, self.rope.n_sinks, self.shift, shift)
             self.shift = shift
             self.rebases += 1
-        self._context.batch.add(self._store, n_tokens, position, n_drafts)
+        rope_position = self.rope_position(position)
+        self._context.batch.add(self._store, n_tokens, position, rope_position, n_drafts)
         self._is_committed = False
 
     def most_drafts(self, position: int, wanted: int) -> int:
@@ -232,6 +252,12 @@ class DeviceStore(PooledStore):
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending."""
         return self._store.positions(layer, kv_head)
+
+    def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:
+        """Return the importance of the entries of entries(); None if queries do not add to it."""
+        if not self._config.policy.importance.adds_up:
+            return None
+        return self._store.importance(layer, kv_head)
 
     def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what is held: a row for every KV head of all layers."""

@@ -26,7 +26,7 @@ from entropykv.store.headwise_probe import check_config
 from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
 from entropykv.store.protocol import CacheMapFunction, PooledStore, SavedState, StoreState
 from entropykv.store.rollback_range import RollbackRange
-from entropykv.store.score_prediction import ScorePrediction
+from entropykv.store.score_prediction import ScorePrediction, ranking_predictor
 
 
 class HeadwiseStore(PooledStore):
@@ -76,10 +76,8 @@ class HeadwiseStore(PooledStore):
             plan = self.plan_of(asked)
             self._store = _core_of(config, self._shared_context, self.cold, plan)
             self.prediction = ScorePrediction(self._store, len(self.layers))
-            if policy.importance.predicts and config.profile and config.profile.predictor:
-                predictor = config.profile.predictor
-                beside = policy.importance.adds_predictions
-                self.prediction.adopt(predictor.beside_queries() if beside else predictor)
+            if predictor := ranking_predictor(config):
+                self.prediction.adopt(predictor)
             self.rollback = RollbackRange(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
             online = online_budgets(policy, self._store, self.layers, config.n_ctx, config.profile)

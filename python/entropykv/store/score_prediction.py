@@ -11,7 +11,29 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import ProfileError
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.predictor import ScorePredictor
+
+
+def ranking_predictor(config: ResolvedConfig) -> ScorePredictor | None:
+    """Return what predicts the scores of new entries; None if the policy predicts nothing, or if
+    the profile has no predictor.
+    """
+    importance = config.policy.importance
+    predictor = config.profile.predictor if config.profile and importance.predicts else None
+    if predictor is None or not importance.adds_predictions:
+        return predictor
+    return predictor.beside_queries()
+
+
+def check_features(predictor: ScorePredictor, n_features: Sequence[int]) -> None:
+    """Raise ProfileError unless a predictor is for entries with so many features in each layer."""
+    known = [of_layer.shape[1] for of_layer in predictor.weights]
+    if known != list(n_features):
+        raise ProfileError(
+            f"the profile's predictor is for {known[0]} features of an entry, and this model's "
+            f"entries have {n_features[0]}; calibrate again"
+        )
 
 
 class ScorePrediction:
@@ -32,12 +54,7 @@ class ScorePrediction:
 
         Raises ProfileError if it belongs to entries with other features.
         """
-        n_features = [of_layer.shape[1] for of_layer in predictor.weights]
-        if n_features != self.n_features:
-            raise ProfileError(
-                f"the profile's predictor is for {n_features[0]} features of an entry, and this "
-                f"model's entries have {self.n_features[0]}; calibrate again"
-            )
+        check_features(predictor, self.n_features)
         self.set_predictor(predictor.weights)
 
     def set_predictor(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
