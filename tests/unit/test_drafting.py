@@ -151,6 +151,15 @@ def test_a_step_that_was_interrupted_does_not_end_drafting() -> None:
     assert found.relative(4) < 1.3 * before
 
 
+def test_a_first_step_that_was_interrupted_does_not_end_drafting() -> None:
+    found = StepCosts()
+    found.note(13, 1.0)
+    for n in (1, 1, 2, 1):
+        found.note(n, 0.01 * (1.0 + 0.1 * (n - 1)))
+    assert found.single_seconds == pytest.approx(0.01, rel=0.01)
+    assert found.relative(4) < 1.7
+
+
 SURE = Evidence(32)
 
 

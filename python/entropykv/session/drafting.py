@@ -126,7 +126,8 @@ class StepCosts:
     """How many steps this guess counts for, at two numbers of tokens; it keeps the line defined."""
     _OUTLIER = 3.0
     """A step that takes longer than so many times what was expected is counted as so long: the
-    thread was interrupted, or memory was allocated.
+    thread was interrupted, or memory was allocated. If one takes less than what was expected
+    divided by this, the earlier steps were the slow ones, and are forgotten.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,11 @@ class StepCosts:
         """Take down a step that read nothing but written tokens and drafts."""
         single = self.single_seconds
         if single > 0.0:
-            seconds = min(seconds, self._OUTLIER * single * self.relative(n_tokens))
+            expected = single * self.relative(n_tokens)
+            if seconds < expected / self._OUTLIER:
+                self._single, self._several = (0.0, 0.0), _NOTHING
+            else:
+                seconds = min(seconds, self._OUTLIER * expected)
         self._several = _sum(_NOTHING, self._several, self._DECAY)
         if n_tokens == 1:
             weight, total = self._single
