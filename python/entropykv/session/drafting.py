@@ -40,6 +40,8 @@ class Evidence(NamedTuple):
     """How many of the tokens before them, of LONGEST_MATCH at most, are as the drafter expects."""
     is_resumed: bool = False
     """Whether an earlier place is followed on although the text differs from it in places."""
+    source: int = -1
+    """The position in the text from which the drafts are copied; -1: they come from elsewhere."""
 
     @property
     def group(self) -> int:
@@ -203,12 +205,98 @@ def _sum(first: _Sums, second: _Sums, times: float = 1.0) -> _Sums:
     return a + times * f, b + times * g, c + times * h, d + times * i, e + times * j
 
 
+class Outcomes:
+    """Remember, by position of the text, whether a draft of the token there was right.
+
+    A text that repeats a pattern differs from it at the same places again, such as the numbers in
+    the rows of a table. So the outcome at the place from which a draft is copied tells how likely
+    the draft is right.
+    """
+
+    _UNKNOWN, _RIGHT, _WRONG = 0, 1, 2
+    _PRIORS = np.array([0.7, 0.9, 0.4])
+    """By outcome at the source, the share of right drafts that is expected before any was seen."""
+    _WEIGHT = 6.0
+    """For how many drafts these priors count, and the share of all drafts."""
+    _LEAST_ROOM = 256
+
+    def __init__(self) -> None:
+        """Begin with nothing known; the table grows with the text."""
+        self._of_position = np.zeros(0, np.int8)
+        self._right, self._tried = np.zeros(3), np.zeros(3)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the table: up to 2 for each token."""
+        return self._of_position.nbytes
+
+    def at(self, source: int, n: int) -> npt.NDArray[np.int8]:
+        """Return the outcomes at n positions from `source` on; unknown if source is negative."""
+        found = np.full(n, self._UNKNOWN, np.int8)
+        if source >= 0:
+            known = self._of_position[source : source + n]
+            found[: len(known)] = known
+        return found
+
+    def log_odds(self, outcomes: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
+        """Return, for outcomes at sources, by how much they raise the log odds of a right draft."""
+        weight = self._WEIGHT
+        of_all = (self._right.sum() + weight * self._PRIORS[0]) / (self._tried.sum() + weight)
+        shares = (self._right + weight * self._PRIORS) / (self._tried + weight)
+        by_outcome = _log_odds(shares) - _log_odds(np.array(of_all))
+        by_outcome[self._UNKNOWN] = 0.0
+        return by_outcome[outcomes]
+
+    def note(
+        self, first: int, n_right: int, n_known: int, at_sources: npt.NDArray[np.int8]
+    ) -> None:
+        """Take down which of the drafts from position `first` on were right: the first `n_right`
+        of `n_known`. `at_sources`: what at() returned when they were made.
+        """
+        end = first + n_known
+        if end > len(self._of_position):
+            grown = np.zeros(max(2 * end, self._LEAST_ROOM), np.int8)
+            grown[: len(self._of_position)] = self._of_position
+            self._of_position = grown
+        self._of_position[first : first + n_right] = self._RIGHT
+        self._of_position[first + n_right : end] = self._WRONG
+        self._right += np.bincount(at_sources[:n_right], minlength=3)
+        self._tried += np.bincount(at_sources[:n_known], minlength=3)
+
+    def fade(self, rate: float) -> None:
+        """Make what was counted so far count less by a factor."""
+        self._right *= rate
+        self._tried *= rate
+
+    def truncate(self, position: int) -> None:
+        """Forget the outcomes from a position on, after a rollback to it."""
+        self._of_position[position:] = self._UNKNOWN
+
+
+def _log_odds(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the logarithms of p / (1 - p), for p between 0.001 and 0.999."""
+    bounded = np.clip(shares, 0.001, 0.999)
+    odds: npt.NDArray[np.float64] = np.log(bounded / (1.0 - bounded))
+    return odds
+
+
+class _Run(NamedTuple):
+    """Hold drafts that are not known yet to be right."""
+
+    first: int
+    """The length of the text before them."""
+    drafts: Tokens
+    group: int
+    at_sources: npt.NDArray[np.int8]
+
+
 class DraftLengths:
     """Choose how many drafts to read: as many as make the time per token least.
 
     It counts, for each group of evidence, how often the first draft was right, the second where the
     first was, and so on. All drafts that were made are compared with the text that was written, and
-    not only those that were read; so it learns that a longer run would have paid.
+    not only those that were read; so it learns that a longer run would have paid. Where drafts are
+    copied from the text, it also counts how often those were right whose source was (Outcomes).
     """
 
     _PRIOR_WEIGHT = 6.0
@@ -228,9 +316,15 @@ class DraftLengths:
         self._costs = costs
         self._right = np.zeros((len(PRIORS), most))
         self._tried = np.zeros((len(PRIORS), most))
-        self._made: list[tuple[int, Tokens, int]] = []
-        """Drafts that are not known yet to be right: length of the text before, tokens, group."""
+        self._outcomes = Outcomes()
+        self._made: list[_Run] = []
+        """The drafts that are not known yet to be right."""
         self._n_seen = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that grow with the text."""
+        return self._outcomes.n_bytes
 
     def chances(self, evidence: Evidence) -> list[float]:
         """Return, for each place of a run, the estimated probability that the draft there is right
@@ -240,7 +334,12 @@ class DraftLengths:
         right, tried = self._right[group], self._tried[group]
         weight, place = self._PRIOR_WEIGHT, self._PLACE_WEIGHT
         share = (right.sum() + weight * evidence.prior) / (tried.sum() + weight)
-        chances: list[float] = np.cumprod((right + place * share) / (tried + place)).tolist()
+        each = (right + place * share) / (tried + place)
+        if evidence.source >= 0:
+            outcomes = self._outcomes.at(evidence.source, len(each))
+            odds = _log_odds(each) + self._outcomes.log_odds(outcomes)
+            each = 1.0 / (1.0 + np.exp(-odds))
+        chances: list[float] = np.cumprod(each).tolist()
         return chances
 
     def choose(
@@ -262,9 +361,11 @@ class DraftLengths:
 
     def expect(self, tokens: Tokens, drafts: list[int], evidence: Evidence) -> None:
         """Take down drafts of what follows a text, to compare them with it later."""
-        if self._made and self._made[-1][0] == len(tokens):
+        if self._made and self._made[-1].first == len(tokens):
             self._made.pop()
-        self._made.append((len(tokens), np.array(drafts, np.int32), evidence.group))
+        at_sources = self._outcomes.at(evidence.source, len(drafts))
+        run = _Run(len(tokens), np.array(drafts, np.int32), evidence.group, at_sources)
+        self._made.append(run)
 
     def compare(self, tokens: Tokens) -> None:
         """Count which of the drafts that were made are right, by a text that has become longer.
@@ -273,27 +374,31 @@ class DraftLengths:
         """
         if len(tokens) < self._n_seen:
             self._made.clear()
+            self._outcomes.truncate(len(tokens))
         self._n_seen = len(tokens)
         self._right *= self._RECOVERY
         self._tried *= self._RECOVERY
+        self._outcomes.fade(self._RECOVERY)
         unknown = []
-        for first, drafts, group in self._made:
-            written = tokens[first : first + len(drafts)]
-            wrong = np.flatnonzero(written != drafts[: len(written)])
+        for run in self._made:
+            n = len(run.drafts)
+            written = tokens[run.first : run.first + n]
+            wrong = np.flatnonzero(written != run.drafts[: len(written)])
             if wrong.size:
-                self._count(group, int(wrong[0]), int(wrong[0]) + 1)
-            elif len(written) == len(drafts):
-                self._count(group, len(drafts), len(drafts))
+                self._count(run, int(wrong[0]), int(wrong[0]) + 1)
+            elif len(written) == n:
+                self._count(run, n, n)
             else:
-                unknown.append((first, drafts, group))
+                unknown.append(run)
         self._made = unknown
 
-    def _count(self, group: int, n_right: int, n_known: int) -> None:
+    def _count(self, run: _Run, n_right: int, n_known: int) -> None:
         """Count a run; drafts after a wrong one say nothing."""
-        self._right[group] *= self._DECAY
-        self._tried[group] *= self._DECAY
-        self._right[group, :n_right] += 1.0
-        self._tried[group, :n_known] += 1.0
+        self._right[run.group] *= self._DECAY
+        self._tried[run.group] *= self._DECAY
+        self._right[run.group, :n_right] += 1.0
+        self._tried[run.group, :n_known] += 1.0
+        self._outcomes.note(run.first, n_right, n_known, run.at_sources)
 
 
 @dataclass
@@ -331,7 +436,7 @@ class Drafting:
     @property
     def n_bytes(self) -> int:
         """Return the bytes that the drafter holds."""
-        return self._drafter.n_bytes
+        return self._drafter.n_bytes + self._lengths.n_bytes
 
     def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
         """Return drafts of what follows the tokens, `most` at most.

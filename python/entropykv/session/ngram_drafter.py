@@ -66,7 +66,7 @@ class NgramDrafter:
         if place < 0:
             return [], evidence
         self._source, self._n_before = place, n
-        return tokens[place : place + most].tolist(), evidence
+        return tokens[place : place + most].tolist(), evidence._replace(source=place)
 
     def close(self) -> None:
         """Do nothing: the tables go with the object."""
