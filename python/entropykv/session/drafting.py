@@ -347,7 +347,7 @@ class DraftLengths:
     ) -> int:
         """Return how many of `n_drafts` drafts pay.
 
-        `n_others`: tokens of others in the step. `cost_each`: what making a draft costs, in units
+        `n_others`: tokens that others write in the step. `cost_each`: what making a draft costs, in units
         of a step with a single token; 0.0 for drafts that are there already.
         """
         best, n_best, expected = 0.0, 0, 1.0
@@ -441,7 +441,7 @@ class Drafting:
     def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
         """Return drafts of what follows the tokens, `most` at most.
 
-        `n_others`: tokens of other sequences that are read in the same step.
+        `n_others`: tokens that other sequences write in the same step; drafts delay them, too.
         """
         most = min(most, self._most)
         self._lengths.compare(tokens)
