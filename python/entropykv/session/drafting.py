@@ -214,7 +214,7 @@ class Outcomes:
     """
 
     _UNKNOWN, _RIGHT, _WRONG = 0, 1, 2
-    _PRIORS = np.array([0.7, 0.9, 0.4])
+    _PRIORS = (0.7, 0.9, 0.4)
     """By outcome at the source, the share of right drafts that is expected before any was seen."""
     _WEIGHT = 6.0
     """For how many drafts these priors count, and the share of all drafts."""
@@ -238,14 +238,16 @@ class Outcomes:
             found[: len(known)] = known
         return found
 
-    def log_odds(self, outcomes: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-        """Return, for outcomes at sources, by how much they raise the log odds of a right draft."""
+    def factors(self) -> tuple[float, float, float]:
+        """Return, by outcome at the source, by how much it multiplies the odds of a right draft."""
         weight = self._WEIGHT
-        of_all = (self._right.sum() + weight * self._PRIORS[0]) / (self._tried.sum() + weight)
-        shares = (self._right + weight * self._PRIORS) / (self._tried + weight)
-        by_outcome = _log_odds(shares) - _log_odds(np.array(of_all))
-        by_outcome[self._UNKNOWN] = 0.0
-        return by_outcome[outcomes]
+        right, tried = self._right.tolist(), self._tried.tolist()
+        of_all = _odds((sum(right) + weight * self._PRIORS[0]) / (sum(tried) + weight))
+        _, if_right, if_wrong = (
+            _odds((n_right + weight * prior) / (n_tried + weight)) / of_all
+            for n_right, n_tried, prior in zip(right, tried, self._PRIORS, strict=True)
+        )
+        return 1.0, if_right, if_wrong
 
     def note(
         self, first: int, n_right: int, n_known: int, at_sources: npt.NDArray[np.int8]
@@ -273,11 +275,10 @@ class Outcomes:
         self._of_position[position:] = self._UNKNOWN
 
 
-def _log_odds(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the logarithms of p / (1 - p), for p between 0.001 and 0.999."""
-    bounded = np.clip(shares, 0.001, 0.999)
-    odds: npt.NDArray[np.float64] = np.log(bounded / (1.0 - bounded))
-    return odds
+def _odds(share: float) -> float:
+    """Return p / (1 - p) for p between 0.001 and 0.999."""
+    bounded = min(max(share, 0.001), 0.999)
+    return bounded / (1.0 - bounded)
 
 
 class _Run(NamedTuple):
@@ -330,16 +331,16 @@ class DraftLengths:
         """Return, for each place of a run, the estimated probability that the draft there is right
         and all before it are.
         """
-        group = evidence.group
-        right, tried = self._right[group], self._tried[group]
-        weight, place = self._PRIOR_WEIGHT, self._PLACE_WEIGHT
-        share = (right.sum() + weight * evidence.prior) / (tried.sum() + weight)
-        each = (right + place * share) / (tried + place)
-        if evidence.source >= 0:
-            outcomes = self._outcomes.at(evidence.source, len(each))
-            odds = _log_odds(each) + self._outcomes.log_odds(outcomes)
-            each = 1.0 / (1.0 + np.exp(-odds))
-        chances: list[float] = np.cumprod(each).tolist()
+        group, weight, place = evidence.group, self._PRIOR_WEIGHT, self._PLACE_WEIGHT
+        right, tried = self._right[group].tolist(), self._tried[group].tolist()
+        share = (sum(right) + weight * evidence.prior) / (sum(tried) + weight)
+        outcomes = self._outcomes.at(evidence.source, len(right)).tolist()
+        factors = self._outcomes.factors()
+        chances, chance = [], 1.0
+        for n_right, n_tried, outcome in zip(right, tried, outcomes, strict=True):
+            odds = _odds((n_right + place * share) / (n_tried + place)) * factors[outcome]
+            chance *= odds / (1.0 + odds)
+            chances.append(chance)
         return chances
 
     def choose(
@@ -347,8 +348,8 @@ class DraftLengths:
     ) -> int:
         """Return how many of `n_drafts` drafts pay.
 
-        `n_others`: tokens that others write in the step. `cost_each`: what making a draft costs, in units
-        of a step with a single token; 0.0 for drafts that are there already.
+        `n_others`: tokens that other sequences write in the step. `cost_each`: what making a draft
+        costs, in units of a step with a single token; 0.0 for drafts that are there already.
         """
         best, n_best, expected = 0.0, 0, 1.0
         for n, chance in enumerate([0.0, *self.chances(evidence)[:n_drafts]]):
