@@ -89,35 +89,49 @@ def llama_server(options: argparse.Namespace, tasks: dict[str, list[int]]) -> No
 
 def together(options: argparse.Namespace, name: str, prompt: str) -> None:
     """Let several sessions of a pool write one task at the same time."""
-    speeds = []
-    for spec_type in ("none", "ngram"):
-        n_ctx = options.length + options.tokens + 1024
-        with Pool(
+    n_ctx = options.length + options.tokens + 1
+    pools = [
+        Pool(
             options.model,
             n_ctx=n_ctx,
             kv_budget=options.kv_budget,
-            n_sequences=options.sequences,
+            n_sequences=options.sequences + 1,
             spec_type=spec_type,
-        ) as pool:
-            sessions = [pool.session() for _ in range(options.sequences)]
-            tokens = sessions[0].tokenize(prompt)[-options.length :]
-            for session in sessions:
-                session.decode(tokens)
-            threads = [
-                threading.Thread(target=list, args=(session.generate([], options.tokens),))
-                for session in sessions
-            ]
-            start = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            written = sum(session.position - len(tokens) for session in sessions)
-            speeds.append(written / (time.perf_counter() - start))
+        )
+        for spec_type in ("none", "ngram")
+    ]
+    speeds: list[list[float]] = [[], []]
+    with pools[0], pools[1]:
+        origins = [pool.session() for pool in pools]
+        for origin in origins:
+            origin.decode(origin.tokenize(prompt)[-options.length :])
+        for _ in range(options.rounds):
+            for origin, found in zip(origins, speeds, strict=True):
+                sessions = [origin.fork() for _ in range(options.sequences)]
+                found.append(write_at_once(sessions, options.tokens))
+    without, with_drafts = (statistics.median(each) for each in speeds)
     print(
-        f"{name:8} {speeds[0]:7.1f} {speeds[1]:7.1f} tokens/s of {options.sequences} sessions "
-        f"together, {speeds[1] / speeds[0]:.2f} times"
+        f"{name:8} {without:7.1f} {with_drafts:7.1f} tokens/s of {options.sequences} sessions "
+        f"together, {with_drafts / without:.2f} times",
+        flush=True,
     )
+
+
+def write_at_once(sessions: list[Session], n: int) -> float:
+    """Write n tokens in every session at the same time, and close them; returns tokens per second
+    of all of them.
+    """
+    threads = [threading.Thread(target=list, args=(each.generate([], n),)) for each in sessions]
+    start, before = time.perf_counter(), sum(session.position for session in sessions)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    n_written = sum(session.position for session in sessions) - before
+    for session in sessions:
+        session.close()
+    return n_written / seconds
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 
 from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileError
 from entropykv.model.geometry import read_geometry
+from entropykv.server.document_library import DocumentId, DocumentLibrary
 from entropykv.session.document import document_header, open_documents, read_document
 from entropykv.session.file import open_session
 from entropykv.store.protocol import Part
@@ -29,15 +31,23 @@ from tests.support.running_server import MODEL, Server
 from tests.support.saved_sessions import all_entries, session_of
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 12
+SYSTEM = "Answer briefly."
 
 
 class StopError(Exception):
     """Raised in the middle of reading."""
 
 
-def read(model: Path, path: Path, text: str = TEXT, progress: Any = None, **options: Any) -> bytes:
+def read(
+    model: Path,
+    path: Path,
+    text: str = TEXT,
+    progress: Any = None,
+    system: str | None = None,
+    **options: Any,
+) -> bytes:
     with session_of(model, **options) as session:
-        read_document(session, text, path, names=["a.txt"], progress=progress)
+        read_document(session, text, path, names=["a.txt"], system=system, progress=progress)
     return path.read_bytes()
 
 
@@ -224,6 +234,18 @@ def test_reading_continues_where_it_stopped_with_the_same_bytes(
     assert sorted(os.listdir(tmp_path)) == ["book.kv", "whole.kv"]
 
 
+def test_a_document_that_was_read_but_not_stored_is_not_read_again(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path, partial = tmp_path / "book.kv", tmp_path / "book.kv.partial"
+    expected = read(tiny_llama, path)
+    with open_session(path) as reader:
+        n_tokens = reader.contents.position
+    path.replace(partial)
+    assert starts(tiny_llama, path) == n_tokens
+    assert path.read_bytes() == expected
+
+
 def test_only_the_same_text_with_the_same_settings_is_continued(
     tiny_llama: Path, tiny_bitnet: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +258,24 @@ def test_only_the_same_text_with_the_same_settings_is_continued(
     for model, text, options in others:
         interrupted(tiny_llama, path)
         assert starts(model, path, text, **options) == 0
+
+
+def test_the_system_message_of_an_interrupted_reading_is_kept_with_it(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.kv"
+    n_read = interrupted(smollm2, path, system=SYSTEM)
+    library = DocumentLibrary(tmp_path, None, several=False)
+    reading = library.resumed(DocumentId("", "", "book"))
+    assert reading is not None
+    assert reading.system == SYSTEM
+    assert starts(smollm2, path, reading.text, system=None) == 0
+    interrupted(smollm2, path, system=SYSTEM)
+    assert starts(smollm2, path, reading.text, system=reading.system) == n_read
+    with open_session(path) as reader:
+        note = reader.contents.document
+    assert note is not None
+    assert note.system == SYSTEM
 
 
 def test_a_damaged_partial_file_is_read_from_the_start(tiny_llama: Path, tmp_path: Path) -> None:
@@ -323,6 +363,29 @@ def test_the_command_line_reads_shows_and_asks(tiny_llama: Path, tmp_path: Path)
     )
     assert chat.returncode == 0, chat.stderr
     assert run.stdout.strip() == chat.stdout.strip()
+
+
+def test_the_command_line_reads_into_and_asks_object_storage(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text, address = tmp_path / "a.txt", (tmp_path / "stored").as_uri()
+    text.write_text(TEXT, encoding="utf-8")
+    model = ("-m", tiny_llama, "-t", 1)
+    written = entropykv("read", text, *model, "-c", 1024, "-o", f"{address}/a.kv")
+    assert f"wrote {address}/a.kv" in written.stderr
+    shutil.rmtree(tmp_path / "cache")
+    shown = entropykv("read", "--show", f"{address}/a.kv").stdout
+    assert "the quick brown fox" in shown
+    asked = ("run", *model, "-p", "who jumps?", "-n", 8, "--temp", 0, "--document")
+    answers = [
+        entropykv(*asked, name).stdout for name in (f"{address}/a.kv", tmp_path / "stored/a.kv")
+    ]
+    assert answers[0] == answers[1]
+    assert_refused(entropykv(*asked, f"{address}/b.kv"), "b.kv: no such file")
+    refused = entropykv("read", text, *model, "--each", "--out", address)
+    assert_refused(refused, "--each writes into a directory")
 
 
 def test_an_answer_without_a_limit_ends_where_the_context_of_the_model_would(

@@ -39,17 +39,19 @@ def test_what_followed_the_longest_match_is_drafted() -> None:
     drafter = NgramDrafter()
     assert drafter.draft(tokens(9, 1, 2, 3, 7, 8, 1, 2, 3, 4, 5, 9, 1, 2, 3), 2) == (
         [7, 8],
-        Evidence(4),
+        Evidence(4, source=4),
     )
     assert drafter.draft(tokens(1, 2), 4) == ([], Evidence(0))
 
 
 @given(SMALL)
 def test_a_draft_is_an_earlier_continuation(text: list[int]) -> None:
-    drafts, (agreed, is_resumed) = NgramDrafter().draft(np.array(text, np.int32), 5)
-    assert not is_resumed
+    drafts, evidence = NgramDrafter().draft(np.array(text, np.int32), 5)
+    agreed = evidence.agreed
+    assert not evidence.is_resumed
     assert agreed <= longest_earlier(text)
     if drafts:
+        assert text[evidence.source :][:5] == drafts
         assert agreed >= 3
         wanted = [*text[-agreed:], *drafts]
         places = (text[i : i + len(wanted)] for i in range(len(text) - agreed))
@@ -64,9 +66,9 @@ def test_a_rollback_leaves_no_place_of_what_was_there(
     drafter.draft(np.array(first, np.int32), 5)
     text = [*first[:kept], *second]
     drafter.draft(np.array(first[:kept], np.int32), 5)
-    drafts, (agreed, is_resumed) = drafter.draft(np.array(text, np.int32), 5)
+    drafts, evidence = drafter.draft(np.array(text, np.int32), 5)
     if drafts:
-        wanted = drafts if is_resumed else [*text[-agreed:], *drafts]
+        wanted = drafts if evidence.is_resumed else [*text[-evidence.agreed :], *drafts]
         assert any(text[i : i + len(wanted)] == wanted for i in range(len(text)))
 
 
@@ -151,6 +153,15 @@ def test_a_step_that_was_interrupted_does_not_end_drafting() -> None:
     assert found.relative(4) < 1.3 * before
 
 
+def test_a_first_step_that_was_interrupted_does_not_end_drafting() -> None:
+    found = StepCosts()
+    found.note(13, 1.0)
+    for n in (1, 1, 2, 1):
+        found.note(n, 0.01 * (1.0 + 0.1 * (n - 1)))
+    assert found.single_seconds == pytest.approx(0.01, rel=0.01)
+    assert found.relative(4) < 1.7
+
+
 SURE = Evidence(32)
 
 
@@ -205,6 +216,58 @@ def test_drafts_before_a_rollback_are_not_compared_with_what_is_written_then() -
     found.compare(tokens(1, 2))
     found.compare(tokens(1, 2, 3, 9, 9))
     assert found.chances(SURE) == fresh.chances(SURE)
+
+
+def follow_rows(found: DraftLengths, n: int) -> Tokens:
+    """Write rows of ten tokens, of which one is another in every row; each row is drafted."""
+    text = tokens(*range(10))
+    for number in range(100, 100 + n):
+        evidence = SURE._replace(source=len(text) - 10)
+        found.expect(text, text[-10:].tolist(), evidence)
+        row = [*range(5), number, *range(6, 10)]
+        text = np.append(text, tokens(*row)).astype(np.int32)
+        found.compare(text)
+    return text
+
+
+def test_a_run_ends_where_its_source_differed_from_its_own() -> None:
+    drafting = Drafting(NgramDrafter(), costs(0.2), 15)
+    rng, steps = np.random.default_rng(0), []
+    # Rows have their numbers at other places, so the place in a run tells nothing.
+    widths = rng.integers(4, 14, 8).tolist()
+    text: list[int] = []
+    for _ in range(20):
+        for row, width in enumerate(widths):
+            text += [*range(100 * row, 100 * row + width), 10_000 + len(text)]
+    position = 4 * (sum(widths) + 8)
+    while position < len(text) - 20:
+        drafts = drafting.propose(tokens(*text[:position]), 15)
+        followed = text[position : position + len(drafts)]
+        right = next((i for i, d in enumerate(drafts) if d != followed[i]), len(drafts))
+        steps.append((len(drafts), right))
+        position += right + 1
+    drafted, accepted = np.sum(steps[len(steps) // 2 :], axis=0)
+    assert accepted > 0.9 * drafted
+    assert accepted > 4 * len(steps) / 2
+
+
+def test_what_differed_is_forgotten_at_a_rollback() -> None:
+    found = lengths(0.2)
+    text = follow_rows(found, 30)
+    source = len(text) - 10
+    found.compare(text[:source])
+    evidence = SURE._replace(source=source)
+    assert found.chances(evidence) == pytest.approx(found.chances(SURE))
+    assert found.chances(evidence._replace(source=source - 10)) != pytest.approx(
+        found.chances(SURE), abs=0.01
+    )
+
+
+def test_the_table_of_outcomes_is_counted() -> None:
+    found = lengths(0.2)
+    assert found.n_bytes == 0
+    text = follow_rows(found, 300)
+    assert len(text) <= found.n_bytes <= 2 * len(text)
 
 
 def test_drafts_that_cost_time_are_made_only_where_they_pay() -> None:

@@ -27,9 +27,9 @@ LONGEST_MATCH = 32
 
 _MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
 """From so many agreeing tokens on, a draft belongs to the next group."""
-_RESUMED = (7, 10, 13)
+_RESUMED = (6, 9, 12)
 """The same for drafts that follow a place on, behind all groups of the others."""
-PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.55)
+PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.6)
 """By group, the share of right drafts that is expected before any was seen."""
 
 
@@ -40,6 +40,8 @@ class Evidence(NamedTuple):
     """How many of the tokens before them, of LONGEST_MATCH at most, are as the drafter expects."""
     is_resumed: bool = False
     """Whether an earlier place is followed on although the text differs from it in places."""
+    source: int = -1
+    """The position in the text from which the drafts are copied; -1: they come from elsewhere."""
 
     @property
     def group(self) -> int:
@@ -126,7 +128,8 @@ class StepCosts:
     """How many steps this guess counts for, at two numbers of tokens; it keeps the line defined."""
     _OUTLIER = 3.0
     """A step that takes longer than so many times what was expected is counted as so long: the
-    thread was interrupted, or memory was allocated.
+    thread was interrupted, or memory was allocated. If one takes less than what was expected
+    divided by this, the earlier steps were the slow ones, and are forgotten.
     """
 
     def __init__(self) -> None:
@@ -142,7 +145,11 @@ class StepCosts:
         """Take down a step that read nothing but written tokens and drafts."""
         single = self.single_seconds
         if single > 0.0:
-            seconds = min(seconds, self._OUTLIER * single * self.relative(n_tokens))
+            expected = single * self.relative(n_tokens)
+            if seconds < expected / self._OUTLIER:
+                self._single, self._several = (0.0, 0.0), _NOTHING
+            else:
+                seconds = min(seconds, self._OUTLIER * expected)
         self._several = _sum(_NOTHING, self._several, self._DECAY)
         if n_tokens == 1:
             weight, total = self._single
@@ -198,12 +205,99 @@ def _sum(first: _Sums, second: _Sums, times: float = 1.0) -> _Sums:
     return a + times * f, b + times * g, c + times * h, d + times * i, e + times * j
 
 
+class Outcomes:
+    """Remember, by position of the text, whether a draft of the token there was right.
+
+    A text that repeats a pattern differs from it at the same places again, such as the numbers in
+    the rows of a table. So the outcome at the place from which a draft is copied tells how likely
+    the draft is right.
+    """
+
+    _UNKNOWN, _RIGHT, _WRONG = 0, 1, 2
+    _PRIORS = (0.7, 0.9, 0.4)
+    """By outcome at the source, the share of right drafts that is expected before any was seen."""
+    _WEIGHT = 6.0
+    """For how many drafts these priors count, and the share of all drafts."""
+    _LEAST_ROOM = 256
+
+    def __init__(self) -> None:
+        """Begin with nothing known; the table grows with the text."""
+        self._of_position = np.zeros(0, np.int8)
+        self._right, self._tried = np.zeros(3), np.zeros(3)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the table: up to 2 for each token."""
+        return self._of_position.nbytes
+
+    def at(self, source: int, n: int) -> npt.NDArray[np.int8]:
+        """Return the outcomes at n positions from `source` on; unknown if source is negative."""
+        found = np.full(n, self._UNKNOWN, np.int8)
+        if source >= 0:
+            known = self._of_position[source : source + n]
+            found[: len(known)] = known
+        return found
+
+    def factors(self) -> tuple[float, float, float]:
+        """Return, by outcome at the source, by how much it multiplies the odds of a right draft."""
+        weight = self._WEIGHT
+        right, tried = self._right.tolist(), self._tried.tolist()
+        of_all = _odds((sum(right) + weight * self._PRIORS[0]) / (sum(tried) + weight))
+        _, if_right, if_wrong = (
+            _odds((n_right + weight * prior) / (n_tried + weight)) / of_all
+            for n_right, n_tried, prior in zip(right, tried, self._PRIORS, strict=True)
+        )
+        return 1.0, if_right, if_wrong
+
+    def note(
+        self, first: int, n_right: int, n_known: int, at_sources: npt.NDArray[np.int8]
+    ) -> None:
+        """Take down which of the drafts from position `first` on were right: the first `n_right`
+        of `n_known`. `at_sources`: what at() returned when they were made.
+        """
+        end = first + n_known
+        if end > len(self._of_position):
+            grown = np.zeros(max(2 * end, self._LEAST_ROOM), np.int8)
+            grown[: len(self._of_position)] = self._of_position
+            self._of_position = grown
+        self._of_position[first : first + n_right] = self._RIGHT
+        self._of_position[first + n_right : end] = self._WRONG
+        self._right += np.bincount(at_sources[:n_right], minlength=3)
+        self._tried += np.bincount(at_sources[:n_known], minlength=3)
+
+    def fade(self, rate: float) -> None:
+        """Make what was counted so far count less by a factor."""
+        self._right *= rate
+        self._tried *= rate
+
+    def truncate(self, position: int) -> None:
+        """Forget the outcomes from a position on, after a rollback to it."""
+        self._of_position[position:] = self._UNKNOWN
+
+
+def _odds(share: float) -> float:
+    """Return p / (1 - p) for p between 0.001 and 0.999."""
+    bounded = min(max(share, 0.001), 0.999)
+    return bounded / (1.0 - bounded)
+
+
+class _Run(NamedTuple):
+    """Hold drafts that are not known yet to be right."""
+
+    first: int
+    """The length of the text before them."""
+    drafts: Tokens
+    group: int
+    at_sources: npt.NDArray[np.int8]
+
+
 class DraftLengths:
     """Choose how many drafts to read: as many as make the time per token least.
 
     It counts, for each group of evidence, how often the first draft was right, the second where the
     first was, and so on. All drafts that were made are compared with the text that was written, and
-    not only those that were read; so it learns that a longer run would have paid.
+    not only those that were read; so it learns that a longer run would have paid. Where drafts are
+    copied from the text, it also counts how often those were right whose source was (Outcomes).
     """
 
     _PRIOR_WEIGHT = 6.0
@@ -223,19 +317,30 @@ class DraftLengths:
         self._costs = costs
         self._right = np.zeros((len(PRIORS), most))
         self._tried = np.zeros((len(PRIORS), most))
-        self._made: list[tuple[int, Tokens, int]] = []
-        """Drafts that are not known yet to be right: length of the text before, tokens, group."""
+        self._outcomes = Outcomes()
+        self._made: list[_Run] = []
+        """The drafts that are not known yet to be right."""
         self._n_seen = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that grow with the text."""
+        return self._outcomes.n_bytes
 
     def chances(self, evidence: Evidence) -> list[float]:
         """Return, for each place of a run, the estimated probability that the draft there is right
         and all before it are.
         """
-        group = evidence.group
-        right, tried = self._right[group], self._tried[group]
-        weight, place = self._PRIOR_WEIGHT, self._PLACE_WEIGHT
-        share = (right.sum() + weight * evidence.prior) / (tried.sum() + weight)
-        chances: list[float] = np.cumprod((right + place * share) / (tried + place)).tolist()
+        group, weight, place = evidence.group, self._PRIOR_WEIGHT, self._PLACE_WEIGHT
+        right, tried = self._right[group].tolist(), self._tried[group].tolist()
+        share = (sum(right) + weight * evidence.prior) / (sum(tried) + weight)
+        outcomes = self._outcomes.at(evidence.source, len(right)).tolist()
+        factors = self._outcomes.factors()
+        chances, chance = [], 1.0
+        for n_right, n_tried, outcome in zip(right, tried, outcomes, strict=True):
+            odds = _odds((n_right + place * share) / (n_tried + place)) * factors[outcome]
+            chance *= odds / (1.0 + odds)
+            chances.append(chance)
         return chances
 
     def choose(
@@ -243,8 +348,8 @@ class DraftLengths:
     ) -> int:
         """Return how many of `n_drafts` drafts pay.
 
-        `n_others`: tokens of others in the step. `cost_each`: what making a draft costs, in units
-        of a step with a single token; 0.0 for drafts that are there already.
+        `n_others`: tokens that other sequences write in the step. `cost_each`: what making a draft
+        costs, in units of a step with a single token; 0.0 for drafts that are there already.
         """
         best, n_best, expected = 0.0, 0, 1.0
         for n, chance in enumerate([0.0, *self.chances(evidence)[:n_drafts]]):
@@ -257,9 +362,11 @@ class DraftLengths:
 
     def expect(self, tokens: Tokens, drafts: list[int], evidence: Evidence) -> None:
         """Take down drafts of what follows a text, to compare them with it later."""
-        if self._made and self._made[-1][0] == len(tokens):
+        if self._made and self._made[-1].first == len(tokens):
             self._made.pop()
-        self._made.append((len(tokens), np.array(drafts, np.int32), evidence.group))
+        at_sources = self._outcomes.at(evidence.source, len(drafts))
+        run = _Run(len(tokens), np.array(drafts, np.int32), evidence.group, at_sources)
+        self._made.append(run)
 
     def compare(self, tokens: Tokens) -> None:
         """Count which of the drafts that were made are right, by a text that has become longer.
@@ -268,27 +375,31 @@ class DraftLengths:
         """
         if len(tokens) < self._n_seen:
             self._made.clear()
+            self._outcomes.truncate(len(tokens))
         self._n_seen = len(tokens)
         self._right *= self._RECOVERY
         self._tried *= self._RECOVERY
+        self._outcomes.fade(self._RECOVERY)
         unknown = []
-        for first, drafts, group in self._made:
-            written = tokens[first : first + len(drafts)]
-            wrong = np.flatnonzero(written != drafts[: len(written)])
+        for run in self._made:
+            n = len(run.drafts)
+            written = tokens[run.first : run.first + n]
+            wrong = np.flatnonzero(written != run.drafts[: len(written)])
             if wrong.size:
-                self._count(group, int(wrong[0]), int(wrong[0]) + 1)
-            elif len(written) == len(drafts):
-                self._count(group, len(drafts), len(drafts))
+                self._count(run, int(wrong[0]), int(wrong[0]) + 1)
+            elif len(written) == n:
+                self._count(run, n, n)
             else:
-                unknown.append((first, drafts, group))
+                unknown.append(run)
         self._made = unknown
 
-    def _count(self, group: int, n_right: int, n_known: int) -> None:
+    def _count(self, run: _Run, n_right: int, n_known: int) -> None:
         """Count a run; drafts after a wrong one say nothing."""
-        self._right[group] *= self._DECAY
-        self._tried[group] *= self._DECAY
-        self._right[group, :n_right] += 1.0
-        self._tried[group, :n_known] += 1.0
+        self._right[run.group] *= self._DECAY
+        self._tried[run.group] *= self._DECAY
+        self._right[run.group, :n_right] += 1.0
+        self._tried[run.group, :n_known] += 1.0
+        self._outcomes.note(run.first, n_right, n_known, run.at_sources)
 
 
 @dataclass
@@ -326,12 +437,12 @@ class Drafting:
     @property
     def n_bytes(self) -> int:
         """Return the bytes that the drafter holds."""
-        return self._drafter.n_bytes
+        return self._drafter.n_bytes + self._lengths.n_bytes
 
     def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
         """Return drafts of what follows the tokens, `most` at most.
 
-        `n_others`: tokens of other sequences that are read in the same step.
+        `n_others`: tokens that other sequences write in the same step; drafts delay them, too.
         """
         most = min(most, self._most)
         self._lengths.compare(tokens)

@@ -427,9 +427,11 @@ class ModelRunner:
         now = time.monotonic()
         if self.config.n_drafts and all(p.is_single and p.error is None for p in parts):
             self.step_costs.note(sum(len(part.tokens) for part in parts), now - start)
+        n_writing = sum(part.is_single for part in parts)
         for work in works:
             slot = cast(SequenceSlot, work.owner)
             slot.last_step = now
+            slot.n_others = n_writing - int(work.is_single)
             if work.part.error is None:
                 slot.position = work.part.position + work.part.n_read
         self._learn(sum(len(p.tokens) for p in parts if p.echo and p.error is None))

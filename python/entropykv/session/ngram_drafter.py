@@ -15,6 +15,10 @@ _RESUMED_WINDOW, _LEAST_RESUMED = 16, 4
 """A place is followed on while so many of the last tokens before it are those of the text."""
 _MOST_BUCKETS = 1 << 16
 _LEAST_PLACES = 64
+_FEW = 32
+"""So few new tokens are added one by one, which is faster than with arrays."""
+_FACTOR, _OFFSET, _SHIFT, _MASK = 0x01000193, 0x9E37, 15, (1 << 64) - 1
+"""Constants of the hash, whose values have 64 bits."""
 
 
 class NgramDrafter:
@@ -66,7 +70,7 @@ class NgramDrafter:
         if place < 0:
             return [], evidence
         self._source, self._n_before = place, n
-        return tokens[place : place + most].tolist(), evidence
+        return tokens[place : place + most].tolist(), evidence._replace(source=place)
 
     def close(self) -> None:
         """Do nothing: the tables go with the object."""
@@ -77,24 +81,33 @@ class NgramDrafter:
         """
         n = len(tokens)
         best, length = -1, 0
-        end = int(self._latest[self._hashes(tokens[n - _NGRAM :])[0]])
+        last = tokens[-LONGEST_MATCH:].tolist()
+        end = int(self._latest[self._bucket(last[-_NGRAM:])])
         for _ in range(_CANDIDATES):
             if end < 0:
                 break
             if end < n:  # a longer text may have been there before a rollback
-                agreed = _common_suffix(tokens[:end], tokens)
+                before = tokens[max(end - LONGEST_MATCH, 0) : end].tolist()
+                agreed = _common_suffix(before, last)
                 if agreed > length:
                     best, length = end, agreed
             end = int(self._earlier[end])
         return (best if length >= _NGRAM else -1), Evidence(length)
 
+    def _bucket(self, ngram: list[int]) -> int:
+        """Return the bucket of one n-gram."""
+        value = 0
+        for token in ngram:
+            value = (value * _FACTOR & _MASK) ^ (token + _OFFSET)
+        return (value ^ (value >> _SHIFT)) % len(self._latest)
+
     def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
-        """Return the bucket of every n-gram of some tokens, in order of their ends."""
+        """Return the bucket of every n-gram of some tokens, in order of their ends: _bucket()."""
         values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
         for i in range(_NGRAM):
-            part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(0x9E37)
-            values = (values * np.uint64(0x01000193)) ^ part
-        return ((values ^ (values >> np.uint64(15))) % np.uint64(len(self._latest))).astype(
+            part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(_OFFSET)
+            values = (values * np.uint64(_FACTOR)) ^ part
+        return ((values ^ (values >> np.uint64(_SHIFT))) % np.uint64(len(self._latest))).astype(
             np.int64
         )
 
@@ -108,6 +121,14 @@ class NgramDrafter:
         # The end of the text itself is no earlier place.
         first = max(self._n_indexed, _NGRAM)
         if n <= first:
+            return
+        if n - first <= _FEW:
+            last = tokens[first - _NGRAM : n - 1].tolist()
+            for end in range(first, n):
+                bucket = self._bucket(last[end - first : end - first + _NGRAM])
+                self._earlier[end] = self._latest[bucket]
+                self._latest[bucket] = end
+            self._n_indexed = n
             return
         ends = np.arange(first, n)
         buckets = self._hashes(tokens[first - _NGRAM : n - 1])
@@ -139,8 +160,11 @@ class NgramDrafter:
         self._n_indexed = n
 
 
-def _common_suffix(first: Tokens, second: Tokens) -> int:
-    """Return how many tokens two texts have in common at their ends, LONGEST_MATCH at most."""
-    n = min(len(first), len(second), LONGEST_MATCH)
-    differs = np.flatnonzero(first[len(first) - n :] != second[len(second) - n :])
-    return n if differs.size == 0 else n - 1 - int(differs[-1])
+def _common_suffix(first: list[int], second: list[int]) -> int:
+    """Return how many tokens two texts have in common at their ends."""
+    n = 0
+    for one, other in zip(reversed(first), reversed(second), strict=False):
+        if one != other:
+            break
+        n += 1
+    return n

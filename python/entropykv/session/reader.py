@@ -104,7 +104,7 @@ class SequenceReader:
         if self.drafting is None or most < 1 or self._may_change_bits():
             return []
         tokens = np.append(np.array(self._slot.text.tokens, np.int32), np.int32(token))
-        drafts = self.drafting.propose(tokens, most)
+        drafts = self.drafting.propose(tokens, most, self._slot.n_others)
         return list(itertools.takewhile(lambda draft: not is_placeholder(draft), drafts))
 
     def _may_change_bits(self) -> bool:

@@ -52,6 +52,8 @@ class SequenceSlot:
         self.rests = False
         """True if its session has said that no token follows soon."""
         self.last_step = 0.0
+        self.n_others = 0
+        """How many other sequences wrote a token in its last step."""
         self.inherited = 0
         """How many entries had been evicted from the sequence that it was copied from."""
         self.given_up = 0
