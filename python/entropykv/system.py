@@ -78,18 +78,23 @@ def number_of(descriptor: int) -> int:
     return int(_msvcrt().get_osfhandle(descriptor)) if WINDOWS else descriptor
 
 
-def lock(descriptor: int) -> bool:
+def lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file until it is closed; returns False if another process holds the lock.
 
-    Raises OSError if the file system has no locks.
+    Any number of processes may hold a `shared` lock, while none holds another one. Windows removes
+    no file that is open, which is what shared locks are for, so that it needs none. Raises OSError
+    if the file system has no locks.
     """
     try:
+        if WINDOWS and shared:
+            return True
         if WINDOWS:
             os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
             _msvcrt().locking(descriptor, _msvcrt().LK_NBLCK, 1)
         else:
             fcntl: Any = importlib.import_module("fcntl")
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except PermissionError:  # What Windows says of a lock that another process holds.

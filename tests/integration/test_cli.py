@@ -16,6 +16,7 @@ from gguf import GGUFWriter
 
 from entropykv import EntropyProfile, Session
 from tests.support.command import assert_refused, entropykv
+from tests.support.ending import ask_to_end, creation_flags
 
 SLOW_COMMAND = """
 import sys, time
@@ -265,17 +266,19 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
     assert "None" not in result.stdout
 
 
-@pytest.mark.needs("signal.SIGKILL")
-def test_sigterm_leaves_no_half_written_file(tmp_path: Path) -> None:
+def test_a_command_that_is_asked_to_end_leaves_no_half_written_file(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"what was there")
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_COMMAND, str(target)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLOW_COMMAND, str(target)],
+        stdout=subprocess.PIPE,
+        text=True,
+        creationflags=creation_flags(),
     )
     assert process.stdout
     assert process.stdout.readline() == "writing\n"
     assert len(os.listdir(tmp_path)) == 2
-    process.terminate()
+    ask_to_end(process)
     process.stdout.close()
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
     assert os.listdir(tmp_path) == ["target"]

@@ -20,6 +20,7 @@ import pytest
 
 from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileError
 from entropykv.model.geometry import read_geometry
+from entropykv.server.document_library import DocumentId, DocumentLibrary
 from entropykv.session.document import document_header, open_documents, read_document
 from entropykv.session.file import open_session
 from entropykv.store.protocol import Part
@@ -29,15 +30,23 @@ from tests.support.running_server import MODEL, Server
 from tests.support.saved_sessions import all_entries, session_of
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 12
+SYSTEM = "Answer briefly."
 
 
 class StopError(Exception):
     """Raised in the middle of reading."""
 
 
-def read(model: Path, path: Path, text: str = TEXT, progress: Any = None, **options: Any) -> bytes:
+def read(
+    model: Path,
+    path: Path,
+    text: str = TEXT,
+    progress: Any = None,
+    system: str | None = None,
+    **options: Any,
+) -> bytes:
     with session_of(model, **options) as session:
-        read_document(session, text, path, names=["a.txt"], progress=progress)
+        read_document(session, text, path, names=["a.txt"], system=system, progress=progress)
     return path.read_bytes()
 
 
@@ -236,6 +245,24 @@ def test_only_the_same_text_with_the_same_settings_is_continued(
     for model, text, options in others:
         interrupted(tiny_llama, path)
         assert starts(model, path, text, **options) == 0
+
+
+def test_the_system_message_of_an_interrupted_reading_is_kept_with_it(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.kv"
+    n_read = interrupted(smollm2, path, system=SYSTEM)
+    library = DocumentLibrary(tmp_path, None, several=False)
+    reading = library.resumed(DocumentId("", "", "book"))
+    assert reading is not None
+    assert reading.system == SYSTEM
+    assert starts(smollm2, path, reading.text, system=None) == 0
+    interrupted(smollm2, path, system=SYSTEM)
+    assert starts(smollm2, path, reading.text, system=reading.system) == n_read
+    with open_session(path) as reader:
+        note = reader.contents.document
+    assert note is not None
+    assert note.system == SYSTEM
 
 
 def test_a_damaged_partial_file_is_read_from_the_start(tiny_llama: Path, tmp_path: Path) -> None:

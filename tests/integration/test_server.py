@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from entropykv import EntropyLlama
+from entropykv import EntropyLlama, system
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import LONG, MESSAGES, PROMPT, assert_next_is_right, complete, served
@@ -200,7 +200,6 @@ def test_metrics_are_what_prometheus_reads(server: Server) -> None:
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
 
 
-@pytest.mark.needs("/proc/self/status")
 def test_memory_does_not_grow(client: openai.OpenAI, server: Server) -> None:
     def ask(count: int) -> None:
         for index in range(count):
@@ -229,9 +228,10 @@ def refused(*options: object, code: str = "from entropykv.cli import main") -> s
     return result.stderr
 
 
-@pytest.mark.needs("signal.SIGKILL")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_in_the_midst_of_an_answer(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [None, pytest.param(signal.SIGINT, marks=pytest.mark.needs("signal.SIGKILL"))]
+)
+def test_a_signal_ends_the_server_in_the_midst_of_an_answer(number: signal.Signals | None) -> None:
     running = Server()
     with running.client() as client:
         stream = client.completions.create(model="any", prompt=PROMPT, stream=True, **LONG)  # type: ignore[call-overload]
@@ -243,6 +243,29 @@ def test_a_signal_ends_the_server_in_the_midst_of_an_answer(number: signal.Signa
             list(stream)
     assert code == 0
     assert re.fullmatch(r"\S+ \S+ 127\.0\.0\.1 POST /v1/completions 200 .*\n", errors), errors
+
+
+AS_ON_WINDOWS = """
+import signal, sys
+signal.SIGBREAK = signal.SIGUSR1
+from entropykv.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.needs("signal.SIGUSR1")
+def test_ctrl_break_ends_the_server_with_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another signal stands for Ctrl-Break here, in the server and where it is sent."""
+    running = Server(program=("-c", AS_ON_WINDOWS), ENTROPYKV_API_KEY=KEY)
+    monkeypatch.setattr(system, "WINDOWS", True)
+    monkeypatch.setattr(signal, "CTRL_BREAK_EVENT", signal.SIGUSR1, raising=False)
+    with running.client() as client:
+        stream = client.completions.create(model="any", prompt=PROMPT, stream=True, **LONG)  # type: ignore[call-overload]
+        next(iter(stream))
+        code, errors = running.end()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+    assert code == 0, errors
 
 
 def test_one_sentence_for_what_cannot_be_served(tmp_path: Path) -> None:

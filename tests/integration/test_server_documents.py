@@ -522,6 +522,32 @@ def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> N
         second.end()
 
 
+@pytest.mark.needs("fcntl.flock")
+def test_a_document_that_another_server_uses_stays(tmp_path: Path) -> None:
+    first, second = (Server("--documents", tmp_path, usual=USUAL) for _ in range(2))
+    one, two = Asker(first), Asker(second)
+    try:
+        one.read("book")
+        body = {"prompt": QUESTION, "document": "book", "stream": True, "max_tokens": 4000}
+        with one.client.stream("/v1/completions", {**body, "min_tokens": 4000}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            refused = two.client.delete("/v1/documents/book")
+            assert refused.status_code == 409
+            assert "in use" in message_of(refused)
+            assert one.status("book")["status"] == "ready"
+        deadline = time.monotonic() + 20
+        while two.client.delete("/v1/documents/book").status_code == 409:
+            assert time.monotonic() < deadline
+        assert one.ask("book").status_code == 404
+        # The same name for another text: what the first server holds in memory is not asked.
+        two.read("book", TEXT[::-1])
+        assert one.answer("book") == two.answer("book")
+    finally:
+        first.end()
+        second.end()
+
+
 @pytest.mark.needs("resource.setrlimit")
 def test_a_full_disk_fails_one_document_and_not_the_server(tmp_path: Path) -> None:
     import resource  # noqa: PLC0415  (Windows has none)

@@ -529,7 +529,6 @@ def wait_for(server: Server, model: str, state: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.needs("/proc/self/status")
 def test_memory_goes_back_when_a_model_is_unloaded(tmp_path: Path) -> None:
     large = tmp_path / "large.gguf"
     write_llama(large, n_layer=2, n_head=16, n_head_kv=4, head_dim=64, n_ff=4096)

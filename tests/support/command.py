@@ -12,7 +12,7 @@ def entropykv(*arguments: object, stdin: str | None = None) -> Result:
     return subprocess.run(
         [sys.executable, "-m", "entropykv.cli", *map(str, arguments)],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         input=stdin,
         timeout=120,
         check=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -14,8 +13,10 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 
 from entropykv.model import shipped
+from tests.support.ending import ask_to_end, creation_flags
 
 KEY = "a-secret"
 N_CTX = 16384
@@ -32,13 +33,15 @@ class Server:
         model: Path | None = MODEL,
         port: int = 0,
         usual: tuple[object, ...] = OPTIONS,
+        program: tuple[str, ...] = ("-m", "entropykv.cli"),
         **environment: str,
     ) -> None:
-        command = [sys.executable, "-m", "entropykv.cli", "serve", "--port", port, *usual]
+        command = [sys.executable, *program, "serve", "--port", port, *usual]
         self.process = subprocess.Popen(
             [str(part) for part in (*command, *(() if model is None else ("-m", model)), *options)],
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            creationflags=creation_flags(),
             env={**os.environ, **environment},
         )
         assert self.process.stderr is not None
@@ -75,12 +78,16 @@ class Server:
         return figures
 
     def rss(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) * 1024
+        return int(psutil.Process(self.process.pid).memory_info().rss)
 
-    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Send a signal; returns the exit code, and the output after the first line."""
-        self.process.send_signal(number)
+    def end(self, number: int | None = None) -> tuple[int, str]:
+        """Ask the server to end, or send a signal; returns the exit code, and the output after the
+        first line.
+        """
+        if number is None:
+            ask_to_end(self.process)
+        else:
+            self.process.send_signal(number)
         code = self.process.wait(timeout=60)
         self._reader.join()
         assert self.process.stderr is not None

@@ -9,6 +9,8 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from entropykv import system
+
 OF_POSIX = ("fcntl", "grp", "pty", "pwd", "resource", "termios")
 """Modules that Windows lacks."""
 ABSENT = frozenset(name for name in OF_POSIX if importlib.util.find_spec(name) is None)
@@ -19,13 +21,16 @@ def is_there(need: str) -> bool:
     """Tell whether this system has what a test needs.
 
     A need is a path (`/proc/self/fd`), a name of a module (`os.mkfifo`), or `permissions`, which
-    are there if the mode of a file can refuse it to this user. Tests that send any signal to
-    another process need `signal.SIGKILL`, because Windows has neither.
+    are there if the mode of a file can refuse it to this user. A name with brackets is a function
+    of the C library, such as `mallopt()`. Tests that send any signal to another process need
+    `signal.SIGKILL`, because Windows has neither; ending.ask_to_end() needs nothing.
     """
     if need == "permissions":
         return hasattr(os, "geteuid") and os.geteuid() != 0
     if need.startswith("/"):
         return os.path.exists(need)
+    if need.endswith("()"):
+        return system.c_function(need[:-2]) is not None
     module, _, name = need.rpartition(".")
     return importlib.util.find_spec(module or name) is not None and (
         not module or hasattr(importlib.import_module(module), name)

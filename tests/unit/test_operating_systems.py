@@ -377,6 +377,8 @@ def test_test_modules_that_a_system_cannot_import_are_left_out_by_name() -> None
         ("msvcrt", False),
         ("msvcrt.locking", False),
         ("signal.SIGKILL", True),
+        ("malloc()", True),
+        ("no_function_has_this_name()", False),
         ("permissions", os.geteuid() != 0),
     ],
 )

@@ -134,12 +134,13 @@ def _show(path: str) -> int:
     if note is None:
         raise SessionFileError(f"{path}: is a saved session, not a document")
     size = Path(path).stat().st_size
-    start = " ".join(note.text[:_SHOWN_CHARACTERS].split())
+    start = _beginning(note.text)
     rows = [
         ("read from", ", ".join(note.names) or "-"),
         ("model", settings.model),
         ("policy, budget, type", f"{settings.policy}, {settings.kv_budget}, {settings.kv_type}"),
         ("text", f"{len(note.text)} characters: {start}"),
+        *([] if note.system is None else [("system message", _beginning(note.system))]),
         ("tokens", f"{contents.position} of {note.n_tokens}"),
         ("entries", f"{contents.n_entries}, evicted: {contents.evicted}"),
         ("bytes on disk", f"{size / 2**20:.2f} MiB"),
@@ -150,3 +151,7 @@ def _show(path: str) -> int:
         rows.append((f"layer {layer}", f"{sum(heads)} entries ({kept:.1%})"))
     print(format_rows(rows))
     return 0
+
+
+def _beginning(text: str) -> str:
+    return " ".join(text[:_SHOWN_CHARACTERS].split())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,15 @@ from entropykv import system
 from entropykv.errors import SessionFileError, SettingsError
 from entropykv.server.errors import RequestError
 from entropykv.session.document import is_being_read, partial_of, remove_partial
+from entropykv.session.document_folder import (
+    SUFFIX,
+    DocumentFolder,
+    FileStamp,
+    last_use,
+    make_folder,
+    note_use,
+    stamp_of,
+)
 from entropykv.session.file import DocumentNote, open_session
 
 MOST_DOCUMENTS = 256
@@ -31,13 +39,11 @@ MOST_READINGS = 16
 """The most documents of a model that are read or wait for it; their texts are in memory."""
 MOST_DOCUMENT_NAME = 128
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MOST_DOCUMENT_NAME - 1}}}", re.ASCII)
-_SUFFIX = ".kv"
 _MOST_FAILURES = 256
 """How many failed readings are remembered; the oldest are forgotten first."""
 _MOST_SUMMARIES = 4096
 
 Status = Literal["queued", "reading", "ready", "interrupted", "failed"]
-_Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Reading:
     text: str
     names: Sequence[str]
     """The files that the text came from."""
+    system: str | None = None
+    """The system message before the text, which only `entropykv read` can begin with."""
     status: Status = "queued"
     n_read: int = 0
     n_tokens: int = 0
@@ -90,15 +98,12 @@ class DocumentLibrary:
         each model has a folder of its own. Raises SettingsError.
         """
         self._directory = Path(directory)
-        self.limit_bytes = limit_bytes
         self._several = several
         self._lock = threading.Lock()
         self._readings: dict[Path, Reading] = {}
-        self._uses: dict[Path, int] = {}
-        """How many requests use each document that is in use."""
-        self._summaries: dict[Path, tuple[_Stamp, _Summary]] = {}
+        self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
         try:
-            _make_folder(self._directory)
+            self._files = DocumentFolder(self._directory, limit_bytes)
         except OSError as error:
             raise SettingsError(
                 f"{directory}: documents cannot be kept there ({error.strerror}); give another "
@@ -125,9 +130,9 @@ class DocumentLibrary:
                 "dashes and underscores, without a folder, that begins with no dot",
                 param="name",
             )
-        if (obstacle := system.name_obstacle(name + _SUFFIX)) is not None:
+        if (obstacle := system.name_obstacle(name + SUFFIX)) is not None:
             raise RequestError(400, f"name: {obstacle}; give another", param="name")
-        return self.folder(document.model, document.user) / (name + _SUFFIX)
+        return self.folder(document.model, document.user) / (name + SUFFIX)
 
     def names(self, model: str, user: str) -> list[str]:
         """Return the names of a user's documents of a model, in alphabetical order."""
@@ -138,7 +143,7 @@ class DocumentLibrary:
             for each in os.scandir(folder):
                 if each.is_file():
                     names.add(each.name.removesuffix(".partial"))
-        kept = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+        kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
         return sorted(name for name in kept if _NAME.fullmatch(name))
 
     # --- what there is to say of one --------------------------------------------------------------
@@ -151,25 +156,25 @@ class DocumentLibrary:
             if reading is not None and reading.status != "failed":
                 counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
                 return self._told(document, reading.status, **counts)
-        if (stamp := _stamp(path)) is not None:
+        if (stamp := stamp_of(path)) is not None:
             return self._of_file(document, path, "ready", stamp)
         if reading is not None:
             return self._told(document, "failed", error=reading.error)
         partial = partial_of(path)
-        is_read, stamp = is_being_read(path), _stamp(partial)
+        is_read, stamp = is_being_read(path), stamp_of(partial)
         if stamp is not None:
             return self._of_file(document, partial, "reading" if is_read else "interrupted", stamp)
         return self._told(document, "reading") if is_read else None
 
     def _of_file(
-        self, document: DocumentId, path: Path, status: Status, stamp: _Stamp
+        self, document: DocumentId, path: Path, status: Status, stamp: FileStamp
     ) -> dict[str, Any]:
         try:
             summary = self._summary(path, stamp)
         except SessionFileError as error:
             said = str(error).replace(str(path), document.name)
             return self._told(document, "failed", error=said, bytes=stamp[1])
-        used = _last_use(path)
+        used = last_use(path)
         return self._told(
             document,
             status,
@@ -186,7 +191,7 @@ class DocumentLibrary:
         head = {"id": document.name, "object": "document", "model": document.model}
         return {**head, "status": status, **told, "error": None, **facts}
 
-    def _summary(self, path: Path, stamp: _Stamp) -> _Summary:
+    def _summary(self, path: Path, stamp: FileStamp) -> _Summary:
         """Return what the header of a file says; raises SessionFileError if it is no document."""
         known = self._summaries.get(path)
         if known is not None and known[0] == stamp:
@@ -210,7 +215,7 @@ class DocumentLibrary:
         (400), and for too many that wait (429).
         """
         path = self.path(reading.id)
-        _make_folder(path.parent)
+        make_folder(path.parent)
         status = self.status(reading.id)
         told = None if status is None else status["status"]
         if told in ("ready", "reading", "queued"):
@@ -297,29 +302,26 @@ class DocumentLibrary:
     def resumed(self, document: DocumentId) -> Reading | None:
         """Return a reading that goes on with what is left of an interrupted one; None without."""
         note = _note_of(partial_of(self.path(document)))
-        return None if note is None else Reading(document, note.text, note.names)
+        return None if note is None else Reading(document, note.text, note.names, note.system)
 
     # --- use and room -----------------------------------------------------------------------------
 
     @contextmanager
     def in_use(self, document: DocumentId) -> Iterator[Path]:
-        """Keep a document from being removed by this process; yields its file."""
+        """Keep a document from being removed; yields its file, which hold() looks for."""
         path = self.path(document)
-        with self._lock:
-            self._uses[path] = self._uses.get(path, 0) + 1
-        try:
+        with self._files.in_use(path):
             yield path
-        finally:
-            with self._lock:
-                self._uses[path] -= 1
-                if not self._uses[path]:
-                    del self._uses[path]
 
-    def note_use(self, path: Path) -> None:
-        """Record the time of a use in the file itself, for all servers that share it."""
-        with suppress(OSError):
-            status = os.stat(path)
-            os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
+    def hold(self, document: DocumentId) -> None:
+        """Keep a document in use from being removed by other processes, too, and note its use.
+
+        Raises RequestError (404) if it has been removed meanwhile.
+        """
+        path = self.path(document)
+        if not self._files.hold(path):
+            raise not_there(document.name)
+        note_use(path)
 
     def remove(self, document: DocumentId) -> Reading | None:
         """Remove a document, or return its reading, which now stops and removes what it has read.
@@ -328,7 +330,7 @@ class DocumentLibrary:
         """
         path = self.path(document)
         with self._lock:
-            if path in self._uses:
+            if self._files.is_in_use(path):
                 raise _in_use(document)
             reading = self._readings.get(path)
             if reading is not None and reading.status != "failed":
@@ -339,46 +341,28 @@ class DocumentLibrary:
             there = [each for each in (path, partial_of(path)) if each.exists()]
             if not there and reading is None:
                 raise not_there(document.name)
-            try:
-                remove_partial(path)
-                path.unlink(missing_ok=True)
-            except SessionFileError:
-                raise _in_use(document) from None
-            except OSError as error:
-                raise RequestError(
-                    500, f"{document.name}: it cannot be removed ({error.strerror})"
-                ) from None
+            self._remove_files(document, path)
         return None
 
-    def make_room(self, newest: Path) -> None:
-        """Remove the least recently used documents beyond the limit, but none that is in use.
+    def _remove_files(self, document: DocumentId, path: Path) -> None:
+        try:
+            remove_partial(path)
+            is_removed = self._files.remove(path)
+        except SessionFileError:
+            raise _in_use(document) from None
+        except OSError as error:
+            raise RequestError(
+                500, f"{document.name}: it cannot be removed ({error.strerror})"
+            ) from None
+        if not is_removed:
+            raise _in_use(document)
 
-        Raises SessionFileError if the newest one alone is larger than the limit, after removing it.
+    def make_room(self, document: DocumentId) -> None:
+        """Remove the least recently used documents for one that was read, but none in use.
+
+        Raises SessionFileError if it alone is larger than the limit, after removing it.
         """
-        if self.limit_bytes is None:
-            return
-        size = newest.stat().st_size
-        if size > self.limit_bytes:
-            newest.unlink(missing_ok=True)
-            raise SessionFileError(
-                f"the document takes {size / 2**20:.1f} MiB, and all may take "
-                f"{self.limit_bytes / 2**20:.1f} MiB (--documents-limit); give a smaller KV budget "
-                "or a higher limit"
-            )
-        files = []
-        for path in self._directory.rglob(f"*{_SUFFIX}"):
-            with suppress(OSError):  # Another process may remove it meanwhile.
-                files.append((_last_use(path) or 0.0, path.stat().st_size, path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= self.limit_bytes:
-                return
-            with self._lock:
-                if path == newest or path in self._uses:
-                    continue
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
-                    total -= size
+        self._files.make_room(self.path(document))
 
 
 def not_there(name: str) -> RequestError:
@@ -400,30 +384,9 @@ def _in_use(document: DocumentId) -> RequestError:
     )
 
 
-def _make_folder(path: Path) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
 def _note_of(path: Path) -> DocumentNote | None:
     try:
         with open_session(path) as reader:
             return reader.contents.document
     except SessionFileError:
         return None
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    """Return what distinguishes two versions of a file; None if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _last_use(path: Path) -> float | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return max(status.st_atime, status.st_mtime)

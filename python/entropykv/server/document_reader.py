@@ -143,7 +143,7 @@ class DocumentReader:
             self._read_into(session, reading)
         finally:
             session.close()
-        self.library.make_room(self.library.path(reading.id))
+        self.library.make_room(reading.id)
 
     def _read_into(self, session: Session, reading: Reading) -> None:
         """Read a document; conversations that cannot be swapped out are dropped for it."""
@@ -157,7 +157,14 @@ class DocumentReader:
         def read() -> bool:
             """Tell whether it was read, and not stopped by the lack of room in the pool."""
             try:
-                read_document(session, reading.text, path, names=reading.names, progress=progress)
+                read_document(
+                    session,
+                    reading.text,
+                    path,
+                    names=reading.names,
+                    system=reading.system,
+                    progress=progress,
+                )
             except PoolError:
                 self._check(reading)
                 if not self._prefix_cache.forget_one():

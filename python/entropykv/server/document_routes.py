@@ -144,7 +144,7 @@ async def use_document(
         raise await run_in_threadpool(_of_another_model, models, kept, document)
     if status["status"] != "ready":
         await _wait(request, engine, reader, document)
-    await run_in_threadpool(kept.note_use, path)
+    await run_in_threadpool(kept.hold, document)
     note_document(request.scope, AskedDocument(name, path))
 
 

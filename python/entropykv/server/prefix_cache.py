@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from entropykv.errors import ContextError, EntropyKVError, PoolError
 from entropykv.server.users import Caller
+from entropykv.session.document_folder import FileStamp, stamp_of
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, common_prefix, reuse_of
@@ -35,6 +36,8 @@ class _Conversation:
     last_use: float
     document: Path | None = None
     """The file of the document that it has read and nothing else; its questions get copies."""
+    version: FileStamp | None = None
+    """The version of that file, which another server may replace."""
     answer_place: int = 0
     """The position at which later turns continue, because they lack its thought; 0: it has none."""
 
@@ -315,19 +318,26 @@ class PrefixCache:
         raise PoolError(f"the pool has no room for the document {path.stem!r}; try again later")
 
     def _document(self, path: Path, caller: Caller) -> _Conversation | None:
-        """Return the kept document of a file, for the caller's tenant; `_lock` is held."""
-        tenant = self._tenant(caller)
+        """Return the kept document of a file, for the caller's tenant; `_lock` is held.
+
+        A file that is there, but is another version than the one that was loaded, is not kept.
+        """
+        tenant, version = self._tenant(caller), stamp_of(path)
         for each in self._free:
-            if each.document == path and self._tenant(each.caller) == tenant:
+            if each.document != path or self._tenant(each.caller) != tenant:
+                continue
+            if version in (None, each.version):
                 each.last_use = time.monotonic()
                 return each
         return None
 
     def _load_document(self, path: Path, caller: Caller) -> None:
+        version = stamp_of(path)
+        self._drop_documents(lambda each: each.document == path and each.version != version)
         session = self._loaded(caller, path)
         session.name = path.stem
         session.rest()
-        loaded = _Conversation(session, caller, session.tokens, time.monotonic(), path)
+        loaded = _Conversation(session, caller, session.tokens, time.monotonic(), path, version)
         with self._lock:
             kept = self._document(path, caller)
             if kept is None:
@@ -338,9 +348,12 @@ class PrefixCache:
 
     def forget_document(self, path: Path) -> None:
         """Drop a document whose file was removed."""
+        self._drop_documents(lambda each: each.document == path)
+
+    def _drop_documents(self, is_gone: Callable[[_Conversation], bool]) -> None:
         with self._lock:
-            gone = [each for each in self._free if each.document == path]
-            self._free = [each for each in self._free if each.document != path]
+            gone = [each for each in self._free if is_gone(each)]
+            self._free = [each for each in self._free if each not in gone]
         for each in gone:
             each.session.close()
 

@@ -69,7 +69,7 @@ def read_document(
     path = Path(path)
     tokens = _document_tokens(session, text, system)
     chat = session.chat_prompt("-") is not None
-    note = _note_of(session, text, tokens, names)
+    note = _note_of(session, text, tokens, names, system)
     check_target(path)
     with _locked(path):
         partial = partial_of(path)
@@ -97,7 +97,7 @@ def complete_document(
     try:
         with open_session(path) as reader:
             tokens = _document_tokens(session, text, system)
-            note = _note_of(session, text, tokens, names)
+            note = _note_of(session, text, tokens, names, system)
             contents = reader.contents
             same = contents.document == note and contents.position == note.n_tokens
             if not same or reader.settings != session.saved_settings:
@@ -109,10 +109,10 @@ def complete_document(
 
 
 def _note_of(
-    session: Session, text: str, tokens: Sequence[int], names: Sequence[str]
+    session: Session, text: str, tokens: Sequence[int], names: Sequence[str], system: str | None
 ) -> DocumentNote:
     full_bytes = len(tokens) * session.bytes_full_per_token
-    return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes)
+    return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes, system)
 
 
 def partial_of(path: Path) -> Path:

@@ -87,6 +87,8 @@ class DocumentNote:
     """
     full_bytes: int
     """The bytes that a full cache in f16 would take for these tokens."""
+    system: str | None = None
+    """The system message before the text; the header contains it only if there is one."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ class SavedContents:
             del fields["images"]
         if self.document is None:
             del fields["document"]
+        elif self.document.system is None:
+            del fields["document"]["system"]
         return fields
 
     @property
@@ -386,6 +390,7 @@ def _is_possible_document(note: DocumentNote) -> bool:
     return (
         isinstance(note.names, list)
         and all(isinstance(text, str) for text in (note.text, *note.names))
+        and (note.system is None or isinstance(note.system, str))
         and _are_counts([note.n_tokens, note.full_bytes], _MOST_BYTES)
     )
 
