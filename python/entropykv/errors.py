@@ -43,6 +43,10 @@ class DocumentBusyError(SessionFileError):
     """Raised if another process, or another thread, is reading a document into the same file."""
 
 
+class StorageError(EntropyKVError):
+    """Raised if object storage refuses something, or does not answer."""
+
+
 class FreezeError(EntropyKVError):
     """Raised if cold storage cannot be made, or if another process has changed its file."""
 

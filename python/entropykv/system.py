@@ -104,6 +104,17 @@ def lock(descriptor: int, *, shared: bool = False) -> bool:
     return True
 
 
+def cache_folder() -> Path:
+    """Return the folder of this package below the user's cache directory; it may not exist."""
+    if WINDOWS:
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "entropykv"
+
+
 def remove_and_close(path: str | os.PathLike[str], descriptor: int) -> bool:
     """Remove a file that is open, and close it; returns whether it was removed. Raises nothing.
 

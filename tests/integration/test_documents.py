@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,6 +234,18 @@ def test_reading_continues_where_it_stopped_with_the_same_bytes(
     assert sorted(os.listdir(tmp_path)) == ["book.kv", "whole.kv"]
 
 
+def test_a_document_that_was_read_but_not_stored_is_not_read_again(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path, partial = tmp_path / "book.kv", tmp_path / "book.kv.partial"
+    expected = read(tiny_llama, path)
+    with open_session(path) as reader:
+        n_tokens = reader.contents.position
+    path.replace(partial)
+    assert starts(tiny_llama, path) == n_tokens
+    assert path.read_bytes() == expected
+
+
 def test_only_the_same_text_with_the_same_settings_is_continued(
     tiny_llama: Path, tiny_bitnet: Path, tmp_path: Path
 ) -> None:
@@ -350,6 +363,29 @@ def test_the_command_line_reads_shows_and_asks(tiny_llama: Path, tmp_path: Path)
     )
     assert chat.returncode == 0, chat.stderr
     assert run.stdout.strip() == chat.stdout.strip()
+
+
+def test_the_command_line_reads_into_and_asks_object_storage(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text, address = tmp_path / "a.txt", (tmp_path / "stored").as_uri()
+    text.write_text(TEXT, encoding="utf-8")
+    model = ("-m", tiny_llama, "-t", 1)
+    written = entropykv("read", text, *model, "-c", 1024, "-o", f"{address}/a.kv")
+    assert f"wrote {address}/a.kv" in written.stderr
+    shutil.rmtree(tmp_path / "cache")
+    shown = entropykv("read", "--show", f"{address}/a.kv").stdout
+    assert "the quick brown fox" in shown
+    asked = ("run", *model, "-p", "who jumps?", "-n", 8, "--temp", 0, "--document")
+    answers = [
+        entropykv(*asked, name).stdout for name in (f"{address}/a.kv", tmp_path / "stored/a.kv")
+    ]
+    assert answers[0] == answers[1]
+    assert_refused(entropykv(*asked, f"{address}/b.kv"), "b.kv: no such file")
+    refused = entropykv("read", text, *model, "--each", "--out", address)
+    assert_refused(refused, "--each writes into a directory")
 
 
 def test_an_answer_without_a_limit_ends_where_the_context_of_the_model_would(

@@ -548,6 +548,35 @@ def test_a_document_that_another_server_uses_stays(tmp_path: Path) -> None:
         second.end()
 
 
+def test_machines_share_documents_by_object_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    address = (tmp_path / "stored").as_uri()
+    servers = []
+    for name in ("one", "two"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        servers.append(Server("--documents", address, usual=USUAL))
+    one, two = (Asker(server) for server in servers)
+    try:
+        told = one.read("book")
+        assert (tmp_path / "stored" / "book.kv").exists()
+        assert two.names() == ["book"]
+        seen = two.status("book")
+        assert [seen[key] for key in ("status", "tokens", "bytes")] == [
+            told[key] for key in ("status", "tokens", "bytes")
+        ]
+        assert two.answer("book") == one.answer("book")
+        assert two.post("book").status_code == 200, "it was read again"
+        assert two.client.delete("/v1/documents/book").json()["deleted"]
+        assert one.ask("book").status_code == two.ask("book").status_code == 404
+        one.read("book", TEXT[::-1])
+        assert two.answer("book") == one.answer("book")
+    finally:
+        for server in servers:
+            server.end()
+
+
 @pytest.mark.needs("resource.setrlimit")
 def test_a_full_disk_fails_one_document_and_not_the_server(tmp_path: Path) -> None:
     import resource  # noqa: PLC0415  (Windows has none)

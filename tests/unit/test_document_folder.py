@@ -64,9 +64,9 @@ def test_the_oldest_documents_make_room_but_none_that_any_process_uses(tmp_path:
     folder = DocumentFolder(tmp_path, 2500)
     oldest, older, old, newest = (write(tmp_path, name, i) for i, name in enumerate("abcd"))
     with folder.in_use(oldest), used_elsewhere(older):
-        folder.make_room(newest)
+        folder.keep(newest)
         assert sorted(tmp_path.iterdir()) == [oldest, older, newest]
-    folder.make_room(newest)
+    folder.keep(newest)
     assert sorted(tmp_path.iterdir()) == [older, newest]
     assert not old.exists()
 
@@ -74,7 +74,7 @@ def test_the_oldest_documents_make_room_but_none_that_any_process_uses(tmp_path:
 def test_a_document_larger_than_the_limit_is_removed_with_a_sentence(tmp_path: Path) -> None:
     folder, path = DocumentFolder(tmp_path, 999), write(tmp_path, "book", 1)
     with pytest.raises(SessionFileError, match="--documents-limit"):
-        folder.make_room(path)
+        folder.keep(path)
     assert not path.exists()
 
 

@@ -69,7 +69,7 @@ def open_given(session: Session, options: argparse.Namespace) -> SavedContents |
     check_chat(headers[0].contents, _is_chat(session, options), paths[0])
     start = time.perf_counter()
     contents = open_documents(session, headers)
-    say_what("opened", paths[0], contents, time.perf_counter() - start)
+    say_what("opened", paths[0], contents, time.perf_counter() - start, headers[0].path)
     if paths[1:]:
         n_read = session.position - contents.position
         say(f"{n_read} tokens of {', '.join(paths[1:])} were read behind it")

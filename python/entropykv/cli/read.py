@@ -21,6 +21,7 @@ from entropykv.cli.table import format_rows
 from entropykv.errors import ContextError, SessionFileError, SettingsError
 from entropykv.files import read_text
 from entropykv.session.document import read_document
+from entropykv.session.document_folder import local_document, written_document
 from entropykv.session.file import check_target, open_session
 from entropykv.session.session import Session
 
@@ -70,8 +71,17 @@ def _read(options: argparse.Namespace) -> int:
             "give the files to read, and the document to write with -o, or --each for one document "
             "per file"
         )
-    check_target(options.output)
     text = "\n".join(_text_of(name) for name in options.files)
+    try:
+        with written_document(options.output) as path:
+            check_target(path)
+            _read_into(options, text, path)
+    except InterruptionError:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _read_into(options: argparse.Namespace, text: str, path: Path) -> None:
     with open_engine(options) as session:
         start = time.perf_counter()
         bar = ProgressBar(unit="token", disable=None)
@@ -80,16 +90,15 @@ def _read(options: argparse.Namespace) -> int:
                 contents = read_document(
                     session,
                     text,
-                    options.output,
+                    path,
                     names=options.files,
                     system=options.system,
                     progress=_progress(session, bar, interrupts.check, len(text.encode())),
                 )
         except InterruptionError:
             say(f"interrupted after {session.position} tokens; the same command continues there")
-            return EXIT_INTERRUPTED
-        say_what("wrote", options.output, contents, time.perf_counter() - start)
-    return 0
+            raise
+        say_what("wrote", options.output, contents, time.perf_counter() - start, path)
 
 
 def _text_of(name: str) -> str:
@@ -127,13 +136,14 @@ def _progress(
 
 
 def _show(path: str) -> int:
-    with open_session(path) as reader:
-        reader.sections()  # Check the digest of the whole file.
-        settings, contents = reader.settings, reader.contents
+    with local_document(path) as file:
+        with open_session(file) as reader:
+            reader.sections()  # Check the digest of the whole file.
+            settings, contents = reader.settings, reader.contents
+        size = file.stat().st_size
     note = contents.document
     if note is None:
         raise SessionFileError(f"{path}: is a saved session, not a document")
-    size = Path(path).stat().st_size
     start = _beginning(note.text)
     rows = [
         ("read from", ", ".join(note.names) or "-"),

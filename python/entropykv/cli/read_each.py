@@ -22,6 +22,7 @@ from entropykv.model.geometry import read_geometry
 from entropykv.model.identity import identity_of
 from entropykv.session.document import complete_document, read_document
 from entropykv.session.file import SavedContents
+from entropykv.session.object_storage import is_address
 from entropykv.session.session import Session
 from entropykv.settings.cores import usable_cores
 
@@ -189,6 +190,8 @@ def _check(options: argparse.Namespace) -> None:
             "calibrate` first, or leave --learn out"
         )
     if options.out is not None:
+        if is_address(options.out):
+            raise SettingsError("--each writes into a directory; give -o for an address")
         try:
             Path(options.out).mkdir(parents=True, exist_ok=True)
         except OSError as error:

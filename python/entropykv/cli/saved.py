@@ -72,9 +72,18 @@ def save_session(session: Session, path: str, unread: list[int], *, chat: bool |
     say_what("saved", path, contents, time.perf_counter() - start)
 
 
-def say_what(what: str, path: str, contents: SavedContents, seconds: float) -> None:
-    """Print what was done to the file of a session, and what it holds."""
-    size = os.path.getsize(path) / 2**20
+def say_what(
+    what: str,
+    path: str,
+    contents: SavedContents,
+    seconds: float,
+    file: str | os.PathLike[str] | None = None,
+) -> None:
+    """Print what was done to the file of a session, and what it holds.
+
+    `file` is the file on the disk if `path` is an address in object storage.
+    """
+    size = os.path.getsize(file or path) / 2**20
     say(
         f"{what} {path}: {contents.n_tokens} tokens, {contents.n_entries} entries, {size:.1f} MiB "
         f"in {seconds:.2f} s"

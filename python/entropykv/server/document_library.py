@@ -21,17 +21,19 @@ from urllib.parse import quote
 from entropykv import system
 from entropykv.errors import SessionFileError, SettingsError
 from entropykv.server.errors import RequestError
-from entropykv.session.document import is_being_read, partial_of, remove_partial
+from entropykv.session.document import is_being_read, remove_partial
 from entropykv.session.document_folder import (
+    PARTIAL,
     SUFFIX,
-    DocumentFolder,
-    FileStamp,
+    folder_of,
     last_use,
     make_folder,
     note_use,
+    partial_of,
     stamp_of,
 )
 from entropykv.session.file import DocumentNote, open_session
+from entropykv.session.object_storage import FileStamp
 
 MOST_DOCUMENTS = 256
 """The most documents of one user; each is as large as the entries that it keeps."""
@@ -94,16 +96,16 @@ class DocumentLibrary:
     ) -> None:
         """Make the directory if it does not exist; only its owner can read it.
 
-        `limit_bytes`: the most bytes of all complete documents; None: no limit. `several`: whether
-        each model has a folder of its own. Raises SettingsError.
+        It may be an address in object storage: see folder_of(). `limit_bytes`: the most bytes of
+        all complete documents on the disk; None: no limit. `several`: whether each model has a
+        folder of its own. Raises SettingsError and MissingExtraError.
         """
-        self._directory = Path(directory)
         self._several = several
         self._lock = threading.Lock()
         self._readings: dict[Path, Reading] = {}
         self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
         try:
-            self._files = DocumentFolder(self._directory, limit_bytes)
+            self._files = folder_of(directory, limit_bytes)
         except OSError as error:
             raise SettingsError(
                 f"{directory}: documents cannot be kept there ({error.strerror}); give another "
@@ -114,7 +116,7 @@ class DocumentLibrary:
 
     def folder(self, model: str, user: str) -> Path:
         """Return the folder of a user's documents of a model."""
-        folder = self._directory
+        folder = self._files.directory
         if self._several:
             name = quote(model, safe="")
             folder = folder / (f"%2E{name[1:]}" if name.startswith(".") else name)
@@ -139,10 +141,7 @@ class DocumentLibrary:
         folder = self.folder(model, user)
         with self._lock:
             names = {path.name for path in self._readings if path.parent == folder}
-        with suppress(OSError):
-            for each in os.scandir(folder):
-                if each.is_file():
-                    names.add(each.name.removesuffix(".partial"))
+        names |= {name.removesuffix(PARTIAL) for name in self._files.names(folder)}
         kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
         return sorted(name for name in kept if _NAME.fullmatch(name))
 
@@ -156,7 +155,7 @@ class DocumentLibrary:
             if reading is not None and reading.status != "failed":
                 counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
                 return self._told(document, reading.status, **counts)
-        if (stamp := stamp_of(path)) is not None:
+        if (stamp := self._files.stamp(path)) is not None:
             return self._of_file(document, path, "ready", stamp)
         if reading is not None:
             return self._told(document, "failed", error=reading.error)
@@ -172,7 +171,7 @@ class DocumentLibrary:
         try:
             summary = self._summary(path, stamp)
         except SessionFileError as error:
-            said = str(error).replace(str(path), document.name)
+            said = str(error).replace(str(path), document.name)  # Clients learn no paths.
             return self._told(document, "failed", error=said, bytes=stamp[1])
         used = last_use(path)
         return self._told(
@@ -196,7 +195,8 @@ class DocumentLibrary:
         known = self._summaries.get(path)
         if known is not None and known[0] == stamp:
             return known[1]
-        with open_session(path) as reader:
+        is_whole = path.name.endswith(SUFFIX)
+        with self._files.opened(path) if is_whole else open_session(path) as reader:
             contents = reader.contents
         if contents.document is None:
             raise SessionFileError(f"{path}: is a saved session, not a document")
@@ -261,7 +261,10 @@ class DocumentLibrary:
             reading = self._readings.get(path)
         if reading is not None and reading.status != "failed":
             return reading.text
-        note = _note_of(path) or _note_of(partial_of(path))
+        note = None
+        if self._files.fetch(path):
+            note = _note_of(path)
+        note = note or _note_of(partial_of(path))
         return None if note is None else note.text
 
     def end(self, reading: Reading, error: str | None = None) -> None:
@@ -338,8 +341,8 @@ class DocumentLibrary:
                 reading.stop.set()
                 return reading
             self._readings.pop(path, None)
-            there = [each for each in (path, partial_of(path)) if each.exists()]
-            if not there and reading is None:
+            is_there = self._files.stamp(path) is not None or partial_of(path).exists()
+            if not is_there and reading is None:
                 raise not_there(document.name)
             self._remove_files(document, path)
         return None
@@ -357,12 +360,9 @@ class DocumentLibrary:
         if not is_removed:
             raise _in_use(document)
 
-    def make_room(self, document: DocumentId) -> None:
-        """Remove the least recently used documents for one that was read, but none in use.
-
-        Raises SessionFileError if it alone is larger than the limit, after removing it.
-        """
-        self._files.make_room(self.path(document))
+    def keep(self, document: DocumentId) -> None:
+        """Keep a document that was read, and make room for it: see DocumentFolder.keep()."""
+        self._files.keep(self.path(document))
 
 
 def not_there(name: str) -> RequestError:

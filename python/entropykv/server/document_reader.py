@@ -143,7 +143,7 @@ class DocumentReader:
             self._read_into(session, reading)
         finally:
             session.close()
-        self.library.make_room(reading.id)
+        self.library.keep(reading.id)
 
     def _read_into(self, session: Session, reading: Reading) -> None:
         """Read a document; conversations that cannot be swapped out are dropped for it."""

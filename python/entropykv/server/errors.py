@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from entropykv.errors import ContextError
+from entropykv.errors import ContextError, StorageError
 
 logger = logging.getLogger("entropykv.server")
 
@@ -21,6 +21,7 @@ _TOO_LONG = "This model's maximum context length is"
 """The beginning of OpenAI's message, by which clients such as litellm recognise a prompt that is
 too long.
 """
+_NO_STORAGE = "the storage of documents does not answer; the server's log says why; try again later"
 _MOST_ERRORS = 3
 """How many errors of one body are reported."""
 _MOST_PART = 64
@@ -132,6 +133,11 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     def refused(_: Request, error: RequestError) -> JSONResponse:
         return error.response()
+
+    @app.exception_handler(StorageError)
+    def unavailable(_: Request, error: StorageError) -> JSONResponse:
+        logger.warning("%s", error)
+        return RequestError(503, _NO_STORAGE, retry_after=10).response()
 
     @app.exception_handler(Exception)
     def failed(_: Request, error: Exception) -> JSONResponse:

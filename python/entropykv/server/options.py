@@ -404,8 +404,9 @@ class ServerOptions(ServerSettings):
     documents: Optional[str] = Field(  # noqa: UP045
         default=None,
         min_length=1,
-        description="Directory where documents are kept that POST /v1/documents has read, so that "
-        "requests can ask them; each API key has a folder of its own there.",
+        description="Directory, or an address such as s3://bucket/folder, where documents are kept "
+        "that POST /v1/documents has read, so that requests can ask them; each API key has a "
+        "folder of its own there.",
     )
     documents_limit: str = Field(
         default="8GiB",

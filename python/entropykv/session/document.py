@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
+from entropykv.session.document_folder import local_document, partial_of
 from entropykv.session.file import (
     DocumentNote,
     SavedContents,
@@ -113,11 +114,6 @@ def _note_of(
 ) -> DocumentNote:
     full_bytes = len(tokens) * session.bytes_full_per_token
     return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes, system)
-
-
-def partial_of(path: Path) -> Path:
-    """Return the file that holds a document while it is read, and after an interruption."""
-    return path.with_name(path.name + ".partial")
 
 
 def _lock_of(path: Path) -> Path:
@@ -304,11 +300,11 @@ def open_documents(
 
 
 def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
-    """Read the header of a document's file.
+    """Read the header of a document, whose path may be an address in object storage.
 
     Raises SessionFileError if it is none, or was not read to its end.
     """
-    with open_session(path) as reader:
+    with local_document(path) as file, open_session(file) as reader:
         contents, note = reader.contents, reader.contents.document
         if note is None:
             raise SessionFileError(
@@ -319,7 +315,7 @@ def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
                 f"{path}: holds {contents.position} of the {note.n_tokens} tokens of the "
                 "document; run `entropykv read` again, which continues there"
             )
-        return DocumentHeader(path, reader.settings, contents, note)
+        return DocumentHeader(file, reader.settings, contents, note)
 
 
 def question_text(session: Session, text: str, *, chat: bool = True) -> str:

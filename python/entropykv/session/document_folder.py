@@ -2,10 +2,14 @@
 
 A process that uses a document holds a shared lock on its file, and only a process that gets an
 exclusive lock removes it. So a document in use stays, whichever process uses it.
+
+The documents themselves may be in object storage. Then the directory has copies of those that this
+machine uses, each with a small file that says which version it is a copy of.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -15,17 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv import system
-from entropykv.errors import SessionFileError
+from entropykv.errors import SessionFileError, StorageError
+from entropykv.session.file import SessionReader, open_session
+from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address
 
 SUFFIX = ".kv"
 """The ending of the file of a document."""
+PARTIAL = ".partial"
+"""The ending of a document that was not read to its end, or not stored yet."""
 _LOCK_ATTEMPTS, _LOCK_INTERVAL = 50, 0.02
 """How often, and after how many seconds, a file is tried that another process is about to
 remove.
 """
 
-FileStamp = tuple[int, int, int]
-"""Distinguishes two versions of a file: nanoseconds of its last change, bytes, and inode."""
+_ORIGIN = ".origin"
+"""The ending of the file that says which version in the storage a document is a copy of."""
 
 
 @dataclass
@@ -40,16 +48,103 @@ class _Use:
 class DocumentFolder:
     """Know the documents below a directory, and who uses them; any thread may call it."""
 
-    def __init__(self, directory: Path, limit_bytes: int | None) -> None:
+    def __init__(
+        self, directory: Path, limit_bytes: int | None, storage: ObjectStorage | None = None
+    ) -> None:
         """Make the directory if it does not exist; only its owner can read it.
 
-        `limit_bytes`: the most bytes of all complete documents; None: no limit. Raises OSError.
+        `limit_bytes`: the most bytes of all complete documents in it; None: no limit. `storage`:
+        where the documents are, if not in the directory. Raises OSError.
         """
         self.directory = directory
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
+        self._storage = storage
         self._lock = threading.Lock()
         self._uses: dict[Path, _Use] = {}
         make_folder(directory)
+
+    def names(self, folder: Path) -> list[str]:
+        """Return the names of the files in a folder.
+
+        This and what follows raise StorageError if the storage does not answer.
+        """
+        names = []
+        with suppress(OSError):
+            names = [each.name for each in os.scandir(folder) if each.is_file()]
+        if self._storage is None:
+            return names
+        partial = [name for name in names if name.endswith(PARTIAL)]
+        return [*partial, *self._storage.names(self._key(folder))]
+
+    def stamp(self, path: Path) -> FileStamp | None:
+        """Return what distinguishes two versions of a document; None if there is none."""
+        return stamp_of(path) if self._storage is None else self._storage.stamp(self._key(path))
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[SessionReader]:
+        """Open a document whose header is wanted: see open_session()."""
+        if self._storage is None:
+            with open_session(path) as reader:
+                yield reader
+        else:
+            with self._storage.opened(self._key(path)) as reader:
+                yield reader
+
+    def keep(self, path: Path) -> None:
+        """Keep a document that was written: copy it to the storage, if there is one, and remove
+        the least recently used documents in the directory beyond the limit, but none in use.
+
+        Raises SessionFileError if the document alone is larger than the limit, after removing it.
+        If it cannot be stored, it becomes a partial file, whose reading can go on.
+        """
+        self._make_room(path)
+        if self._storage is None:
+            return
+        key = self._key(path)
+        try:
+            self._storage.store(path, key)
+            self._note_origin(path, self._storage.stamp(key))
+        except StorageError:
+            os.replace(path, partial_of(path))
+            raise
+
+    def fetch(self, path: Path) -> bool:
+        """Make sure that the directory has the document as it is now; returns False if there is
+        none.
+        """
+        if self._storage is None:
+            return path.exists()
+        key = self._key(path)
+        stamp = self._storage.stamp(key)
+        if stamp is None:
+            with suppress(OSError):  # It was removed from another machine.
+                if _removed(path):
+                    _origin(path).unlink(missing_ok=True)
+            return False
+        if path.exists() and self._origin_of(path) == str(stamp):
+            return True
+        make_folder(path.parent)
+        _origin(path).unlink(missing_ok=True)
+        if not self._storage.fetch(key, path):
+            return False
+        self._note_origin(path, stamp)
+        self._make_room(path)
+        return True
+
+    def _key(self, path: Path) -> str:
+        key = path.relative_to(self.directory).as_posix()
+        return "" if key == "." else key
+
+    @staticmethod
+    def _origin_of(path: Path) -> str | None:
+        try:
+            return _origin(path).read_text(encoding="utf-8")
+        except OSError:
+            return None
+
+    @staticmethod
+    def _note_origin(path: Path, stamp: FileStamp | None) -> None:
+        _origin(path).write_text(str(stamp), encoding="utf-8")
 
     @contextmanager
     def in_use(self, path: Path) -> Iterator[None]:
@@ -71,6 +166,8 @@ class DocumentFolder:
         none.
         """
         for _ in range(_LOCK_ATTEMPTS):
+            if not self.fetch(path):
+                return False
             with self._lock:
                 use = self._uses[path]
                 if use.descriptor >= 0 and _is_at(path, use.descriptor):
@@ -78,7 +175,7 @@ class DocumentFolder:
                 try:
                     descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
                 except OSError:
-                    return False
+                    continue  # Another process has just removed it.
                 if _is_locked(descriptor, shared=True) and _is_at(path, descriptor):
                     _close(use.descriptor)
                     use.descriptor = descriptor
@@ -93,27 +190,33 @@ class DocumentFolder:
             return path in self._uses
 
     def remove(self, path: Path) -> bool:
-        """Remove the file of a document, if there is one; returns False if it is in use.
+        """Remove a document, if there is one; returns False if a process of this machine uses it.
 
         Raises OSError.
         """
+        if not self._remove_copy(path):
+            return False
+        if self._storage is not None:
+            self._storage.remove(self._key(path))
+        return True
+
+    def _remove_copy(self, path: Path) -> bool:
         with self._lock:
-            return path not in self._uses and _removed(path)
+            is_removed = path not in self._uses and _removed(path)
+        if is_removed and self._storage is not None:
+            _origin(path).unlink(missing_ok=True)
+        return is_removed
 
-    def make_room(self, newest: Path) -> None:
-        """Remove the least recently used documents beyond the limit, but none that is in use.
-
-        Raises SessionFileError if the newest one alone is larger than the limit, after removing it.
-        """
-        if self.limit_bytes is None:
+    def _make_room(self, newest: Path) -> None:
+        if self._limit_bytes is None:
             return
         size = newest.stat().st_size
-        if size > self.limit_bytes:
+        if size > self._limit_bytes:
             newest.unlink(missing_ok=True)
             raise SessionFileError(
                 f"the document takes {size / 2**20:.1f} MiB, and all may take "
-                f"{self.limit_bytes / 2**20:.1f} MiB (--documents-limit); give a smaller KV budget "
-                "or a higher limit"
+                f"{self._limit_bytes / 2**20:.1f} MiB (--documents-limit); give a smaller KV "
+                "budget or a higher limit"
             )
         files = []
         for path in self.directory.rglob(f"*{SUFFIX}"):
@@ -121,11 +224,64 @@ class DocumentFolder:
                 files.append((last_use(path) or 0.0, path.stat().st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= self.limit_bytes:
+            if total <= self._limit_bytes:
                 return
             with suppress(OSError):
-                if path != newest and self.remove(path):
+                if path != newest and self._remove_copy(path):
                     total -= size
+
+
+def folder_of(place: str | os.PathLike[str], limit_bytes: int | None) -> DocumentFolder:
+    """Return the folder for a directory, or for an address in object storage.
+
+    The copies of what is stored at an address are in the user's cache directory. Raises OSError,
+    SettingsError for an impossible address, and MissingExtraError.
+    """
+    if not is_address(place):
+        return DocumentFolder(Path(place), limit_bytes)
+    storage = ObjectStorage(os.fspath(place))
+    name = hashlib.blake2b(storage.address.encode(), digest_size=16).hexdigest()
+    return DocumentFolder(system.cache_folder() / "documents" / name, limit_bytes, storage)
+
+
+@contextmanager
+def local_document(place: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the file of a document on the disk: its own, or the copy of one in object storage.
+
+    A copy stays where it is while the block runs. Raises SessionFileError if there is none, and the
+    errors of folder_of().
+    """
+    if not is_address(place):
+        yield Path(place)
+        return
+    folder, path = _copy_of(place)
+    with folder.in_use(path):
+        if not folder.hold(path):
+            raise SessionFileError(f"{place}: no such file; give the address of a document")
+        yield path
+
+
+@contextmanager
+def written_document(place: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the file to write a document into; at the end, it is stored at the place's address.
+
+    An interrupted reading leaves its partial file on the disk. Raises the errors of folder_of(),
+    StorageError, and OSError.
+    """
+    if not is_address(place):
+        yield Path(place)
+        return
+    folder, path = _copy_of(place)
+    with folder.in_use(path):
+        yield path
+        folder.keep(path)
+
+
+def _copy_of(address: str | os.PathLike[str]) -> tuple[DocumentFolder, Path]:
+    """Return the folder and the file of the copy of a document in object storage."""
+    parent, _, name = os.fspath(address).rpartition("/")
+    folder = folder_of(parent, None)
+    return folder, folder.directory / name
 
 
 def make_folder(path: Path) -> None:
@@ -133,8 +289,19 @@ def make_folder(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def partial_of(path: Path) -> Path:
+    """Return the file that a document is read into."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def _origin(path: Path) -> Path:
+    return path.with_name(path.name + _ORIGIN)
+
+
 def stamp_of(path: Path) -> FileStamp | None:
-    """Return what distinguishes two versions of a file; None if there is none."""
+    """Return when a file was changed last in nanoseconds, its bytes and its inode; None if there is
+    none.
+    """
     try:
         status = path.stat()
     except OSError:

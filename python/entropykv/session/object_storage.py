@@ -1,0 +1,135 @@
+"""Keep the files of documents in object storage (S3, Google Cloud Storage, and others of fsspec).
+
+A document there has an address such as s3://bucket/folder/book.kv. A machine reads from a copy on
+its own disk, which is fetched anew if the file in the storage is another one than the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from entropykv.errors import MissingExtraError, SessionFileError, SettingsError, StorageError
+from entropykv.session.file import SessionReader
+
+FileStamp = tuple[int, int, int]
+"""Distinguishes two versions of a file; the second number is its bytes."""
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_HEADER_BLOCK = 1 << 18
+"""Bytes that are asked for at a time where only the header of a document is read."""
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is the address of a file in object storage."""
+    return _ADDRESS.match(os.fspath(path)) is not None
+
+
+class ObjectStorage:
+    """Store, fetch and remove files below an address; any thread may call it.
+
+    Keys are paths below the address, with slashes. All functions raise StorageError if the storage
+    refuses or does not answer.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Use the storage of an address.
+
+        Raises SettingsError for an impossible address, and MissingExtraError.
+        """
+        self.address = address.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs  # noqa: PLC0415  (An optional dependency.)
+
+            # Listings are not kept: other machines change the storage, too.
+            self._files, self._root = url_to_fs(self.address, use_listings_cache=False)
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{address}: object storage needs {error.name or 'a package'}; install "
+                "entropykv[storage], and the package of fsspec for this storage (s3fs, gcsfs)"
+            ) from None
+        except Exception as error:
+            raise SettingsError(f"{address}: cannot be used ({_reason(error)})") from None
+
+    def stamp(self, key: str) -> FileStamp | None:
+        """Return what distinguishes two versions of a file; None if there is none."""
+        with self._answers(key):
+            try:
+                path = self._path(key)
+                size = self._files.info(path)["size"]
+                digest = hashlib.blake2b(str(self._files.ukey(path)).encode(), digest_size=7)
+            except FileNotFoundError:
+                return None
+            return int.from_bytes(digest.digest(), "big"), int(size), 0
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder."""
+        with self._answers(folder):
+            try:
+                found = self._files.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
+
+    @contextmanager
+    def opened(self, key: str) -> Iterator[SessionReader]:
+        """Open a document whose header is wanted: see open_session()."""
+        with (
+            self._answers(key),
+            self._files.open(self._path(key), "rb", block_size=_HEADER_BLOCK) as file,
+        ):
+            yield SessionReader(cast(io.BufferedReader, file), key)
+
+    def fetch(self, key: str, path: Path) -> bool:
+        """Copy a file to the disk, where it appears complete; returns False if there is none."""
+        part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.fetched")
+        try:
+            with self._answers(key):
+                try:
+                    self._files.get_file(self._path(key), str(part))
+                except FileNotFoundError:
+                    return False
+                os.replace(part, path)
+                return True
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+    def store(self, path: Path, key: str) -> None:
+        """Copy a file from the disk to the storage, where it appears complete."""
+        with self._answers(key):
+            target = self._path(key)
+            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._files.put_file(str(path), target)
+
+    def remove(self, key: str) -> None:
+        """Remove a file, if there is one."""
+        with self._answers(key), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._path(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root.rstrip('/')}/{key}" if key else str(self._root)
+
+    @contextmanager
+    def _answers(self, key: str) -> Iterator[None]:
+        """Turn the errors of the storage, which may be of any kind, into StorageError."""
+        try:
+            yield
+        except SessionFileError:
+            raise
+        except Exception as error:
+            raise StorageError(
+                f"{self.address}/{key}: the storage refuses or does not answer ({_reason(error)})"
+            ) from error
+
+
+def _reason(error: Exception) -> Any:
+    """Return the reason of an error in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
