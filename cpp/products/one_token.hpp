@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "products/block_types.hpp"
+#include "products/block_types_k.hpp"
 #include "products/prefetch_weights.hpp"
 #include "products/product_kernels.hpp"
 #include "products/rounded_tokens.hpp"
@@ -94,6 +95,81 @@ inline RowFloats add_unit(RowFloats acc, const RowPointers& units, const TokenPa
     }
     return acc;
 }
+
+#if defined(__AVX512VNNI__)
+// Adds up the four sums in each lane of 128 bits, for 4 rows: a lane of the result has one sum of
+// each row. Sums must fit into 16 bits.
+inline __m512i sums_of_lanes(const __m512i* p) {
+    const __m512i ones = _mm512_set1_epi16(1);
+    const __m512 a = _mm512_castsi512_ps(_mm512_madd_epi16(_mm512_packs_epi32(p[0], p[1]), ones));
+    const __m512 b = _mm512_castsi512_ps(_mm512_madd_epi16(_mm512_packs_epi32(p[2], p[3]), ones));
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(a, b, 0x88)),
+                            _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0xdd)));
+}
+
+// Returns two numbers, each in 8 lanes.
+inline __m512 same_of_two(const float* x) {
+    return _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(x[0]), _mm512_set1_ps(x[1]));
+}
+
+// A register has 64 codes of a row, which are 4 groups: 6 bits in 4 of one byte and 2 of another.
+template <>
+inline RowFloats add_unit<Q6_K>(RowFloats acc, const RowPointers& units, const TokenPart& token) {
+    RowBytes scale_bytes[4];
+    EightRows::columns(units, 192, scale_bytes);
+    const __m256 step = EightRows::halves(units, 208);
+    const __m512 steps = _mm512_insertf32x8(_mm512_castps256_ps512(step), step, 1);
+    const __m512i low_four = _mm512_set1_epi8(15), six = _mm512_set1_epi8(63);
+    const auto halves = [](short lower, short upper) {
+        return _mm512_mask_blend_epi16(0xffff0000, _mm512_set1_epi16(lower),
+                                       _mm512_set1_epi16(upper));
+    };
+    const __m512i left = halves(4, 2), right = halves(0, 2);
+    const __m512i rows_of_first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i rows_of_second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    // Adds the products of groups g and g + 1, whose sums are in the lanes of two registers.
+    const auto add_two = [&](__m512i sums, int g) {
+        const __m512i bytes = _mm512_broadcast_i64x4(scale_bytes[g / 4]);
+        const __m512i to_top = _mm512_mask_blend_epi32(0xff00, _mm512_set1_epi32(24 - 8 * (g % 4)),
+                                                       _mm512_set1_epi32(16 - 8 * (g % 4)));
+        const __m512i scales = _mm512_srai_epi32(_mm512_sllv_epi32(bytes, to_top), 24);
+        const __m512 factors = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(scales), steps),
+                                             same_of_two(token.scales + g));
+        const __m512 wholes =
+            _mm512_sub_ps(_mm512_cvtepi32_ps(sums), same_of_two(token.offsets + g));
+        acc = multiply_add(_mm512_castps512_ps256(wholes), _mm512_castps512_ps256(factors), acc);
+        acc = multiply_add(_mm512_extractf32x8_ps(wholes, 1), _mm512_extractf32x8_ps(factors, 1),
+                           acc);
+    };
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        const __m512i activations[2] = {_mm512_loadu_si512(token.codes + 128 * half),
+                                        _mm512_loadu_si512(token.codes + 128 * half + 64)};
+        __m512i p[2][kRows];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const __m512i low = _mm512_loadu_si512(units[r] + 64 * half);
+            const __m512i high = _mm512_broadcast_i64x4(load32(units[r] + 128 + 32 * half));
+            constexpr int kSelect = 0xca;  // the second operand where the first has ones
+            const __m512i first =
+                _mm512_ternarylogic_epi64(low_four, low, _mm512_sllv_epi16(high, left), kSelect);
+            const __m512i second = _mm512_ternarylogic_epi64(
+                low_four, _mm512_srli_epi16(low, 4), _mm512_srlv_epi16(high, right), kSelect);
+            const __m512i none = _mm512_setzero_si512();
+            p[0][r] = _mm512_dpbusd_epi32(none, _mm512_and_si512(first, six), activations[0]);
+            p[1][r] = _mm512_dpbusd_epi32(none, _mm512_and_si512(second, six), activations[1]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+            const __m512i lower = sums_of_lanes(p[i]), upper = sums_of_lanes(p[i] + 4);
+            const int g = 8 * half + 4 * i;
+            add_two(_mm512_permutex2var_epi64(lower, rows_of_first, upper), g);
+            add_two(_mm512_permutex2var_epi64(lower, rows_of_second, upper), g + 2);
+        }
+    }
+    return acc;
+}
+#endif
 
 template <class Type, bool kNear>
 void multiply_one(const WeightRows& w, const std::byte* token, float* out) {

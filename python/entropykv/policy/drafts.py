@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from entropykv import _core
 from entropykv.errors import SettingsError
 from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.policy import Policy
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import Freezing
 
-_SLOWER = frozenset({"Q6_K", "F16"})
-"""Types of weights for which llama.cpp's product of a single token is faster than ours: see
-docs/background/products.md. With drafts, as in a pool, ours computes it, so that a token has the
-same bits whatever is read with it.
+_LOSSES = {"Q6_K": 0.4, "F16": 0.4}
+"""By type of weights, by how much ours take longer than llama.cpp's product of a single token, or
+of a few for F16: see docs/background/products.md. With drafts, as in a pool, ours computes it, so
+that a token has the same bits whatever is read with it.
 """
+_LOSSES_AVX512 = {"Q6_K": 0.08, "F16": 0.1}
+_MOST_LOSS = 0.03
+"""So much longer may a step of one token take where drafts are read without being asked for."""
+
+
+def drafts_pay(weight_types: Iterable[tuple[str, int]], kernels: Sequence[str]) -> bool:
+    """Tell whether the products that drafts need are about as fast as those without drafts.
+
+    `weight_types`: types and bytes of a model's weights; `kernels`: those of this CPU, the fastest
+    last, as _core.product_kernels() returns them.
+    """
+    losses = _LOSSES_AVX512 if "avx512vnni" in kernels else _LOSSES
+    sizes = dict(weight_types)
+    lost = sum(n_bytes * losses.get(name, 0.0) for name, n_bytes in sizes.items())
+    return lost <= _MOST_LOSS * sum(sizes.values())
 
 
 def spec_type_for(
@@ -26,8 +44,8 @@ def spec_type_for(
 
     `auto` without a draft model becomes none where wrong guesses could not be undone; on the flat
     and device stores, where attention to several tokens has other bits than that to one; and for
-    one conversation with weights of _SLOWER. What is asked for by name raises SettingsError where
-    it is not possible.
+    one conversation whose products would become slower, see drafts_pay(). What is asked for by name
+    raises SettingsError where it is not possible.
     """
     asked = options.spec_type
     if asked == "none":
@@ -35,9 +53,8 @@ def spec_type_for(
     obstacle = _obstacle(geometry, policy, freezing, store)
     kind = "ngram" if options.spec_draft_model is None else "draft"
     if asked == "auto" and kind == "ngram":
-        types = {name for name, _ in geometry.weight_types}
-        slower = not options.in_pool and not types.isdisjoint(_SLOWER)
-        return "none" if obstacle is not None or store != "headwise" or slower else kind
+        pays = options.in_pool or drafts_pay(geometry.weight_types, _core.product_kernels())
+        return "none" if obstacle is not None or store != "headwise" or not pays else kind
     if obstacle is not None:
         raise SettingsError(
             f"{geometry.name}: wrong guesses could not be undone {obstacle}, so no tokens are "

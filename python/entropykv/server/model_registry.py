@@ -401,6 +401,8 @@ class ModelRegistry:
             idle_seconds = time.monotonic() - held.last_used
             if held.is_idle and idle_seconds >= held.served.options.sleep_idle_seconds:
                 await self._free(held, ModelState.SLEEPING)
+            elif held.timer is None:  # uvloop's timers may fire up to a millisecond early.
+                self._sleep_later(held)
 
     async def _free(self, held: HeldModel, state: ModelState) -> None:
         """Free an idle model with its conversations; `_turn` must be held."""

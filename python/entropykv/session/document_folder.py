@@ -254,9 +254,7 @@ def local_document(place: str | os.PathLike[str]) -> Iterator[Path]:
     if not is_address(place):
         yield Path(place)
         return
-    address, _, name = os.fspath(place).rpartition("/")
-    folder = folder_of(address, None)
-    path = folder.directory / name
+    folder, path = _copy_of(place)
     with folder.in_use(path):
         if not folder.hold(path):
             raise SessionFileError(f"{place}: no such file; give the address of a document")
@@ -273,12 +271,17 @@ def written_document(place: str | os.PathLike[str]) -> Iterator[Path]:
     if not is_address(place):
         yield Path(place)
         return
-    address, _, name = os.fspath(place).rpartition("/")
-    folder = folder_of(address, None)
-    path = folder.directory / name
+    folder, path = _copy_of(place)
     with folder.in_use(path):
         yield path
         folder.keep(path)
+
+
+def _copy_of(address: str | os.PathLike[str]) -> tuple[DocumentFolder, Path]:
+    """Return the folder and the file of the copy of a document in object storage."""
+    parent, _, name = os.fspath(address).rpartition("/")
+    folder = folder_of(parent, None)
+    return folder, folder.directory / name
 
 
 def make_folder(path: Path) -> None:
