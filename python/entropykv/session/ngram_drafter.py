@@ -92,7 +92,7 @@ class NgramDrafter:
                 if agreed > length:
                     best, length = end, agreed
             end = int(self._earlier[end])
-        return (best if length >= _NGRAM else -1), Evidence(length)
+        return (best, Evidence(length)) if length >= _NGRAM else (-1, Evidence(0))
 
     def _bucket(self, ngram: list[int]) -> int:
         """Return the bucket of one n-gram."""
