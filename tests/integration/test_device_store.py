@@ -183,7 +183,7 @@ def test_it_ranks_entries_as_the_cpu_does(llama: Path, policy: str) -> None:
 
 def predicting(session: Session, path: Path) -> EntropyProfile:
     """Return a profile of the session's model whose predictor fits its entries."""
-    store = session._slot.store
+    store = session._store
     features = [
         _core.feature_count(s, n.rope) for s, n in zip(store.layers, store.hook.nodes, strict=True)
     ]
@@ -199,7 +199,7 @@ def test_scores_are_predicted_as_on_the_cpu(name: str, policy: str, tmp_path: Pa
     else:
         write_known(path, OTHER_ATTENTION[name])
     with on_cpu(path, kv_budget=1.0, n_ctx=256) as session:
-        if session._slot.store.rope_obstacle:
+        if session._store.rope_obstacle:
             pytest.skip("no keys before RoPE")
         profile = predicting(session, path)
     options: dict[str, Any] = {"n_ctx": 256, "kv_budget": 0.4, "n_ubatch": 24, "policy": policy}
