@@ -344,10 +344,15 @@ class DocumentLibrary:
             is_there = self._files.stamp(path) is not None or partial_of(path).exists()
             if not is_there and reading is None:
                 raise not_there(document.name)
-            self._remove_files(document, path)
+            self.discard(document)
         return None
 
-    def _remove_files(self, document: DocumentId, path: Path) -> None:
+    def discard(self, document: DocumentId) -> None:
+        """Remove the files of a document, complete or not.
+
+        Raises RequestError if it is in use (409), or if they cannot be removed (500).
+        """
+        path = self.path(document)
         try:
             remove_partial(path)
             is_removed = self._files.remove(path)

@@ -14,7 +14,7 @@ from entropykv.server.errors import RequestError
 from entropykv.server.loading import ServedLlama
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import Caller
-from entropykv.session.document import read_document, remove_partial
+from entropykv.session.document import read_document
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 
@@ -124,11 +124,9 @@ class DocumentReader:
     def _clean(self, reading: Reading) -> None:
         if not reading.is_unwanted:
             return
-        path = self.library.path(reading.id)
         try:
-            remove_partial(path)
-            path.unlink(missing_ok=True)
-        except (EntropyKVError, OSError) as error:
+            self.library.discard(reading.id)
+        except (RequestError, EntropyKVError) as error:
             _logger.warning("a deleted document cannot be removed: %s", error)
 
     def _read(self, reading: Reading) -> None:
