@@ -636,18 +636,16 @@ const float* DeviceAttention::observed(int layer, int head) const {
 
 const float* DeviceAttention::value_squares(int layer, int head) const {
     if (!importance_.by_values) return nullptr;
-    return reinterpret_cast<const float*>(found_.data() +
-                                          layers_.at(index(layer)).places.value_squares) +
-           index(head * step_.n_tokens);
+    return found(layers_.at(index(layer)).places.value_squares, head);
 }
 
 float DeviceAttention::predicted(int layer, int head, int token) const {
     const Served& served = layers_.at(index(layer));
     if (!served.predictor) return kLeastPrediction;
     const float value_squares =
-        needs_value_squares(served) ? found(served.places.value_squares, head, token) : 0.0f;
-    return served.predictor.share(head, found(served.places.sums, head, token),
-                                  found(served.places.key_squares, head, token), value_squares);
+        needs_value_squares(served) ? found(served.places.value_squares, head)[token] : 0.0f;
+    return served.predictor.share(head, found(served.places.sums, head)[token],
+                                  found(served.places.key_squares, head)[token], value_squares);
 }
 
 namespace {

@@ -147,12 +147,9 @@ private:
     bool needs_value_squares(const Served& served) const {
         return importance_.by_values || (served.predictor && served.predictor.shape.v_dim > 0);
     }
-    // Returns the value of a token among those of a layer's KV heads that a step has found out.
-    float found(std::size_t offset, int head, int token) const {
-        const std::size_t value =
-            static_cast<std::size_t>(head) * static_cast<std::size_t>(step_.n_tokens) +
-            static_cast<std::size_t>(token);
-        return reinterpret_cast<const float*>(found_.data() + offset)[value];
+    // Returns the values of a KV head's tokens among the findings of the last step at an offset.
+    const float* found(std::size_t offset, int head) const {
+        return reinterpret_cast<const float*>(found_.data() + offset) + head * step_.n_tokens;
     }
 
     Device& device_;
