@@ -195,8 +195,7 @@ class DocumentLibrary:
         known = self._summaries.get(path)
         if known is not None and known[0] == stamp:
             return known[1]
-        is_whole = path.name.endswith(SUFFIX)
-        with self._files.opened(path) if is_whole else open_session(path) as reader:
+        with self._files.opened(path) as reader:
             contents = reader.contents
         if contents.document is None:
             raise SessionFileError(f"{path}: is a saved session, not a document")
@@ -296,6 +295,8 @@ class DocumentLibrary:
         for user in users:
             for name in self.names(model, user):
                 document = DocumentId(model, user, name)
+                if not partial_of(self.path(document)).exists():
+                    continue  # Its header need not be read.
                 status = self.status(document)
                 if status is not None and status["status"] == "interrupted":
                     reading = self.resumed(document)

@@ -82,13 +82,10 @@ class DocumentFolder:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[SessionReader]:
-        """Open a document whose header is wanted: see open_session()."""
-        if self._storage is None:
-            with open_session(path) as reader:
-                yield reader
-        else:
-            with self._storage.opened(self._key(path)) as reader:
-                yield reader
+        """Open a document or a partial file whose header is wanted: see open_session()."""
+        storage = self._storage if path.name.endswith(SUFFIX) else None
+        with open_session(path) if storage is None else storage.opened(self._key(path)) as reader:
+            yield reader
 
     def keep(self, path: Path) -> None:
         """Keep a document that was written: copy it to the storage, if there is one, and remove
@@ -118,8 +115,7 @@ class DocumentFolder:
         stamp = self._storage.stamp(key)
         if stamp is None:
             with suppress(OSError):  # It was removed from another machine.
-                if _removed(path):
-                    _origin(path).unlink(missing_ok=True)
+                _removed(path)
             return False
         if path.exists() and self._origin_of(path) == str(stamp):
             return True
@@ -202,10 +198,7 @@ class DocumentFolder:
 
     def _remove_copy(self, path: Path) -> bool:
         with self._lock:
-            is_removed = path not in self._uses and _removed(path)
-        if is_removed and self._storage is not None:
-            _origin(path).unlink(missing_ok=True)
-        return is_removed
+            return path not in self._uses and _removed(path)
 
     def _make_room(self, newest: Path) -> None:
         if self._limit_bytes is None:
@@ -326,12 +319,14 @@ def note_use(path: Path) -> None:
 
 
 def _removed(path: Path) -> bool:
-    """Remove a file that no process has locked; returns False if one has. Raises OSError."""
+    """Remove a document's file that no process has locked, and what says of what it is a copy;
+    returns False if one has. Raises OSError.
+    """
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | system.file_flags("O_CLOEXEC"))
         except FileNotFoundError:
-            return True
+            break
         if not _is_locked(descriptor):
             os.close(descriptor)
             return False
@@ -340,7 +335,9 @@ def _removed(path: Path) -> bool:
             continue
         if not system.remove_and_close(path, descriptor):
             path.unlink(missing_ok=True)  # Raises the reason.
-        return True
+        break
+    _origin(path).unlink(missing_ok=True)
+    return True
 
 
 def _is_locked(descriptor: int, *, shared: bool = False) -> bool:
