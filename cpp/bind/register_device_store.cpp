@@ -28,7 +28,8 @@ std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& d
         throw std::invalid_argument("a predictor has weights for every layer");
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         const AttentionNode& node = hook.nodes()[i];
-        layers.push_back({shapes[i], node.memory, node.op_params, node.has_sinks, node.rope, {}});
+        layers.push_back(
+            {shapes[i], node.memory, node.op_params, node.has_sinks, node.slots, node.rope, {}});
         if (predictor.empty()) continue;
         const InputArray<float>& weights = predictor[i];
         layers.back().predictor.assign(weights.data(), weights.data() + weights.size());
@@ -153,8 +154,9 @@ void register_device_store(py::module_& m) {
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "importance",
-            [](const DeviceStore& self, int layer, int head) {
+            [](DeviceStore& self, int layer, int head) {
                 check_head(self, layer, head);
+                self.complete_ledger();
                 std::vector<float> importance = importance_of(self.ledger().head(layer, head));
                 for (float& value : importance)
                     value = self.ledger().settings().importance.score_of(value);

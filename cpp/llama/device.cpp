@@ -57,6 +57,11 @@ ggml_cgraph* Device::new_graph(ggml_context* context) {
     return ggml_new_graph_custom(context, kMostNodes, false);
 }
 
+bool Device::has_room_for(ggml_context* context, int n) {
+    return ggml_used_mem(context) + static_cast<std::size_t>(n) * ggml_tensor_overhead() <=
+           ggml_get_mem_size(context);
+}
+
 std::string Device::unsupported_in(ggml_cgraph* graph) const {
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor* op = ggml_graph_node(graph, i);

@@ -48,6 +48,8 @@ public:
     // Makes the context of the next graph, whose tensors exist as long as it does.
     std::unique_ptr<ggml_context, FreeContext> graph_context();
     static ggml_cgraph* new_graph(ggml_context* context);
+    // Tells whether the context of a graph has room for n more tensors.
+    static bool has_room_for(ggml_context* context, int n);
     // Returns the name of an operation that the device cannot compute, or an empty string.
     std::string unsupported_in(ggml_cgraph* graph) const;
     // Gives tensors of a graph their places in the working memory. Throws std::bad_alloc.

@@ -3,46 +3,30 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 #include "attention/attention_params.hpp"
+#include "decide/eviction.hpp"
+#include "llama/device_graph.hpp"
 
 namespace entropykv {
 namespace {
 
-// Lets a product be summed up in f32. Releases of llama.cpp have two names for it.
-template <typename Tensor>
-auto sum_in_f32(Tensor* product, int) -> decltype(ggml_prec_set_acc(product, GGML_PREC_F32)) {
-    return ggml_prec_set_acc(product, GGML_PREC_F32);
-}
-template <typename Tensor>
-void sum_in_f32(Tensor* product, long) {
-    ggml_mul_mat_set_prec(product, GGML_PREC_F32);
-}
-
-// So many queries are observed at a time, which bounds the memory of their attention weights.
-constexpr int kObservedTokens = 64;
-
-// One node attends for whole blocks of tokens, whose mask has about so many values at most.
-constexpr int kPartBlock = 64;
-constexpr int kMaskValues = 1 << 22;
-// A group of KV heads has so many nodes at most, which bounds the graph.
-constexpr int kMostParts = 16;
 // So many rows of a head may be freed by the eviction after single tokens, besides those of a
 // micro-batch; if more are, all positions of the layer are written again.
 constexpr int kFreedRows = 64;
-
-std::size_t index(int i) { return static_cast<std::size_t>(i); }
-
-// Turns rows, each by its own number of positions. Any RoPE is one with base 1, whose frequencies
-// are given as factors.
-ggml_tensor* turned_by(ggml_context* context, ggml_tensor* rows, ggml_tensor* turns,
-                       ggml_tensor* factors, const RopeParams& rope) {
-    ggml_tensor* turned = ggml_reshape_3d(context, rows, rows->ne[0], 1, rows->ne[1]);
-    turned = ggml_rope_ext(context, turned, turns, factors, rope.n_dims,
-                           rope.neox ? GGML_ROPE_TYPE_NEOX : GGML_ROPE_TYPE_NORMAL, 0, 1.0f, 1.0f,
-                           0.0f, 1.0f, 0.0f, 0.0f);
-    return ggml_reshape_2d(context, turned, rows->ne[0], rows->ne[1]);
-}
+// Findings are looked up for so many tokens at most: for as many as the store reads until it
+// evicts.
+constexpr int kLookedUpTokens = kDecodeRoom;
+// The mask falls by this for each position by which a row is newer than the query: in f16, even one
+// position gives -infinity. A power of two keeps the differences exact.
+constexpr float kMaskSlope = 131072.0f;
+// Are how many tensors a step in llama.cpp's own graph needs at most.
+constexpr std::size_t kTensorsOfWrites = 10;
+constexpr std::size_t kTensorsOfReader = 8;
+constexpr std::size_t kTensorsOfGroup = 8;
+// So many tensors at most compute what such a step has found out about a layer.
+constexpr int kMostTensorsOfLayer = 2048;
 
 std::vector<float> factors_of(const RopeParams& rope) {
     std::vector<float> factors;
@@ -55,7 +39,7 @@ std::vector<float> factors_of(const RopeParams& rope) {
 
 std::vector<float> DevicePredictor::part(int at, int n) const {
     std::vector<float> some;
-    for (std::size_t head = 0; head < weights.size(); head += index(shape.n)) {
+    for (std::size_t head = 0; head < weights.size(); head += index_of(shape.n)) {
         const auto first = weights.begin() + static_cast<std::ptrdiff_t>(head) + at;
         some.insert(some.end(), first, first + n);
     }
@@ -63,7 +47,7 @@ std::vector<float> DevicePredictor::part(int at, int n) const {
 }
 
 float DevicePredictor::share(int head, float sum, float key_squares, float value_squares) const {
-    const float* of = weights.data() + index(head * shape.n);
+    const float* of = weights.data() + index_of(head * shape.n);
     const auto log_norm = [](float squares) { return std::log(std::sqrt(squares) + kLeastNorm); };
     sum += of[shape.n - 1] + of[shape.key_log_at] * log_norm(key_squares);
     if (shape.v_dim > 0) sum += of[shape.value_log_at] * log_norm(value_squares);
@@ -93,360 +77,6 @@ private:
     std::vector<std::uint8_t>& bytes_;
 };
 
-// Builds the graph of one layer.
-class DeviceGraph {
-public:
-    DeviceGraph(ggml_context* context, const DeviceAttention& device,
-                const DeviceAttention::Served& served, int reader, const DeviceNode& node,
-                const DeviceStep& step)
-        : context_(context),
-          graph_(Device::new_graph(context)),
-          device_(device),
-          served_(served),
-          layer_(*served.layer),
-          importance_(device.importance_),
-          first_reader_(reader == 0),
-          node_(node),
-          step_(step),
-          params_(served.params) {
-        std::memcpy(&scale_, params_.data(), sizeof scale_);
-        std::memcpy(&softcap_, params_.data() + 2, sizeof softcap_);
-        params_[1] = 0;  // the mask has the bias of ALiBi
-    }
-
-    ggml_cgraph* build() {
-        const LayerShape& shape = layer_.shape();
-        // Tokens of other sequences come before these.
-        q_ = leaf_of(context_, node_.q, node_.q->nb[1] * index(step_.first));
-        output_ = leaf_of(context_, node_.output, node_.output->nb[2] * index(step_.first));
-        k_ = leaf_of(context_, layer_.k());
-        if (!shape.latent) v_ = leaf_of(context_, layer_.v());
-        token_positions_ = of_tokens(device_.token_positions_);
-        if (shape.window > 0) oldest_ = of_tokens(served_.places.oldest);
-        positions_ = device_.positions_->tensor(context_, GGML_TYPE_F32, served_.places.positions,
-                                                1, layer_.n_positions());
-        if (first_reader_) write_tokens();
-        for (const DeviceGroup& group : layer_.groups()) attend(group);
-        return graph_;
-    }
-
-private:
-    ggml_tensor* of_tokens(std::size_t offset) {
-        return device_.input_->tensor(context_, GGML_TYPE_F32, offset, 1, step_.n_tokens);
-    }
-
-    // Writes K, V and positions of the tokens to their rows, and frees the rows of those that were
-    // evicted since the last step.
-    void write_tokens() {
-        ggml_tensor* rows =
-            device_.input_->tensor(context_, GGML_TYPE_I64, served_.places.rows,
-                                   std::int64_t{layer_.shape().n_head_kv} * step_.n_tokens);
-        ggml_tensor* keys = values_of(node_.k_cells);
-        ggml_tensor* sum = served_.predictor ? product_of_key(keys) : nullptr;
-        k_ = set_rows(k_, keys, rows);
-        if (v_ != nullptr || importance_.by_values) {
-            ggml_tensor* values = values_of(node_.v_cells);
-            if (device_.needs_value_squares(served_))
-                keep(ggml_sum_rows(context_, ggml_sqr(context_, values)),
-                     served_.places.value_squares);
-            if (sum != nullptr && served_.predictor.shape.v_dim > 0)
-                sum = ggml_add(context_, sum, product(values, served_.places.value_weights));
-            if (v_ != nullptr) v_ = set_rows(v_, values, rows);
-        }
-        if (sum != nullptr) keep(sum, served_.places.sums);
-        const std::int64_t n = served_.places.n_changed;
-        positions_ = set_rows(
-            positions_,
-            device_.input_->tensor(context_, GGML_TYPE_F32, served_.places.new_positions, 1, n),
-            device_.input_->tensor(context_, GGML_TYPE_I64, served_.places.changed, n));
-    }
-
-    // Returns the K or V rows of the micro-batch in f32, [KV head and token][dim].
-    ggml_tensor* values_of(const ggml_tensor* cells) {
-        ggml_tensor* of_tokens = leaf_of(context_, cells, cells->nb[1] * index(step_.first));
-        of_tokens->ne[1] = step_.n_tokens;
-        ggml_tensor* values = ggml_cast(context_, of_tokens, GGML_TYPE_F32);
-        return ggml_reshape_2d(context_, values, cells->ne[0], step_.n_tokens * cells->ne[2]);
-    }
-
-    // Returns the sum of values, each multiplied by its KV head's weight, [KV head][token].
-    ggml_tensor* product(ggml_tensor* values, std::size_t weights) {
-        const int n_head_kv = layer_.shape().n_head_kv;
-        ggml_tensor* of_heads = device_.predictors_->tensor(context_, GGML_TYPE_F32, weights,
-                                                            values->ne[0], 1, n_head_kv);
-        values = ggml_reshape_3d(context_, values, values->ne[0], step_.n_tokens, n_head_kv);
-        return ggml_sum_rows(context_, ggml_mul(context_, values, of_heads));
-    }
-
-    // Returns some values of each row of K.
-    ggml_tensor* columns(ggml_tensor* rows, int first, int n) {
-        return ggml_view_2d(context_, rows, n, rows->ne[1], rows->nb[1],
-                            index(first) * sizeof(float));
-    }
-
-    // Returns the products of the features that only the key has, but for the logarithm of its
-    // norm: the host computes that from the squared norm, which is kept here.
-    ggml_tensor* product_of_key(ggml_tensor* keys) {
-        const FeatureShape& shape = served_.predictor.shape;
-        ggml_tensor* squares = ggml_sqr(context_, keys);
-        keep(ggml_sum_rows(context_, squares), served_.places.key_squares);
-        ggml_tensor* turned = keys;
-        ggml_tensor* sum = nullptr;
-        if (shape.first_pair > 0) {
-            turned = ggml_cont(context_,
-                               columns(keys, shape.first_pair, shape.k_dim - shape.first_pair));
-            sum = product(ggml_cont(context_, columns(keys, 0, shape.first_pair)),
-                          served_.places.first_weights);
-        }
-        if (shape.n_pairs > 0) turned = turned_back(turned);
-        ggml_tensor* of_turned = product(turned, served_.places.turned_weights);
-        sum = sum == nullptr ? of_turned : ggml_add(context_, sum, of_turned);
-        if (shape.n_pairs == 0) return sum;
-        ggml_tensor* norms = ggml_sqrt(context_, pair_squares(squares));
-        return ggml_add(context_, sum, product(norms, served_.places.norm_weights));
-    }
-
-    // Turns keys back to position 0: see Rotation.
-    ggml_tensor* turned_back(ggml_tensor* keys) {
-        const DevicePredictor& predictor = served_.predictor;
-        ggml_tensor* turns =
-            device_.input_->tensor(context_, GGML_TYPE_I32, device_.turns_, keys->ne[1]);
-        ggml_tensor* factors = device_.predictors_->tensor(
-            context_, GGML_TYPE_F32, served_.places.factors, predictor.shape.n_pairs);
-        return turned_by(context_, keys, turns, factors, predictor.rope);
-    }
-
-    // Returns the squared norms of the pairs that RoPE rotates, from the squares of K.
-    ggml_tensor* pair_squares(ggml_tensor* squares) {
-        const FeatureShape& shape = served_.predictor.shape;
-        const int n = shape.n_pairs;
-        if (shape.pair_step == 1)
-            return ggml_add(context_, columns(squares, shape.first_pair, n),
-                            columns(squares, shape.first_pair + n, n));
-        ggml_tensor* pairs = ggml_cont(context_, columns(squares, shape.first_pair, 2 * n));
-        pairs = ggml_reshape_3d(context_, pairs, 2, n, squares->ne[1]);
-        return ggml_reshape_2d(context_, ggml_sum_rows(context_, pairs), n, squares->ne[1]);
-    }
-
-    // Writes rows of a tensor, and returns the tensor as it is afterwards.
-    ggml_tensor* set_rows(ggml_tensor* to, ggml_tensor* values, ggml_tensor* rows) {
-        ggml_tensor* written = ggml_set_rows(context_, to, values, rows);
-        ggml_build_forward_expand(graph_, written);
-        return written;
-    }
-
-    // Copies a result to the findings of the step.
-    void keep(ggml_tensor* result, std::size_t offset) {
-        ggml_tensor* place =
-            device_.findings_->tensor(context_, GGML_TYPE_F32, offset, result->ne[0], result->ne[1],
-                                      result->ne[2], result->ne[3]);
-        ggml_build_forward_expand(graph_, ggml_cpy(context_, result, place));
-    }
-
-    // Returns positions of rows for every query, [KV head][query][row].
-    ggml_tensor* for_queries(ggml_tensor* row_positions, int n) {
-        if (n == 1) return row_positions;
-        return ggml_repeat_4d(context_, row_positions, row_positions->ne[0], n, 1,
-                              row_positions->ne[3]);
-    }
-
-    // Returns what the input says of the queries from `first` on.
-    ggml_tensor* of_queries(ggml_tensor* input, int first, int n) {
-        return ggml_view_2d(context_, input, 1, n, sizeof(float), index(first) * sizeof(float));
-    }
-
-    // Returns by how much rows are newer than queries, [KV head][query][row].
-    ggml_tensor* newer(ggml_tensor* row_positions, int first, int n) {
-        return ggml_sub(context_, for_queries(row_positions, n),
-                        of_queries(token_positions_, first, n));
-    }
-
-    // Returns the mask of a group: -infinity for the rows that a query does not see, and 0 for the
-    // others, or ALiBi's bias by distance. It is [KV head][query head][query][row] with ALiBi, and
-    // [KV head][query][row] without.
-    ggml_tensor* mask(const DeviceGroup& group, ggml_tensor* row_positions, int first, int n) {
-        ggml_tensor* distance = newer(row_positions, first, n);
-        ggml_tensor* hidden = ggml_clamp(context_, distance, 0.0f, 1.0f);
-        if (oldest_ != nullptr) {
-            ggml_tensor* after =
-                ggml_sub(context_, for_queries(row_positions, n), of_queries(oldest_, first, n));
-            ggml_tensor* before = ggml_scale(context_, after, -1.0f);
-            hidden = ggml_add(context_, hidden, ggml_clamp(context_, before, 0.0f, 1.0f));
-        }
-        ggml_tensor* mask = ggml_scale(context_, hidden, -1e30f);
-        if (!served_.slopes.empty()) {
-            const int of_kv = query_heads();
-            ggml_tensor* slopes = device_.input_->tensor(
-                context_, GGML_TYPE_F32, served_.places.slopes, 1, 1, layer_.shape().n_head);
-            slopes = ggml_view_4d(context_, slopes, 1, 1, of_kv, group.n_heads, sizeof(float),
-                                  sizeof(float), index(of_kv) * sizeof(float),
-                                  index(of_kv * group.first_head) * sizeof(float));
-            ggml_tensor* bias =
-                ggml_repeat_4d(context_, distance, distance->ne[0], n, of_kv, group.n_heads);
-            bias = ggml_mul(context_, bias, slopes);
-            mask = ggml_add(context_, bias, mask);
-        }
-        return ggml_cast(context_, mask, GGML_TYPE_F16);
-    }
-
-    // Returns the first `dim` values of the rows of a group: [KV head][row][dim]. The last rows of
-    // a head may be those of the next one, which are masked; ggml only lets views overlap that are
-    // changed afterwards.
-    ggml_tensor* rows_of(ggml_tensor* all, int dim, const DeviceGroup& group, std::int64_t width) {
-        const DeviceHead& head = layer_.heads()[index(group.first_head)];
-        const std::size_t stride = all->nb[1] * index(head.rows());
-        ggml_tensor* rows = ggml_view_4d(
-            context_, all, dim, std::min<std::int64_t>(width, head.rows()), 1, group.n_heads,
-            all->nb[1], stride, stride, all->nb[1] * index(head.first_row));
-        rows->ne[1] = width;
-        return rows;
-    }
-
-    // Returns a group's part of a tensor with a value for every position, [KV head][row].
-    ggml_tensor* by_row(ggml_tensor* all, const DeviceGroup& group, std::int64_t width) {
-        const std::size_t stride = sizeof(float) * position_stride(group);
-        return ggml_view_4d(
-            context_, all, width, 1, 1, group.n_heads, stride, stride, stride,
-            sizeof(float) * index(layer_.heads()[index(group.first_head)].first_position));
-    }
-
-    // Returns by how many positions the heads of a group lie apart.
-    std::size_t position_stride(const DeviceGroup& group) const {
-        const int first = group.first_head;
-        const int end = first + 1 < layer_.shape().n_head_kv
-                            ? layer_.heads()[index(first + 1)].first_position
-                            : layer_.n_positions();
-        return index(end - layer_.heads()[index(first)].first_position);
-    }
-
-    int query_heads() const { return layer_.shape().n_head / layer_.shape().n_head_kv; }
-
-    // Returns the queries of a group: [KV head][query head of the KV head][token][k_dim].
-    ggml_tensor* queries_of(const DeviceGroup& group, int first, int n) {
-        const int of_kv = query_heads();
-        return ggml_view_4d(context_, q_, q_->ne[0], n, of_kv, group.n_heads, q_->nb[1], q_->nb[2],
-                            q_->nb[2] * index(of_kv),
-                            q_->nb[1] * index(first) + q_->nb[2] * index(of_kv * group.first_head));
-    }
-
-    // Returns the sinks of a group's query heads, or null.
-    ggml_tensor* sinks_of(const DeviceGroup& group) {
-        if (node_.sinks == nullptr) return nullptr;
-        return ggml_view_1d(context_, leaf_of(context_, node_.sinks), query_heads(),
-                            sizeof(float) * index(query_heads() * group.first_head));
-    }
-
-    int width_of(const DeviceGroup& group) const {
-        int used = 1;
-        for (int i = 0; i < group.n_heads; ++i)
-            used = std::max(used, layer_.heads()[index(group.first_head + i)].used_rows());
-        return (used + kDeviceRowStep - 1) / kDeviceRowStep * kDeviceRowStep;
-    }
-
-    // Returns how many tokens attend to a group in one node: whole blocks, so few that the mask is
-    // small, but not so few that there are more than kMostParts nodes.
-    int tokens_of_part(const DeviceGroup& group, int width) const {
-        const int small = kMaskValues / (width * group.n_heads);
-        const int least = (step_.n_tokens + kMostParts - 1) / kMostParts;
-        const int whole = std::max(small, least + kPartBlock - 1) / kPartBlock * kPartBlock;
-        return std::max(whole, kPartBlock);
-    }
-
-    void attend(const DeviceGroup& group) {
-        const int width = width_of(group);
-        ggml_tensor* positions = by_row(positions_, group, width);
-        ggml_tensor* keys = rows_of(k_, layer_.shape().k_dim, group, width);
-        ggml_tensor* values = rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width);
-        const int n = tokens_of_part(group, width);
-        for (int first = 0; first < step_.n_tokens; first += n)
-            attend_part(group, keys, values, positions, first, std::min(n, step_.n_tokens - first));
-        if (step_.observing) observe(group, keys, positions);
-    }
-
-    // Computes the outputs of n tokens from `first` on.
-    void attend_part(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
-                     ggml_tensor* positions, int first, int n) {
-        ggml_tensor* attended =
-            ggml_flash_attn_ext(context_, queries_of(group, first, n), keys, values,
-                                mask(group, positions, first, n), scale_, 0.0f, softcap_);
-        std::memcpy(attended->op_params, params_.data(), sizeof attended->op_params);
-        if (ggml_tensor* sinks = sinks_of(group)) ggml_flash_attn_ext_add_sinks(attended, sinks);
-        const int of_kv = query_heads();
-        const std::size_t head_bytes = output_->nb[1];
-        ggml_tensor* place = ggml_view_4d(
-            context_, output_, output_->ne[0], of_kv, n, group.n_heads, head_bytes, output_->nb[2],
-            head_bytes * index(of_kv),
-            head_bytes * index(of_kv * group.first_head) + output_->nb[2] * index(first));
-        ggml_build_forward_expand(graph_, ggml_cpy(context_, attended, place));
-    }
-
-    // Sums up what the queries of the observation window gave to each row.
-    void observe(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* positions) {
-        ggml_tensor* sums = nullptr;
-        const int n = step_.n_tokens;
-        for (int first = std::max(0, n - importance_.observation_window); first < n;
-             first += kObservedTokens) {
-            ggml_tensor* given =
-                given_by(group, keys, positions, first, std::min(kObservedTokens, n - first));
-            sums = sums == nullptr ? given : ggml_add(context_, sums, given);
-        }
-        ggml_tensor* all = device_.findings_->tensor(context_, GGML_TYPE_F32,
-                                                     served_.places.observed, layer_.n_positions());
-        ggml_tensor* place = by_row(all, group, positions->ne[0]);
-        sums = ggml_reshape_4d(context_, sums, positions->ne[0], 1, 1, group.n_heads);
-        if (!first_reader_) sums = ggml_add(context_, sums, place);
-        ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
-    }
-
-    ggml_tensor* given_by(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* positions,
-                          int first, int n) {
-        ggml_tensor* products =
-            ggml_mul_mat(context_, keys, ggml_cont(context_, queries_of(group, first, n)));
-        sum_in_f32(products, 0);
-        float scale = scale_;
-        if (softcap_ != 0.0f) {
-            products = ggml_tanh(context_, ggml_scale(context_, products, scale_ / softcap_));
-            products = ggml_scale(context_, products, softcap_);
-            scale = 1.0f;
-        }
-        ggml_tensor* given =
-            ggml_soft_max_ext(context_, products, mask(group, positions, first, n), scale, 0.0f);
-        if (ggml_tensor* sinks = sinks_of(group)) ggml_soft_max_add_sinks(given, sinks);
-        if (importance_.measure().statistic == Statistic::squared_probability)
-            given = ggml_sqr(context_, given);
-        // 1 for rows outside of the query's neighbourhood, and 0 for the others.
-        ggml_tensor* counts =
-            ggml_scale_bias(context_, newer(positions, first, n), 1.0f, kNeighbourhood);
-        counts = ggml_scale_bias(context_, ggml_clamp(context_, counts, 0.0f, 1.0f), -1.0f, 1.0f);
-        given = ggml_mul(context_, given, counts);
-        // [KV head][query head][token][row] becomes [KV head][row][query head and token].
-        given = ggml_cont(context_, ggml_permute(context_, given, 2, 0, 1, 3));
-        given = ggml_reshape_3d(context_, given, given->ne[0] * given->ne[1], given->ne[2],
-                                given->ne[3]);
-        return ggml_sum_rows(context_, given);
-    }
-
-    ggml_context* context_;
-    ggml_cgraph* graph_;
-    const DeviceAttention& device_;
-    const DeviceAttention::Served& served_;
-    const DeviceLayer& layer_;
-    const ImportanceSettings& importance_;
-    bool first_reader_;
-    const DeviceNode& node_;
-    const DeviceStep& step_;
-    DeviceParams params_;
-    float scale_ = 1.0f;
-    float softcap_ = 0.0f;
-    ggml_tensor* q_ = nullptr;
-    ggml_tensor* output_ = nullptr;
-    ggml_tensor* k_ = nullptr;
-    ggml_tensor* v_ = nullptr;  // null: V is a part of K
-    ggml_tensor* token_positions_ = nullptr;
-    ggml_tensor* oldest_ = nullptr;  // null: queries see everything before them
-    ggml_tensor* positions_ = nullptr;
-};
-
 int DeviceAttention::add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks,
                          const DevicePredictor& predictor) {
     float max_bias = 0.0f;
@@ -459,31 +89,87 @@ int DeviceAttention::add(DeviceLayer& layer, const DeviceParams& params, bool ha
     return static_cast<int>(layers_.size()) - 1;
 }
 
-void DeviceAttention::allocate(int max_tokens) {
+void DeviceAttention::allocate(int max_tokens, bool in_graph) {
     max_tokens_ = max_tokens;
-    const std::size_t n = index(max_tokens);
+    const std::size_t n = index_of(max_tokens);
     std::size_t input = device_.aligned(n * sizeof(float)) +
-                        device_.aligned(n * index(most_predicted_heads_) * sizeof(std::int32_t));
-    std::size_t positions = 0;
+                        device_.aligned(n * index_of(most_predicted_heads_) * sizeof(std::int32_t));
     std::size_t findings = 0;
     for (Served& served : layers_) {
         const LayerShape& shape = served.layer->shape();
-        const std::size_t tokens = n * index(shape.n_head_kv);
-        const std::size_t changed = 2 * tokens + index(kFreedRows * shape.n_head_kv);
+        const std::size_t tokens = n * index_of(shape.n_head_kv);
+        const std::size_t changed = 2 * tokens + index_of(kFreedRows * shape.n_head_kv);
         input += device_.aligned(tokens * sizeof(std::int64_t)) +
                  device_.aligned(changed * sizeof(std::int64_t)) +
                  device_.aligned(changed * sizeof(float)) + device_.aligned(n * sizeof(float)) +
                  device_.aligned(served.slopes.size() * sizeof(float));
-        const std::size_t of_positions = index(served.layer->n_positions()) * sizeof(float);
-        served.places.positions = positions;
-        positions += device_.aligned(of_positions);
+        const std::size_t of_positions = index_of(served.layer->n_positions()) * sizeof(float);
         findings += device_.aligned(of_positions) +
                     (served.predictor ? 3 : 1) * device_.aligned(tokens * sizeof(float));
     }
     input_ = std::make_unique<DeviceMemory>(device_, input);
-    positions_ = std::make_unique<DeviceMemory>(device_, positions);
+    lay_out_positions(false);
+    positions_ = std::make_unique<DeviceMemory>(device_, position_bytes_);
     findings_ = std::make_unique<DeviceMemory>(device_, findings);
     place_predictors();
+    if (in_graph) allocate_for_graph();
+}
+
+// Allocates what steps in llama.cpp's own graph need.
+void DeviceAttention::allocate_for_graph() {
+    std::size_t queries = 0;
+    std::size_t rows =
+        device_.aligned(looked_up_tokens() * index_of(most_heads()) * sizeof(std::int32_t));
+    std::size_t n_tensors = 0;
+    for (Served& served : layers_) {
+        const LayerShape& shape = served.layer->shape();
+        served.places.queries = queries;
+        queries += device_.aligned(sizeof(float) * index_of(shape.readers) *
+                                   index_of(shape.n_head) * index_of(shape.k_dim));
+        rows +=
+            device_.aligned(looked_up_tokens() * index_of(shape.n_head_kv) * sizeof(std::int32_t));
+        n_tensors += kTensorsOfWrites +
+                     index_of(shape.readers) *
+                         (kTensorsOfReader + kTensorsOfGroup * served.layer->groups().size());
+    }
+    if (importance_.measure().observes())
+        queries_ = std::make_unique<DeviceMemory>(device_, queries);
+    masks_ = std::make_unique<DeviceMemory>(device_, position_bytes_ / 2);
+    looked_up_ = std::make_unique<DeviceMemory>(device_, rows);
+    node_memory_.resize(n_tensors * ggml_tensor_overhead());
+}
+
+bool DeviceAttention::can_be_in_graph(int layer, int slots) const {
+    const Served& served = layers_.at(index_of(layer));
+    const int copies = importance_.measure().observes() ? 1 : 0;
+    const auto groups = static_cast<int>(served.layer->groups().size());
+    return served.slopes.empty() && groups - 1 + copies <= slots;
+}
+
+int DeviceAttention::most_heads() const {
+    int most = 0;
+    for (const Served& served : layers_) most = std::max(most, served.layer->shape().n_head_kv);
+    return most;
+}
+
+std::size_t DeviceAttention::looked_up_tokens() const {
+    return index_of(std::min(kLookedUpTokens, max_tokens_));
+}
+
+void DeviceAttention::lay_out_positions(bool packed) {
+    packed_ = packed;
+    position_bytes_ = 0;
+    for (Served& served : layers_) {
+        served.layer->lay_out_positions(packed);
+        served.places.positions = position_bytes_;
+        served.positions_known = false;
+        position_bytes_ += device_.aligned(index_of(served.layer->n_positions()) * sizeof(float));
+    }
+}
+
+bool DeviceAttention::positions_fit() const {
+    return std::all_of(layers_.begin(), layers_.end(),
+                       [](const Served& served) { return served.layer->positions_fit(); });
 }
 
 // Writes the weights of all predictors to the device, where they stay.
@@ -508,8 +194,9 @@ void DeviceAttention::place_predictors() {
 }
 
 std::size_t DeviceAttention::scratch_bytes() const {
-    std::size_t bytes = written_.capacity() + found_.capacity();
-    for (const auto* memory : {&input_, &positions_, &findings_, &predictors_})
+    std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
+    for (const auto* memory :
+         {&input_, &positions_, &findings_, &predictors_, &masks_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
     for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
@@ -517,7 +204,7 @@ std::size_t DeviceAttention::scratch_bytes() const {
 
 std::string DeviceAttention::unsupported(int layer, int n_tokens) {
     const auto context = device_.graph_context();
-    Served served = layers_.at(index(layer));
+    Served served = layers_.at(index_of(layer));
     const LayerShape& shape = served.layer->shape();
     served.places.n_changed = shape.n_head_kv * n_tokens;
     const auto tensor = [&](ggml_type type, int a, int b, int c) {
@@ -529,11 +216,13 @@ std::string DeviceAttention::unsupported(int layer, int n_tokens) {
                           tensor(GGML_TYPE_F32, shape.v_dim, shape.n_head, n_tokens),
                           served.has_sinks ? tensor(GGML_TYPE_F32, shape.n_head, 1, 1) : nullptr};
     const DeviceStep step{n_tokens, 0, importance_.measure().observes()};
-    return device_.unsupported_in(DeviceGraph(context.get(), *this, served, 0, node, step).build());
+    ggml_cgraph* graph = Device::new_graph(context.get());
+    DeviceGraph(context.get(), graph, *this, served, 0, node, step).add_step();
+    return device_.unsupported_in(graph);
 }
 
 void DeviceAttention::forget_positions(int layer) {
-    layers_.at(index(layer)).positions_known = false;
+    layers_.at(index_of(layer)).positions_known = false;
 }
 
 // Adds what the graph of a layer needs.
@@ -547,18 +236,18 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
         for (const int row : head.staged_rows) {
             rows.push_back(head.first_row + row);
             changed.push_back(head.first_position + row);
-            new_positions.push_back(head.positions[index(row)]);
+            new_positions.push_back(head.positions[index_of(row)]);
         }
-    const std::size_t most = index((2 * max_tokens_ + kFreedRows) * shape.n_head_kv);
+    const std::size_t most = index_of((2 * max_tokens_ + kFreedRows) * shape.n_head_kv);
     for (const DeviceHead& head : layer.heads())
         for (const int row : head.freed_rows)
-            if (head.positions[index(row)] == kFreeRow && changed.size() < most) {
+            if (head.positions[index_of(row)] == kFreeRow && changed.size() < most) {
                 changed.push_back(head.first_position + row);
                 new_positions.push_back(kFreeRow);
             }
     if (changed.size() == most) served.positions_known = false;  // There may be more.
     if (!served.positions_known) {
-        std::vector<float> all(index(layer.n_positions()), kFreeRow);
+        std::vector<float> all(index_of(layer.n_positions()), kFreeRow);
         for (const DeviceHead& head : layer.heads())
             std::copy(head.positions.begin(), head.positions.end(),
                       all.begin() + head.first_position);
@@ -583,6 +272,8 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
 
 void DeviceAttention::begin_step(const DeviceStep& step) {
     step_ = step;
+    if (step.in_graph) return begin_in_graph();
+    if (packed_) lay_out_positions(false);
     StepInput input(device_, written_);
     std::vector<float> positions;
     for (int token = 0; token < step.n_tokens; ++token)
@@ -595,30 +286,202 @@ void DeviceAttention::begin_step(const DeviceStep& step) {
     turns_ = input.add(turns);
     for (Served& served : layers_) add_inputs(served, input);
     input_->write(0, written_.data(), written_.size());
-    place_findings(step);
+    place_findings(step.n_tokens, step.observing);
+}
+
+// Writes the rows of a single token, and computes the masks of all layers from the positions that
+// have changed. All inputs have the same places in every such step, and so have the sources of the
+// changed nodes: then a backend that records graphs need not record them again.
+void DeviceAttention::begin_in_graph() {
+    if (!packed_ || !positions_fit()) lay_out_positions(true);
+    bool known = true;
+    for (const Served& served : layers_) known = known && served.positions_known;
+    StepInput input(device_, written_);
+    token_positions_ = input.add(std::vector<float>{static_cast<float>(step_.position)});
+    std::vector<std::int64_t> changed;
+    std::vector<float> new_positions;
+    std::size_t most = 0;
+    for (Served& served : layers_) {
+        DeviceLayer& layer = *served.layer;
+        most += index_of((2 * max_tokens_ + kFreedRows) * layer.shape().n_head_kv);
+        std::vector<std::int64_t> rows;
+        for (DeviceHead& head : layer.heads()) {
+            const std::size_t first =
+                served.places.positions / sizeof(float) + index_of(head.first_position);
+            const auto change = [&](int row) {
+                changed.push_back(static_cast<std::int64_t>(first) + row);
+                new_positions.push_back(head.positions[index_of(row)]);
+            };
+            for (const int row : head.staged_rows) {
+                rows.push_back(head.first_row + row);
+                if (known) change(row);
+            }
+            for (const int row : head.freed_rows)
+                if (known && head.positions[index_of(row)] == kFreeRow) change(row);
+            head.freed_rows.clear();
+        }
+        served.places.rows = input.add(rows);
+        served.places.oldest = input.add(std::vector<float>{oldest_seen(served)});
+    }
+    if (!known || changed.size() > most) {
+        write_all_positions();
+        changed.clear();
+        new_positions.clear();
+    }
+    const std::size_t changed_at = input.add(changed);
+    const std::size_t new_at = input.add(new_positions);
+    input_->write(0, written_.data(), written_.size());
+    compute_masks(static_cast<std::int64_t>(changed.size()), changed_at, new_at);
+    place_findings(0, false);
+    node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
+    if (node_context_ == nullptr) throw std::bad_alloc();
+}
+
+float DeviceAttention::oldest_seen(const Served& served) const {
+    return static_cast<float>(std::max(0, served.layer->shape().oldest_seen(step_.position)));
+}
+
+void DeviceAttention::write_all_positions() {
+    std::vector<float> all(position_bytes_ / sizeof(float), kFreeRow);
+    for (Served& served : layers_) {
+        const auto first =
+            all.begin() + static_cast<std::ptrdiff_t>(served.places.positions / sizeof(float));
+        for (const DeviceHead& head : served.layer->heads())
+            std::copy_n(head.positions.begin(), head.used, first + head.first_position);
+        served.positions_known = true;
+    }
+    positions_->write(0, all.data(), all.size() * sizeof(float));
+}
+
+void DeviceAttention::compute_masks(std::int64_t n_changed, std::size_t changed_at,
+                                    std::size_t new_at) {
+    const auto context = device_.graph_context();
+    ggml_cgraph* graph = Device::new_graph(context.get());
+    if (n_changed > 0) {
+        ggml_tensor* all =
+            positions_->tensor(context.get(), GGML_TYPE_F32, 0, 1,
+                               static_cast<std::int64_t>(position_bytes_ / sizeof(float)));
+        ggml_build_forward_expand(
+            graph,
+            ggml_set_rows(context.get(), all,
+                          input_->tensor(context.get(), GGML_TYPE_F32, new_at, 1, n_changed),
+                          input_->tensor(context.get(), GGML_TYPE_I64, changed_at, n_changed)));
+    }
+    // Neighbouring layers that see equally far back have one mask.
+    for (std::size_t first = 0, next = 0; first < layers_.size(); first = next) {
+        const float oldest = oldest_seen(layers_[first]);
+        while (next < layers_.size() && oldest_seen(layers_[next]) == oldest) ++next;
+        const std::size_t begin = layers_[first].places.positions;
+        const std::size_t end =
+            next < layers_.size() ? layers_[next].places.positions : position_bytes_;
+        const auto n = static_cast<std::int64_t>((end - begin) / sizeof(float));
+        ggml_tensor* positions = positions_->tensor(context.get(), GGML_TYPE_F32, begin, n);
+        const auto beyond = [&](float sign, float position) {
+            ggml_tensor* below = ggml_scale_bias(context.get(), positions, -sign * kMaskSlope,
+                                                 sign * kMaskSlope * position);
+            return ggml_clamp(context.get(), below, -1e30f, 0.0f);
+        };
+        ggml_tensor* mask = beyond(1.0f, static_cast<float>(step_.position));
+        if (oldest > 0.0f) mask = ggml_add(context.get(), mask, beyond(-1.0f, oldest));
+        ggml_build_forward_expand(
+            graph, ggml_cpy(context.get(), mask,
+                            masks_->tensor(context.get(), GGML_TYPE_F16, begin / 2, n)));
+    }
+    device_.place(graph);
+    device_.compute(graph);
+}
+
+void DeviceAttention::change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) {
+    DeviceGraph graph(node_context_.get(), nullptr, *this, layers_.at(index_of(layer)), 0, {},
+                      step_);
+    changes.become(node, graph.write_of(keys, node->src[0]));
+}
+
+void DeviceAttention::change_attention(int layer, int reader, const DeviceNode& node,
+                                       ggml_tensor* target, const std::vector<ggml_tensor*>& slots,
+                                       NodeChanges& changes) {
+    Served& served = layers_.at(index_of(layer));
+    served.sinks.resize(index_of(served.layer->shape().readers));
+    served.sinks.at(index_of(reader)) = node.sinks;
+    DeviceGraph graph(node_context_.get(), nullptr, *this, served, reader, node, step_);
+    std::vector<ggml_tensor*> operations = graph.attention_of();
+    if (step_.observing) operations.push_back(graph.copy_of_queries());
+    if (operations.size() - 1 > slots.size())
+        throw std::runtime_error("a graph has fewer nodes that compute nothing than the first one");
+    for (std::size_t i = 0; i + 1 < operations.size(); ++i)
+        changes.become(slots[i], operations[i + 1]);
+    changes.become(target, operations.front());
+}
+
+void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed) {
+    place_findings(unknown.n, observed);
+    StepInput input(device_, written_);
+    std::vector<std::int32_t> numbers;
+    for (int head = 0; head < most_heads(); ++head)
+        for (int token = 0; token < unknown.n; ++token)
+            numbers.push_back(-(unknown.rope_position + token));
+    input.add(numbers);
+    std::vector<std::size_t> rows_at;
+    for (const Served& served : layers_) {
+        numbers.clear();
+        for (const DeviceHead& head : served.layer->heads()) {
+            const auto add = [&](const std::vector<int>& rows, int n) {
+                for (auto row = rows.end() - n; row != rows.end(); ++row)
+                    numbers.push_back(head.first_row + *row);
+            };
+            add(head.entry_rows, unknown.n - unknown.n_staged);
+            add(head.staged_rows, unknown.n_staged);
+        }
+        rows_at.push_back(input.add(numbers));
+    }
+    if (unknown.n > 0) looked_up_->write(0, written_.data(), written_.size());
+    for (std::size_t first = 0; first < layers_.size();) {
+        const auto context = device_.graph_context();
+        ggml_cgraph* graph = Device::new_graph(context.get());
+        // A graph has room for the layers of most models.
+        for (; first < layers_.size() && Device::has_room_for(context.get(), kMostTensorsOfLayer);
+             ++first) {
+            const Served& served = layers_[first];
+            for (int reader = 0; observed && reader < served.layer->shape().readers; ++reader)
+                DeviceGraph(context.get(), graph, *this, served, reader,
+                            {nullptr, nullptr, nullptr, nullptr, served.sinks[index_of(reader)]},
+                            step_)
+                    .add_observation();
+            if (unknown.n > 0 && needs_findings(served))
+                DeviceGraph(context.get(), graph, *this, served, 0, {}, step_)
+                    .add_findings(unknown.n, rows_at[first]);
+        }
+        if (ggml_graph_n_nodes(graph) == 0) continue;
+        device_.place(graph);
+        device_.compute(graph);
+    }
+    end_step();
 }
 
 // Chooses places for what the layers find out.
-void DeviceAttention::place_findings(const DeviceStep& step) {
+void DeviceAttention::place_findings(int n_tokens, bool observed) {
+    n_found_ = n_tokens;
+    has_observed_ = observed;
     std::size_t end = 0;
     const auto place = [&](std::size_t& offset, bool wanted, int n) {
         offset = end;
-        if (wanted) end = device_.aligned(end + index(n) * sizeof(float));
+        if (wanted) end = device_.aligned(end + index_of(n) * sizeof(float));
     };
     for (Served& served : layers_) {
-        const int n = served.layer->shape().n_head_kv * step.n_tokens;
+        const int n = served.layer->shape().n_head_kv * n_tokens;
         place(served.places.value_squares, needs_value_squares(served), n);
         place(served.places.key_squares, bool(served.predictor), n);
         place(served.places.sums, bool(served.predictor), n);
-        place(served.places.observed, step.observing, served.layer->n_positions());
+        place(served.places.observed, observed, served.layer->n_positions());
     }
     found_.resize(end);
 }
 
 void DeviceAttention::run(int layer, int reader, const DeviceNode& node) {
     const auto context = device_.graph_context();
-    const Served& served = layers_.at(index(layer));
-    ggml_cgraph* graph = DeviceGraph(context.get(), *this, served, reader, node, step_).build();
+    const Served& served = layers_.at(index_of(layer));
+    ggml_cgraph* graph = Device::new_graph(context.get());
+    DeviceGraph(context.get(), graph, *this, served, reader, node, step_).add_step();
     device_.place(graph);
     device_.compute(graph);
 }
@@ -628,20 +491,20 @@ void DeviceAttention::end_step() {
 }
 
 const float* DeviceAttention::observed(int layer, int head) const {
-    const Served& served = layers_.at(index(layer));
-    if (!step_.observing) return nullptr;
+    const Served& served = layers_.at(index_of(layer));
+    if (!has_observed_) return nullptr;
     return reinterpret_cast<const float*>(found_.data() + served.places.observed) +
-           served.layer->heads()[index(head)].first_position;
+           served.layer->heads()[index_of(head)].first_position;
 }
 
 const float* DeviceAttention::value_squares(int layer, int head) const {
-    if (!importance_.by_values) return nullptr;
-    return found(layers_.at(index(layer)).places.value_squares, head);
+    if (!importance_.by_values || n_found_ == 0) return nullptr;
+    return found(layers_.at(index_of(layer)).places.value_squares, head);
 }
 
 float DeviceAttention::predicted(int layer, int head, int token) const {
-    const Served& served = layers_.at(index(layer));
-    if (!served.predictor) return kLeastPrediction;
+    const Served& served = layers_.at(index_of(layer));
+    if (!served.predictor || n_found_ == 0) return kLeastPrediction;
     const float value_squares =
         needs_value_squares(served) ? found(served.places.value_squares, head)[token] : 0.0f;
     return served.predictor.share(head, found(served.places.sums, head)[token],
@@ -655,15 +518,15 @@ namespace {
 struct Rotation {
     Rotation(ggml_context* context, const DeviceLayer& layer, int head, const RopeParams& rope)
         : graph(Device::new_graph(context)),
-          by_row(ggml_new_tensor_1d(context, GGML_TYPE_I32, layer.heads()[index(head)].rows())),
+          by_row(ggml_new_tensor_1d(context, GGML_TYPE_I32, layer.heads()[index_of(head)].rows())),
           factors(ggml_new_tensor_1d(context, GGML_TYPE_F32, rope.n_dims / 2)) {
         ggml_set_input(by_row);
         ggml_set_input(factors);
         ggml_tensor* all = leaf_of(context, layer.k());
-        const DeviceHead& of = layer.heads()[index(head)];
-        ggml_tensor* stored =
-            ggml_view_2d(context, all, all->ne[0] - rope.offset, of.rows(), all->nb[1],
-                         all->nb[1] * index(of.first_row) + ggml_row_size(all->type, rope.offset));
+        const DeviceHead& of = layer.heads()[index_of(head)];
+        ggml_tensor* stored = ggml_view_2d(
+            context, all, all->ne[0] - rope.offset, of.rows(), all->nb[1],
+            all->nb[1] * index_of(of.first_row) + ggml_row_size(all->type, rope.offset));
         ggml_tensor* keys = ggml_cast(context, stored, GGML_TYPE_F32);
         keys = turned_by(context, keys, by_row, factors, rope);
         ggml_build_forward_expand(graph, ggml_cpy(context, keys, stored));
@@ -677,7 +540,7 @@ struct Rotation {
 }  // namespace
 
 std::string DeviceAttention::unsupported_rotation(int layer, const RopeParams& rope) {
-    const DeviceLayer& of = *layers_.at(index(layer)).layer;
+    const DeviceLayer& of = *layers_.at(index_of(layer)).layer;
     if (rope.n_dims == 0) return {};
     if (rope.offset % ggml_blck_size(of.type()) != 0) return "ROPE of a part of a block";
     const auto context = device_.graph_context();
@@ -687,12 +550,12 @@ std::string DeviceAttention::unsupported_rotation(int layer, const RopeParams& r
 void DeviceAttention::rotate(int layer, const RopeParams& rope,
                              const std::vector<std::vector<std::int32_t>>& by_row) {
     const std::vector<float> factors = factors_of(rope);
-    const DeviceLayer& of = *layers_.at(index(layer)).layer;
+    const DeviceLayer& of = *layers_.at(index_of(layer)).layer;
     for (int head = 0; head < of.shape().n_head_kv; ++head) {
         const auto context = device_.graph_context();
         const Rotation rotation(context.get(), of, head, rope);
         device_.place(rotation.graph);
-        ggml_backend_tensor_set(rotation.by_row, by_row[index(head)].data(), 0,
+        ggml_backend_tensor_set(rotation.by_row, by_row[index_of(head)].data(), 0,
                                 ggml_nbytes(rotation.by_row));
         ggml_backend_tensor_set(rotation.factors, factors.data(), 0, ggml_nbytes(rotation.factors));
         device_.traffic.uploads += 2;

@@ -3,6 +3,8 @@
 // KV heads, attends to these rows, and sums up what the queries gave to each of them. The host
 // writes once before a step what the graphs of all layers need, and reads once after it what they
 // have found out.
+// A step of a single token computes attention in llama.cpp's own graph, so that its device need not
+// wait between layers: nodes of the graph become others, which write to and read our rows.
 #pragma once
 
 #include <ggml.h>
@@ -19,16 +21,18 @@
 #include "decide/rope_params.hpp"
 #include "llama/device.hpp"
 #include "llama/device_layer.hpp"
+#include "llama/node_changes.hpp"
 
 namespace entropykv {
 
 // Is what a layer's attention node of llama.cpp reads and writes. The tensors may be views.
 struct DeviceNode {
-    const ggml_tensor* q;        // [k_dim, n_tokens, n_head], f32
-    const ggml_tensor* k_cells;  // [k_dim, cells, n_head_kv]: token i of the micro-batch in cell i
-    const ggml_tensor* v_cells;
-    const ggml_tensor* output;  // [v_dim, n_head, n_tokens], f32
-    const ggml_tensor* sinks;   // [n_head], f32, or null
+    const ggml_tensor* q = nullptr;  // [k_dim, n_tokens, n_head], f32
+    const ggml_tensor* k_cells =
+        nullptr;  // [k_dim, cells, n_head_kv]: token i of the micro-batch in cell i
+    const ggml_tensor* v_cells = nullptr;
+    const ggml_tensor* output = nullptr;  // [v_dim, n_head, n_tokens], f32
+    const ggml_tensor* sinks = nullptr;   // [n_head], f32, or null
 };
 
 struct DeviceStep {
@@ -38,6 +42,15 @@ struct DeviceStep {
     int first = 0;                   // where its tokens begin in the micro-batch
     int n_drafts = 0;                // how many of its tokens, the last ones, are drafts
     std::int32_t rope_position = 0;  // where RoPE sees the first token
+    bool in_graph = false;           // whether llama.cpp's own graph computes its attention
+};
+
+// Refers to single tokens that were read in llama.cpp's own graph, one after another, and about
+// which the host knows nothing yet.
+struct UnknownTokens {
+    int n = 0;
+    int n_staged = 0;                // how many of them, the last ones, are no entries yet
+    std::int32_t rope_position = 0;  // where RoPE saw the first one
 };
 
 // Says what the scores of a layer's new entries are predicted by: see store/predictor.hpp. The
@@ -72,8 +85,12 @@ public:
     // Adds a layer, which must outlive this object, and returns its number here.
     int add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks,
             const DevicePredictor& predictor);
-    // Must be called once, after all layers were added. Throws std::bad_alloc.
-    void allocate(int max_tokens);
+    // Must be called once, after all layers were added. in_graph: there will be steps in
+    // llama.cpp's own graph. Throws std::bad_alloc.
+    void allocate(int max_tokens, bool in_graph);
+    // Tells whether nodes of llama.cpp's graph can compute a layer: `slots` of them, which would
+    // compute nothing, and its attention node.
+    bool can_be_in_graph(int layer, int slots) const;
     // Returns the name of an operation that the device cannot compute for a layer, or an empty
     // string.
     std::string unsupported(int layer, int n_tokens);
@@ -82,19 +99,29 @@ public:
     std::string unsupported_rotation(int layer, const RopeParams& rope);
 
     // Writes to the device what the layers' graphs need for a step, for which all heads have chosen
-    // their rows.
+    // their rows. Throws as run() does.
     void begin_step(const DeviceStep& step);
+    // Change nodes of llama.cpp's graph in a step that is computed there: a node that writes K or V
+    // of a layer, and the attention node of one of its readers with nodes that compute nothing.
+    void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
+    void change_attention(int layer, int reader, const DeviceNode& node, ggml_tensor* target,
+                          const std::vector<ggml_tensor*>& slots, NodeChanges& changes);
+    // Computes what such a step has found out, for end_step(): what its queries gave to the rows,
+    // and what the host must know of unknown tokens. Throws as run() does.
+    void look_up(const UnknownTokens& unknown, bool observed);
     // Computes the attention of one of the layers that read its K and V; the first one writes them.
     // Throws std::runtime_error if the device fails, std::bad_alloc if it has no memory.
     void run(int layer, int reader, const DeviceNode& node);
     // Reads from the device what its layers have found out in a step.
     void end_step();
+    // Returns about how many tokens end_step() has read something.
+    int n_found() const { return n_found_; }
     // Return what queries gave to the rows of a head in the last step, and the squared norms of V
-    // of its tokens; null if that was not asked for.
+    // of those tokens; null if that was not asked for.
     const float* observed(int layer, int head) const;
     const float* value_squares(int layer, int head) const;
-    // Returns the share of attention that is predicted for a token of the last step; the least one
-    // if the layer has no predictor.
+    // Returns the share of attention that is predicted for one of those tokens; the least one if
+    // the layer has no predictor.
     float predicted(int layer, int head, int token) const;
 
     // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
@@ -120,6 +147,7 @@ private:
         std::size_t value_squares;  // [KV head][token], f32
         std::size_t key_squares;    // as value_squares
         std::size_t sums;           // as value_squares: the products of a prediction
+        std::size_t queries;        // [reader][query head][k_dim], f32: of a single token
         // Are in the memory of the predictors, by KV head: the weights of values that RoPE leaves
         // out before the others, of all others, of the norms of pairs, and of V; and the layer's
         // RoPE, as factors of its pairs.
@@ -137,19 +165,33 @@ private:
         bool has_sinks;
         DevicePredictor predictor;
         bool positions_known = false;  // to the device
+        // Are those of the readers in a step that llama.cpp's own graph computes.
+        std::vector<const ggml_tensor*> sinks{};
         Places places{};
     };
     friend class DeviceGraph;
 
     void add_inputs(Served& served, StepInput& input);
-    void place_findings(const DeviceStep& step);
+    void place_findings(int n_tokens, bool observed);
     void place_predictors();
+    void lay_out_positions(bool packed);
+    bool positions_fit() const;
+    void allocate_for_graph();
+    int most_heads() const;
+    std::size_t looked_up_tokens() const;
+    void begin_in_graph();
+    float oldest_seen(const Served& served) const;
+    void write_all_positions();
+    void compute_masks(std::int64_t n_changed, std::size_t changed_at, std::size_t new_at);
+    bool needs_findings(const Served& served) const {
+        return served.predictor || needs_value_squares(served);
+    }
     bool needs_value_squares(const Served& served) const {
         return importance_.by_values || (served.predictor && served.predictor.shape.v_dim > 0);
     }
     // Returns the values of a KV head's tokens among the findings of the last step at an offset.
     const float* found(std::size_t offset, int head) const {
-        return reinterpret_cast<const float*>(found_.data() + offset) + head * step_.n_tokens;
+        return reinterpret_cast<const float*>(found_.data() + offset) + head * n_found_;
     }
 
     Device& device_;
@@ -159,13 +201,25 @@ private:
     std::unique_ptr<DeviceMemory> positions_;
     std::unique_ptr<DeviceMemory> findings_;
     std::unique_ptr<DeviceMemory> predictors_;  // null: nothing is predicted
-    std::size_t token_positions_ = 0;           // offset in the input: [token], f32
+    // Are for steps in llama.cpp's own graph, and null if there are none: masks by row in f16,
+    // placed as the positions are; queries; and which rows findings are computed for.
+    std::unique_ptr<DeviceMemory> masks_;
+    std::unique_ptr<DeviceMemory> queries_;
+    std::unique_ptr<DeviceMemory> looked_up_;
+    std::vector<std::uint8_t> node_memory_;
+    std::unique_ptr<ggml_context, FreeContext> node_context_;  // of what nodes become
+    // Positions are packed if heads have as many as attention reads, and not one for every row.
+    bool packed_ = false;
+    std::size_t position_bytes_ = 0;
+    std::size_t token_positions_ = 0;  // offset in the input: [token], f32
     // Is another one: [KV head][token], i32, by how many positions keys are turned back, for as
     // many KV heads as any layer with a predictor has.
     std::size_t turns_ = 0;
     int most_predicted_heads_ = 0;
     int max_tokens_ = 0;  // of a micro-batch
     DeviceStep step_;
+    int n_found_ = 0;
+    bool has_observed_ = false;
     std::vector<std::uint8_t> written_;  // the input of a step
     std::vector<std::uint8_t> found_;    // the findings of a step
 };

@@ -10,6 +10,7 @@ namespace entropykv {
 void DeviceBatch::clear() {
     parts_.clear();
     n_tokens_ = 0;
+    in_graph_ = false;
     fault_.clear();
 }
 
@@ -23,17 +24,49 @@ void DeviceBatch::add(DeviceStore& store, int n_tokens, std::int32_t position,
     n_tokens_ += n_tokens;
 }
 
-void DeviceBatch::attend(int layer, const DeviceNode& node) noexcept {
+// llama.cpp calls what calls these functions, so no exception may leave them.
+template <typename Function>
+void DeviceBatch::guarded(Function function) noexcept {
     if (!fault_.empty()) return;
     try {
-        if (node.q->ne[1] != n_tokens_)
-            throw std::runtime_error("a graph reads another number of tokens than the session");
-        for (DeviceStore* store : parts_) store->attend(layer, node);
+        function();
     } catch (const std::bad_alloc&) {
         fault_ = "a device has no memory left to compute attention";
     } catch (const std::exception& error) {
         fault_ = error.what();
     }
+}
+
+void DeviceBatch::begin(bool in_graph) noexcept {
+    guarded([&] {
+        for (DeviceStore* store : parts_) in_graph_ = store->begin(in_graph && parts_.size() == 1);
+    });
+}
+
+void DeviceBatch::change_write(int layer, bool keys, ggml_tensor* node,
+                               NodeChanges& changes) noexcept {
+    guarded([&] { parts_.front()->change_write(layer, keys, node, changes); });
+}
+
+void DeviceBatch::change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
+                                   const std::vector<ggml_tensor*>& slots,
+                                   NodeChanges& changes) noexcept {
+    guarded([&] {
+        check_tokens(node);
+        parts_.front()->change_attention(layer, node, target, slots, changes);
+    });
+}
+
+void DeviceBatch::attend(int layer, const DeviceNode& node) noexcept {
+    guarded([&] {
+        check_tokens(node);
+        for (DeviceStore* store : parts_) store->attend(layer, node);
+    });
+}
+
+void DeviceBatch::check_tokens(const DeviceNode& node) const {
+    if (node.q->ne[1] != n_tokens_)
+        throw std::runtime_error("a graph reads another number of tokens than the session");
 }
 
 void DeviceBatch::check_step() const {

@@ -20,15 +20,28 @@ public:
     void add(DeviceStore& store, int n_tokens, std::int32_t position, std::int32_t rope_position,
              int n_drafts = 0);
 
+    // Must be called before the first node is computed. in_graph: whether llama.cpp's own graph may
+    // compute attention. Errors are kept for check_step(), here and in the following functions.
+    void begin(bool in_graph) noexcept;
+    // Tells whether it does. Then its nodes are changed.
+    bool in_graph() const { return in_graph_; }
+    void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) noexcept;
+    void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
+                          const std::vector<ggml_tensor*>& slots, NodeChanges& changes) noexcept;
     // Computes the attention of all sequences for the next layer of the model that reads a layer's
-    // K and V. GraphHook calls this between two nodes, so errors are kept for check_step().
+    // K and V. GraphHook calls this between two nodes.
     void attend(int layer, const DeviceNode& node) noexcept;
     // Throws std::runtime_error with what went wrong since clear().
     void check_step() const;
 
 private:
+    template <typename Function>
+    void guarded(Function function) noexcept;
+    void check_tokens(const DeviceNode& node) const;
+
     std::vector<DeviceStore*> parts_;
     int n_tokens_ = 0;
+    bool in_graph_ = false;
     std::string fault_;
 };
 

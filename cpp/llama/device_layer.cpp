@@ -51,25 +51,24 @@ int rows_of_layer(const std::vector<int>& head_rows) {
     return end;
 }
 
-int DeviceHead::used_rows() const {
-    int used = 0;
-    for (const std::vector<int>* rows : {&entry_rows, &staged_rows})
-        for (const int row : *rows) used = used > row ? used : row + 1;
-    return used;
-}
-
 void DeviceHead::stage(int n_tokens, std::int32_t position) {
     unstage();
-    for (int row = 0; row < rows() && static_cast<int>(staged_rows.size()) < n_tokens; ++row)
+    int row = first_free;
+    for (; row < rows() && static_cast<int>(staged_rows.size()) < n_tokens; ++row)
         if (positions[static_cast<std::size_t>(row)] == kFreeRow) staged_rows.push_back(row);
     if (static_cast<int>(staged_rows.size()) < n_tokens)
         throw std::logic_error("a KV head has no free rows on the device");
-    for (const int row : staged_rows)
-        positions[static_cast<std::size_t>(row)] = static_cast<float>(position++);
+    first_free = row;
+    used = std::max(used, row);
+    for (const int staged : staged_rows)
+        positions[static_cast<std::size_t>(staged)] = static_cast<float>(position++);
 }
 
 void DeviceHead::unstage() {
-    for (const int row : staged_rows) positions[static_cast<std::size_t>(row)] = kFreeRow;
+    for (const int row : staged_rows) {
+        positions[static_cast<std::size_t>(row)] = kFreeRow;
+        first_free = std::min(first_free, row);
+    }
     freed_rows.insert(freed_rows.end(), staged_rows.begin(), staged_rows.end());
     staged_rows.clear();
 }
@@ -80,8 +79,11 @@ void DeviceHead::hold(const std::vector<int>& rows, const std::vector<std::int32
     staged_rows.clear();
     entry_rows = rows;
     std::fill(positions.begin(), positions.end(), kFreeRow);
-    for (std::size_t i = 0; i < rows.size(); ++i)
+    first_free = used = 0;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
         positions.at(static_cast<std::size_t>(rows[i])) = static_cast<float>(of_rows[i]);
+        used = std::max(used, rows[i] + 1);
+    }
     const auto is_held = [&](int row) {
         return positions[static_cast<std::size_t>(row)] != kFreeRow;
     };
@@ -100,11 +102,10 @@ DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vec
         ++groups_.back().n_heads;
         DeviceHead& added = heads_.emplace_back();
         added.first_row = n_rows;
-        added.first_position = n_positions_;
         added.positions.assign(static_cast<std::size_t>(rows), kFreeRow);
         n_rows += rows;
-        n_positions_ += whole_steps(rows);
     }
+    lay_out_positions(false);
     // Attention may read rows behind the last head's, which are masked.
     n_rows = rows_of_layer(head_rows);
     k_ = ggml_new_tensor_2d(context_.get(), type, shape.k_dim, n_rows);
@@ -115,9 +116,35 @@ DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vec
     ggml_backend_buffer_clear(buffer_.get(), 0);
 }
 
+int DeviceLayer::width_of(const DeviceGroup& group) const {
+    int used = 1;
+    for (int i = 0; i < group.n_heads; ++i)
+        used = std::max(used, heads_[static_cast<std::size_t>(group.first_head + i)].used);
+    return whole_steps(used);
+}
+
+void DeviceLayer::lay_out_positions(bool packed) {
+    n_positions_ = 0;
+    for (const DeviceGroup& group : groups_) {
+        const int rows = heads_[static_cast<std::size_t>(group.first_head)].rows();
+        const int width = packed ? width_of(group) : whole_steps(rows);
+        for (int i = 0; i < group.n_heads; ++i, n_positions_ += width)
+            heads_[static_cast<std::size_t>(group.first_head + i)].first_position = n_positions_;
+    }
+}
+
+bool DeviceLayer::positions_fit() const {
+    for (const DeviceGroup& group : groups_) {
+        const auto next = static_cast<std::size_t>(group.first_head + 1);
+        const int end = next < heads_.size() ? heads_[next].first_position : n_positions_;
+        if (end - heads_[next - 1].first_position < width_of(group)) return false;
+    }
+    return true;
+}
+
 std::vector<float> DeviceLayer::read(ggml_tensor* tensor, int head) const {
     const DeviceHead& of = heads_.at(static_cast<std::size_t>(head));
-    const auto n_rows = static_cast<std::size_t>(of.used_rows());
+    const auto n_rows = static_cast<std::size_t>(of.used);
     const auto dim = static_cast<std::size_t>(tensor->ne[0]);
     const std::size_t row_bytes = ggml_row_size(tensor->type, tensor->ne[0]);
     std::vector<std::uint8_t> bytes(n_rows * row_bytes);

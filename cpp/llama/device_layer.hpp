@@ -46,10 +46,10 @@ struct DeviceHead {
     std::vector<int> entry_rows;   // the rows of the entries, in the order of the ledger
     std::vector<int> staged_rows;  // the rows of the micro-batch that is read
     std::vector<int> freed_rows;   // rows that the device may still take for entries
+    int first_free = 0;            // no row before it is free
+    int used = 0;                  // attention must read so many rows to see all entries
 
     int rows() const { return static_cast<int>(positions.size()); }
-    // Returns how many rows attention must read to see all entries.
-    int used_rows() const;
     // Chooses free rows for the tokens of a micro-batch. Throws std::logic_error without room.
     void stage(int n_tokens, std::int32_t position);
     // Frees the rows of a micro-batch that was not committed.
@@ -81,8 +81,15 @@ public:
     // Are [dim][row], the rows of the heads one after another. v() is null if V is a part of K.
     ggml_tensor* k() const { return k_; }
     ggml_tensor* v() const { return v_; }
+    // Returns how many rows attention must read to see all entries of a group.
+    int width_of(const DeviceGroup& group) const;
     // Returns how many positions its heads have, each a multiple of kDeviceRowStep.
     int n_positions() const { return n_positions_; }
+    // Gives every head a position for each of its rows; packed: only for those that attention must
+    // read.
+    void lay_out_positions(bool packed);
+    // Tells whether the heads have positions for all rows that attention must read.
+    bool positions_fit() const;
 
     // Copies rows of one head from and to the device as floats, [row][dim].
     std::vector<float> read(ggml_tensor* tensor, int head) const;

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "decide/budget.hpp"
+#include "decide/eviction.hpp"
 #include "platform/half.hpp"
 #include "store/head_states.hpp"
 
@@ -116,7 +117,11 @@ void DeviceStore::acquire() {
                                         settings.max_tokens, settings.max_entries));
         layers_.back().layout = layouts[layers_.size() - 1];
     }
-    for (const auto& device : devices_) device->allocate(settings.max_tokens);
+    can_be_in_graph_ = true;
+    for (std::size_t i = 0; i < layers_.size(); ++i)
+        can_be_in_graph_ = can_be_in_graph_ &&
+                           layers_[i].device->can_be_in_graph(layers_[i].number, sources_[i].slots);
+    for (const auto& device : devices_) device->allocate(settings.max_tokens, can_be_in_graph_);
 }
 
 void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows) {
@@ -166,7 +171,25 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
     ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
     for (Layer& layer : layers_) layer.read = 0;
     for_each_head([&](int layer, int h) { head(layer, h).stage(n_tokens, position); });
+}
+
+bool DeviceStore::begin(bool alone) {
+    step_.in_graph = alone && can_be_in_graph_ && step_.n_tokens == 1 && step_.n_drafts == 0;
+    // What other steps find out takes the place of what is still unknown.
+    if (!step_.in_graph) complete_ledger();
     for (const auto& device : devices_) device->begin_step(step_);
+    return step_.in_graph;
+}
+
+void DeviceStore::change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) {
+    Layer& of = layers_.at(index(layer));
+    of.device->change_write(of.number, keys, node, changes);
+}
+
+void DeviceStore::change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
+                                   const std::vector<ggml_tensor*>& slots, NodeChanges& changes) {
+    Layer& of = layers_.at(index(layer));
+    of.device->change_attention(of.number, of.read++, node, target, slots, changes);
 }
 
 int DeviceStore::most_drafts(std::int32_t position, int wanted) const {
@@ -186,9 +209,74 @@ void DeviceStore::attend(int layer, const DeviceNode& node) {
     of.device->run(of.number, of.read++, node);
 }
 
+bool DeviceStore::evicts() const {
+    bool any = false;
+    for_each_head([&](int layer, int h) {
+        any = any || count(layer, h) + step_.n_tokens > budget(layer, h);
+    });
+    return any;
+}
+
+void DeviceStore::complete_ledger() {
+    if (unknown_.n == 0) return;
+    for (const auto& device : devices_) device->look_up(unknown_, false);
+    for_each_head([&](int layer, int h) { complete_entries(layer, h, unknown_.n, 0); });
+    unknown_ = {};
+}
+
+// Tells the ledger what was looked up for the newest n entries of a head, which are followed by
+// n_later tokens that are not entries yet.
+void DeviceStore::complete_entries(int layer, int h, int n, int n_later) {
+    const Layer& of = layers_[index(layer)];
+    const float* value_squares = of.device->value_squares(of.number, h);
+    const bool predicts = ledger_.settings().importance.predicts();
+    const KernelTable& kernels = *ledger_.components().common.kernels;
+    Head& entries = ledger_.components().layers[index(layer)].heads[index(h)];
+    const PageLayout& layout = entries.layout();
+    const int first = of.device->n_found() - n_later - n;
+    float values[kLedgerDim];
+    for (int i = 0; i < n; ++i) {
+        const int entry = entries.count() - n + i;
+        const Slot slot = entries.place(entry);
+        if (value_squares != nullptr) {
+            write_norm(values, value_squares[first + i]);
+            kernels.store_v(layout, slot.page, slot.index, values);
+        }
+        if (predicts) {
+            const float given = PackedImportance(entries.importance(entry)).given();
+            entries.pages.importance(layout.page_of(entry))[slot.index] =
+                PackedImportance(given, of.device->predicted(of.number, h, first + i)).packed();
+        }
+    }
+}
+
 void DeviceStore::commit_step() {
+    if (step_.in_graph) return commit_in_graph();
     for (const auto& device : devices_) device->end_step();
     for_each_head([&](int layer, int h) { commit(layer, h); });
+    peak_ = std::max(peak_, used_bytes());
+}
+
+// Only an eviction must know everything of the entries, so findings are looked up for several
+// tokens at once.
+void DeviceStore::commit_in_graph() {
+    const ImportanceSettings& importance = ledger_.settings().importance;
+    UnknownTokens all = unknown_;
+    if (importance.predicts() || importance.by_values) {
+        if (all.n++ == 0) all.rope_position = step_.rope_position;
+        all.n_staged = 1;
+    }
+    const int most = std::min(kDecodeRoom, ledger_.settings().max_tokens);
+    const bool due = all.n > 0 && (all.n == most || evicts());
+    if (due || step_.observing)
+        for (const auto& device : devices_)
+            device->look_up(due ? all : UnknownTokens{}, step_.observing);
+    for_each_head([&](int layer, int h) {
+        if (due) complete_entries(layer, h, all.n - 1, 1);
+        commit(layer, h);
+    });
+    unknown_ = due ? UnknownTokens{} : all;
+    unknown_.n_staged = 0;
     peak_ = std::max(peak_, used_bytes());
 }
 
@@ -216,6 +304,8 @@ void DeviceStore::stage(int layer, int h) {
     const Layer& of = layers_[index(layer)];
     const float* value_squares = of.device->value_squares(of.number, h);
     const bool predicts = ledger_.settings().importance.predicts();
+    // Findings about earlier tokens come before theirs.
+    const int first = std::max(0, of.device->n_found() - step_.n_tokens);
     const PageLayout& layout = ledger_.layout(layer);
     const KernelTable& kernels = *ledger_.components().common.kernels;
     float values[kLedgerDim];
@@ -226,12 +316,13 @@ void DeviceStore::stage(int layer, int h) {
         const int slot = alone ? 0 : layout.slot_of(token);
         write_row_number(values, head(layer, h).staged_rows[index(token)]);
         kernels.store_k(layout, page, slot, values);
-        write_norm(values, value_squares == nullptr ? 0.0f : value_squares[token]);
+        write_norm(values, value_squares == nullptr ? 0.0f : value_squares[first + token]);
         kernels.store_v(layout, page, slot, values);
         layout.positions(page)[slot] = step_.position + token;
         layout.importance(page)[slot] =
-            predicts ? PackedImportance(0.0f, of.device->predicted(of.number, h, token)).packed()
-                     : 0.0f;
+            predicts
+                ? PackedImportance(0.0f, of.device->predicted(of.number, h, first + token)).packed()
+                : 0.0f;
     }
 }
 
@@ -270,11 +361,14 @@ void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection&
     for (std::size_t i = 0; i < most_.size(); ++i)
         if (budgets.at(i) > most_[i])
             throw std::invalid_argument("a budget that has no rows on the device");
+    complete_ledger();
     ledger_.set_budgets(budgets, pages_of(budgets), protection);
     for_each_head([&](int layer, int h) { find_rows(layer, h); });
 }
 
 void DeviceStore::truncate(std::int32_t position) {
+    if (position == 0) unknown_ = {};
+    complete_ledger();
     ledger_.truncate(position);
     for_each_head([&](int layer, int h) {
         head(layer, h).unstage();
@@ -304,6 +398,7 @@ std::string DeviceStore::rotation_problem(const std::vector<RopeParams>& ropes) 
 void DeviceStore::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift,
                          int new_shift) {
     check_ropes(ropes);
+    complete_ledger();
     for (int layer = 0; layer < n_layers(); ++layer) {
         const RopeParams& rope = ropes[index(layer)];
         if (rope.n_dims == 0) continue;
@@ -323,6 +418,7 @@ void DeviceStore::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int 
 }
 
 void DeviceStore::release() noexcept {
+    unknown_ = {};
     layers_.clear();
     devices_.clear();
 }
@@ -376,6 +472,7 @@ std::size_t DeviceStore::state_bytes(int layer, int head) const {
 }
 
 void DeviceStore::save_head(int layer, int h, std::byte* state) {
+    complete_ledger();
     const Layer& of = layers_.at(index(layer));
     const PageLayout& layout = of.layout;
     const KernelTable& kernels = *ledger_.components().common.kernels;

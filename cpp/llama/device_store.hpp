@@ -22,7 +22,8 @@ struct DeviceLayerSource {
     ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
     DeviceParams params;                // of its attention node
     bool has_sinks;
-    RopeParams rope;               // rotates its keys
+    int slots;        // of the nodes that can become others before an attention node: see GraphHook
+    RopeParams rope;  // rotates its keys
     std::vector<float> predictor;  // [KV head][feature], see features.hpp; empty: none
 };
 
@@ -38,11 +39,16 @@ public:
     DeviceStore(const DeviceStore&) = delete;
     DeviceStore& operator=(const DeviceStore&) = delete;
 
-    // Must be called before every micro-batch; `position` is that of the sequence's first token,
-    // which RoPE sees at `rope_position`, and `first` its place in the micro-batch. The last
-    // n_drafts tokens are drafts.
+    // Must be called for every micro-batch that reads tokens of this sequence; `position` is that
+    // of the sequence's first token, which RoPE sees at `rope_position`, and `first` its place in
+    // the micro-batch. The last n_drafts tokens are drafts.
     void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
                  int n_drafts = 0);
+    // Must be called next, before the first node is computed. alone: the micro-batch has no tokens
+    // of other sequences. Returns whether llama.cpp's own graph shall compute attention, whose
+    // nodes change_write() and change_attention() change then; otherwise attend() computes it.
+    // Throws as attend() does.
+    bool begin(bool alone);
     // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
     // queries may count towards importance, since those of wrong drafts could not be taken out, and
     // nothing may be evicted before the last of them, since all attend at once.
@@ -50,11 +56,19 @@ public:
     // Computes the attention of the next layer of the model that reads a layer's K and V. Throws as
     // DeviceAttention does.
     void attend(int layer, const DeviceNode& node);
+    // Change nodes of llama.cpp's graph: see DeviceAttention.
+    void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
+    void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
+                          const std::vector<ggml_tensor*>& slots, NodeChanges& changes);
     // Must be called after every micro-batch that was read: commits its entries in all layers,
     // which evicts what budgets cannot hold.
     void commit_step();
     // Must be called then if there were drafts: undoes the commits of all but the first n_accepted.
     void settle_drafts(int n_accepted);
+
+    // Lets the ledger know of all tokens what the device has found out about them, which it is told
+    // late for those that llama.cpp's own graph read.
+    void complete_ledger();
 
     // Sets smaller or equal budgets; heads that hold more evict. Throws std::invalid_argument if a
     // budget has no rows on the device.
@@ -128,6 +142,9 @@ private:
     std::size_t pages_of(const std::vector<int>& budgets) const;
     void commit(int layer, int head);
     void stage(int layer, int head);
+    bool evicts() const;
+    void commit_in_graph();
+    void complete_entries(int layer, int head, int n, int n_later);
     // Find out in which rows the entries of a head lie; the first one if none was evicted, too.
     void find_rows(int layer, int head);
     void find_all_rows(int layer, int head);
@@ -151,6 +168,8 @@ private:
     std::vector<Layer> layers_;
     std::vector<float> observed_;  // of one head, in the order of its entries
     DeviceStep step_;
+    bool can_be_in_graph_ = false;
+    UnknownTokens unknown_;  // of the ledger's newest entries
     std::size_t peak_ = 0;
 };
 

@@ -57,7 +57,7 @@ bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
         }
         if (hook->devices_ != nullptr) {
             hook->weights_.change(node);
-            return hook->leave_out(node) || hook->times().begin();
+            return hook->change_on_devices(node) || hook->times().begin();
         }
         if (hook->attention_ == nullptr) {
             hook->weights_.change_gate(node);
@@ -81,8 +81,9 @@ void GraphHook::note_obstacle(const std::string& why) {
     if (rope_obstacle_.empty()) rope_obstacle_ = why;
 }
 
-bool GraphHook::probe(const ggml_tensor* node) {
+bool GraphHook::probe(ggml_tensor* node) {
     copies_.note(node);
+    note_order(node);
     if (reads_learned_positions(node)) note_obstacle("its position embeddings are learned");
     if (node->op == GGML_OP_FLASH_ATTN_EXT) probe_attention(node);
     if (node->op == GGML_OP_SET_ROWS) probe_write(node);
@@ -152,6 +153,7 @@ void GraphHook::probe_attention(const ggml_tensor* node) {
     seen.rope = rope_of(cache_layer, seen.shape.k_dim);
     seen.memory = ggml_backend_buffer_get_type(root_of(k)->buffer);
     std::memcpy(seen.op_params.data(), node->op_params, sizeof node->op_params);
+    seen.slots = static_cast<int>(slots_of(node).size());
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
         return refuse("its query heads are no multiple of its KV heads");
     const auto of_layer = [&](const Keys& keys) { return keys.cache_layer == cache_layer; };
@@ -182,6 +184,7 @@ void GraphHook::probe_reader(AttentionNode& first, const ggml_tensor* node,
                       masks_[number] == node->src[3];
     if (!same) return refuse("layers that attend to the same K and V do so in different ways");
     ++first.shape.readers;
+    first.slots = std::min(first.slots, seen.slots);
     first.has_sinks = first.has_sinks || seen.has_sinks;
 }
 
@@ -209,6 +212,85 @@ void GraphHook::serve_on_devices(DeviceBatch& batch) {
     devices_ = &batch;
 }
 
+// Notes the order in which nodes are computed.
+void GraphHook::note_order(ggml_tensor* node) {
+    const bool writes = node->op == GGML_OP_SET_ROWS &&
+                        (cache_layer_of(node, kCacheK) >= 0 || cache_layer_of(node, kCacheV) >= 0);
+    if (writes) in_order_.clear();
+    in_order_.push_back(node);
+}
+
+// Returns views that only an attention node reads, of those that are computed after the last write
+// and after the queries.
+std::vector<ggml_tensor*> GraphHook::slots_of(const ggml_tensor* attention) const {
+    const auto is_view = [](const ggml_tensor* tensor) {
+        return tensor->op == GGML_OP_VIEW || tensor->op == GGML_OP_PERMUTE ||
+               tensor->op == GGML_OP_RESHAPE;
+    };
+    const ggml_tensor* queries = attention->src[0];
+    while (is_view(queries)) queries = queries->src[0];
+    const auto computed = std::find(in_order_.begin(), in_order_.end(), queries);
+    const auto first = computed == in_order_.end() ? in_order_.begin() : computed + 1;
+    std::vector<ggml_tensor*> slots;
+    const auto add = [&](const ggml_tensor* tensor) {
+        const auto found = std::find(first, in_order_.end(), tensor);
+        if (is_view(tensor) && found != in_order_.end() &&
+            std::find(slots.begin(), slots.end(), *found) == slots.end())
+            slots.push_back(*found);
+    };
+    add(attention->src[0]);
+    for (const ggml_tensor* rows : {attention->src[1], attention->src[2]})
+        for (; is_view(rows); rows = rows->src[0]) add(rows);
+    return slots;
+}
+
+// Tells llama.cpp to stop at attention that is computed between two nodes.
+bool GraphHook::change_on_devices(ggml_tensor* node) {
+    if (!begun_) {
+        begun_ = true;
+        devices_->begin(!times().measures());
+    }
+    if (!devices_->in_graph()) return leave_out(node);
+    note_order(node);
+    if (node->op == GGML_OP_SET_ROWS) {
+        for (const bool keys : {true, false}) {
+            const int layer = layer_on_devices(cache_layer_of(node, keys ? kCacheK : kCacheV));
+            if (layer >= 0) {
+                devices_->change_write(layer, keys, node, changes_);
+                break;
+            }
+        }
+    } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+        const int layer = layer_on_devices(cache_layer_of(node->src[1], kCacheK));
+        if (is_served_there(layer, node))
+            devices_->change_attention(layer, {node->src[0], nullptr, nullptr, node, node->src[4]},
+                                       node, slots_of(node), changes_);
+    }
+    return false;
+}
+
+// Returns the number of a layer in the store; -1: it has none.
+int GraphHook::layer_on_devices(int cache_layer) const {
+    for (std::size_t i = 0; i < nodes_.size(); ++i)
+        if (nodes_[i].cache_layer == cache_layer) return static_cast<int>(i);
+    return -1;
+}
+
+// Counts an attention node, and tells whether its layer is served on the node's device.
+bool GraphHook::is_served_there(int layer, const ggml_tensor* node) {
+    ++served_;
+    if (layer < 0) {
+        fault_ = "a graph has an attention node that the first one did not have";
+        return false;
+    }
+    const ggml_backend_buffer_type_t memory = nodes_[static_cast<std::size_t>(layer)].memory;
+    const bool there =
+        ggml_backend_buffer_get_type(node->buffer) == memory ||
+        (ggml_backend_buffer_is_host(node->buffer) && ggml_backend_buft_is_host(memory));
+    if (!there) fault_ = "a layer's attention is on another device than its K and V";
+    return there;
+}
+
 // Makes llama.cpp compute everything up to an attention node, and nothing for the node itself.
 bool GraphHook::leave_out(ggml_tensor* node) {
     if (node->op != GGML_OP_FLASH_ATTN_EXT) return false;
@@ -223,20 +305,9 @@ bool GraphHook::attend_instead(ggml_tensor* node) {
     if (left_out_ != node || devices_ == nullptr) return false;
     left_out_ = nullptr;
     node->op = GGML_OP_FLASH_ATTN_EXT;
-    const int cache_layer = cache_layer_of(node->src[1], kCacheK);
-    for (std::size_t i = 0; i < nodes_.size(); ++i) {
-        if (nodes_[i].cache_layer != cache_layer) continue;
-        const bool there = ggml_backend_buffer_get_type(node->buffer) == nodes_[i].memory ||
-                           (ggml_backend_buffer_is_host(node->buffer) &&
-                            ggml_backend_buft_is_host(nodes_[i].memory));
-        if (!there) fault_ = "a layer's attention is on another device than its K and V";
-        if (there)
-            devices_->attend(static_cast<int>(i),
-                             {node->src[0], node->src[1], node->src[2], node, node->src[4]});
-        ++served_;
-        return true;
-    }
-    fault_ = "a graph has an attention node that the first one did not have";
+    const int layer = layer_on_devices(cache_layer_of(node->src[1], kCacheK));
+    if (is_served_there(layer, node))
+        devices_->attend(layer, {node->src[0], node->src[1], node->src[2], node, node->src[4]});
     return true;
 }
 
@@ -284,12 +355,16 @@ void GraphHook::change(ggml_tensor* node) {
 }
 
 void GraphHook::begin_step() {
+    changes_.undo();
+    in_order_.clear();
+    begun_ = false;
     served_ = 0;
     fault_ = nullptr;
     weights_.begin_step();
 }
 
-void GraphHook::check_step() const {
+void GraphHook::check_step() {
+    changes_.undo();
     if (const char* fault = fault_.load(); fault != nullptr) throw std::runtime_error(fault);
     if (devices_ != nullptr) devices_->check_step();
     int expected = 0;

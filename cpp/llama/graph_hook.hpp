@@ -4,7 +4,8 @@
 // why the headwise store cannot serve it. After serve(), every graph is changed before it is
 // computed, so that the sequences of the micro-batch attend with their own stores. For the device
 // store, the write nodes stay, and the attention nodes are left out: their attention is computed on
-// the layer's device, between the nodes before and after.
+// the layer's device, between the nodes before and after. If a single token is read, the device
+// store changes the nodes instead, so that the device computes the graph as a whole.
 #pragma once
 
 #include <ggml-backend.h>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "attention/attention_batch.hpp"
+#include "llama/node_changes.hpp"
 #include "llama/rope_probe.hpp"
 #include "llama/weight_hook.hpp"
 
@@ -35,6 +37,9 @@ struct AttentionNode {
     // Are for the device store: the buffer type of the layer's cache, and what the node computes.
     ggml_backend_buffer_type_t memory;
     std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)> op_params;
+    // How many nodes before it, at least, compute nothing, and are computed after the writes of K
+    // and V and after the queries: views that only the attention node reads.
+    int slots;
 };
 
 class GraphHook {
@@ -75,7 +80,7 @@ public:
     void begin_step();
     // Throws std::runtime_error unless, since begin_step(), every layer was served for all tokens,
     // and its gate was changed.
-    void check_step() const;
+    void check_step();
 
 private:
     struct LayerHook {
@@ -93,7 +98,7 @@ private:
     };
     using OpFunction = void (*)(ggml_tensor*, int, int, void*);
 
-    bool probe(const ggml_tensor* node);
+    bool probe(ggml_tensor* node);
     void probe_attention(const ggml_tensor* node);
     void probe_reader(AttentionNode& first, const ggml_tensor* node, const AttentionNode& seen);
     void probe_device(const ggml_tensor* node);
@@ -103,6 +108,11 @@ private:
     void refuse(const std::string& why);
     void note_obstacle(const std::string& why);
     void change(ggml_tensor* node);
+    void note_order(ggml_tensor* node);
+    std::vector<ggml_tensor*> slots_of(const ggml_tensor* attention) const;
+    bool change_on_devices(ggml_tensor* node);
+    int layer_on_devices(int cache_layer) const;
+    bool is_served_there(int layer, const ggml_tensor* node);
     bool leave_out(ggml_tensor* node);
     bool attend_instead(ggml_tensor* node);
     void replace(ggml_tensor* node, OpFunction function, const LayerHook& layer);
@@ -116,6 +126,9 @@ private:
     DeviceBatch* devices_ = nullptr;
     bool on_devices_;
     const ggml_tensor* left_out_ = nullptr;  // the attention node that the device store computes
+    bool begun_ = false;                     // whether the device store has begun this step
+    std::vector<ggml_tensor*> in_order_;     // nodes from the last write of K or V on
+    NodeChanges changes_;                    // of the graph of this step
     WeightHook weights_;
     std::vector<AttentionNode> nodes_;
     std::vector<const ggml_tensor*> masks_;  // masks of nodes_, while probing
