@@ -9,8 +9,8 @@ micro-batches. Prints for each length: tokens per second of the prompt and of si
 it, the ratio to llama.cpp's own cache, the bytes that the device store holds on the device, how
 much of them are rows beyond the budget and one micro-batch, and for each of the single tokens, how
 many graphs the store computed on the device and how many copies it made between host and device.
-With --shape, the model has random weights of that shape. With --rpc, the device is a process on
-this machine's CPU, whose figures say nothing of a GPU.
+With --shape, the model has random weights of that shape, whose rows repeat. With --rpc, the device
+is a process on this machine's CPU, whose figures say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -18,20 +18,54 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+
 from entropykv import Session
 from inputs import find_model
 from tests.support.rpc_device import use_rpc_device
-from tests.support.tiny_models import write_llama
+from tests.support.tiny_writer import FloatArray, TinyShape, TinyWriter
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {"n_layer": 30, "n_head": 9, "n_head_kv": 3, "head_dim": 64, "n_ff": 1536},
-    "8b": {"n_layer": 32, "n_head": 32, "n_head_kv": 8, "head_dim": 128, "n_ff": 14336},
+    "135m": {
+        "n_layer": 30,
+        "n_head": 9,
+        "n_head_kv": 3,
+        "head_dim": 64,
+        "n_ff": 1536,
+        "n_vocab": 49152,
+    },
+    "8b": {
+        "n_layer": 32,
+        "n_head": 32,
+        "n_head_kv": 8,
+        "head_dim": 128,
+        "n_ff": 14336,
+        "n_vocab": 128256,
+    },
 }
+DRAWN_ROWS = 64
+
+
+class RepeatingWriter(TinyWriter):
+    """Draw and quantise a few rows of each matrix, and repeat them: that takes seconds for 8B."""
+
+    def _normal(self, shape: Sequence[int], scale: float) -> FloatArray:
+        if len(shape) == 1:
+            return super()._normal(shape, scale)
+        rows = super()._normal((DRAWN_ROWS, shape[1]), scale)
+        return np.broadcast_to(rows, (shape[0] // DRAWN_ROWS, *rows.shape))
+
+    def _add_matrix(self, name: str, weights: FloatArray) -> None:
+        kind = GGMLQuantizationType[self.shape.weight_type]
+        rows = np.tile(quantize(weights[0], kind), (len(weights), 1))
+        self.writer.add_tensor(f"{name}.weight", rows, raw_dtype=kind)
 
 
 @contextmanager
@@ -43,7 +77,10 @@ def model_of(options: argparse.Namespace) -> Iterator[Path]:
     shape = SHAPES[options.shape] | ({"n_layer": options.layers} if options.layers else {})
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "random.gguf"
-        write_llama(path, n_ctx_train=2**18, weight_type="Q4_0", **shape)
+        kind = TinyShape(
+            "llama", n_ctx_train=2**18, weight_type="Q4_0", rope_freq_base=500000.0, **shape
+        )
+        RepeatingWriter(path, kind, seed=0, activation=None).write()
         yield path
 
 
@@ -83,6 +120,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--folder", help="where a random model is written")
     parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--policy", default="uniform")
     parser.add_argument("--kv-budget", type=float, default=0.2)
     parser.add_argument("--written", type=int, default=64)
     parser.add_argument("--n-ubatch", type=int, default=512)
@@ -106,7 +144,7 @@ def main() -> None:
                 prompt, decode, _ = measure(own, length, options.written)
             budget = options.kv_budget
             with Session(
-                path, store="device", policy="uniform", kv_budget=budget, **common
+                path, store="device", policy=options.policy, kv_budget=budget, **common
             ) as ours:
                 our_prompt, our_decode, traffic = measure(ours, length, options.written)
                 held = sum(ours.stats().kv_bytes_on_devices.values()) / 2**20

@@ -20,7 +20,10 @@ void register_hooks(py::module_& m) {
         .def_readonly("scale", &AttentionNode::scale)
         .def_readonly("softcap", &AttentionNode::softcap)
         .def_readonly("has_sinks", &AttentionNode::has_sinks)
-        .def_readonly("rope", &AttentionNode::rope);
+        .def_readonly("rope", &AttentionNode::rope)
+        .def_property_readonly("on_device", [](const AttentionNode& self) {
+            return !ggml_backend_buft_is_host(self.memory);
+        });
     py::class_<SquaredReluHook> squared_relu_hook(m, "SquaredReluHook");
     squared_relu_hook.def(py::init<int>(), py::arg("n_layers"));
     register_hook(squared_relu_hook);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "llama/device_layer.hpp"
+#include "platform/worker_threads.hpp"
 
 namespace entropykv {
 
@@ -92,10 +93,12 @@ private:
 // same time.
 class Devices {
 public:
-    explicit Devices(int n_threads) : n_threads_(n_threads) {}
+    explicit Devices(int n_threads) : n_threads_(n_threads), workers_(n_threads) {}
 
     // Returns the device with such a buffer type, which is opened once. Throws as Device does.
     Device& of(ggml_backend_buffer_type_t memory);
+    // Returns threads for the decisions of the host, which devices need no threads for.
+    WorkerThreads& workers() { return workers_; }
     // Returns the sum over all devices.
     DeviceTraffic traffic() const;
     std::size_t scratch_bytes() const;
@@ -104,6 +107,7 @@ public:
 
 private:
     int n_threads_;
+    WorkerThreads workers_;
     std::vector<std::unique_ptr<Device>> devices_;
 };
 

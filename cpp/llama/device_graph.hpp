@@ -25,8 +25,10 @@ void sum_in_f32(Tensor* product, long) {
     ggml_mul_mat_set_prec(product, GGML_PREC_F32);
 }
 
-// So many queries are observed at a time, which bounds the memory of their attention weights.
-constexpr int kObservedTokens = 64;
+// Whole blocks of queries are observed at a time, which have about so many attention weights at
+// most.
+constexpr int kObservedBlock = 64;
+constexpr int kObservedWeights = 1 << 24;
 
 // One node attends for whole blocks of tokens, whose mask has about so many values at most.
 constexpr int kPartBlock = 64;
@@ -433,10 +435,13 @@ private:
     void observe(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* positions) {
         ggml_tensor* sums = nullptr;
         const int n = step_.n_tokens;
+        const int of_token = static_cast<int>(keys->ne[1]) * query_heads() * group.n_heads;
+        const int at_once =
+            std::max(1, kObservedWeights / of_token / kObservedBlock) * kObservedBlock;
         for (int first = std::max(0, n - importance_.observation_window); first < n;
-             first += kObservedTokens) {
+             first += at_once) {
             ggml_tensor* given =
-                given_by(group, keys, positions, first, std::min(kObservedTokens, n - first));
+                given_by(group, keys, positions, first, std::min(at_once, n - first));
             sums = sums == nullptr ? given : ggml_add(context_, sums, given);
         }
         ggml_tensor* all = device_.findings_->tensor(context_, GGML_TYPE_F32,

@@ -20,6 +20,8 @@ std::size_t index(int i) { return static_cast<std::size_t>(i); }
 constexpr int kLedgerDim = 16;
 // A row's number takes two values, each of which f16 holds exactly.
 constexpr int kRowBase = 2048;
+// With more entries than this, decisions take longer than waking the threads that share them.
+constexpr std::size_t kMuch = 1 << 15;
 
 std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& layers) {
     std::vector<LayerShape> shapes;
@@ -94,7 +96,8 @@ DeviceStore::DeviceStore(std::shared_ptr<Devices> devices,
       most_(budgets),
       ledger_(ledger_shapes(layers), ledger_settings(settings)),
       type_(settings.type) {
-    ledger_.set_workers(1, *available_kernels().back());
+    ledger_.set_workers(shared_->workers().n_threads(), *available_kernels().back());
+    observed_.resize(index(shared_->workers().n_threads()));
     ledger_.set_budgets(budgets, pages_of(budgets), settings.protection);
     if (!live) return;
     acquire();
@@ -155,6 +158,18 @@ void DeviceStore::check_supported() {
     }
 }
 
+template <typename Visit>
+void DeviceStore::for_each_head_at_once(bool much, Visit visit) {
+    std::vector<std::pair<int, int>> heads;
+    for_each_head([&](int layer, int h) { heads.emplace_back(layer, h); });
+    const auto visit_one = [&](int i, int worker) {
+        visit(heads[index(i)].first, heads[index(i)].second, worker);
+    };
+    const auto n = static_cast<int>(heads.size());
+    if (much && ledger_.entries() > kMuch) return shared_->workers().run(n, visit_one);
+    for (int i = 0; i < n; ++i) visit_one(i, 0);
+}
+
 std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
     std::size_t next = 0;
     return ledger_.components().sum_over_heads([&](const Head& head) {
@@ -170,7 +185,8 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
     step_ = {n_tokens, position, observing, first, n_drafts, rope_position};
     ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
     for (Layer& layer : layers_) layer.read = 0;
-    for_each_head([&](int layer, int h) { head(layer, h).stage(n_tokens, position); });
+    for_each_head_at_once(n_tokens > 1,
+                          [&](int layer, int h, int) { head(layer, h).stage(n_tokens, position); });
 }
 
 bool DeviceStore::begin(bool alone) {
@@ -253,7 +269,7 @@ void DeviceStore::complete_entries(int layer, int h, int n, int n_later) {
 void DeviceStore::commit_step() {
     if (step_.in_graph) return commit_in_graph();
     for (const auto& device : devices_) device->end_step();
-    for_each_head([&](int layer, int h) { commit(layer, h); });
+    for_each_head_at_once(true, [&](int layer, int h, int worker) { commit(layer, h, worker); });
     peak_ = std::max(peak_, used_bytes());
 }
 
@@ -271,31 +287,33 @@ void DeviceStore::commit_in_graph() {
     if (due || step_.observing)
         for (const auto& device : devices_)
             device->look_up(due ? all : UnknownTokens{}, step_.observing);
-    for_each_head([&](int layer, int h) {
+    const bool much = due || step_.observing || evicts();
+    for_each_head_at_once(much, [&](int layer, int h, int worker) {
         if (due) complete_entries(layer, h, all.n - 1, 1);
-        commit(layer, h);
+        commit(layer, h, worker);
     });
     unknown_ = due ? UnknownTokens{} : all;
     unknown_.n_staged = 0;
     peak_ = std::max(peak_, used_bytes());
 }
 
-void DeviceStore::commit(int layer, int h) {
+void DeviceStore::commit(int layer, int h, int worker) {
     const Layer& of = layers_[index(layer)];
     stage(layer, h);
     if (step_.n_drafts > 0) {
         for (int token = 0; token < step_.n_tokens; ++token)
-            ledger_.commit_token(layer, h, token, step_.position + token, nullptr, 0);
+            ledger_.commit_token(layer, h, token, step_.position + token, nullptr, worker);
         return find_rows(layer, h);
     }
     const float* by_row = of.device->observed(of.number, h);
-    observed_.clear();
+    std::vector<float>& observed = observed_[index(worker)];
+    observed.clear();
     if (by_row != nullptr)
         for (const std::vector<int>* some :
              {&head(layer, h).entry_rows, &head(layer, h).staged_rows})
-            for (const int row : *some) observed_.push_back(by_row[row]);
-    ledger_.commit(layer, h, step_.n_tokens, by_row == nullptr ? nullptr : observed_.data(),
-                   nullptr, 0.0f, 0);
+            for (const int row : *some) observed.push_back(by_row[row]);
+    ledger_.commit(layer, h, step_.n_tokens, by_row == nullptr ? nullptr : observed.data(), nullptr,
+                   0.0f, worker);
     find_rows(layer, h);
 }
 

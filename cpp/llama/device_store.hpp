@@ -140,7 +140,7 @@ private:
     void add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows);
     void check_supported();
     std::size_t pages_of(const std::vector<int>& budgets) const;
-    void commit(int layer, int head);
+    void commit(int layer, int head, int worker);
     void stage(int layer, int head);
     bool evicts() const;
     void commit_in_graph();
@@ -154,6 +154,10 @@ private:
         for (int layer = 0; layer < n_layers(); ++layer)
             for (int head = 0; head < ledger_.shape(layer).n_head_kv; ++head) visit(layer, head);
     }
+    // Calls visit(layer, head, worker) for the KV heads of all layers in any order, with several
+    // workers if much is to be done.
+    template <typename Visit>
+    void for_each_head_at_once(bool much, Visit visit);
     DeviceLayer& rows(int layer) { return layers_[PageLayout::index(layer)].rows; }
     const DeviceLayer& rows(int layer) const { return layers_[PageLayout::index(layer)].rows; }
     DeviceHead& head(int layer, int head) { return rows(layer).heads()[PageLayout::index(head)]; }
@@ -166,7 +170,7 @@ private:
     KvType type_;
     std::vector<std::unique_ptr<DeviceAttention>> devices_;
     std::vector<Layer> layers_;
-    std::vector<float> observed_;  // of one head, in the order of its entries
+    std::vector<std::vector<float>> observed_;  // [worker]: of a head, in the order of its entries
     DeviceStep step_;
     bool can_be_in_graph_ = false;
     UnknownTokens unknown_;  // of the ledger's newest entries

@@ -198,6 +198,9 @@ class AttentionNode:
     def has_sinks(self) -> bool: ...
     @property
     def rope(self) -> RopeParams: ...
+    @property
+    def on_device(self) -> bool:
+        """Return whether its K and V lie in memory that the CPU cannot read."""
 
 class KShiftProbe:
     """Check at one decode whether llama.cpp's K-shift rotates keys as the model's graph does."""

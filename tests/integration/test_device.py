@@ -26,12 +26,12 @@ pytestmark = [
     ),
 ]
 
-FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
+FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 32))
 MODELS: dict[str, Callable[[Path], None]] = {
-    "llama": lambda path: write_llama(path, head_dim=32, n_ctx_train=256, weight_type="F32"),
+    "llama": lambda path: write_llama(path, head_dim=64, n_ctx_train=256, weight_type="F32"),
     "quantised": lambda path: write_llama(path, n_ctx_train=256, weight_type="Q4_0"),
     "factors": lambda path: write_llama(
-        path, head_dim=32, n_ctx_train=256, weight_type="F32", rope=TinyRope(factors=FACTORS)
+        path, head_dim=64, n_ctx_train=256, weight_type="F32", rope=TinyRope(factors=FACTORS)
     ),
     "windows": write_gemma,
 }

@@ -38,13 +38,13 @@ pytestmark = pytest.mark.device
 DEVICE = second_device()
 LAYERS = 99 if DEVICE else 0
 N_CTX = 480
-FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
+FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 32))
 MODELS: dict[str, Callable[[Path], None]] = {
-    "llama": lambda path: write_llama(path, head_dim=32, weight_type="F32"),
+    "llama": lambda path: write_llama(path, head_dim=64, weight_type="F32"),
     "groups": lambda path: write_llama(path, n_head=6, n_head_kv=3, head_dim=64),
-    "multi-head": lambda path: write_llama(path, n_head=4, n_head_kv=4, head_dim=32),
-    "factors": lambda path: write_llama(path, head_dim=32, rope=TinyRope(factors=FACTORS)),
-    "without-rope": lambda path: write_llama(path, n_layer=4, head_dim=32, architecture="smollm3"),
+    "multi-head": lambda path: write_llama(path, n_head=4, n_head_kv=4, head_dim=64),
+    "factors": lambda path: write_llama(path, head_dim=64, rope=TinyRope(factors=FACTORS)),
+    "without-rope": lambda path: write_llama(path, n_layer=4, head_dim=64, architecture="smollm3"),
     "learned-positions": lambda path: write_gpt2(path, n_ctx_train=512),
 }
 OTHER_ATTENTION = {
@@ -371,7 +371,7 @@ def test_a_text_goes_on_beyond_the_trained_context(
     tmp_path: Path, kv_type: str, rope: TinyRope | None
 ) -> None:
     path = tmp_path / "short.gguf"
-    write_llama(path, head_dim=32, n_ctx_train=128, rope=rope)
+    write_llama(path, head_dim=64, n_ctx_train=128, rope=rope)
     options: dict[str, Any] = {"n_ctx": 400, "kv_budget": 64, "n_ubatch": 24, "kv_type": kv_type}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         expected, rows = read(cpu, 300, 40), read(session, 300, 40)
@@ -395,7 +395,7 @@ def test_learned_positions_end_with_the_trained_context(tmp_path: Path) -> None:
 
 def test_a_step_copies_to_and_from_a_device_once_for_all_layers(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_llama(path, n_layer=5, head_dim=32)
+    write_llama(path, n_layer=5, head_dim=64)
     with on_device(path, kv_budget=0.3, n_ubatch=160) as session:
         session.decode(tokens_for(160))
         before = session.stats().device_traffic

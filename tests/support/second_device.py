@@ -1,4 +1,5 @@
-"""Provide a second device for layers: Vulkan's if llama.cpp was built with it, or else RPC's.
+"""Provide a second device for layers: that of CUDA or Vulkan if llama.cpp was built with it, or
+else RPC's.
 
 On a machine without a GPU, Mesa's lavapipe computes what Vulkan is asked for.
 """
@@ -10,8 +11,9 @@ from tests.support.rpc_device import LIBRARIES, built_with_rpc, use_rpc_device
 
 def second_device() -> str | None:
     """Return the name of the device; None if llama.cpp was built for the CPU alone."""
-    if any(LIBRARIES.glob("libggml-vulkan.*")):
-        return "Vulkan0"
+    for backend in ("CUDA", "Vulkan"):
+        if any(LIBRARIES.glob(f"libggml-{backend.lower()}.*")):
+            return f"{backend}0"
     return "RPC0" if built_with_rpc() else None
 
 

@@ -110,7 +110,7 @@ def write_gpt2(path: str | os.PathLike[str], *, n_ctx_train: int) -> None:
         n_layer=2,
         n_head=4,
         n_head_kv=4,
-        head_dim=32,
+        head_dim=64,
         n_ff=64,
         n_vocab=320,
         n_ctx_train=n_ctx_train,

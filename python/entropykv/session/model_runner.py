@@ -136,32 +136,39 @@ class ModelRunner:
     # --- stores -----------------------------------------------------------------------------------
 
     def _first_store(self) -> Store:
-        """Make the requested store; with `auto`, another one if headwise cannot serve the model.
-
-        That is the device store if layers are on a device, or else the flat one.
+        """Make the requested store; with `auto`, the first one that can serve the model: device, if
+        layers are on a device, then headwise, then flat.
         """
         # llama.cpp knows more than the header.
         if is_recurrent(self.model) and not self.config.geometry.recurrent:
             geometry = replace(self.config.geometry, recurrent=True)
             self.config = resolve(self.config.options, geometry, self.config.profile)
-        options = self.config.options
+        options, headwise = self.config.options, self.config
+        if options.store != "auto":
+            return self._make_store()
+        if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
+            with contextlib.suppress(UnsupportedModelError, SettingsError):
+                return self._store_on_devices()
+            self._close_context()
+            self.config = headwise
         try:
             return self._make_store()
         except UnsupportedModelError as error:
-            if options.store != "auto":
+            if options.in_pool and not headwise.freezing:
                 raise
-            refusal = error
-        why = str(refusal)
+            refusal = str(error)
         self._close_context()
-        headwise = self.config
-        if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
-            with contextlib.suppress(UnsupportedModelError, SettingsError):
-                self.config = headwise.on_device_store(why)
-                return self._make_store()
-            self._close_context()
-        if options.in_pool and not headwise.freezing:
-            raise refusal
-        self.config = headwise.on_flat_store(why)
+        self.config = headwise.on_flat_store(refusal)
+        return self._make_store()
+
+    def _store_on_devices(self) -> Store:
+        """Make a device store; raises UnsupportedModelError if it cannot serve the model, or if no
+        layer's K and V would lie on a device.
+        """
+        why = f"{self.model.name}: layers are on a device, and headwise reads K and V on the CPU"
+        self.config = self.config.on_device_store(why)
+        if not any(node.on_device for node in self._device_context().hook.nodes):
+            raise UnsupportedModelError(f"{self.model.name}: no attention is on a device")
         return self._make_store()
 
     def _make_store(self) -> Store:

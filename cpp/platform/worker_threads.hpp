@@ -1,0 +1,47 @@
+// Runs pieces of work on threads that wait for it, and on the thread that asks. For work outside of
+// llama.cpp's graphs, whose own threads run the parts inside.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace entropykv {
+
+class WorkerThreads {
+public:
+    // n_threads: with the thread that asks. Threads are made when there is work for them.
+    explicit WorkerThreads(int n_threads) : n_threads_(n_threads > 0 ? n_threads : 1) {}
+    ~WorkerThreads();
+    WorkerThreads(const WorkerThreads&) = delete;
+    WorkerThreads& operator=(const WorkerThreads&) = delete;
+
+    int n_threads() const { return n_threads_; }
+    // Calls work(piece, thread) for n pieces, each once, in any order; returns when all are done.
+    // Only one thread may ask at a time. Throws what a piece has thrown, after all have ended.
+    void run(int n, const std::function<void(int piece, int thread)>& work);
+
+private:
+    void start();
+    void serve(int thread);
+    void take_pieces(int thread) noexcept;
+
+    int n_threads_;
+    std::vector<std::thread> threads_;
+    std::mutex mutex_;
+    std::condition_variable begins_;
+    std::condition_variable ends_;
+    const std::function<void(int, int)>* work_ = nullptr;
+    int n_ = 0;
+    std::atomic<int> next_{0};
+    int working_ = 0;      // threads that have not ended this run
+    unsigned number_ = 0;  // of the run
+    bool closing_ = false;
+    std::exception_ptr error_;  // the first one of this run
+};
+
+}  // namespace entropykv
