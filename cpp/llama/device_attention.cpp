@@ -18,9 +18,6 @@ constexpr int kFreedRows = 64;
 // Findings are looked up for so many tokens at most: for as many as the store reads until it
 // evicts.
 constexpr int kLookedUpTokens = kDecodeRoom;
-// The mask falls by this for each position by which a row is newer than the query: in f16, even one
-// position gives -infinity. A power of two keeps the differences exact.
-constexpr float kMaskSlope = 131072.0f;
 // Are how many tensors a step in llama.cpp's own graph needs at most.
 constexpr std::size_t kTensorsOfWrites = 10;
 constexpr std::size_t kTensorsOfReader = 8;
@@ -112,7 +109,26 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph) {
     positions_ = std::make_unique<DeviceMemory>(device_, position_bytes_);
     findings_ = std::make_unique<DeviceMemory>(device_, findings);
     place_predictors();
+    place_ones();
     if (in_graph) allocate_for_graph();
+}
+
+// Lets sums over queries be products with ones, where the device can compute these: transposing
+// what is summed up takes several times as long on a GPU.
+void DeviceAttention::place_ones() {
+    if (!importance_.measure().observes()) return;
+    const auto context = device_.graph_context();
+    ggml_tensor* given = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 256, 64, 2);
+    ggml_tensor* ones = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 1, 64, 2);
+    ggml_cgraph* graph = Device::new_graph(context.get());
+    ggml_build_forward_expand(graph, ggml_out_prod(context.get(), given, ones));
+    if (!device_.unsupported_in(graph).empty()) return;
+    std::size_t n = 0;
+    for (const Served& served : layers_) n = std::max(n, index_of(served.layer->shape().n_head));
+    n *= index_of(std::min(max_tokens_, importance_.observation_window));
+    const std::vector<float> values(n, 1.0f);
+    ones_ = std::make_unique<DeviceMemory>(device_, n * sizeof(float));
+    ones_->write(0, values.data(), n * sizeof(float));
 }
 
 // Allocates what steps in llama.cpp's own graph need.
@@ -196,7 +212,7 @@ void DeviceAttention::place_predictors() {
 std::size_t DeviceAttention::scratch_bytes() const {
     std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
     for (const auto* memory :
-         {&input_, &positions_, &findings_, &predictors_, &masks_, &queries_, &looked_up_})
+         {&input_, &positions_, &findings_, &predictors_, &ones_, &masks_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
     for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
@@ -405,7 +421,8 @@ void DeviceAttention::change_attention(int layer, int reader, const DeviceNode& 
     served.sinks.at(index_of(reader)) = node.sinks;
     DeviceGraph graph(node_context_.get(), nullptr, *this, served, reader, node, step_);
     std::vector<ggml_tensor*> operations = graph.attention_of();
-    if (step_.observing) operations.push_back(graph.copy_of_queries());
+    // Also if they are not observed: a backend records a graph only if it stays the same.
+    if (queries_ != nullptr) operations.push_back(graph.copy_of_queries());
     if (operations.size() - 1 > slots.size())
         throw std::runtime_error("a graph has fewer nodes that compute nothing than the first one");
     for (std::size_t i = 0; i + 1 < operations.size(); ++i)

@@ -174,6 +174,7 @@ private:
     void add_inputs(Served& served, StepInput& input);
     void place_findings(int n_tokens, bool observed);
     void place_predictors();
+    void place_ones();
     void lay_out_positions(bool packed);
     bool positions_fit() const;
     void allocate_for_graph();
@@ -201,6 +202,7 @@ private:
     std::unique_ptr<DeviceMemory> positions_;
     std::unique_ptr<DeviceMemory> findings_;
     std::unique_ptr<DeviceMemory> predictors_;  // null: nothing is predicted
+    std::unique_ptr<DeviceMemory> ones_;  // in f32; null: the device does not multiply by them
     // Are for steps in llama.cpp's own graph, and null if there are none: masks by row in f16,
     // placed as the positions are; queries; and which rows findings are computed for.
     std::unique_ptr<DeviceMemory> masks_;

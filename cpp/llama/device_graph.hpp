@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "decide/importance.hpp"
 #include "llama/device.hpp"
 #include "llama/device_attention.hpp"
 #include "llama/device_layer.hpp"
@@ -32,7 +33,10 @@ constexpr int kObservedWeights = 1 << 24;
 
 // One node attends for whole blocks of tokens, whose mask has about so many values at most.
 constexpr int kPartBlock = 64;
-constexpr int kMaskValues = 1 << 22;
+constexpr int kMaskValues = 1 << 23;
+// The mask falls by this for each position by which a row is newer than a query: in f16, even one
+// position gives -infinity. A power of two keeps the differences exact.
+constexpr float kMaskSlope = 131072.0f;
 // A group of KV heads has so many nodes at most, which bounds the graph.
 constexpr int kMostParts = 16;
 inline std::size_t index_of(int i) { return static_cast<std::size_t>(i); }
@@ -105,14 +109,10 @@ public:
         std::vector<ggml_tensor*> all;
         for (const DeviceGroup& group : layer_.groups()) {
             const std::int64_t width = static_cast<std::int64_t>(position_stride(group));
-            ggml_tensor* attended = attended_by(
-                group, rows_of(k_, layer_.shape().k_dim, group, width),
-                rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width),
-                device_.masks_->tensor(context_, GGML_TYPE_F16,
-                                       served_.places.positions / 2 +
-                                           sizeof(ggml_fp16_t) * index_of(first_position(group)),
-                                       width, 1, 1, group.n_heads),
-                0, 1);
+            ggml_tensor* attended =
+                attended_by(group, rows_of(k_, layer_.shape().k_dim, group, width),
+                            rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width),
+                            stored_mask(group), 0, 1);
             attended->buffer = output_->buffer;
             attended->data = static_cast<char*>(output_->data) +
                              output_->nb[1] * index_of(query_heads() * group.first_head);
@@ -167,6 +167,14 @@ private:
     ggml_tensor* rows_of_tokens() {
         return device_.input_->tensor(context_, GGML_TYPE_I64, served_.places.rows,
                                       std::int64_t{layer_.shape().n_head_kv} * step_.n_tokens);
+    }
+
+    // Returns the mask of the single token of this step.
+    ggml_tensor* stored_mask(const DeviceGroup& group) {
+        const std::size_t first = index_of(first_position(group));
+        return device_.masks_->tensor(
+            context_, GGML_TYPE_F16, served_.places.positions / 2 + sizeof(ggml_fp16_t) * first,
+            static_cast<std::int64_t>(position_stride(group)), 1, 1, group.n_heads);
     }
 
     ggml_tensor* kept_queries() {
@@ -309,32 +317,33 @@ private:
                         of_queries(token_positions_, first, n));
     }
 
-    // Returns the mask of a group: -infinity for the rows that a query does not see, and 0 for the
-    // others, or ALiBi's bias by distance. It is [KV head][query head][query][row] with ALiBi, and
-    // [KV head][query][row] without.
-    ggml_tensor* mask(const DeviceGroup& group, ggml_tensor* row_positions, int first, int n) {
-        ggml_tensor* distance = newer(row_positions, first, n);
-        ggml_tensor* hidden = ggml_clamp(context_, distance, 0.0f, 1.0f);
+    // Returns the mask of a group, which hides rows from queries: 0, or ALiBi's bias, for the rows
+    // that a query sees, and a large negative number, -infinity in f16, for the others. distance:
+    // newer() of the same rows and queries. The mask is [KV head][query head][query][row] with
+    // ALiBi, and [KV head][query][row] without.
+    ggml_tensor* mask(const DeviceGroup& group, ggml_tensor* row_positions, ggml_tensor* distance,
+                      int first, int n) {
+        ggml_tensor* mask = where_negative(distance, -kMaskSlope);
         if (oldest_ != nullptr) {
             ggml_tensor* after =
                 ggml_sub(context_, for_queries(row_positions, n), of_queries(oldest_, first, n));
-            ggml_tensor* before = ggml_scale(context_, after, -1.0f);
-            hidden = ggml_add(context_, hidden, ggml_clamp(context_, before, 0.0f, 1.0f));
+            mask = ggml_add(context_, mask, where_negative(after, kMaskSlope));
         }
-        ggml_tensor* mask = ggml_scale(context_, hidden, -1e30f);
-        if (!served_.slopes.empty()) {
-            const int of_kv = query_heads();
-            ggml_tensor* slopes = device_.input_->tensor(
-                context_, GGML_TYPE_F32, served_.places.slopes, 1, 1, layer_.shape().n_head);
-            slopes = ggml_view_4d(context_, slopes, 1, 1, of_kv, group.n_heads, sizeof(float),
-                                  sizeof(float), index_of(of_kv) * sizeof(float),
-                                  index_of(of_kv * group.first_head) * sizeof(float));
-            ggml_tensor* bias =
-                ggml_repeat_4d(context_, distance, distance->ne[0], n, of_kv, group.n_heads);
-            bias = ggml_mul(context_, bias, slopes);
-            mask = ggml_add(context_, bias, mask);
-        }
-        return ggml_cast(context_, mask, GGML_TYPE_F16);
+        if (served_.slopes.empty()) return mask;
+        const int of_kv = query_heads();
+        ggml_tensor* slopes = device_.input_->tensor(context_, GGML_TYPE_F32, served_.places.slopes,
+                                                     1, 1, layer_.shape().n_head);
+        slopes = ggml_view_4d(context_, slopes, 1, 1, of_kv, group.n_heads, sizeof(float),
+                              sizeof(float), index_of(of_kv) * sizeof(float),
+                              index_of(of_kv * group.first_head) * sizeof(float));
+        ggml_tensor* bias =
+            ggml_repeat_4d(context_, distance, distance->ne[0], n, of_kv, group.n_heads);
+        return ggml_add(context_, ggml_mul(context_, bias, slopes), mask);
+    }
+
+    // Returns values times a slope where that is negative, and 0 elsewhere.
+    ggml_tensor* where_negative(ggml_tensor* values, float slope) {
+        return ggml_clamp(context_, ggml_scale(context_, values, slope), -1e30f, 0.0f);
     }
 
     // Returns the first `dim` values of the rows of a group: [KV head][row][dim]. The last rows of
@@ -420,8 +429,9 @@ private:
     // Computes the outputs of n tokens from `first` on.
     void attend_part(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
                      ggml_tensor* positions, int first, int n) {
-        ggml_tensor* attended =
-            attended_by(group, keys, values, mask(group, positions, first, n), first, n);
+        ggml_tensor* mask_of_part = mask(group, positions, newer(positions, first, n), first, n);
+        ggml_tensor* attended = attended_by(
+            group, keys, values, ggml_cast(context_, mask_of_part, GGML_TYPE_F16), first, n);
         const int of_kv = query_heads();
         const std::size_t head_bytes = output_->nb[1];
         ggml_tensor* place = ggml_view_4d(
@@ -463,21 +473,36 @@ private:
             products = ggml_scale(context_, products, softcap_);
             scale = 1.0f;
         }
-        ggml_tensor* given =
-            ggml_soft_max_ext(context_, products, mask(group, positions, first, n), scale, 0.0f);
+        ggml_tensor* distance = step_.in_graph ? nullptr : newer(positions, first, n);
+        ggml_tensor* mask_of_queries =
+            step_.in_graph ? stored_mask(group) : mask(group, positions, distance, first, n);
+        ggml_tensor* given = ggml_soft_max_ext(context_, products, mask_of_queries, scale, 0.0f);
         if (ggml_tensor* sinks = sinks_of(group)) ggml_soft_max_add_sinks(given, sinks);
         if (importance_.measure().statistic == Statistic::squared_probability)
             given = ggml_sqr(context_, given);
-        // 1 for rows outside of the query's neighbourhood, and 0 for the others.
-        ggml_tensor* counts =
-            ggml_scale_bias(context_, newer(positions, first, n), 1.0f, kNeighbourhood);
-        counts = ggml_scale_bias(context_, ggml_clamp(context_, counts, 0.0f, 1.0f), -1.0f, 1.0f);
-        given = ggml_mul(context_, given, counts);
-        // [KV head][query head][token][row] becomes [KV head][row][query head and token].
-        given = ggml_cont(context_, ggml_permute(context_, given, 2, 0, 1, 3));
-        given = ggml_reshape_3d(context_, given, given->ne[0] * given->ne[1], given->ne[2],
-                                given->ne[3]);
-        return ggml_sum_rows(context_, given);
+        // 1 for rows outside of the query's neighbourhood, and 0 for the others. The host leaves
+        // out that of a single token.
+        if (!step_.in_graph)
+            given = ggml_mul(
+                context_, given,
+                ggml_clamp(context_,
+                           ggml_scale_bias(context_, distance, -1.0f, 1.0f - kNeighbourhood), 0.0f,
+                           1.0f));
+        return sum_over_queries(given);
+    }
+
+    // Returns sums by row, [KV head][row], of what is [KV head][query head][token][row].
+    ggml_tensor* sum_over_queries(ggml_tensor* given) {
+        const std::int64_t n_queries = given->ne[1] * given->ne[2];
+        if (device_.ones_ == nullptr || n_queries == query_heads()) {
+            given = ggml_cont(context_, ggml_permute(context_, given, 2, 0, 1, 3));
+            given = ggml_reshape_3d(context_, given, n_queries, given->ne[2], given->ne[3]);
+            return ggml_sum_rows(context_, given);
+        }
+        given = ggml_reshape_3d(context_, given, given->ne[0], n_queries, given->ne[3]);
+        ggml_tensor* ones =
+            device_.ones_->tensor(context_, GGML_TYPE_F32, 0, 1, n_queries, given->ne[2]);
+        return ggml_out_prod(context_, given, ones);
     }
 
     ggml_context* context_;

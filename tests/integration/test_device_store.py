@@ -7,6 +7,7 @@ device like any other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from entropykv import BudgetError, EntropyKVError, Pool, Session, SessionFileError, _core
+from entropykv import (
+    BudgetError,
+    EntropyKVError,
+    Pool,
+    Session,
+    SessionFileError,
+    UnsupportedModelError,
+    _core,
+)
 from entropykv.errors import ContextError
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.memory_plan import format_plan, make_plan
@@ -88,7 +97,12 @@ def llama(tmp_path: Path) -> Path:
 def on_device(path: Path, **options: Any) -> Session:
     """Open a session with the device store, whose layers are on the device."""
     defaults = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform", "kv_type": "f16"}
-    return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, **defaults, **options})
+    try:
+        return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, **defaults, **options})
+    except UnsupportedModelError as error:
+        if DEVICE == "CUDA0" and "cannot compute FLASH_ATTN_EXT" in str(error):
+            pytest.skip("CUDA has no attention for heads of this size")
+        raise
 
 
 def on_cpu(path: Path, **options: Any) -> Session:
@@ -217,7 +231,7 @@ def test_q8_0_gives_the_logits_of_the_cpu_within_its_rounding(llama: Path) -> No
     options: dict[str, Any] = {"kv_type": "q8_0", "kv_budget": 0.3}
     with on_cpu(llama, **options) as cpu, on_device(llama, **options) as session:
         assert relative_error(read(session), read(cpu)) < 5e-2
-        assert session.stats().kv_bytes_budget < 0.6 * 0.3 * N_CTX * 2 * 2 * 64 * 2
+        assert session.stats().kv_bytes_budget < 0.6 * 0.3 * N_CTX * 2 * 2 * 128 * 2
 
 
 def test_heads_of_a_layer_have_budgets_of_their_own(tmp_path: Path) -> None:
@@ -396,15 +410,20 @@ def test_learned_positions_end_with_the_trained_context(tmp_path: Path) -> None:
 def test_a_step_copies_to_and_from_a_device_once_for_all_layers(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_llama(path, n_layer=5, head_dim=64)
-    with on_device(path, kv_budget=0.3, n_ubatch=160) as session:
+    with on_device(path, kv_budget=1.0, n_ubatch=160) as session:
         session.decode(tokens_for(160))
-        before = session.stats().device_traffic
-        session.decode(tokens_for(160))
-        session.decode(tokens_for(1))
-        traffic = {name: n - before[name] for name, n in session.stats().device_traffic.items()}
-    assert traffic["computed"] == 2 * 5
-    assert traffic["uploads"] == 2
-    assert 1 <= traffic["downloads"] <= 2
+        traffic = [session.stats().device_traffic]
+        # Of single tokens, every fourth one is observed. The first one has all positions written.
+        for n_tokens in (160, 1, 1):
+            session.decode(tokens_for(n_tokens))
+            traffic.append(session.stats().device_traffic)
+    chunk, observed, other = (
+        {name: later[name] - earlier[name] for name in later}
+        for earlier, later in itertools.pairwise(traffic)
+    )
+    assert chunk == {"computed": 5, "uploads": 1, "downloads": 1}
+    assert observed == {"computed": 2, "uploads": 2, "downloads": 1}
+    assert other == {"computed": 1, "uploads": 1, "downloads": 0}
 
 
 @pytest.mark.parametrize(
