@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 #include "attention/attention_params.hpp"
@@ -92,6 +93,8 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph) {
     std::size_t input = device_.aligned(n * sizeof(float)) +
                         device_.aligned(n * index_of(most_predicted_heads_) * sizeof(std::int32_t));
     std::size_t findings = 0;
+    std::size_t moves = 0;
+    int most_rows = 0;
     for (Served& served : layers_) {
         const LayerShape& shape = served.layer->shape();
         const std::size_t tokens = n * index_of(shape.n_head_kv);
@@ -99,8 +102,12 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph) {
         input += device_.aligned(tokens * sizeof(std::int64_t)) +
                  device_.aligned(changed * sizeof(std::int64_t)) +
                  device_.aligned(changed * sizeof(float)) + device_.aligned(n * sizeof(float)) +
+                 device_.aligned(tokens * sizeof(float)) +
                  device_.aligned(served.slopes.size() * sizeof(float));
         const std::size_t of_positions = index_of(served.layer->n_positions()) * sizeof(float);
+        moves += device_.aligned(tokens * sizeof(std::int32_t)) +
+                 device_.aligned(tokens * sizeof(std::int64_t));
+        most_rows = std::max(most_rows, served.layer->n_positions());
         findings += device_.aligned(of_positions) +
                     (served.predictor ? 3 : 1) * device_.aligned(tokens * sizeof(float));
     }
@@ -108,6 +115,11 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph) {
     lay_out_positions(false);
     positions_ = std::make_unique<DeviceMemory>(device_, position_bytes_);
     findings_ = std::make_unique<DeviceMemory>(device_, findings);
+    std::vector<float> numbers(index_of(most_rows));
+    std::iota(numbers.begin(), numbers.end(), 0.0f);
+    row_numbers_ = std::make_unique<DeviceMemory>(device_, numbers.size() * sizeof(float));
+    row_numbers_->write(0, numbers.data(), numbers.size() * sizeof(float));
+    moves_ = std::make_unique<DeviceMemory>(device_, moves);
     place_predictors();
     place_ones();
     if (in_graph) allocate_for_graph();
@@ -211,8 +223,8 @@ void DeviceAttention::place_predictors() {
 
 std::size_t DeviceAttention::scratch_bytes() const {
     std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
-    for (const auto* memory :
-         {&input_, &positions_, &findings_, &predictors_, &ones_, &masks_, &queries_, &looked_up_})
+    for (const auto* memory : {&input_, &positions_, &findings_, &predictors_, &row_numbers_,
+                               &moves_, &ones_, &masks_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
     for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
@@ -233,7 +245,11 @@ std::string DeviceAttention::unsupported(int layer, int n_tokens) {
                           served.has_sinks ? tensor(GGML_TYPE_F32, shape.n_head, 1, 1) : nullptr};
     const DeviceStep step{n_tokens, 0, importance_.measure().observes()};
     ggml_cgraph* graph = Device::new_graph(context.get());
-    DeviceGraph(context.get(), graph, *this, served, 0, node, step).add_step();
+    for (const bool even : {true, false}) {
+        DeviceGraph operations(context.get(), graph, *this, served, 0, node, step);
+        if (!even) operations.treat_as_uneven();
+        operations.add_step();
+    }
     return device_.unsupported_in(graph);
 }
 
@@ -248,20 +264,19 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
     std::vector<std::int64_t> rows;
     std::vector<std::int64_t> changed;
     std::vector<float> new_positions;
-    for (const DeviceHead& head : layer.heads())
-        for (const int row : head.staged_rows) {
-            rows.push_back(head.first_row + row);
+    std::vector<float> seen_rows;
+    for (const DeviceHead& head : layer.heads()) {
+        for (int token = 0; token < head.staged; ++token) {
+            rows.push_back(head.first_row + head.count + token);
+            seen_rows.push_back(static_cast<float>(head.count + token));
+        }
+        for (const int row : head.changed) {
             changed.push_back(head.first_position + row);
             new_positions.push_back(head.positions[index_of(row)]);
         }
+    }
     const std::size_t most = index_of((2 * max_tokens_ + kFreedRows) * shape.n_head_kv);
-    for (const DeviceHead& head : layer.heads())
-        for (const int row : head.freed_rows)
-            if (head.positions[index_of(row)] == kFreeRow && changed.size() < most) {
-                changed.push_back(head.first_position + row);
-                new_positions.push_back(kFreeRow);
-            }
-    if (changed.size() == most) served.positions_known = false;  // There may be more.
+    if (changed.size() > most) served.positions_known = false;
     if (!served.positions_known) {
         std::vector<float> all(index_of(layer.n_positions()), kFreeRow);
         for (const DeviceHead& head : layer.heads())
@@ -269,15 +284,16 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
                       all.begin() + head.first_position);
         positions_->write(served.places.positions, all.data(), all.size() * sizeof(float));
         served.positions_known = true;
-        changed.resize(rows.size());
-        new_positions.resize(rows.size());
+        changed.clear();
+        new_positions.clear();
     }
-    for (DeviceHead& head : layer.heads()) head.freed_rows.clear();
+    for (DeviceHead& head : layer.heads()) head.changed.clear();
     Places& places = served.places;
     places.n_changed = static_cast<int>(changed.size());
     places.rows = input.add(rows);
     places.changed = input.add(changed);
     places.new_positions = input.add(new_positions);
+    places.seen_rows = input.add(seen_rows);
     places.slopes = input.add(served.slopes);
     if (shape.window == 0) return;
     std::vector<float> oldest;
@@ -328,13 +344,9 @@ void DeviceAttention::begin_in_graph() {
                 changed.push_back(static_cast<std::int64_t>(first) + row);
                 new_positions.push_back(head.positions[index_of(row)]);
             };
-            for (const int row : head.staged_rows) {
-                rows.push_back(head.first_row + row);
-                if (known) change(row);
-            }
-            for (const int row : head.freed_rows)
-                if (known && head.positions[index_of(row)] == kFreeRow) change(row);
-            head.freed_rows.clear();
+            rows.push_back(head.first_row + head.count);
+            if (known) std::for_each(head.changed.begin(), head.changed.end(), change);
+            head.changed.clear();
         }
         served.places.rows = input.add(rows);
         served.places.oldest = input.add(std::vector<float>{oldest_seen(served)});
@@ -363,7 +375,7 @@ void DeviceAttention::write_all_positions() {
         const auto first =
             all.begin() + static_cast<std::ptrdiff_t>(served.places.positions / sizeof(float));
         for (const DeviceHead& head : served.layer->heads())
-            std::copy_n(head.positions.begin(), head.used, first + head.first_position);
+            std::copy_n(head.positions.begin(), head.used(), first + head.first_position);
         served.positions_known = true;
     }
     positions_->write(0, all.data(), all.size() * sizeof(float));
@@ -442,12 +454,9 @@ void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed) {
     for (const Served& served : layers_) {
         numbers.clear();
         for (const DeviceHead& head : served.layer->heads()) {
-            const auto add = [&](const std::vector<int>& rows, int n) {
-                for (auto row = rows.end() - n; row != rows.end(); ++row)
-                    numbers.push_back(head.first_row + *row);
-            };
-            add(head.entry_rows, unknown.n - unknown.n_staged);
-            add(head.staged_rows, unknown.n_staged);
+            const int first = head.count + unknown.n_staged - unknown.n;
+            for (int token = 0; token < unknown.n; ++token)
+                numbers.push_back(head.first_row + first + token);
         }
         rows_at.push_back(input.add(numbers));
     }
@@ -492,6 +501,43 @@ void DeviceAttention::place_findings(int n_tokens, bool observed) {
         place(served.places.observed, observed, served.layer->n_positions());
     }
     found_.resize(end);
+}
+
+void DeviceAttention::move_rows() {
+    // A row that gets another one's content is none whose content is moved, so moves may be done in
+    // any order, and by parts if there is no room for all.
+    while (true) {
+        const auto context = device_.graph_context();
+        ggml_cgraph* graph = Device::new_graph(context.get());
+        StepInput input(device_, written_);
+        for (Served& served : layers_) {
+            DeviceLayer& layer = *served.layer;
+            std::vector<std::int32_t> from;
+            std::vector<std::int64_t> to;
+            const std::size_t most = index_of(max_tokens_ * layer.shape().n_head_kv);
+            for (DeviceHead& head : layer.heads())
+                for (; !head.moves.empty() && from.size() < most; head.moves.pop_back()) {
+                    from.push_back(head.first_row + head.moves.back().from);
+                    to.push_back(head.first_row + head.moves.back().to);
+                }
+            if (from.empty()) continue;
+            const auto n = static_cast<std::int64_t>(from.size());
+            ggml_tensor* from_rows =
+                moves_->tensor(context.get(), GGML_TYPE_I32, input.add(from), n);
+            ggml_tensor* to_rows = moves_->tensor(context.get(), GGML_TYPE_I64, input.add(to), n);
+            for (const ggml_tensor* rows : {layer.k(), layer.v()}) {
+                if (rows == nullptr) continue;
+                ggml_tensor* all = leaf_of(context.get(), rows);
+                ggml_build_forward_expand(
+                    graph, ggml_set_rows(context.get(), all,
+                                         ggml_get_rows(context.get(), all, from_rows), to_rows));
+            }
+        }
+        if (written_.empty()) return;
+        moves_->write(0, written_.data(), written_.size());
+        device_.place(graph);
+        device_.compute(graph);
+    }
 }
 
 void DeviceAttention::run(int layer, int reader, const DeviceNode& node) {

@@ -124,6 +124,8 @@ public:
     // the layer has no predictor.
     float predicted(int layer, int head, int token) const;
 
+    // Moves rows of all layers, as their heads say. Throws as run() does.
+    void move_rows();
     // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
     void rotate(int layer, const RopeParams& rope,
                 const std::vector<std::vector<std::int32_t>>& by_row);
@@ -140,6 +142,7 @@ private:
         std::size_t rows;           // [KV head][token], i64: where K and V of the tokens go
         std::size_t changed;        // [n_changed], i64: which positions change
         std::size_t new_positions;  // [n_changed], f32
+        std::size_t seen_rows;      // [KV head][token], f32: the last row that a query sees
         std::size_t oldest;         // [token], f32: the oldest position that a query sees
         std::size_t slopes;         // [query head], f32: those of ALiBi
         std::size_t positions;      // [position of all heads], f32
@@ -201,7 +204,9 @@ private:
     std::unique_ptr<DeviceMemory> input_;
     std::unique_ptr<DeviceMemory> positions_;
     std::unique_ptr<DeviceMemory> findings_;
-    std::unique_ptr<DeviceMemory> predictors_;  // null: nothing is predicted
+    std::unique_ptr<DeviceMemory> predictors_;   // null: nothing is predicted
+    std::unique_ptr<DeviceMemory> row_numbers_;  // [row], f32
+    std::unique_ptr<DeviceMemory> moves_;        // from which rows to which ones
     std::unique_ptr<DeviceMemory> ones_;  // in f32; null: the device does not multiply by them
     // Are for steps in llama.cpp's own graph, and null if there are none: masks by row in f16,
     // placed as the positions are; queries; and which rows findings are computed for.

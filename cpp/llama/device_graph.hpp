@@ -76,6 +76,9 @@ public:
         params_[1] = 0;  // the mask has the bias of ALiBi
     }
 
+    // Lets operations be those for heads with unlike numbers of entries.
+    void treat_as_uneven() { all_uneven_ = true; }
+
     // Adds the attention of a step between two nodes.
     void add_step() {
         // Tokens of other sequences come before these.
@@ -109,10 +112,11 @@ public:
         std::vector<ggml_tensor*> all;
         for (const DeviceGroup& group : layer_.groups()) {
             const std::int64_t width = static_cast<std::int64_t>(position_stride(group));
-            ggml_tensor* attended =
-                attended_by(group, rows_of(k_, layer_.shape().k_dim, group, width),
-                            rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width),
-                            stored_mask(group), 0, 1);
+            ggml_tensor* mask = stored_mask(group);
+            if (is_plain(group)) mask->ne[3] = 1;  // that of the first head
+            ggml_tensor* attended = attended_by(
+                group, rows_of(k_, layer_.shape().k_dim, group, width),
+                rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width), mask, 0, 1);
             attended->buffer = output_->buffer;
             attended->data = static_cast<char*>(output_->data) +
                              output_->nb[1] * index_of(query_heads() * group.first_head);
@@ -134,7 +138,7 @@ public:
         for (const DeviceGroup& group : layer_.groups()) {
             const std::int64_t width = static_cast<std::int64_t>(position_stride(group));
             observe(group, rows_of(k_, layer_.shape().k_dim, group, width),
-                    by_row(positions_, group, width));
+                    positions_of(group, width));
         }
     }
 
@@ -311,22 +315,47 @@ private:
         return ggml_view_2d(context_, input, 1, n, sizeof(float), index_of(first) * sizeof(float));
     }
 
+    // Says which rows are older than a query: numbers of rows and of tokens that are compared.
+    struct Order {
+        ggml_tensor* rows;    // [KV head][row], or [row] for all heads
+        ggml_tensor* tokens;  // [token]
+    };
+
+    Order positions_of(const DeviceGroup& group, std::int64_t width) {
+        return {by_row(positions_, group, width), token_positions_};
+    }
+
+    // Tells whether all heads of a group hide the same rows, and whether those are the last ones:
+    // tokens lie in the order of the text behind all entries.
+    bool is_plain(const DeviceGroup& group) const {
+        return !all_uneven_ && layer_.is_even(group) && layer_.shape().window == 0 &&
+               served_.slopes.empty();
+    }
+
+    Order order_of(const DeviceGroup& group, std::int64_t width) {
+        if (!is_plain(group)) return positions_of(group, width);
+        ggml_tensor* rows = device_.row_numbers_->tensor(context_, GGML_TYPE_F32, 0, width);
+        ggml_tensor* seen =
+            device_.input_->tensor(context_, GGML_TYPE_F32, served_.places.seen_rows, 1,
+                                   std::int64_t{step_.n_tokens} * layer_.shape().n_head_kv);
+        return {rows, of_queries(seen, step_.n_tokens * group.first_head, step_.n_tokens)};
+    }
+
     // Returns by how much rows are newer than queries, [KV head][query][row].
-    ggml_tensor* newer(ggml_tensor* row_positions, int first, int n) {
-        return ggml_sub(context_, for_queries(row_positions, n),
-                        of_queries(token_positions_, first, n));
+    ggml_tensor* newer(const Order& order, int first, int n) {
+        return ggml_sub(context_, for_queries(order.rows, n), of_queries(order.tokens, first, n));
     }
 
     // Returns the mask of a group, which hides rows from queries: 0, or ALiBi's bias, for the rows
     // that a query sees, and a large negative number, -infinity in f16, for the others. distance:
     // newer() of the same rows and queries. The mask is [KV head][query head][query][row] with
     // ALiBi, and [KV head][query][row] without.
-    ggml_tensor* mask(const DeviceGroup& group, ggml_tensor* row_positions, ggml_tensor* distance,
+    ggml_tensor* mask(const DeviceGroup& group, const Order& order, ggml_tensor* distance,
                       int first, int n) {
         ggml_tensor* mask = where_negative(distance, -kMaskSlope);
         if (oldest_ != nullptr) {
             ggml_tensor* after =
-                ggml_sub(context_, for_queries(row_positions, n), of_queries(oldest_, first, n));
+                ggml_sub(context_, for_queries(order.rows, n), of_queries(oldest_, first, n));
             mask = ggml_add(context_, mask, where_negative(after, kMaskSlope));
         }
         if (served_.slopes.empty()) return mask;
@@ -400,7 +429,7 @@ private:
     // Returns how many tokens attend to a group in one node: whole blocks, so few that the mask is
     // small, but not so few that there are more than kMostParts nodes.
     int tokens_of_part(const DeviceGroup& group, int width) const {
-        const int small = kMaskValues / (width * group.n_heads);
+        const int small = kMaskValues / (width * (is_plain(group) ? 1 : group.n_heads));
         const int least = (step_.n_tokens + kMostParts - 1) / kMostParts;
         const int whole = std::max(small, least + kPartBlock - 1) / kPartBlock * kPartBlock;
         return std::max(whole, kPartBlock);
@@ -408,61 +437,87 @@ private:
 
     void attend(const DeviceGroup& group) {
         const int width = layer_.width_of(group);
-        ggml_tensor* positions = by_row(positions_, group, width);
+        const Order order = order_of(group, width);
         ggml_tensor* keys = rows_of(k_, layer_.shape().k_dim, group, width);
         ggml_tensor* values = rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width);
         const int n = tokens_of_part(group, width);
         for (int first = 0; first < step_.n_tokens; first += n)
-            attend_part(group, keys, values, positions, first, std::min(n, step_.n_tokens - first));
-        if (step_.observing) observe(group, keys, positions);
+            attend_part(group, keys, values, order, first, std::min(n, step_.n_tokens - first));
+        if (step_.observing) observe(group, keys, order);
     }
 
+    // Heads that hide the same rows have one mask and attend as llama.cpp's do, for which backends
+    // have their fastest kernels; otherwise each KV head is one index of the fourth dimension.
     ggml_tensor* attended_by(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
                              ggml_tensor* mask, int first, int n) {
-        ggml_tensor* attended = ggml_flash_attn_ext(context_, queries_of(group, first, n), keys,
-                                                    values, mask, scale_, 0.0f, softcap_);
+        ggml_tensor* queries = queries_of(group, first, n);
+        if (is_plain(group)) {
+            queries = with_heads_third(queries);
+            keys = with_heads_third(keys);
+            values = with_heads_third(values);
+        }
+        ggml_tensor* attended =
+            ggml_flash_attn_ext(context_, queries, keys, values, mask, scale_, 0.0f, softcap_);
         std::memcpy(attended->op_params, params_.data(), sizeof attended->op_params);
         if (ggml_tensor* sinks = sinks_of(group)) ggml_flash_attn_ext_add_sinks(attended, sinks);
         return attended;
     }
 
+    // Makes one dimension of the last two, whose indices lie evenly apart.
+    ggml_tensor* with_heads_third(const ggml_tensor* tensor) {
+        ggml_tensor* merged = leaf_of(context_, tensor);
+        // A view in a graph that is not placed yet has no buffer.
+        if (tensor->view_src != nullptr) merged->buffer = tensor->view_src->buffer;
+        merged->ne[2] = tensor->ne[2] * tensor->ne[3];
+        merged->ne[3] = 1;
+        if (tensor->ne[2] == 1) merged->nb[2] = tensor->nb[3];
+        merged->nb[3] = merged->nb[2] * static_cast<std::size_t>(merged->ne[2]);
+        return merged;
+    }
+
     // Computes the outputs of n tokens from `first` on.
     void attend_part(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
-                     ggml_tensor* positions, int first, int n) {
-        ggml_tensor* mask_of_part = mask(group, positions, newer(positions, first, n), first, n);
-        ggml_tensor* attended = attended_by(
-            group, keys, values, ggml_cast(context_, mask_of_part, GGML_TYPE_F16), first, n);
+                     const Order& order, int first, int n) {
+        ggml_tensor* mask_of_part = ggml_cast(
+            context_, mask(group, order, newer(order, first, n), first, n), GGML_TYPE_F16);
+        ggml_tensor* attended = attended_by(group, keys, values, mask_of_part, first, n);
         const int of_kv = query_heads();
         const std::size_t head_bytes = output_->nb[1];
-        ggml_tensor* place = ggml_view_4d(
-            context_, output_, output_->ne[0], of_kv, n, group.n_heads, head_bytes, output_->nb[2],
-            head_bytes * index_of(of_kv),
-            head_bytes * index_of(of_kv * group.first_head) + output_->nb[2] * index_of(first));
+        const std::size_t offset =
+            head_bytes * index_of(of_kv * group.first_head) + output_->nb[2] * index_of(first);
+        ggml_tensor* place = nullptr;
+        if (is_plain(group)) {
+            place = ggml_view_3d(context_, output_, output_->ne[0], of_kv * group.n_heads, n,
+                                 head_bytes, output_->nb[2], offset);
+        } else {
+            place = ggml_view_4d(context_, output_, output_->ne[0], of_kv, n, group.n_heads,
+                                 head_bytes, output_->nb[2], head_bytes * index_of(of_kv), offset);
+        }
         ggml_build_forward_expand(graph_, ggml_cpy(context_, attended, place));
     }
 
     // Sums up what the queries of the observation window gave to each row.
-    void observe(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* positions) {
+    void observe(const DeviceGroup& group, ggml_tensor* keys, const Order& order) {
         ggml_tensor* sums = nullptr;
         const int n = step_.n_tokens;
-        const int of_token = static_cast<int>(keys->ne[1]) * query_heads() * group.n_heads;
+        const std::int64_t width = keys->ne[1];
+        const int of_token = static_cast<int>(width) * query_heads() * group.n_heads;
         const int at_once =
             std::max(1, kObservedWeights / of_token / kObservedBlock) * kObservedBlock;
         for (int first = std::max(0, n - importance_.observation_window); first < n;
              first += at_once) {
-            ggml_tensor* given =
-                given_by(group, keys, positions, first, std::min(at_once, n - first));
+            ggml_tensor* given = given_by(group, keys, order, first, std::min(at_once, n - first));
             sums = sums == nullptr ? given : ggml_add(context_, sums, given);
         }
         ggml_tensor* all = device_.findings_->tensor(context_, GGML_TYPE_F32,
                                                      served_.places.observed, layer_.n_positions());
-        ggml_tensor* place = by_row(all, group, positions->ne[0]);
-        sums = ggml_reshape_4d(context_, sums, positions->ne[0], 1, 1, group.n_heads);
+        ggml_tensor* place = by_row(all, group, width);
+        sums = ggml_reshape_4d(context_, sums, width, 1, 1, group.n_heads);
         if (!first_reader_) sums = ggml_add(context_, sums, place);
         ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
     }
 
-    ggml_tensor* given_by(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* positions,
+    ggml_tensor* given_by(const DeviceGroup& group, ggml_tensor* keys, const Order& order,
                           int first, int n) {
         ggml_tensor* products =
             ggml_mul_mat(context_, keys, ggml_cont(context_, queries_of(group, first, n)));
@@ -473,22 +528,40 @@ private:
             products = ggml_scale(context_, products, softcap_);
             scale = 1.0f;
         }
-        ggml_tensor* distance = step_.in_graph ? nullptr : newer(positions, first, n);
-        ggml_tensor* mask_of_queries =
-            step_.in_graph ? stored_mask(group) : mask(group, positions, distance, first, n);
+        ggml_tensor* mask_of_queries = step_.in_graph
+                                           ? stored_mask(group)
+                                           : mask(group, order, newer(order, first, n), first, n);
         ggml_tensor* given = ggml_soft_max_ext(context_, products, mask_of_queries, scale, 0.0f);
         if (ggml_tensor* sinks = sinks_of(group)) ggml_soft_max_add_sinks(given, sinks);
         if (importance_.measure().statistic == Statistic::squared_probability)
             given = ggml_sqr(context_, given);
-        // 1 for rows outside of the query's neighbourhood, and 0 for the others. The host leaves
-        // out that of a single token.
-        if (!step_.in_graph)
-            given = ggml_mul(
-                context_, given,
-                ggml_clamp(context_,
-                           ggml_scale_bias(context_, distance, -1.0f, 1.0f - kNeighbourhood), 0.0f,
-                           1.0f));
+        // The host leaves out the neighbourhood of a single token.
+        if (!step_.in_graph) given = without_neighbours(group, given, order, first, n);
         return sum_over_queries(given);
+    }
+
+    // Clears what queries gave to rows of their neighbourhood.
+    ggml_tensor* without_neighbours(const DeviceGroup& group, ggml_tensor* given,
+                                    const Order& order, int first, int n) {
+        // 1 for rows outside of the query's neighbourhood, and 0 for the others.
+        const auto outside = [&](const Order& of) {
+            ggml_tensor* older =
+                ggml_scale_bias(context_, newer(of, first, n), -1.0f, 1.0f - kNeighbourhood);
+            return ggml_clamp(context_, older, 0.0f, 1.0f);
+        };
+        if (!is_plain(group) || first < kNeighbourhood)
+            return ggml_mul(context_, given, outside(positions_of(group, given->ne[0])));
+        // Entries from before the micro-batch are no neighbours of its later queries.
+        const int count = layer_.heads()[index_of(group.first_head)].count;
+        const std::int64_t staged = step_.n_tokens;
+        ggml_tensor* rows = device_.row_numbers_->tensor(context_, GGML_TYPE_F32, 0, given->ne[0]);
+        rows = ggml_view_1d(context_, rows, staged, sizeof(float) * index_of(count));
+        ggml_tensor* of_staged =
+            ggml_view_4d(context_, given, staged, given->ne[1], given->ne[2], given->ne[3],
+                         given->nb[1], given->nb[2], given->nb[3], sizeof(float) * index_of(count));
+        ggml_build_forward_expand(
+            graph_, ggml_mul_inplace(context_, of_staged, outside({rows, order.tokens})));
+        return given;
     }
 
     // Returns sums by row, [KV head][row], of what is [KV head][query head][token][row].
@@ -511,6 +584,7 @@ private:
     const DeviceAttention::Served& served_;
     const DeviceLayer& layer_;
     const ImportanceSettings& importance_;
+    bool all_uneven_ = false;
     int reader_;
     bool first_reader_;
     const DeviceNode node_;

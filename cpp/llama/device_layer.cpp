@@ -51,44 +51,37 @@ int rows_of_layer(const std::vector<int>& head_rows) {
     return end;
 }
 
+void DeviceHead::set_position(int row, float position) {
+    float& known = positions.at(static_cast<std::size_t>(row));
+    if (known == position) return;
+    known = position;
+    changed.push_back(row);
+}
+
 void DeviceHead::stage(int n_tokens, std::int32_t position) {
     unstage();
-    int row = first_free;
-    for (; row < rows() && static_cast<int>(staged_rows.size()) < n_tokens; ++row)
-        if (positions[static_cast<std::size_t>(row)] == kFreeRow) staged_rows.push_back(row);
-    if (static_cast<int>(staged_rows.size()) < n_tokens)
+    if (count + n_tokens > rows())
         throw std::logic_error("a KV head has no free rows on the device");
-    first_free = row;
-    used = std::max(used, row);
-    for (const int staged : staged_rows)
-        positions[static_cast<std::size_t>(staged)] = static_cast<float>(position++);
+    for (; staged < n_tokens; ++staged)
+        set_position(count + staged, static_cast<float>(position + staged));
 }
 
 void DeviceHead::unstage() {
-    for (const int row : staged_rows) {
-        positions[static_cast<std::size_t>(row)] = kFreeRow;
-        first_free = std::min(first_free, row);
-    }
-    freed_rows.insert(freed_rows.end(), staged_rows.begin(), staged_rows.end());
-    staged_rows.clear();
+    for (; staged > 0; --staged) set_position(count + staged - 1, kFreeRow);
 }
 
-void DeviceHead::hold(const std::vector<int>& rows, const std::vector<std::int32_t>& of_rows) {
-    freed_rows.insert(freed_rows.end(), staged_rows.begin(), staged_rows.end());
-    freed_rows.insert(freed_rows.end(), entry_rows.begin(), entry_rows.end());
-    staged_rows.clear();
-    entry_rows = rows;
-    std::fill(positions.begin(), positions.end(), kFreeRow);
-    first_free = used = 0;
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-        positions.at(static_cast<std::size_t>(rows[i])) = static_cast<float>(of_rows[i]);
-        used = std::max(used, rows[i] + 1);
-    }
-    const auto is_held = [&](int row) {
-        return positions[static_cast<std::size_t>(row)] != kFreeRow;
-    };
-    freed_rows.erase(std::remove_if(freed_rows.begin(), freed_rows.end(), is_held),
-                     freed_rows.end());
+void DeviceHead::keep_staged() {
+    count += staged;
+    staged = 0;
+}
+
+void DeviceHead::hold(const std::vector<std::int32_t>& of_entries) {
+    const auto n = static_cast<int>(of_entries.size());
+    for (int row = 0; row < n; ++row)
+        set_position(row, static_cast<float>(of_entries[static_cast<std::size_t>(row)]));
+    for (int row = n; row < used(); ++row) set_position(row, kFreeRow);
+    count = n;
+    staged = 0;
 }
 
 DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
@@ -119,7 +112,7 @@ DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vec
 int DeviceLayer::width_of(const DeviceGroup& group) const {
     int used = 1;
     for (int i = 0; i < group.n_heads; ++i)
-        used = std::max(used, heads_[static_cast<std::size_t>(group.first_head + i)].used);
+        used = std::max(used, heads_[static_cast<std::size_t>(group.first_head + i)].used());
     return whole_steps(used);
 }
 
@@ -133,6 +126,12 @@ void DeviceLayer::lay_out_positions(bool packed) {
     }
 }
 
+bool DeviceLayer::is_even(const DeviceGroup& group) const {
+    const auto first = heads_.begin() + group.first_head;
+    return std::all_of(first, first + group.n_heads,
+                       [&](const DeviceHead& head) { return head.count == first->count; });
+}
+
 bool DeviceLayer::positions_fit() const {
     for (const DeviceGroup& group : groups_) {
         const auto next = static_cast<std::size_t>(group.first_head + 1);
@@ -144,7 +143,7 @@ bool DeviceLayer::positions_fit() const {
 
 std::vector<float> DeviceLayer::read(ggml_tensor* tensor, int head) const {
     const DeviceHead& of = heads_.at(static_cast<std::size_t>(head));
-    const auto n_rows = static_cast<std::size_t>(of.used);
+    const auto n_rows = static_cast<std::size_t>(of.count);
     const auto dim = static_cast<std::size_t>(tensor->ne[0]);
     const std::size_t row_bytes = ggml_row_size(tensor->type, tensor->ne[0]);
     std::vector<std::uint8_t> bytes(n_rows * row_bytes);

@@ -1,6 +1,7 @@
 // Holds K and V of one attention layer in tensors in the memory of the layer's device. Every KV
-// head has rows of its own; an entry stays in its row until it is evicted, so that nothing has to
-// be moved. Only ggml's own operations read and write the rows.
+// head has rows of its own: entries lie in its first rows, in the order of the ledger, and the
+// tokens of the micro-batch behind them. So heads with equally many entries hide the same rows from
+// a query. Only ggml's own operations read, write and move rows.
 #pragma once
 
 #include <ggml-alloc.h>
@@ -38,24 +39,35 @@ struct FreeContext {
     void operator()(ggml_context* context) const { ggml_free(context); }
 };
 
-// The rows of one KV head: which entries lie in them, and which are free.
+struct RowMove {
+    int from;
+    int to;
+};
+
+// The rows of one KV head.
 struct DeviceHead {
     int first_row = 0;             // in the layer's tensors
     int first_position = 0;        // in the layer's positions, where heads begin at whole steps
-    std::vector<float> positions;  // by row; kFreeRow: the row is free
-    std::vector<int> entry_rows;   // the rows of the entries, in the order of the ledger
-    std::vector<int> staged_rows;  // the rows of the micro-batch that is read
-    std::vector<int> freed_rows;   // rows that the device may still take for entries
-    int first_free = 0;            // no row before it is free
-    int used = 0;                  // attention must read so many rows to see all entries
+    std::vector<float> positions;  // by row; kFreeRow: the row holds nothing
+    int count = 0;                 // entries, in the first rows
+    int staged = 0;                // tokens of the micro-batch that is read, behind them
+    std::vector<int> changed;      // rows whose positions the device does not know
+    std::vector<RowMove> moves;    // are due, from and to different rows
 
     int rows() const { return static_cast<int>(positions.size()); }
-    // Chooses free rows for the tokens of a micro-batch. Throws std::logic_error without room.
+    // Returns how many rows attention must read.
+    int used() const { return count + staged; }
+    // Puts the tokens of a micro-batch behind the entries. Throws std::logic_error without room.
     void stage(int n_tokens, std::int32_t position);
-    // Frees the rows of a micro-batch that was not committed.
+    // Takes away the tokens of a micro-batch that was not committed.
     void unstage();
-    // Frees all rows but those of the entries, which have these rows and positions now.
-    void hold(const std::vector<int>& rows, const std::vector<std::int32_t>& of_rows);
+    // Makes entries of the tokens of the micro-batch.
+    void keep_staged();
+    // Replaces the entries, and takes away the tokens of the micro-batch.
+    void hold(const std::vector<std::int32_t>& of_entries);
+
+private:
+    void set_position(int row, float position);
 };
 
 // Neighbouring KV heads with equally many rows, which one attention node serves: each of them is
@@ -83,6 +95,8 @@ public:
     ggml_tensor* v() const { return v_; }
     // Returns how many rows attention must read to see all entries of a group.
     int width_of(const DeviceGroup& group) const;
+    // Tells whether all heads of a group have equally many entries.
+    bool is_even(const DeviceGroup& group) const;
     // Returns how many positions its heads have, each a multiple of kDeviceRowStep.
     int n_positions() const { return n_positions_; }
     // Gives every head a position for each of its rows; packed: only for those that attention must

@@ -97,7 +97,6 @@ DeviceStore::DeviceStore(std::shared_ptr<Devices> devices,
       ledger_(ledger_shapes(layers), ledger_settings(settings)),
       type_(settings.type) {
     ledger_.set_workers(shared_->workers().n_threads(), *available_kernels().back());
-    observed_.resize(index(shared_->workers().n_threads()));
     ledger_.set_budgets(budgets, pages_of(budgets), settings.protection);
     if (!live) return;
     acquire();
@@ -270,6 +269,7 @@ void DeviceStore::commit_step() {
     if (step_.in_graph) return commit_in_graph();
     for (const auto& device : devices_) device->end_step();
     for_each_head_at_once(true, [&](int layer, int h, int worker) { commit(layer, h, worker); });
+    move_rows();
     peak_ = std::max(peak_, used_bytes());
 }
 
@@ -292,6 +292,7 @@ void DeviceStore::commit_in_graph() {
         if (due) complete_entries(layer, h, all.n - 1, 1);
         commit(layer, h, worker);
     });
+    move_rows();
     unknown_ = due ? UnknownTokens{} : all;
     unknown_.n_staged = 0;
     peak_ = std::max(peak_, used_bytes());
@@ -303,18 +304,11 @@ void DeviceStore::commit(int layer, int h, int worker) {
     if (step_.n_drafts > 0) {
         for (int token = 0; token < step_.n_tokens; ++token)
             ledger_.commit_token(layer, h, token, step_.position + token, nullptr, worker);
-        return find_rows(layer, h);
+        return;  // settle_drafts() may undo it, and rows cannot be moved back
     }
-    const float* by_row = of.device->observed(of.number, h);
-    std::vector<float>& observed = observed_[index(worker)];
-    observed.clear();
-    if (by_row != nullptr)
-        for (const std::vector<int>* some :
-             {&head(layer, h).entry_rows, &head(layer, h).staged_rows})
-            for (const int row : *some) observed.push_back(by_row[row]);
-    ledger_.commit(layer, h, step_.n_tokens, by_row == nullptr ? nullptr : observed.data(), nullptr,
-                   0.0f, worker);
-    find_rows(layer, h);
+    ledger_.commit(layer, h, step_.n_tokens, of.device->observed(of.number, h), nullptr, 0.0f,
+                   worker);
+    follow_ledger(layer, h);
 }
 
 // Puts the micro-batch of a head into the ledger's staging area.
@@ -332,7 +326,7 @@ void DeviceStore::stage(int layer, int h) {
         const bool alone = step_.n_drafts > 0;
         std::byte* page = ledger_.staging(layer, h)[alone ? token : layout.page_of(token)];
         const int slot = alone ? 0 : layout.slot_of(token);
-        write_row_number(values, head(layer, h).staged_rows[index(token)]);
+        write_row_number(values, head(layer, h).count + token);
         kernels.store_k(layout, page, slot, values);
         write_norm(values, value_squares == nullptr ? 0.0f : value_squares[first + token]);
         kernels.store_v(layout, page, slot, values);
@@ -344,35 +338,41 @@ void DeviceStore::stage(int layer, int h) {
     }
 }
 
-void DeviceStore::find_rows(int layer, int h) {
+void DeviceStore::follow_ledger(int layer, int h) {
     DeviceHead& of = head(layer, h);
-    const Head& entries = ledger_.head(layer, h);
-    if (entries.count() == static_cast<int>(of.entry_rows.size() + of.staged_rows.size())) {
-        // Nothing was evicted.
-        of.entry_rows.insert(of.entry_rows.end(), of.staged_rows.begin(), of.staged_rows.end());
-        of.staged_rows.clear();
-    } else {
-        find_all_rows(layer, h);
-    }
+    Head& entries = ledger_.components().layers[index(layer)].heads[index(h)];
+    // If nothing was evicted, entries were added at the end.
+    if (entries.count() == of.used()) return of.keep_staged();
+    take_order_of_ledger(layer, h);
 }
 
-void DeviceStore::find_all_rows(int layer, int h) {
-    const Head& entries = ledger_.head(layer, h);
-    std::vector<int> rows;
-    std::vector<std::int32_t> positions;
+void DeviceStore::take_order_of_ledger(int layer, int h) {
+    DeviceHead& of = head(layer, h);
+    Head& entries = ledger_.components().layers[index(layer)].heads[index(h)];
+    const KernelTable& kernels = *ledger_.components().common.kernels;
+    std::vector<std::int32_t> positions(index(entries.count()));
     float key[kLedgerDim];
     for (int i = 0; i < entries.count(); ++i) {
         const Slot slot = entries.place(i);
+        positions[index(i)] = entries.layout().positions(slot.page)[slot.index];
         load_k(entries.layout(), slot.page, slot.index, key);
-        rows.push_back(row_number(key));
-        positions.push_back(entries.position(i));
+        const int row = row_number(key);
+        if (row == i) continue;
+        of.moves.push_back({row, i});
+        write_row_number(key, i);
+        kernels.store_k(entries.layout(), slot.page, slot.index, key);
     }
-    head(layer, h).hold(rows, positions);
+    of.hold(positions);
+}
+
+void DeviceStore::move_rows() {
+    for (const auto& device : devices_) device->move_rows();
 }
 
 void DeviceStore::settle_drafts(int n_accepted) {
     ledger_.settle_drafts(n_accepted);
-    for_each_head([&](int layer, int h) { find_all_rows(layer, h); });
+    for_each_head([&](int layer, int h) { follow_ledger(layer, h); });
+    move_rows();
 }
 
 void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection& protection) {
@@ -381,7 +381,8 @@ void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection&
             throw std::invalid_argument("a budget that has no rows on the device");
     complete_ledger();
     ledger_.set_budgets(budgets, pages_of(budgets), protection);
-    for_each_head([&](int layer, int h) { find_rows(layer, h); });
+    for_each_head([&](int layer, int h) { follow_ledger(layer, h); });
+    move_rows();
 }
 
 void DeviceStore::truncate(std::int32_t position) {
@@ -390,8 +391,9 @@ void DeviceStore::truncate(std::int32_t position) {
     ledger_.truncate(position);
     for_each_head([&](int layer, int h) {
         head(layer, h).unstage();
-        find_rows(layer, h);
+        follow_ledger(layer, h);
     });
+    move_rows();
 }
 
 void DeviceStore::check_ropes(const std::vector<RopeParams>& ropes) const {
@@ -426,9 +428,8 @@ void DeviceStore::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int 
             const Head& entries = ledger_.head(layer, h);
             std::vector<std::int32_t>& turns = by_row.emplace_back(index(of.rows()), 0);
             for (int i = 0; i < entries.count(); ++i)
-                turns[index(of.entry_rows[index(i)])] =
-                    rope_position(entries.position(i), n_sinks, new_shift) -
-                    rope_position(entries.position(i), n_sinks, old_shift);
+                turns[index(i)] = rope_position(entries.position(i), n_sinks, new_shift) -
+                                  rope_position(entries.position(i), n_sinks, old_shift);
         }
         const Layer& of = layers_[index(layer)];
         of.device->rotate(of.number, rope, by_row);
@@ -469,7 +470,7 @@ std::size_t DeviceStore::scratch_bytes() const {
         bytes += source.predictor.size() * sizeof(float);
     for (const Layer& layer : layers_)
         for (const DeviceHead& head : layer.rows.heads())
-            bytes += index(head.rows()) * (sizeof(float) + 2 * sizeof(int));
+            bytes += index(head.rows()) * sizeof(float);
     return bytes;
 }
 
@@ -502,10 +503,9 @@ void DeviceStore::save_head(int layer, int h, std::byte* state) {
     for (int i = 0; i < entries.count(); ++i) {
         std::byte* page = state + index(layout.page_of(i)) * layout.bytes;
         const int slot = layout.slot_of(i);
-        const int row = of.rows.heads()[index(h)].entry_rows[index(i)];
-        kernels.store_k(layout, page, slot, keys.data() + index(row * layout.k_dim));
+        kernels.store_k(layout, page, slot, keys.data() + index(i * layout.k_dim));
         if (!layout.latent)
-            kernels.store_v(layout, page, slot, values.data() + index(row * layout.v_dim));
+            kernels.store_v(layout, page, slot, values.data() + index(i * layout.v_dim));
         layout.positions(page)[slot] = entries.position(i);
         layout.importance(page)[slot] = entries.importance(i);
     }
@@ -584,10 +584,11 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
         of.write(of.k(), h, keys);
         if (!saved.latent) of.write(of.v(), h, values);
         loader.load(layer, h, n, of_ledger[next].data());
-        // Entries lie in the rows of their numbers in the state, unless the budget evicts them.
-        find_rows(layer, h);
+        // Entries lie in the rows of their numbers in the state, unless the budget evicts some.
+        take_order_of_ledger(layer, h);
         ++next;
     });
+    move_rows();
     for (const Layer& layer : layers_) layer.device->forget_positions(layer.number);
     ledger_.components().most_loaded = 0;
     peak_ = std::max(peak_, used_bytes());

@@ -145,9 +145,10 @@ private:
     bool evicts() const;
     void commit_in_graph();
     void complete_entries(int layer, int head, int n, int n_later);
-    // Find out in which rows the entries of a head lie; the first one if none was evicted, too.
-    void find_rows(int layer, int head);
-    void find_all_rows(int layer, int head);
+    // Lets the rows of a head be in the order of the ledger, with moves where it has changed.
+    void follow_ledger(int layer, int head);
+    void take_order_of_ledger(int layer, int head);
+    void move_rows();
     // Calls visit(layer, head) for the KV heads of all layers in order.
     template <typename Visit>
     void for_each_head(Visit visit) const {
@@ -170,7 +171,6 @@ private:
     KvType type_;
     std::vector<std::unique_ptr<DeviceAttention>> devices_;
     std::vector<Layer> layers_;
-    std::vector<std::vector<float>> observed_;  // [worker]: of a head, in the order of its entries
     DeviceStep step_;
     bool can_be_in_graph_ = false;
     UnknownTokens unknown_;  // of the ledger's newest entries
