@@ -24,6 +24,10 @@ public:
         std::copy(operation->nb, operation->nb + GGML_MAX_DIMS, node->nb);
         std::memcpy(node->op_params, operation->op_params, sizeof node->op_params);
         std::copy(operation->src, operation->src + GGML_MAX_SRC, node->src);
+        // A view in a context without a graph does not know its buffer, which RPC asks for.
+        for (ggml_tensor* source : operation->src)
+            if (source != nullptr && source->buffer == nullptr && source->view_src != nullptr)
+                source->buffer = source->view_src->buffer;
         node->view_src = operation->view_src;
         node->view_offs = operation->view_offs;
         node->data = operation->data;
