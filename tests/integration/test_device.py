@@ -64,7 +64,8 @@ def test_store_auto_gives_the_logits_that_it_gives_without_a_device(
             assert bool(session.fallback) == (session.store == "device")
             rows.append(session.decode(tokens, all_logits=True))
             assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
-    assert relative_error(rows[1], rows[0]) < 5e-2
+    # Entries with nearly equal scores may be evicted in either order.
+    assert relative_error(rows[1], rows[0]) < (5e-2 if budget == 1.0 else 1e-1)
 
 
 @pytest.mark.skipif(

@@ -178,7 +178,7 @@ def test_with_a_small_budget_it_keeps_the_entries_that_the_cpu_keeps(
         assert session.stats().evictions == cpu.stats().evictions > 0
     # Scores that are nearly equal may be ordered either way.
     same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
-    assert same > 0.98
+    assert same > 0.97
     assert relative_error(rows[:48], expected[:48]) < 2e-3
     # Entries that were evicted on the way may have differed, too.
     assert relative_error(rows, expected) < 5e-2
