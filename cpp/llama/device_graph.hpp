@@ -504,10 +504,14 @@ private:
         const int of_token = static_cast<int>(width) * query_heads() * group.n_heads;
         const int at_once =
             std::max(1, kObservedWeights / of_token / kObservedBlock) * kObservedBlock;
-        for (int first = std::max(0, n - importance_.observation_window); first < n;
-             first += at_once) {
+        const int begin = std::max(0, n - importance_.observation_window);
+        // Each product in f32 would make keys f32 again.
+        if (n - begin > at_once) keys = ggml_cast(context_, keys, GGML_TYPE_F32);
+        for (int first = begin; first < n; first += at_once) {
             ggml_tensor* given = given_by(group, keys, order, first, std::min(at_once, n - first));
             sums = sums == nullptr ? given : ggml_add(context_, sums, given);
+            // The weights of a block give way to those of the next one.
+            ggml_build_forward_expand(graph_, sums);
         }
         ggml_tensor* all = device_.findings_->tensor(context_, GGML_TYPE_F32,
                                                      served_.places.observed, layer_.n_positions());
@@ -567,7 +571,7 @@ private:
     // Returns sums by row, [KV head][row], of what is [KV head][query head][token][row].
     ggml_tensor* sum_over_queries(ggml_tensor* given) {
         const std::int64_t n_queries = given->ne[1] * given->ne[2];
-        if (device_.ones_ == nullptr || n_queries == query_heads()) {
+        if (device_.ones_ == nullptr) {
             given = ggml_cont(context_, ggml_permute(context_, given, 2, 0, 1, 3));
             given = ggml_reshape_3d(context_, given, n_queries, given->ne[2], given->ne[3]);
             return ggml_sum_rows(context_, given);
