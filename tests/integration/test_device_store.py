@@ -100,7 +100,9 @@ def on_device(path: Path, **options: Any) -> Session:
     try:
         return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, **defaults, **options})
     except UnsupportedModelError as error:
-        if DEVICE == "CUDA0" and "cannot compute FLASH_ATTN_EXT" in str(error):
+        # llama.cpp then lets the CPU attend to copies of K and V.
+        reasons = ("cannot compute FLASH_ATTN_EXT", "attends to something that is not the KV cache")
+        if DEVICE == "CUDA0" and any(reason in str(error) for reason in reasons):
             pytest.skip("CUDA has no attention for heads of this size")
         raise
 
