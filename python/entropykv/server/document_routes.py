@@ -38,6 +38,12 @@ _CHECK_INTERVAL = 0.02
 _MOST_PARTS = 16
 """The most parts of a form."""
 _MULTIPART = "multipart/form-data"
+_READ_BEFORE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The text has been read before, under this name.",
+        "content": {"application/json": {}},
+    }
+}
 
 
 class NewDocument(BaseModel):
@@ -53,7 +59,7 @@ def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> A
     """Return the routes; without a library they answer 501."""
     router = APIRouter(prefix="/v1/documents", tags=["Documents"])
 
-    @router.post("", status_code=202, openapi_extra=_BODY)
+    @router.post("", status_code=202, responses=_READ_BEFORE, openapi_extra=_BODY)
     async def create(request: Request) -> JSONResponse:
         kept = _kept(library)
         body, kind = await request.body(), request.headers.get("content-type", "")
