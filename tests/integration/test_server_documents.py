@@ -371,6 +371,26 @@ def test_deleting_a_document_that_is_being_read_stops_it(asker: Asker) -> None:
     asker.read("book")  # The name is free again, also for another text.
 
 
+def test_a_name_is_free_for_another_text_while_its_document_is_being_deleted(asker: Asker) -> None:
+    assert asker.post("book", LONG).status_code == 202
+    asker.until("book", "reading")
+    deleted: list[httpx.Response] = []
+    deleting = threading.Thread(
+        target=lambda: deleted.append(asker.client.delete("/v1/documents/book"))
+    )
+    deleting.start()
+    while (posted := asker.post("book")).status_code == 409:  # It has not arrived yet.
+        time.sleep(0.002)
+    assert posted.status_code == 202, posted.text
+    answer = asker.answer("book")  # It waits for the new text.
+    deleting.join(60)
+    assert deleted[0].json()["deleted"]
+    status = asker.status("book")
+    assert status["status"] == "ready"
+    assert status["tokens"] < 1000
+    assert answer == asker.answer("book")
+
+
 def test_the_least_recently_used_document_makes_room(tmp_path: Path) -> None:
     running = Server("--documents", tmp_path, usual=USUAL)
     asker = Asker(running)

@@ -3,7 +3,7 @@
 A document is a file NAME.kv that session/document.py has written, in a folder of its user below the
 directory of --documents; with several models, each has a folder with those of its users. Several
 servers may share the directory: files appear complete or not at all, and a lock says which are
-being read.
+being read. What this server reads and deletes is in the tables of document_readings.py.
 """
 
 from __future__ import annotations
@@ -11,15 +11,31 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from entropykv import system
-from entropykv.errors import SessionFileError, SettingsError
+from entropykv.errors import (
+    DocumentBusyError,
+    EntropyKVError,
+    SessionFileError,
+    SettingsError,
+)
+from entropykv.server.document_readings import (
+    MOST_DOCUMENT_NAME,
+    DocumentId,
+    Reading,
+    Readings,
+    Removal,
+    Status,
+    in_use,
+    not_there,
+    of_another_text,
+)
 from entropykv.server.errors import RequestError
 from entropykv.session.document import is_being_read, remove_partial
 from entropykv.session.document_folder import (
@@ -37,46 +53,8 @@ from entropykv.session.object_storage import FileStamp
 
 MOST_DOCUMENTS = 256
 """The most documents of one user; each is as large as the entries that it keeps."""
-MOST_READINGS = 16
-"""The most documents of a model that are read or wait for it; their texts are in memory."""
-MOST_DOCUMENT_NAME = 128
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MOST_DOCUMENT_NAME - 1}}}", re.ASCII)
-_MOST_FAILURES = 256
-"""How many failed readings are remembered; the oldest are forgotten first."""
 _MOST_SUMMARIES = 4096
-
-Status = Literal["queued", "reading", "ready", "interrupted", "failed"]
-
-
-@dataclass(frozen=True)
-class DocumentId:
-    """Name a document: its model, the user whom it belongs to, and its name."""
-
-    model: str
-    user: str
-    name: str
-
-
-@dataclass
-class Reading:
-    """Hold a document that is being read, or waits for it, or could not be read."""
-
-    id: DocumentId
-    text: str
-    names: Sequence[str]
-    """The files that the text came from."""
-    system: str | None = None
-    """The system message before the text, which only `entropykv read` can begin with."""
-    status: Status = "queued"
-    n_read: int = 0
-    n_tokens: int = 0
-    error: str | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-    """Set to end the reading after its current micro-batch."""
-    is_unwanted: bool = False
-    """True if it was deleted: then nothing of it is kept."""
-    ended: list[Any] = field(default_factory=list)
-    """Functions that are called when it has ended."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +79,6 @@ class DocumentLibrary:
         folder of its own. Raises SettingsError and MissingExtraError.
         """
         self._several = several
-        self._lock = threading.Lock()
-        self._readings: dict[Path, Reading] = {}
         self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
         try:
             self._files = folder_of(directory, limit_bytes)
@@ -111,6 +87,7 @@ class DocumentLibrary:
                 f"{directory}: documents cannot be kept there ({error.strerror}); give another "
                 "directory (--documents)"
             ) from None
+        self._readings = Readings(self._files)
 
     # --- names and files --------------------------------------------------------------------------
 
@@ -139,9 +116,9 @@ class DocumentLibrary:
     def names(self, model: str, user: str) -> list[str]:
         """Return the names of a user's documents of a model, in alphabetical order."""
         folder = self.folder(model, user)
-        with self._lock:
-            names = {path.name for path in self._readings if path.parent == folder}
-        names |= {name.removesuffix(PARTIAL) for name in self._files.names(folder)}
+        names = self._readings.names(folder) | {
+            name.removesuffix(PARTIAL) for name in self._files.names(folder)
+        }
         kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
         return sorted(name for name in kept if _NAME.fullmatch(name))
 
@@ -150,11 +127,12 @@ class DocumentLibrary:
     def status(self, document: DocumentId) -> dict[str, Any] | None:
         """Return what clients are told of a document; None if there is none of this name."""
         path = self.path(document)
-        with self._lock:
-            reading = self._readings.get(path)
-            if reading is not None and reading.status != "failed":
-                counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
-                return self._told(document, reading.status, **counts)
+        reading = self._readings.find(path)
+        if reading is not None and reading.status != "failed":
+            counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
+            return self._told(document, reading.status, **counts)
+        if self._readings.is_leaving(path):
+            return None
         if (stamp := self._files.stamp(path)) is not None:
             return self._of_file(document, path, "ready", stamp)
         if reading is not None:
@@ -220,12 +198,7 @@ class DocumentLibrary:
         if told in ("ready", "reading", "queued"):
             if self._text_of(path) == reading.text:
                 return False
-            raise RequestError(
-                409,
-                f"there is a document {reading.id.name!r} of another text already; delete it "
-                "first, or give another name",
-                param="name",
-            )
+            raise of_another_text(reading.id.name)
         if told is None and len(self.names(reading.id.model, reading.id.user)) >= MOST_DOCUMENTS:
             raise RequestError(
                 400,
@@ -233,58 +206,43 @@ class DocumentLibrary:
                 "them",
                 param="name",
             )
-        return self._enqueue(path, reading)
-
-    def _enqueue(self, path: Path, reading: Reading) -> bool:
-        with self._lock:
-            former = self._readings.get(path)
-            if former is not None and former.status != "failed":  # Another thread was faster.
-                return False
-            waiting = [
-                each
-                for each in self._readings.values()
-                if each.id.model == reading.id.model and each.status != "failed"
-            ]
-            if len(waiting) >= MOST_READINGS:
-                raise RequestError(
-                    429,
-                    f"{MOST_READINGS} documents are being read or wait for it; try again later",
-                    retry_after=30,
-                )
-            self._readings.pop(path, None)
-            self._readings[path] = reading
-        return True
+        return self._readings.add(path, reading)
 
     def _text_of(self, path: Path) -> str | None:
-        with self._lock:
-            reading = self._readings.get(path)
-        if reading is not None and reading.status != "failed":
-            return reading.text
+        if (text := self._readings.text_of(path)) is not None:
+            return text
         note = None
         if self._files.fetch(path):
             note = _note_of(path)
         note = note or _note_of(partial_of(path))
         return None if note is None else note.text
 
-    def end(self, reading: Reading, error: str | None = None) -> None:
-        """Record that a reading has ended; `error` is the sentence that says why it failed."""
-        path = self.path(reading.id)
-        with self._lock:
-            reading.text = ""
-            if error is None or reading.is_unwanted:
-                self._readings.pop(path, None)
-            else:
-                reading.status, reading.error = "failed", error
-                failed = [p for p, each in self._readings.items() if each.status == "failed"]
-                for each in failed[:-_MOST_FAILURES]:
-                    del self._readings[each]
-        for function in reading.ended:
-            function()
+    def wait_for_next(self, model: str, closing: threading.Event) -> Reading | None:
+        """Wait for a queued reading of a model, which now begins; None after `closing`, see
+        wake().
+        """
+        return self._readings.wait_for_next(model, closing)
 
-    def is_reading(self, reading: Reading) -> bool:
-        """Tell whether a reading waits or goes on."""
-        with self._lock:
-            return any(each is reading for each in self._readings.values())
+    def wake(self) -> None:
+        """Let threads in wait_for_next() look at `closing` again."""
+        self._readings.wake()
+
+    def end(self, reading: Reading, error: str | None = None) -> Removal | None:
+        """Record that a reading has ended; `error` is the sentence that says why it failed.
+
+        If it was deleted, its files are removed before. Returns its deletion.
+        """
+        path = self.path(reading.id)
+        removal = self._readings.end(path, reading, error)
+        if removal is not None:
+            self._carry_out(removal, reading.id, path)
+        reading.end()
+        return removal
+
+    def leave(self, model: str) -> None:
+        """End the queued readings of a model, which no thread reads any more."""
+        for reading in self._readings.leave(model):
+            reading.end()
 
     def interrupted(self, model: str) -> list[Reading]:
         """Return readings that go on with what is left of interrupted ones of a model."""
@@ -312,82 +270,92 @@ class DocumentLibrary:
 
     @contextmanager
     def in_use(self, document: DocumentId) -> Iterator[Path]:
-        """Keep a document from being removed; yields its file, which hold() looks for."""
+        """Keep a document from being deleted; yields its file, which hold() looks for.
+
+        Raises RequestError (404) if it is being deleted already.
+        """
         path = self.path(document)
-        with self._files.in_use(path):
+        with self._readings.in_use(document, path):
             yield path
 
-    def hold(self, document: DocumentId) -> None:
+    def hold(self, document: DocumentId) -> bool:
         """Keep a document in use from being removed by other processes, too, and note its use.
 
-        Raises RequestError (404) if it has been removed meanwhile.
+        Returns False if it is not there, or not read to its end. Raises RequestError (503) if
+        another process does not let go of its file. The storage is asked once.
         """
         path = self.path(document)
-        if not self._files.hold(path):
-            raise not_there(document.name)
+        reading = self._readings.find(path)
+        if reading is not None and reading.status != "failed":
+            return False
+        try:
+            if not self._files.hold(path):
+                return False
+        except DocumentBusyError:
+            raise RequestError(
+                503,
+                f"another process is removing or replacing the document {document.name!r}; try "
+                "again later",
+                retry_after=1,
+            ) from None
         note_use(path)
+        return True
 
-    def remove(self, document: DocumentId) -> Reading | None:
-        """Remove a document, or return its reading, which now stops and removes what it has read.
+    def remove(self, document: DocumentId) -> Removal:
+        """Delete a document, or stop its reading, whose thread then removes its files.
 
-        Raises RequestError if there is none (404), or if it is in use (409).
+        The deletion that is returned ends when the files are gone. Raises RequestError if there is
+        no such document (404), or if a request uses it or waits for it (409).
         """
         path = self.path(document)
-        with self._lock:
-            if self._files.is_in_use(path):
-                raise _in_use(document)
-            reading = self._readings.get(path)
-            if reading is not None and reading.status != "failed":
-                reading.is_unwanted = True
-                reading.stop.set()
-                return reading
-            self._readings.pop(path, None)
-            is_there = self._files.stamp(path) is not None or partial_of(path).exists()
-            if not is_there and reading is None:
-                raise not_there(document.name)
-            self.discard(document)
-        return None
+        removal, reading, is_ours = self._readings.remove(document, path)
+        if is_ours:
+            self._carry_out(removal, document, path, is_known=reading is not None)
+        if reading is not None and reading.removal is None:
+            reading.end()
+        return removal
 
-    def discard(self, document: DocumentId) -> None:
+    def _carry_out(
+        self, removal: Removal, document: DocumentId, path: Path, *, is_known: bool = True
+    ) -> None:
+        """Remove the files of a document that is being deleted, and end the deletion.
+
+        `is_known`: whether there is a document, even if it has no files.
+        """
+        refusal: Exception | None = RequestError(500, f"{document.name}: it cannot be removed")
+        try:
+            if not is_known and not self._has_files(path):
+                raise not_there(document.name)
+            self._remove_files(document, path)
+            refusal = None
+        except (RequestError, EntropyKVError) as error:
+            refusal = error
+        finally:
+            self._readings.finish(path, removal, refusal)
+
+    def _has_files(self, path: Path) -> bool:
+        return partial_of(path).exists() or self._files.stamp(path) is not None
+
+    def _remove_files(self, document: DocumentId, path: Path) -> None:
         """Remove the files of a document, complete or not.
 
-        Raises RequestError if it is in use (409), or if they cannot be removed (500).
+        Raises RequestError if another process uses it (409), or if they cannot be removed (500).
         """
-        path = self.path(document)
         try:
             remove_partial(path)
             is_removed = self._files.remove(path)
-        except SessionFileError:
-            raise _in_use(document) from None
-        except OSError as error:
-            raise RequestError(
-                500, f"{document.name}: it cannot be removed ({error.strerror})"
-            ) from None
+        except DocumentBusyError:
+            raise in_use(document.name) from None
+        except (SessionFileError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            reason = cause.strerror if isinstance(cause, OSError) else "its lock cannot be taken"
+            raise RequestError(500, f"{document.name}: it cannot be removed ({reason})") from None
         if not is_removed:
-            raise _in_use(document)
+            raise in_use(document.name)
 
     def keep(self, document: DocumentId) -> None:
         """Keep a document that was read, and make room for it: see DocumentFolder.keep()."""
         self._files.keep(self.path(document))
-
-
-def not_there(name: str) -> RequestError:
-    """Return the error for a document that does not exist."""
-    return RequestError(
-        404,
-        f"there is no document {name[:MOST_DOCUMENT_NAME]!r} of yours; send its text to POST "
-        "/v1/documents",
-        param="document",
-        code="document_not_found",
-    )
-
-
-def _in_use(document: DocumentId) -> RequestError:
-    return RequestError(
-        409,
-        f"the document {document.name!r} is in use; delete it after the requests that ask it",
-        code="document_in_use",
-    )
 
 
 def _note_of(path: Path) -> DocumentNote | None:

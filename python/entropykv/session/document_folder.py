@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv import system
-from entropykv.errors import SessionFileError, StorageError
+from entropykv.errors import DocumentBusyError, SessionFileError, StorageError
 from entropykv.session.file import SessionReader, open_session
 from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address
 
@@ -99,8 +99,10 @@ class DocumentFolder:
             return
         key = self._key(path)
         try:
-            self._storage.store(path, key)
-            self._note_origin(path, self._storage.stamp(key))
+            # While it is locked, no process takes it for a copy of a document that was removed.
+            with _locked_for_reading(path):
+                self._storage.store(path, key)
+                self._note_origin(path, self._storage.stamp(key))
         except StorageError:
             os.replace(path, partial_of(path))
             raise
@@ -144,7 +146,9 @@ class DocumentFolder:
 
     @contextmanager
     def in_use(self, path: Path) -> Iterator[None]:
-        """Keep a document from being removed by this process, and by others after hold()."""
+        """Count a use of a document, which then does not make room for others; hold() also keeps it
+        from being removed.
+        """
         with self._lock:
             use = self._uses.setdefault(path, _Use())
             use.count += 1
@@ -158,12 +162,16 @@ class DocumentFolder:
                     _close(use.descriptor)
 
     def hold(self, path: Path) -> bool:
-        """Lock the file of a document in use against all processes; returns False if there is
-        none.
+        """Lock the file of a document in use, so that no process removes it; returns False if there
+        is none.
+
+        Raises DocumentBusyError if another process has locked it for longer than a removal takes.
         """
+        is_fetched = False
         for _ in range(_LOCK_ATTEMPTS):
-            if not self.fetch(path):
+            if not is_fetched and not self.fetch(path):
                 return False
+            is_fetched = True
             with self._lock:
                 use = self._uses[path]
                 if use.descriptor >= 0 and _is_at(path, use.descriptor):
@@ -171,34 +179,35 @@ class DocumentFolder:
                 try:
                     descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
                 except OSError:
-                    continue  # Another process has just removed it.
+                    is_fetched = False  # Another process has just removed it.
+                    continue
                 if _is_locked(descriptor, shared=True) and _is_at(path, descriptor):
                     _close(use.descriptor)
                     use.descriptor = descriptor
                     return True
                 os.close(descriptor)
             time.sleep(_LOCK_INTERVAL)  # Another process is removing or replacing it.
-        return False
+        raise DocumentBusyError(
+            f"{path}: another process is removing or replacing this document; try again later"
+        )
 
     def is_in_use(self, path: Path) -> bool:
-        """Tell whether this process uses a document."""
+        """Tell whether this process uses a document, or waits for it."""
         with self._lock:
             return path in self._uses
 
     def remove(self, path: Path) -> bool:
-        """Remove a document, if there is one; returns False if a process of this machine uses it.
+        """Remove a document, if there is one; returns False if a process of this machine holds it.
 
-        Raises OSError.
+        A process that waits for a document of this name does not hold it. Raises OSError.
         """
-        if not self._remove_copy(path):
-            return False
+        with self._lock:
+            use = self._uses.get(path)
+            if (use is not None and use.descriptor >= 0) or not _removed(path):
+                return False
         if self._storage is not None:
             self._storage.remove(self._key(path))
         return True
-
-    def _remove_copy(self, path: Path) -> bool:
-        with self._lock:
-            return path not in self._uses and _removed(path)
 
     def _make_room(self, newest: Path) -> None:
         if self._limit_bytes is None:
@@ -219,8 +228,8 @@ class DocumentFolder:
         for _, size, path in sorted(files):
             if total <= self._limit_bytes:
                 return
-            with suppress(OSError):
-                if path != newest and self._remove_copy(path):
+            with self._lock, suppress(OSError):
+                if path != newest and path not in self._uses and _removed(path):
                     total -= size
 
 
@@ -349,6 +358,17 @@ def _is_locked(descriptor: int, *, shared: bool = False) -> bool:
         return system.lock(descriptor, shared=shared)
     except OSError:
         return True
+
+
+@contextmanager
+def _locked_for_reading(path: Path) -> Iterator[None]:
+    """Keep a file from being removed by _removed()."""
+    descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
+    try:
+        _is_locked(descriptor, shared=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
