@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from entropykv.model import shipped
+from tests.support.ending import ask_to_end, creation_flags
 from tests.support.ray_cluster import ThreeNodes
 
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -68,7 +68,7 @@ class Served:
 
     def close(self) -> None:
         self._client.close()
-        self._process.send_signal(signal.SIGTERM)
+        ask_to_end(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(60)
         self._process.kill()
@@ -99,7 +99,10 @@ def served(cluster: ThreeNodes, tmp_path: Path) -> Iterator[Served]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     }
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, env=environment, cwd=tmp_path, stdout=log, stderr=log,
+            creationflags=creation_flags(),
+        )  # fmt: skip
     server = Served(process, f"http://127.0.0.1:{port}", tmp_path / "log")
     try:
         server.wait()
