@@ -49,6 +49,8 @@ class Gate:
 class Reader:
     """Read documents with a real model; a test can hold the reading of a text at two points."""
 
+    engine: Engine
+
     def __init__(self, library: DocumentLibrary) -> None:
         self.library = library
         self.within: dict[str, Gate] = {}
@@ -91,21 +93,22 @@ class Reader:
 
 @contextmanager
 def reading_into(
-    place: Path | str, model: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path | str | DocumentLibrary, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Reader]:
-    reader = Reader(DocumentLibrary(place, None, several=False))
+    known = isinstance(place, DocumentLibrary)
+    reader = Reader(place if known else DocumentLibrary(place, None, several=False))
     monkeypatch.setattr(document_reader, "read_document", reader.read_document)
     options = ModelOptions(
         model=str(model), model_alias="any", n_ctx=1024, kv_budget="512", n_threads=1,
         n_threads_batch=1,
     )  # fmt: skip
-    engine = Engine(load_llama(options, documents=True), documents=reader.library)
+    reader.engine = Engine(load_llama(options, documents=True), documents=reader.library)
     try:
         yield reader
     finally:
         for gate in (*reader.within.values(), *reader.behind.values()):
             gate.open()
-        engine.close()
+        reader.engine.close()
 
 
 @pytest.fixture
@@ -351,3 +354,31 @@ def test_a_file_that_another_process_does_not_let_go_is_no_missing_document(
         assert status_of(lambda: reader.library.hold(BOOK)) == 503
     with asked(reader):
         assert reader.library.hold(BOOK)
+
+
+def test_what_waits_when_a_model_is_unloaded_is_read_when_it_is_loaded_again(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = DocumentId("any", "", "second")
+    with reading_into(tmp_path, tiny_llama, monkeypatch) as reader:
+        gate = reader.within[TEXT] = Gate()
+        reader.post("book")
+        assert gate.reached.wait(SECONDS)
+        waiting = reader.post("second", OTHER)
+        released = threading.Event()
+        waiting.ended.append(released.set)
+        assert reader.engine.documents is not None
+        closing = threading.Thread(target=reader.engine.documents.close)
+        closing.start()
+        assert reader.engine.documents._closing.wait(SECONDS)
+        gate.open()
+        closing.join(SECONDS)
+        assert released.is_set(), "the model stays in memory for it"
+        for document in (BOOK, second):
+            status = reader.library.status(document)
+            assert status is not None
+            assert status["status"] == "interrupted"
+    with reading_into(reader.library, tiny_llama, monkeypatch) as reader:
+        for document in (BOOK, second):
+            reader.until(document, "ready")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["book.kv", "second.kv"]
