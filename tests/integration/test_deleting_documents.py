@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pytest
 from entropykv import system
 from entropykv.errors import StorageError
 from entropykv.server import ModelOptions, document_reader
+from entropykv.server.accepted_text import Accepted, AcceptedText
 from entropykv.server.document_library import DocumentLibrary
 from entropykv.server.document_readings import DocumentId, Reading, Removal
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.loading import load_llama
 from entropykv.session.document import read_document
-from entropykv.session.document_folder import DocumentFolder
+from entropykv.session.document_folder import DocumentFolder, text_file_of
 from entropykv.session.file import open_session
 from entropykv.session.object_storage import ObjectStorage
 
@@ -382,3 +383,42 @@ def test_what_waits_when_a_model_is_unloaded_is_read_when_it_is_loaded_again(
         for document in (BOOK, second):
             reader.until(document, "ready")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["book.kv", "second.kv"]
+
+
+def test_threads_that_send_and_delete_one_name_leave_what_was_sent_last(reader: Reader) -> None:
+    statuses: set[int] = set()
+
+    def send_and_delete(number: int) -> None:
+        for turn in range(40):
+            reading = Reading(BOOK, f"{number} {turn} {OTHER}", ["book"])
+            try:
+                if turn % 2:
+                    reader.library.begin(reading)
+                else:
+                    reader.library.remove(BOOK).ended.wait(SECONDS)
+            except RequestError as refusal:
+                statuses.add(refusal.status_code)
+
+    threads = [threading.Thread(target=send_and_delete, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert statuses <= {404, 409}, "a request was refused for another reason"
+    while (status := reader.library.status(BOOK)) is not None:
+        with suppress(RequestError):
+            assert reader.library.remove(BOOK).ended.wait(SECONDS), status
+    assert files(reader) == []
+    reader.post("book")
+    reader.until(BOOK, "ready")
+    assert files(reader) == ["book.kv"]
+
+
+def test_the_text_of_a_document_that_is_ready_is_removed_by_the_next_start(reader: Reader) -> None:
+    """A server was killed between the last byte of the document and the removal of its text."""
+    reader.post("book")
+    reader.until(BOOK, "ready")
+    AcceptedText.write(text_file_of(reader.library.path(BOOK)), Accepted(TEXT, [])).release()
+    assert files(reader) == ["book.kv", "book.kv.text"]
+    assert DocumentLibrary(reader.library.folder("", ""), None, several=False).interrupted("") == []
+    assert files(reader) == ["book.kv"]

@@ -58,6 +58,7 @@ def taken_elsewhere(path: Path) -> Iterator[subprocess.Popen[str]]:
     ],
 )
 def test_a_text_comes_back_as_it_was_sent(tmp_path: Path, accepted: Accepted) -> None:
+    (tmp_path / ".x.01234567.part").touch()  # A process was killed while it wrote.
     kept = AcceptedText.write(tmp_path / "x", accepted)
     assert read_accepted(tmp_path / "x") == accepted
     kept.remove()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from entropykv import system
 from entropykv.errors import DocumentBusyError
-from entropykv.files import new_file, open_regular
+from entropykv.files import new_file, open_regular, remove_left_overs
 from entropykv.session.document import MOST_NAMES, MOST_TEXT_BYTES
 
 _MOST_LINE_BYTES = 1 << 20
@@ -45,8 +45,12 @@ class AcceptedText:
 
     @classmethod
     def write(cls, path: Path, accepted: Accepted) -> AcceptedText:
-        """Write the file, which is on the disk when this returns; raises OSError."""
+        """Write the file, which is on the disk when this returns; raises OSError.
+
+        What a process has left that was killed while it wrote the same text is removed.
+        """
         data = bytes_of(accepted)
+        remove_left_overs(path)
         with new_file(path) as part:
             part.write_bytes(data)
         return cls(path, _locked(path))

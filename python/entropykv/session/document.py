@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
 from entropykv.files import remove_left_overs
-from entropykv.session.document_folder import local_document, partial_of, text_file_of
+from entropykv.session.document_folder import local_document, partial_of
 from entropykv.session.file import (
     DocumentNote,
     SavedContents,
@@ -147,7 +147,7 @@ def remove_partial(path: Path) -> None:
 
 def _remove_left_overs(path: Path) -> None:
     """Remove what processes have left that were killed while they saved; the lock is held."""
-    for target in (path, partial_of(path), text_file_of(path)):
+    for target in (path, partial_of(path)):
         remove_left_overs(target)
 
 
