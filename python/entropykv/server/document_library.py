@@ -84,8 +84,8 @@ class DocumentLibrary:
         """Make the directory if it does not exist; only its owner can read it.
 
         It may be an address in object storage: see folder_of(). `limit_bytes`: the most bytes of
-        all complete documents on the disk, and of the texts that wait; None: no limit. `several`: whether each model has a
-        folder of its own. Raises SettingsError and MissingExtraError.
+        all complete documents on the disk, and of the texts that wait; None: no limit. `several`:
+        whether each model has a folder of its own. Raises SettingsError and MissingExtraError.
         """
         self._several = several
         self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
