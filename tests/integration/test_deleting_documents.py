@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pytest
 from entropykv import system
 from entropykv.errors import StorageError
 from entropykv.server import ModelOptions, document_reader
+from entropykv.server.accepted_text import Accepted, AcceptedText
 from entropykv.server.document_library import DocumentLibrary
 from entropykv.server.document_readings import DocumentId, Reading, Removal
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.loading import load_llama
 from entropykv.session.document import read_document
-from entropykv.session.document_folder import DocumentFolder
+from entropykv.session.document_folder import DocumentFolder, text_file_of
 from entropykv.session.file import open_session
 from entropykv.session.object_storage import ObjectStorage
 
@@ -48,6 +49,8 @@ class Gate:
 
 class Reader:
     """Read documents with a real model; a test can hold the reading of a text at two points."""
+
+    engine: Engine
 
     def __init__(self, library: DocumentLibrary) -> None:
         self.library = library
@@ -91,21 +94,22 @@ class Reader:
 
 @contextmanager
 def reading_into(
-    place: Path | str, model: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path | str | DocumentLibrary, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Reader]:
-    reader = Reader(DocumentLibrary(place, None, several=False))
+    known = isinstance(place, DocumentLibrary)
+    reader = Reader(place if known else DocumentLibrary(place, None, several=False))
     monkeypatch.setattr(document_reader, "read_document", reader.read_document)
     options = ModelOptions(
         model=str(model), model_alias="any", n_ctx=1024, kv_budget="512", n_threads=1,
         n_threads_batch=1,
     )  # fmt: skip
-    engine = Engine(load_llama(options, documents=True), documents=reader.library)
+    reader.engine = Engine(load_llama(options, documents=True), documents=reader.library)
     try:
         yield reader
     finally:
         for gate in (*reader.within.values(), *reader.behind.values()):
             gate.open()
-        engine.close()
+        reader.engine.close()
 
 
 @pytest.fixture
@@ -351,3 +355,70 @@ def test_a_file_that_another_process_does_not_let_go_is_no_missing_document(
         assert status_of(lambda: reader.library.hold(BOOK)) == 503
     with asked(reader):
         assert reader.library.hold(BOOK)
+
+
+def test_what_waits_when_a_model_is_unloaded_is_read_when_it_is_loaded_again(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = DocumentId("any", "", "second")
+    with reading_into(tmp_path, tiny_llama, monkeypatch) as reader:
+        gate = reader.within[TEXT] = Gate()
+        reader.post("book")
+        assert gate.reached.wait(SECONDS)
+        waiting = reader.post("second", OTHER)
+        released = threading.Event()
+        waiting.ended.append(released.set)
+        assert reader.engine.documents is not None
+        closing = threading.Thread(target=reader.engine.documents.close)
+        closing.start()
+        assert reader.engine.documents._closing.wait(SECONDS)
+        gate.open()
+        closing.join(SECONDS)
+        assert released.is_set(), "the model stays in memory for it"
+        for document in (BOOK, second):
+            status = reader.library.status(document)
+            assert status is not None
+            assert status["status"] == "interrupted"
+    with reading_into(reader.library, tiny_llama, monkeypatch) as reader:
+        for document in (BOOK, second):
+            reader.until(document, "ready")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["book.kv", "second.kv"]
+
+
+def test_threads_that_send_and_delete_one_name_leave_what_was_sent_last(reader: Reader) -> None:
+    statuses: set[int] = set()
+
+    def send_and_delete(number: int) -> None:
+        for turn in range(40):
+            reading = Reading(BOOK, f"{number} {turn} {OTHER}", ["book"])
+            try:
+                if turn % 2:
+                    reader.library.begin(reading)
+                else:
+                    reader.library.remove(BOOK).ended.wait(SECONDS)
+            except RequestError as refusal:
+                statuses.add(refusal.status_code)
+
+    threads = [threading.Thread(target=send_and_delete, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert statuses <= {404, 409}, "a request was refused for another reason"
+    while (status := reader.library.status(BOOK)) is not None:
+        with suppress(RequestError):
+            assert reader.library.remove(BOOK).ended.wait(SECONDS), status
+    assert files(reader) == []
+    reader.post("book")
+    reader.until(BOOK, "ready")
+    assert files(reader) == ["book.kv"]
+
+
+def test_the_text_of_a_document_that_is_ready_is_removed_by_the_next_start(reader: Reader) -> None:
+    """A server was killed between the last byte of the document and the removal of its text."""
+    reader.post("book")
+    reader.until(BOOK, "ready")
+    AcceptedText.write(text_file_of(reader.library.path(BOOK)), Accepted(TEXT, [])).release()
+    assert files(reader) == ["book.kv", "book.kv.text"]
+    assert DocumentLibrary(reader.library.folder("", ""), None, several=False).interrupted("") == []
+    assert files(reader) == ["book.kv"]

@@ -515,6 +515,39 @@ def test_a_reading_goes_on_after_a_server_has_died(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.needs("signal.SIGKILL")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_no_accepted_text_is_lost_by_a_server_that_dies(tmp_path: Path, name: str) -> None:
+    """The texts that wait were not saved yet by any reading."""
+    running = Server("--documents", tmp_path, usual=USUAL)
+    asker = Asker(running)
+    names = ["long", "first", "second"]
+    asker.post("long", LONG)
+    for number, waiting in enumerate(names[1:]):
+        assert asker.post(waiting, f"{number} {TEXT}").status_code == 202
+        assert asker.status(waiting)["status"] == "queued"
+    running.end(signal.Signals[name])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {f"{each}.kv.text" for each in names} <= left
+    assert not any(path.suffix == ".kv" for path in tmp_path.iterdir())
+    running = Server("--documents", tmp_path, usual=USUAL)
+    try:
+        asker = Asker(running)
+        assert sorted(asker.names()) == sorted(names)
+        for waiting in names:
+            asker.until(waiting, "ready")
+        answer = asker.answer("second")
+        assert asker.post("second", f"1 {TEXT}").status_code == 200, "it has another text"
+        asker.client.delete("/v1/documents/second")
+        asker.read("second", f"1 {TEXT}")
+        assert asker.answer("second") == answer
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "first.kv", "long.kv", "second.kv"
+        ]  # fmt: skip
+    finally:
+        running.end()
+
+
+@pytest.mark.needs("signal.SIGKILL")
 def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> None:
     """If the first one dies, the second one goes on."""
     first, second = (Server("--documents", tmp_path, usual=USUAL) for _ in range(2))

@@ -25,6 +25,13 @@ from entropykv.errors import (
     SessionFileError,
     SettingsError,
 )
+from entropykv.server.accepted_text import (
+    Accepted,
+    AcceptedText,
+    bytes_of,
+    is_taken,
+    read_accepted,
+)
 from entropykv.server.document_readings import (
     MOST_DOCUMENT_NAME,
     DocumentId,
@@ -41,12 +48,14 @@ from entropykv.session.document import is_being_read, remove_partial
 from entropykv.session.document_folder import (
     PARTIAL,
     SUFFIX,
+    TEXT,
     folder_of,
     last_use,
     make_folder,
     note_use,
     partial_of,
     stamp_of,
+    text_file_of,
 )
 from entropykv.session.file import DocumentNote, open_session
 from entropykv.session.object_storage import FileStamp
@@ -75,8 +84,8 @@ class DocumentLibrary:
         """Make the directory if it does not exist; only its owner can read it.
 
         It may be an address in object storage: see folder_of(). `limit_bytes`: the most bytes of
-        all complete documents on the disk; None: no limit. `several`: whether each model has a
-        folder of its own. Raises SettingsError and MissingExtraError.
+        all complete documents on the disk, and of the texts that wait; None: no limit. `several`:
+        whether each model has a folder of its own. Raises SettingsError and MissingExtraError.
         """
         self._several = several
         self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
@@ -117,7 +126,7 @@ class DocumentLibrary:
         """Return the names of a user's documents of a model, in alphabetical order."""
         folder = self.folder(model, user)
         names = self._readings.names(folder) | {
-            name.removesuffix(PARTIAL) for name in self._files.names(folder)
+            name.removesuffix(PARTIAL).removesuffix(TEXT) for name in self._files.names(folder)
         }
         kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
         return sorted(name for name in kept if _NAME.fullmatch(name))
@@ -137,11 +146,15 @@ class DocumentLibrary:
             return self._of_file(document, path, "ready", stamp)
         if reading is not None:
             return self._told(document, "failed", error=reading.error)
-        partial = partial_of(path)
-        is_read, stamp = is_being_read(path), stamp_of(partial)
-        if stamp is not None:
-            return self._of_file(document, partial, "reading" if is_read else "interrupted", stamp)
-        return self._told(document, "reading") if is_read else None
+        partial, text = partial_of(path), text_file_of(path)
+        if is_being_read(path):
+            state: Status = "reading"
+        else:
+            state = "queued" if is_taken(text) else "interrupted"
+        if (stamp := stamp_of(partial)) is not None:
+            return self._of_file(document, partial, state, stamp)
+        is_there = state != "interrupted" or text.exists()
+        return self._told(document, state) if is_there else None
 
     def _of_file(
         self, document: DocumentId, path: Path, status: Status, stamp: FileStamp
@@ -188,8 +201,10 @@ class DocumentLibrary:
     def begin(self, reading: Reading) -> bool:
         """Record a reading; returns False if the same document is ready or being read.
 
-        Raises RequestError for another document of the same name (409), for too many of the user
-        (400), and for too many that wait (429).
+        When it returns True, the text is on the disk, where it stays until it was read. Raises
+        RequestError for another document of the same name (409), for too many of the user (400),
+        for too many that wait (429), and for a text that the disk or the limit has no room for
+        (507).
         """
         path = self.path(reading.id)
         make_folder(path.parent)
@@ -206,7 +221,37 @@ class DocumentLibrary:
                 "them",
                 param="name",
             )
-        return self._readings.add(path, reading)
+        if not self._readings.add(path, reading):
+            return False
+        kept = None
+        try:
+            kept = self._kept(path, reading)
+        except DocumentBusyError:
+            return False
+        finally:
+            if kept is None:
+                self._readings.withdraw(path)
+        self._readings.accept(reading, kept)
+        return True
+
+    def _kept(self, path: Path, reading: Reading) -> AcceptedText:
+        """Write the text of a reading to the disk, or take over the file that a server has left.
+
+        Raises RequestError (507), and DocumentBusyError if another server has taken it over.
+        """
+        accepted = Accepted(reading.text, [*reading.names], reading.system)
+        file = text_file_of(path)
+        if read_accepted(file) == accepted and (left := AcceptedText.take(file)) is not None:
+            return left
+        try:
+            self._files.make_room_for_text(path, len(bytes_of(accepted)))
+            return AcceptedText.write(file, accepted)
+        except SessionFileError as error:
+            raise RequestError(507, f"text: {error}", param="text") from None
+        except OSError as error:
+            raise RequestError(
+                507, f"the text cannot be kept until it is read ({error.strerror}); try again later"
+            ) from None
 
     def _text_of(self, path: Path) -> str | None:
         if (text := self._readings.text_of(path)) is not None:
@@ -214,6 +259,8 @@ class DocumentLibrary:
         note = None
         if self._files.fetch(path):
             note = _note_of(path)
+        if note is None and (accepted := read_accepted(text_file_of(path))) is not None:
+            return accepted.text
         note = note or _note_of(partial_of(path))
         return None if note is None else note.text
 
@@ -232,15 +279,26 @@ class DocumentLibrary:
 
         If it was deleted, its files are removed before. Returns its deletion.
         """
+        return self._end(reading, error, goes_on=False)
+
+    def pause(self, reading: Reading) -> Removal | None:
+        """Record that a reading was stopped and can go on later, here or at another server: see
+        end().
+        """
+        return self._end(reading, None, goes_on=True)
+
+    def _end(self, reading: Reading, error: str | None, *, goes_on: bool) -> Removal | None:
         path = self.path(reading.id)
-        removal = self._readings.end(path, reading, error)
+        removal = self._readings.end(path, reading, error, goes_on=goes_on)
         if removal is not None:
             self._carry_out(removal, reading.id, path)
         reading.end()
         return removal
 
     def leave(self, model: str) -> None:
-        """End the queued readings of a model, which no thread reads any more."""
+        """End the queued readings of a model, which no thread reads any more; the next server, or
+        the next thread of this model, goes on with them.
+        """
         for reading in self._readings.leave(model):
             reading.end()
 
@@ -253,17 +311,26 @@ class DocumentLibrary:
         for user in users:
             for name in self.names(model, user):
                 document = DocumentId(model, user, name)
-                if not partial_of(self.path(document)).exists():
+                path = self.path(document)
+                if not (partial_of(path).exists() or text_file_of(path).exists()):
                     continue  # Its header need not be read.
                 status = self.status(document)
                 if status is not None and status["status"] == "interrupted":
                     reading = self.resumed(document)
                     found += [] if reading is None else [reading]
+                elif status is not None and status["status"] == "ready":
+                    _remove_text_of_ready(path)
         return found
 
     def resumed(self, document: DocumentId) -> Reading | None:
-        """Return a reading that goes on with what is left of an interrupted one; None without."""
-        note = _note_of(partial_of(self.path(document)))
+        """Return a reading that goes on with what is left of an interrupted one; None without.
+
+        A text that was accepted is newer than a partial file of another text.
+        """
+        path = self.path(document)
+        if (accepted := read_accepted(text_file_of(path))) is not None:
+            return Reading(document, accepted.text, accepted.names, accepted.system)
+        note = _note_of(partial_of(path))
         return None if note is None else Reading(document, note.text, note.names, note.system)
 
     # --- use and room -----------------------------------------------------------------------------
@@ -310,21 +377,16 @@ class DocumentLibrary:
         path = self.path(document)
         removal, reading, is_ours = self._readings.remove(document, path)
         if is_ours:
-            self._carry_out(removal, document, path, is_known=reading is not None)
+            self._carry_out(removal, document, path)
         if reading is not None and reading.removal is None:
             reading.end()
         return removal
 
-    def _carry_out(
-        self, removal: Removal, document: DocumentId, path: Path, *, is_known: bool = True
-    ) -> None:
-        """Remove the files of a document that is being deleted, and end the deletion.
-
-        `is_known`: whether there is a document, even if it has no files.
-        """
+    def _carry_out(self, removal: Removal, document: DocumentId, path: Path) -> None:
+        """Remove the files of a document that is being deleted, and end the deletion."""
         refusal: Exception | None = RequestError(500, f"{document.name}: it cannot be removed")
         try:
-            if not is_known and not self._has_files(path):
+            if not removal.is_known and not self._has_files(path):
                 raise not_there(document.name)
             self._remove_files(document, path)
             refusal = None
@@ -356,6 +418,13 @@ class DocumentLibrary:
     def keep(self, document: DocumentId) -> None:
         """Keep a document that was read, and make room for it: see DocumentFolder.keep()."""
         self._files.keep(self.path(document))
+
+
+def _remove_text_of_ready(path: Path) -> None:
+    """Remove the text of a document that another server has read."""
+    with suppress(DocumentBusyError):
+        if (left := AcceptedText.take(text_file_of(path))) is not None:
+            left.remove()
 
 
 def _note_of(path: Path) -> DocumentNote | None:

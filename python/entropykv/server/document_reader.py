@@ -43,8 +43,8 @@ class DocumentReader:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="entropykv-documents", daemon=True)
         self._thread.start()
-        with contextlib.suppress(RequestError):  # Those beyond the limit wait for their requests.
-            for reading in library.interrupted(self.model):
+        for reading in library.interrupted(self.model):
+            with contextlib.suppress(RequestError):  # Those beyond a limit wait for their requests.
                 library.begin(reading)
 
     def id_of(self, user: str, name: str) -> DocumentId:
@@ -92,19 +92,26 @@ class DocumentReader:
     def _run(self) -> None:
         while (reading := self.library.wait_for_next(self.model, self._closing)) is not None:
             self._current = reading
-            error = self._outcome_of(reading)
-            self._current = None
-            removal = self.library.end(reading, error)
+            try:
+                error = self._outcome_of(reading)
+                self._current = None
+                removal = self.library.end(reading, error)
+            except (_StoppedError, DocumentBusyError):
+                self._current = None
+                removal = self.library.pause(reading)
             if removal is not None and removal.refusal is not None:
                 _logger.warning("a deleted document cannot be removed: %s", removal.refusal)
         self.library.leave(self.model)
 
     def _outcome_of(self, reading: Reading) -> str | None:
-        """Read a document; returns the sentence that says why it failed, or None."""
+        """Read a document; returns the sentence that says why it failed, or None.
+
+        Raises _StoppedError, or DocumentBusyError if another process is reading it.
+        """
         try:
             self._read(reading)
         except (_StoppedError, DocumentBusyError):
-            return None
+            raise
         except RequestError as refusal:
             return str(refusal.detail)
         except EntropyKVError as failure:  # Clients must not learn the paths of files.

@@ -10,6 +10,10 @@ until the files are gone, and three rules keep the two apart:
 - Until then, the document does not exist for any request, and a newer reading of the same name
   waits.
 - No document is deleted while a request of this process uses it or waits for it.
+
+The text of a reading is also in a file (accepted_text.py), which belongs to the reading: it is
+removed within the lock of the table, so that the file of a newer reading of the same name is never
+removed instead.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from entropykv.errors import DocumentBusyError
+from entropykv.server.accepted_text import AcceptedText
 from entropykv.server.errors import RequestError
-from entropykv.session.document_folder import DocumentFolder
+from entropykv.session.document_folder import DocumentFolder, text_file_of
 
 MOST_READINGS = 16
 """The most documents of a model that are read or wait for it; their texts are in memory."""
@@ -46,6 +52,8 @@ class DocumentId:
 class Removal:
     """Follow the deletion of a document; any thread may wait for its end."""
 
+    is_known: bool
+    """Whether there was a reading or its text, even if no other files are found."""
     ended: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None
     """Why the document is still there, after the end."""
@@ -67,13 +75,15 @@ class Reading:
     error: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     """Set to end the reading after its current micro-batch."""
+    kept: AcceptedText | None = None
+    """The file of its text; None before it was written, and after the end."""
     removal: Removal | None = None
     """The deletion for which it was stopped: then nothing of it is kept."""
     ended: list[Any] = field(default_factory=list)
     """Functions that are called when it has ended."""
 
     def end(self) -> None:
-        """Release the text, and tell those who asked for it."""
+        """Release the memory of the text, and tell those who asked for it."""
         self.text = ""
         for function in self.ended:
             function()
@@ -89,8 +99,8 @@ class Readings:
         """`files` counts who uses a document."""
         self._files = files
         self._changed = threading.Condition()
-        """Its lock is held for changes of the tables alone: never while a file or the storage is
-        waited for.
+        """Its lock is held for changes of the tables and the removal of a text's file alone: never
+        while a document is written or the storage is waited for.
         """
         self._of: dict[Path, Reading] = {}
         """The readings in the order in which they are read."""
@@ -123,7 +133,8 @@ class Readings:
             return None if reading is None or reading.status == "failed" else reading.text
 
     def add(self, path: Path, reading: Reading) -> bool:
-        """Queue a reading; returns False if the same document waits or is being read already.
+        """Add a reading, which accept() will queue; returns False if the same document waits or is
+        being read already.
 
         Raises RequestError for one of another text (409), and if too many wait (429).
         """
@@ -146,8 +157,18 @@ class Readings:
                 )
             self._of.pop(path, None)  # Otherwise it would have the place of the failed one.
             self._of[path] = reading
-            self._changed.notify_all()
         return True
+
+    def accept(self, reading: Reading, kept: AcceptedText) -> None:
+        """Queue a reading whose text is on the disk."""
+        with self._changed:
+            reading.kept = kept
+            self._changed.notify_all()
+
+    def withdraw(self, path: Path) -> None:
+        """Take a reading out whose text could not be written."""
+        with self._changed:
+            del self._of[path]
 
     def wait_for_next(self, model: str, closing: threading.Event) -> Reading | None:
         """Wait for a queued reading of a model, which now begins; None after `closing`, see wake().
@@ -157,8 +178,8 @@ class Readings:
         with self._changed:
             while not closing.is_set():
                 for path, reading in self._of.items():
-                    is_queued = reading.id.model == model and reading.status == "queued"
-                    if is_queued and path not in self._removals:
+                    is_queued = reading.status == "queued" and reading.kept is not None
+                    if reading.id.model == model and is_queued and path not in self._removals:
                         reading.status = "reading"
                         return reading
                 self._changed.wait()
@@ -169,13 +190,17 @@ class Readings:
         with self._changed:
             self._changed.notify_all()
 
-    def end(self, path: Path, reading: Reading, error: str | None) -> Removal | None:
+    def end(
+        self, path: Path, reading: Reading, error: str | None, *, goes_on: bool = False
+    ) -> Removal | None:
         """End a reading; returns its deletion, if it was deleted: then the caller removes the files
         and calls finish().
 
-        `error` is the sentence that says why it failed.
+        `error` is the sentence that says why it failed. `goes_on`: whether it was stopped and can
+        continue later, for which the file of its text stays.
         """
         with self._changed:
+            _let_go(reading, goes_on=goes_on)
             if reading.removal is None and error is None:
                 del self._of[path]
             elif reading.removal is None:
@@ -186,14 +211,17 @@ class Readings:
             return reading.removal
 
     def leave(self, model: str) -> list[Reading]:
-        """Take the queued readings of a model out, and return them."""
+        """Take the queued readings of a model out, and return them; the files of their texts
+        stay.
+        """
         with self._changed:
             left = {
                 path: each
                 for path, each in self._of.items()
-                if each.id.model == model and each.status == "queued"
+                if each.id.model == model and each.status == "queued" and each.kept is not None
             }
-            for path in left:
+            for path, each in left.items():
+                _let_go(each, goes_on=True)
                 del self._of[path]
         return list(left.values())
 
@@ -221,15 +249,37 @@ class Readings:
                 raise not_there(document.name)
             if self._files.is_in_use(path):
                 raise in_use(document.name)
-            reading = self._of.pop(path, None)
+            reading = self._of.get(path)
+            is_known = reading is not None
+            if reading is None or reading.status == "failed":
+                is_known |= self._removes_left_text(document, path)
+            elif reading.kept is None:  # A request is sending it right now.
+                raise in_use(document.name)
+            else:
+                _let_go(reading, goes_on=False)
+            self._of.pop(path, None)
             if (going_on := self._removals.get(path)) is not None:
-                return going_on, reading, False  # The newer reading has no files yet.
-            removal = self._removals[path] = Removal()
+                return going_on, reading, False  # The newer reading has no other files yet.
+            removal = self._removals[path] = Removal(is_known)
             if reading is None or reading.status != "reading":
                 return removal, reading, True
             reading.removal = removal
             reading.stop.set()
             return removal, reading, False
+
+    @staticmethod
+    def _removes_left_text(document: DocumentId, path: Path) -> bool:
+        """Remove the text that a server has left; returns False if there is none.
+
+        Raises RequestError (409) if the server is running.
+        """
+        try:
+            left = AcceptedText.take(text_file_of(path))
+        except DocumentBusyError:
+            raise in_use(document.name) from None
+        if left is not None:
+            left.remove()
+        return left is not None
 
     def finish(self, path: Path, removal: Removal, refusal: Exception | None) -> None:
         """End a deletion; `refusal` says why the document is still there."""
@@ -238,6 +288,15 @@ class Readings:
             removal.refusal = refusal
             removal.ended.set()
             self._changed.notify_all()
+
+
+def _let_go(reading: Reading, *, goes_on: bool) -> None:
+    """Remove the file of a reading's text, or leave it to the server that continues."""
+    kept, reading.kept = reading.kept, None
+    if kept is not None and goes_on:
+        kept.release()
+    elif kept is not None:
+        kept.remove()
 
 
 def not_there(name: str) -> RequestError:

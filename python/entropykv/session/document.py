@@ -147,8 +147,8 @@ def remove_partial(path: Path) -> None:
 
 def _remove_left_overs(path: Path) -> None:
     """Remove what processes have left that were killed while they saved; the lock is held."""
-    remove_left_overs(path)
-    remove_left_overs(partial_of(path))
+    for target in (path, partial_of(path)):
+        remove_left_overs(target)
 
 
 def _document_tokens(session: Session, text: str, system: str | None) -> list[int]:

@@ -27,6 +27,8 @@ SUFFIX = ".kv"
 """The ending of the file of a document."""
 PARTIAL = ".partial"
 """The ending of a document that was not read to its end, or not stored yet."""
+TEXT = ".text"
+"""The ending of a text that a server has accepted and not read yet."""
 _LOCK_ATTEMPTS, _LOCK_INTERVAL = 50, 0.02
 """How often, and after how many seconds, a file is tried that another process is about to
 remove.
@@ -53,7 +55,8 @@ class DocumentFolder:
     ) -> None:
         """Make the directory if it does not exist; only its owner can read it.
 
-        `limit_bytes`: the most bytes of all complete documents in it; None: no limit. `storage`:
+        `limit_bytes`: the most bytes of all complete documents in it, and of the texts that wait;
+        None: no limit. `storage`:
         where the documents are, if not in the directory. Raises OSError.
         """
         self.directory = directory
@@ -73,8 +76,8 @@ class DocumentFolder:
             names = [each.name for each in os.scandir(folder) if each.is_file()]
         if self._storage is None:
             return names
-        partial = [name for name in names if name.endswith(PARTIAL)]
-        return [*partial, *self._storage.names(self._key(folder))]
+        not_stored = [name for name in names if name.endswith((PARTIAL, TEXT))]
+        return [*not_stored, *self._storage.names(self._key(folder))]
 
     def stamp(self, path: Path) -> FileStamp | None:
         """Return what distinguishes two versions of a document; None if there is none."""
@@ -209,6 +212,23 @@ class DocumentFolder:
             self._storage.remove(self._key(path))
         return True
 
+    def make_room_for_text(self, path: Path, n_bytes: int) -> None:
+        """Remove the least recently used documents for a text that will be read into `path`.
+
+        Raises SessionFileError if the limit is less than what the texts take that wait.
+        """
+        limit = self._limit_bytes
+        if limit is None:
+            return
+        waiting = self._bytes_of_texts(path) + n_bytes
+        if waiting > limit:
+            raise SessionFileError(
+                f"it and other texts that wait take {waiting / 2**20:.1f} MiB, and all documents "
+                f"may take {limit / 2**20:.1f} MiB (--documents-limit); send it later, or raise "
+                "the limit"
+            )
+        self._drop_beyond(limit - waiting, path)
+
     def _make_room(self, newest: Path) -> None:
         if self._limit_bytes is None:
             return
@@ -220,13 +240,27 @@ class DocumentFolder:
                 f"{self._limit_bytes / 2**20:.1f} MiB (--documents-limit); give a smaller KV "
                 "budget or a higher limit"
             )
+        self._drop_beyond(self._limit_bytes - self._bytes_of_texts(newest), newest)
+
+    def _bytes_of_texts(self, without: Path) -> int:
+        """Return the bytes of all texts that wait, but for the one that is read into a path."""
+        total = 0
+        for path in self.directory.rglob(f"*{SUFFIX}{TEXT}"):
+            with suppress(OSError):
+                total += path.stat().st_size if path != text_file_of(without) else 0
+        return total
+
+    def _drop_beyond(self, limit_bytes: int, newest: Path) -> None:
+        """Remove the least recently used documents beyond a limit, but none in use, nor
+        `newest`.
+        """
         files = []
         for path in self.directory.rglob(f"*{SUFFIX}"):
             with suppress(OSError):  # Another process may remove it meanwhile.
                 files.append((last_use(path) or 0.0, path.stat().st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= self._limit_bytes:
+            if total <= limit_bytes:
                 return
             with self._lock, suppress(OSError):
                 if path != newest and path not in self._uses and _removed(path):
@@ -294,6 +328,11 @@ def make_folder(path: Path) -> None:
 def partial_of(path: Path) -> Path:
     """Return the file that a document is read into."""
     return path.with_name(path.name + PARTIAL)
+
+
+def text_file_of(path: Path) -> Path:
+    """Return the file of the text that will be read into a document."""
+    return path.with_name(path.name + TEXT)
 
 
 def _origin(path: Path) -> Path:
