@@ -10,6 +10,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from entropykv import system
@@ -20,10 +21,12 @@ _TOKEN_BYTES = 4
 
 
 @contextmanager
-def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
+def new_file(target: str | os.PathLike[str], *, private: bool = False) -> Iterator[Path]:
     """Yield an empty file beside `target`; at the end, it is synced to disk and renamed to
     `target`.
 
+    `private`: whether only its owner can read it, whatever the umask allows; Windows has no such
+    mode, and its folders decide.
     On an error, it is removed and `target` is unchanged. A process that is killed leaves it behind:
     see remove_left_overs(). Raises OSError if it cannot be written.
     """
@@ -33,7 +36,7 @@ def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise OSError(errno.EINVAL, obstacle)
     part = target.parent / f".{target.name}.{secrets.token_hex(_TOKEN_BYTES)}.part"
     try:
-        with open(part, "xb"):
+        with open(part, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)):
             pass
     except ValueError as error:  # The name has a null byte.
         raise OSError(errno.EINVAL, str(error)) from error

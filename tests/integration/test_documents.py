@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -125,6 +126,23 @@ def test_a_changed_byte_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     path.write_bytes(data)
     with session_of(tiny_llama) as session, pytest.raises(SessionFileError, match="damaged"):
         session.open_document(path)
+
+
+@pytest.mark.needs("os.fchmod")
+def test_only_its_owner_can_read_a_document_or_a_saved_session(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        interrupted(tiny_llama, tmp_path / "book.kv")
+        read(tiny_llama, tmp_path / "whole.kv")
+        with session_of(tiny_llama) as session:
+            session.decode([1, 2, 3])
+            session.save(tmp_path / "x.ekv")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(["book.kv.partial", "whole.kv", "x.ekv"], 0o600)
 
 
 def test_a_session_is_no_document(tiny_llama: Path, tmp_path: Path) -> None:

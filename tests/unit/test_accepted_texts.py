@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from entropykv.server.document_library import DocumentLibrary
 from entropykv.server.document_readings import DocumentId, Reading
 from entropykv.server.errors import RequestError
 from entropykv.session.document_folder import DocumentFolder
+from tests.support.systems import is_there
 
 OTHER_SERVER = """
 import sys
@@ -61,6 +63,8 @@ def test_a_text_comes_back_as_it_was_sent(tmp_path: Path, accepted: Accepted) ->
     (tmp_path / ".x.01234567.part").touch()  # A process was killed while it wrote.
     kept = AcceptedText.write(tmp_path / "x", accepted)
     assert read_accepted(tmp_path / "x") == accepted
+    if is_there("os.fchmod"):
+        assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
     kept.remove()
     assert read_accepted(tmp_path / "x") is None
     assert list(tmp_path.iterdir()) == []

@@ -51,7 +51,7 @@ class AcceptedText:
         """
         data = bytes_of(accepted)
         remove_left_overs(path)
-        with new_file(path) as part:
+        with new_file(path, private=True) as part:
             part.write_bytes(data)
         return cls(path, _locked(path))
 

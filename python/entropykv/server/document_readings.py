@@ -324,6 +324,7 @@ def in_use(name: str) -> RequestError:
     """Return the error for a document that cannot be deleted now."""
     return RequestError(
         409,
-        f"the document {name!r} is in use; delete it after the requests that ask it",
+        f"the document {name!r} is in use; delete it when no request asks it and no other server "
+        "reads it",
         code="document_in_use",
     )
