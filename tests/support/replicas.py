@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 
 from entropykv.model import shipped
+from tests.support.ending import ask_to_end, creation_flags
 from tests.support.ray_cluster import ThreeNodes
 
 TOKENS_READ, REPLICA = "X-EntropyKV-Tokens-Read", "X-EntropyKV-Replica"
@@ -65,7 +65,7 @@ class Served:
 
     def close(self) -> None:
         self.client.close()
-        self._process.send_signal(signal.SIGTERM)
+        ask_to_end(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(60)
         self._process.kill()
@@ -117,5 +117,6 @@ def start_replicas(
             cwd=folder,
             stdout=file,
             stderr=file,
+            creationflags=creation_flags(),
         )
     return process, f"http://127.0.0.1:{port}"

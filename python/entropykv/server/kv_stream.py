@@ -45,10 +45,13 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
+def kv_stream_routes(
+    models: ModelRegistry, *, show_text: bool, most_seconds: int = MOST_SECONDS
+) -> APIRouter:
     """Return the routes. Without viewers, they cost the worker threads no time.
 
-    A user sees only conversations of the own key, and their texts only with `show_text`.
+    A user sees only conversations of the own key, and their texts only with `show_text`. Streams
+    end after `most_seconds`, also if a request asks for more.
     """
     router = APIRouter(tags=["KV cache"])
     viewers = _Viewers()
@@ -81,7 +84,9 @@ def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
         except BaseException:
             viewers.leave()
             raise
-        return _Watching(viewers, viewers.events(request, engine, told, view, seconds))
+        return _Watching(
+            viewers, viewers.events(request, engine, told, view, min(seconds, most_seconds))
+        )
 
     @router.get("/v1/kv/text")
     async def text(

@@ -59,6 +59,10 @@ _LEAST_SLACK = 2
 """How many requests more than the least loaded replica one may have because it holds a text."""
 _HEAD_NODE = "node:__internal_head__"
 """The resource that only the head node of a Ray cluster has."""
+_VIEWER_SECONDS = 8
+"""After how many seconds a viewer of the cache has to ask again. Ray Serve kills a replica that has
+requests 20 seconds after it was told to stop, and tells it nothing before its last request ends.
+"""
 _MOST_ONGOING = 1000
 """The most requests of a replica, waiting ones included."""
 
@@ -177,7 +181,7 @@ class Replica:
         """
         if server.documents is not None and mark is not None:
             check_shared(server.documents, mark)
-        app = create_app(model, server)
+        app = create_app(model, server, viewer_seconds=_VIEWER_SECONDS)
         engine = app.state.engine
         several = engine.prefix_cache is not None
         turns = Middleware(
