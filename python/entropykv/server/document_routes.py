@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.parser
-import email.policy
-from pathlib import PurePath
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -18,14 +15,21 @@ from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.asked_document import AskedDocument, note_document
 from entropykv.server.bodies import read_body
 from entropykv.server.client_presence import CLIENT_GONE, unless_gone
-from entropykv.server.document_library import (
+from entropykv.server.document_form import (
+    MULTIPART,
+    document_name,
+    fields_of,
+    is_form,
+    text_of,
+)
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_reader import DocumentReader
+from entropykv.server.document_readings import (
     MOST_DOCUMENT_NAME,
     DocumentId,
-    DocumentLibrary,
     Reading,
     not_there,
 )
-from entropykv.server.document_reader import DocumentReader
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_NAME, Name
@@ -34,10 +38,13 @@ from entropykv.server.users import user_of
 from entropykv.session.document import MOST_TEXT_BYTES
 
 _CHECK_INTERVAL = 0.02
-"""Seconds between two checks whether a deleted document is still being read."""
-_MOST_PARTS = 16
-"""The most parts of a form."""
-_MULTIPART = "multipart/form-data"
+"""Seconds between two checks whether the files of a deleted document are gone."""
+_READ_BEFORE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The text has been read before, under this name.",
+        "content": {"application/json": {}},
+    }
+}
 
 
 class NewDocument(BaseModel):
@@ -53,7 +60,7 @@ def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> A
     """Return the routes; without a library they answer 501."""
     router = APIRouter(prefix="/v1/documents", tags=["Documents"])
 
-    @router.post("", status_code=202, openapi_extra=_BODY)
+    @router.post("", status_code=202, responses=_READ_BEFORE, openapi_extra=_BODY)
     async def create(request: Request) -> JSONResponse:
         kept = _kept(library)
         body, kind = await request.body(), request.headers.get("content-type", "")
@@ -72,7 +79,7 @@ def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> A
         reading.ended.append(ended)
         begins = False
         try:
-            begins = await run_in_threadpool(reader.begin, reading)
+            begins = await run_in_threadpool(kept.begin, reading)
         finally:
             if not begins:
                 release()
@@ -111,9 +118,11 @@ def _add_deleting(
                 param="model",
             )
         document = DocumentId(found[0]["model"], user, name)
-        reading = await run_in_threadpool(kept.remove, document)
-        while reading is not None and await run_in_threadpool(kept.is_reading, reading):
+        removal = await run_in_threadpool(kept.remove, document)
+        while not removal.ended.is_set():
             await asyncio.sleep(_CHECK_INTERVAL)
+        if removal.refusal is not None:
+            raise removal.refusal
         for _, engine in models.loaded():
             if engine.prefix_cache is not None:
                 path = kept.path(document)
@@ -139,12 +148,12 @@ async def use_document(
     kept, reader = _kept(library), _reader(engine)
     document = reader.id_of(user_of(request.scope), name)
     path = until_answered(request).enter_context(kept.in_use(document))
-    status = await run_in_threadpool(kept.status, document)
-    if status is None:
-        raise await run_in_threadpool(_of_another_model, models, kept, document)
-    if status["status"] != "ready":
+    if not await run_in_threadpool(kept.hold, document):
+        if await run_in_threadpool(kept.status, document) is None:
+            raise await run_in_threadpool(_of_another_model, models, kept, document)
         await _wait(request, engine, reader, document)
-    await run_in_threadpool(kept.hold, document)
+        if not await run_in_threadpool(kept.hold, document):
+            raise not_there(name)
     note_document(request.scope, AskedDocument(name, path))
 
 
@@ -212,7 +221,7 @@ _BODY = {
         "required": True,
         "content": {
             "application/json": {"schema": NewDocument.model_json_schema()},
-            _MULTIPART: {
+            MULTIPART: {
                 "schema": {
                     "type": "object",
                     "required": ["file"],
@@ -230,7 +239,7 @@ _BODY = {
 
 def _new_document(body: bytes, kind: str) -> NewDocument:
     """Return the document in a body of JSON, or of a form; raises RequestError."""
-    if kind.partition(";")[0].strip().lower() == _MULTIPART:
+    if is_form(kind):
         given = _of_form(body, kind)
     else:
         given = cast(NewDocument, read_body(NewDocument, body))
@@ -248,37 +257,13 @@ def _new_document(body: bytes, kind: str) -> NewDocument:
 
 
 def _of_form(body: bytes, kind: str) -> NewDocument:
-    head = f"content-type: {kind}\r\n\r\n".encode("latin-1")
-    parser = email.parser.BytesParser(policy=email.policy.HTTP)
-    form = parser.parsebytes(head + body)
-    parts = list(form.iter_parts()) if form.is_multipart() else []
-    if len(parts) > _MOST_PARTS or not parts:
-        raise RequestError(
-            400, f"the form has no parts, or more than {_MOST_PARTS}; send a file and its name"
-        )
-    fields = {_field_of(part): part for part in parts}
+    fields = fields_of(body, kind)
     if "file" not in fields:
         raise RequestError(400, "file: the form needs a file of this name", param="file")
-    filename = PurePath((fields["file"].get_filename() or "").replace("\\", "/")).name[:MOST_NAME]
-    name = _text(fields["name"], "name") if "name" in fields else PurePath(filename).stem
-    model = _text(fields["model"], "model") if "model" in fields else None
+    model = text_of(fields["model"], "model") if "model" in fields else None
     return NewDocument.model_construct(
-        name=name[: MOST_DOCUMENT_NAME + 1],
-        text=_text(fields["file"], "file"),
+        name=document_name(fields)[: MOST_DOCUMENT_NAME + 1],
+        text=text_of(fields["file"], "file"),
         model=model or None,
-        filename=filename or None,
+        filename=fields["file"].filename[:MOST_NAME] or None,
     )
-
-
-def _field_of(part: Any) -> str:
-    return str(part.get_param("name", "", header="content-disposition"))
-
-
-def _text(part: Any, name: str) -> str:
-    data = part.get_payload(decode=True)
-    try:
-        return (data if isinstance(data, bytes) else b"").decode("utf-8")
-    except UnicodeDecodeError:
-        raise RequestError(
-            400, f"{name}: it is not a text in UTF-8; convert it first", param=name
-        ) from None

@@ -146,29 +146,34 @@ class ModelRunner:
         options, headwise = self.config.options, self.config
         if options.store != "auto":
             return self._make_store()
+        refusal: UnsupportedModelError | SettingsError | None = None
         if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
-            with contextlib.suppress(UnsupportedModelError, SettingsError):
-                return self._store_on_devices()
+            try:
+                if (store := self._store_on_devices()) is not None:
+                    return store
+            except (UnsupportedModelError, SettingsError) as error:
+                refusal = error  # It says how to get the device store, if there is a way.
             self._close_context()
             self.config = headwise
         try:
             return self._make_store()
         except UnsupportedModelError as error:
-            if options.in_pool and not headwise.freezing:
-                raise
-            refusal = str(error)
+            refusal = refusal or error
+        if options.in_pool and not headwise.freezing:
+            raise refusal
         self._close_context()
-        self.config = headwise.on_flat_store(refusal)
+        self.config = headwise.on_flat_store(str(refusal))
         return self._make_store()
 
-    def _store_on_devices(self) -> Store:
-        """Make a device store; raises UnsupportedModelError if it cannot serve the model, or if no
-        layer's K and V would lie on a device.
+    def _store_on_devices(self) -> Store | None:
+        """Make a device store; returns None if no layer's K and V lie on a device.
+
+        Raises SettingsError or UnsupportedModelError if it cannot serve the model.
         """
         why = f"{self.model.name}: layers are on a device, and headwise reads K and V on the CPU"
         self.config = self.config.on_device_store(why)
         if not any(node.on_device for node in self._device_context().hook.nodes):
-            raise UnsupportedModelError(f"{self.model.name}: no attention is on a device")
+            return None
         return self._make_store()
 
     def _make_store(self) -> Store:
