@@ -355,6 +355,8 @@ void DeviceStore::take_order_of_ledger(int layer, int h) {
     for (int i = 0; i < entries.count(); ++i) {
         const Slot slot = entries.place(i);
         positions[index(i)] = entries.layout().positions(slot.page)[slot.index];
+        // No two entries of a head have one position.
+        if (of.positions[index(i)] == static_cast<float>(positions[index(i)])) continue;
         load_k(entries.layout(), slot.page, slot.index, key);
         const int row = row_number(key);
         if (row == i) continue;
