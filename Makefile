@@ -55,7 +55,7 @@ coverage: install  ## the Python tests, and which lines of the package none of t
 	$(BIN)/python -m pytest --cov=entropykv --cov-report=term
 
 CPP_TESTS := batch_test grammar_test sharing_test kernel_test store_test state_test cold_test \
-	large_test memory_test product_test
+	large_test memory_test product_test threads_test
 test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \

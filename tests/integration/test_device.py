@@ -68,9 +68,6 @@ def test_store_auto_gives_the_logits_that_it_gives_without_a_device(
     assert relative_error(rows[1], rows[0]) < (5e-2 if budget == 1.0 else 1e-1)
 
 
-@pytest.mark.skipif(
-    second_device() == "CUDA0", reason="CUDA leaves attention in main memory to the CPU"
-)
 def test_the_headwise_store_is_refused_by_name_where_attention_is_on_a_device(model: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="the headwise store cannot serve this model"):
         Session(model, n_ctx=240, store="headwise", n_gpu_layers=99)

@@ -250,6 +250,30 @@ def test_heads_of_a_layer_have_budgets_of_their_own(tmp_path: Path) -> None:
         assert all(n <= most for n, most in zip(held[0], session.budgets()[0], strict=True))
 
 
+@pytest.mark.parametrize("n_head_kv", [2, 5, 16])
+def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_heads(
+    n_head_kv: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_head=n_head_kv, n_head_kv=n_head_kv, head_dim=64)
+    entropies = np.array([np.geomspace(1, 9, n_head_kv), np.geomspace(9, 1, n_head_kv)])
+    profile = replace(profile_of(path), head_entropies=entropies)
+    options: dict[str, Any] = {"policy": "entropy", "entropy_config": profile, "kv_budget": 0.3}
+    with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
+        assert len(set(session.budgets()[0])) > n_head_kv / 2
+        expected, rows = read(cpu), read(session)
+        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        before = session.stats().device_traffic["computed"]
+        for token in tokens_for(8):
+            session.decode([token])
+        computed = (session.stats().device_traffic["computed"] - before) / 8
+    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
+    assert same > 0.98
+    assert relative_error(rows, expected) < 2e-2
+    # Masks, at times what queries gave, and moves; or a graph for each of two layers, and moves.
+    assert (computed < 2) == (n_head_kv < 16)
+
+
 def test_the_budget_is_never_exceeded_on_the_device(model: Path) -> None:
     tokens = tokens_for(400)
     with on_device(model, kv_budget=0.25) as session:

@@ -1,0 +1,69 @@
+// Tests the threads that share the host's decisions of the device store.
+#include "platform/worker_threads.hpp"
+
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include "testing.hpp"
+
+namespace {
+
+void test_every_piece_is_done_once() {
+    for (const int n_threads : {-1, 0, 1, 2, 7}) {
+        WorkerThreads threads(n_threads);
+        CHECK(threads.n_threads() == (n_threads > 0 ? n_threads : 1));
+        for (const int n : {0, 1, 3, 1000, 1000, 1}) {
+            std::vector<std::atomic<int>> done(static_cast<std::size_t>(n));
+            std::atomic<bool> known{true};
+            threads.run(n, [&](int piece, int thread) {
+                ++done[static_cast<std::size_t>(piece)];
+                if (thread < 0 || thread >= threads.n_threads()) known = false;
+            });
+            for (const std::atomic<int>& times : done) CHECK(times == 1);
+            CHECK(known);
+        }
+    }
+}
+
+// Workspaces belong to a thread, so no two pieces may have the same one at a time.
+void test_a_thread_does_one_piece_at_a_time() {
+    WorkerThreads threads(4);
+    std::vector<std::atomic<int>> busy(4);
+    std::atomic<int> shared{0};
+    threads.run(2000, [&](int, int thread) {
+        std::atomic<int>& own = busy[static_cast<std::size_t>(thread)];
+        if (++own > 1) ++shared;
+        --own;
+    });
+    CHECK(shared == 0);
+}
+
+void test_an_error_ends_no_thread_and_reaches_who_asked() {
+    WorkerThreads threads(3);
+    for (int round = 0; round < 3; ++round) {
+        std::atomic<int> done{0};
+        bool thrown = false;
+        try {
+            threads.run(100, [&](int piece, int) {
+                ++done;
+                if (piece % 10 == 3) throw std::runtime_error("a piece failed");
+            });
+        } catch (const std::runtime_error&) {
+            thrown = true;
+        }
+        CHECK(thrown);
+        CHECK(done == 100);
+        threads.run(10, [&](int, int) { ++done; });
+        CHECK(done == 110);
+    }
+}
+
+}  // namespace
+
+int main() {
+    test_every_piece_is_done_once();
+    test_a_thread_does_one_piece_at_a_time();
+    test_an_error_ends_no_thread_and_reaches_who_asked();
+    return summary();
+}
