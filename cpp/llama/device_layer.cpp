@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 #include <stdexcept>
+#include <utility>
 
 namespace entropykv {
 
@@ -10,6 +12,7 @@ namespace {
 
 // Equal numbers of rows may add this much to those that the heads need.
 constexpr int kPaddingPerMille = 50;
+constexpr std::int64_t kTooMany = std::int64_t{1} << 60;
 
 int whole_steps(int rows) { return (rows + kDeviceRowStep - 1) / kDeviceRowStep * kDeviceRowStep; }
 
@@ -20,25 +23,42 @@ int needed_rows(int budget, int max_tokens, int max_entries) {
 }
 
 std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries) {
-    std::vector<int> rows;
-    std::size_t first = 0;
-    int most = 0;
-    std::int64_t needed = 0;  // by the heads of the group that begins with `first`
-    for (const int budget : budgets) {
-        const int own = needed_rows(budget, max_tokens, max_entries);
-        const int most_with = std::max(most, own);
-        const auto padded = static_cast<std::int64_t>(rows.size() - first + 1) * most_with;
-        if (1000 * (padded - needed - own) > kPaddingPerMille * (needed + own)) {
-            first = rows.size();
-            most = 0;
-            needed = 0;
+    std::vector<int> needed;
+    for (const int budget : budgets) needed.push_back(needed_rows(budget, max_tokens, max_entries));
+    const std::size_t n = needed.size();
+    const std::int64_t sum = std::accumulate(needed.begin(), needed.end(), std::int64_t{0});
+    // Is the best way to put the first heads into some number of groups: how many rows they get
+    // then, and where the last group begins.
+    struct Grouped {
+        std::int64_t rows;
+        std::size_t last;
+    };
+    std::vector<std::vector<Grouped>> best(1, std::vector<Grouped>(n + 1, {kTooMany, 0}));
+    best[0][0].rows = 0;
+    while (best.back()[n].rows == kTooMany ||
+           1000 * (best.back()[n].rows - sum) > kPaddingPerMille * sum) {
+        const std::vector<Grouped>& before = best.back();
+        std::vector<Grouped> with(n + 1, {kTooMany, 0});
+        for (std::size_t end = 1; end <= n; ++end) {
+            std::int64_t most = 0;
+            for (std::size_t first = end; first-- > 0;) {
+                most = std::max<std::int64_t>(most, needed[first]);
+                const std::int64_t rows =
+                    before[first].rows + most * static_cast<std::int64_t>(end - first);
+                if (rows < with[end].rows) with[end] = {rows, first};
+            }
         }
-        most = std::max(most, own);
-        needed += own;
-        rows.push_back(own);
-        std::fill(rows.begin() + static_cast<std::ptrdiff_t>(first), rows.end(), most);
+        best.push_back(std::move(with));
     }
-    return rows;
+    for (std::size_t groups = best.size() - 1, end = n; groups > 0; --groups) {
+        const std::size_t first = best[groups][end].last;
+        const auto begin = needed.begin();
+        const auto of_group = begin + static_cast<std::ptrdiff_t>(first);
+        const auto behind = begin + static_cast<std::ptrdiff_t>(end);
+        std::fill(of_group, behind, *std::max_element(of_group, behind));
+        end = first;
+    }
+    return needed;
 }
 
 int rows_of_layer(const std::vector<int>& head_rows) {

@@ -26,7 +26,8 @@ constexpr float kFreeRow = 1e9f;
 // micro-batch that is read before the others are evicted.
 int needed_rows(int budget, int max_tokens, int max_entries);
 // Returns how many rows the KV heads of a layer get. Neighbours that need nearly as many get
-// equally many, so that one attention node serves them; this adds at most a twentieth.
+// equally many, so that one attention node serves them: there are as few groups as possible if this
+// adds at most a twentieth.
 std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries);
 // Returns how many rows a layer with such heads has, with those that attention reads behind the
 // last heads' rows.

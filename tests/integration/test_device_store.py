@@ -256,7 +256,10 @@ def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_h
 ) -> None:
     path = tmp_path / "model.gguf"
     write_llama(path, n_head=n_head_kv, n_head_kv=n_head_kv, head_dim=64)
-    entropies = np.array([np.geomspace(1, 9, n_head_kv), np.geomspace(9, 1, n_head_kv)])
+    # Neighbours have unlike entropies, and so unlike budgets.
+    unlike = np.geomspace(1, 9, n_head_kv)
+    unlike[1::2] = unlike[1::2][::-1]
+    entropies = np.array([unlike, unlike[::-1]])
     profile = replace(profile_of(path), head_entropies=entropies)
     options: dict[str, Any] = {"policy": "entropy", "entropy_config": profile, "kv_budget": 0.3}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
