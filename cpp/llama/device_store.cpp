@@ -39,6 +39,7 @@ StoreSettings ledger_settings(StoreSettings settings) {
     if (importance.distinct || !of_shares || evidence == Evidence::expectation)
         throw std::invalid_argument("a measure that needs keys on the host");
     settings.type = KvType::f16;
+    settings.stages_all_layers = true;  // threads commit heads of several layers at a time
     settings.ropes.clear();
     return settings;
 }

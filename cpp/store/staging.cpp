@@ -14,7 +14,8 @@ std::size_t Staging::pages_of(int n_tokens) const {
 // layer with several readers has its own. The two sets have separate first pages, because single
 // tokens of two layers are staged at a time, and share the other pages.
 Staging::Staging(const std::vector<LayerShape>& layers, const std::vector<PageLayout>& layouts,
-                 std::size_t page_bytes, int max_tokens, int n_sequences, int n_drafts)
+                 std::size_t page_bytes, int max_tokens, int n_sequences, int n_drafts,
+                 bool all_layers)
     : least_entries_(layouts.front().entries),
       n_drafts_(n_drafts),
       single_pages_(static_cast<std::size_t>(n_sequences)) {
@@ -23,14 +24,15 @@ Staging::Staging(const std::vector<LayerShape>& layers, const std::vector<PageLa
     // Every token of a run with drafts has a page of its own.
     row_pages_ = pages_of(max_tokens) + single_pages_ - 1 +
                  single_pages_ * static_cast<std::size_t>(n_drafts);
+    const auto has_own = [&](const LayerShape& shape) { return all_layers || shape.readers > 1; };
     std::size_t most_heads = 0;
     for (const LayerShape& shape : layers)
-        if (shape.readers == 1)
+        if (!has_own(shape))
             most_heads = std::max(most_heads, static_cast<std::size_t>(shape.n_head_kv));
     std::size_t n_rows = 2 * most_heads;
     for (std::size_t i = 0; i < layers.size(); ++i) {
-        first_row_.push_back(layers[i].readers == 1 ? i % 2 * most_heads : n_rows);
-        if (layers[i].readers > 1) n_rows += static_cast<std::size_t>(layers[i].n_head_kv);
+        first_row_.push_back(has_own(layers[i]) ? n_rows : i % 2 * most_heads);
+        if (has_own(layers[i])) n_rows += static_cast<std::size_t>(layers[i].n_head_kv);
     }
     const std::size_t n_shared = most_heads * (row_pages_ - single_pages_);
     memory_ = AlignedBytes((n_rows * row_pages_ - n_shared) * page_bytes);

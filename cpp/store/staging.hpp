@@ -14,8 +14,10 @@ class Staging {
 public:
     // Makes room for a micro-batch with max_tokens tokens of one sequence and single tokens of the
     // others, each of them followed by up to n_drafts drafts. page_bytes: that of page_layouts().
+    // all_layers: all of them are staged at a time.
     Staging(const std::vector<LayerShape>& layers, const std::vector<PageLayout>& layouts,
-            std::size_t page_bytes, int max_tokens, int n_sequences, int n_drafts);
+            std::size_t page_bytes, int max_tokens, int n_sequences, int n_drafts,
+            bool all_layers = false);
 
     // Returns the pages of a KV head. Each sequence uses some of them, starting with a page of its
     // own.

@@ -38,7 +38,8 @@ StoreComponents::StoreComponents(const std::vector<LayerShape>& shapes,
     : common(settings),
       share(pool != nullptr
                 ? std::move(pool)
-                : std::make_shared<StorePool>(shapes, settings.type, settings.max_tokens)),
+                : std::make_shared<StorePool>(shapes, settings.type, settings.max_tokens,
+                                              settings.stages_all_layers)),
       query_tracker(common, inverse_ropes) {
     check_settings(settings);
     const std::vector<PageLayout> layouts = page_layouts(shapes, settings.type);

@@ -36,19 +36,20 @@ int checked_drafts(int n) {
 }  // namespace
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
-                     int n_sequences, int n_drafts, bool is_private)
+                     int n_sequences, int n_drafts, bool is_private, bool stages_all_layers)
     : pages_(pool_page_bytes(layers, type), 0),
       staging_(layers, page_layouts(layers, type), pages_.page_bytes(), checked(max_tokens),
-               checked_sequences(n_sequences), checked_drafts(n_drafts)),
+               checked_sequences(n_sequences), checked_drafts(n_drafts), stages_all_layers),
       predictor_(layers.size()),
       is_private_(is_private) {}
 
-StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens)
-    : StorePool(layers, type, max_tokens, 1, 0, true) {}
+StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
+                     bool stages_all_layers)
+    : StorePool(layers, type, max_tokens, 1, 0, true, stages_all_layers) {}
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
                      int n_sequences, int n_drafts)
-    : StorePool(layers, type, max_tokens, n_sequences, n_drafts, false) {}
+    : StorePool(layers, type, max_tokens, n_sequences, n_drafts, false, false) {}
 
 std::size_t StorePool::prediction_bytes() const {
     return predictor_.bytes() + (lessons ? lessons->bytes() : 0);

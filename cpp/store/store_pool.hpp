@@ -22,7 +22,8 @@ class LessonSums;
 class StorePool {
 public:
     // Makes the pool of a single store: its budget is always the store's share.
-    StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens);
+    StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
+              bool stages_all_layers = false);
     // Makes a pool for up to n_sequences sequences; set_pages() sets its budget.
     // Each of them may read up to n_drafts drafts at a time.
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
@@ -71,7 +72,7 @@ public:
 
 private:
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
-              int n_drafts, bool is_private);
+              int n_drafts, bool is_private, bool stages_all_layers);
 
     PagePool pages_;
     Staging staging_;

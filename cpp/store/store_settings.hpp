@@ -32,6 +32,9 @@ struct StoreSettings {
     // Has one value per layer; empty means that K and queries have no position.
     std::vector<RopeParams> ropes{};
     std::optional<FreezeSettings> freezing{};  // unset: what is not kept is dropped
+    // Whether the micro-batch of all layers is staged at a time, and not of one layer after
+    // another. Takes effect for a store with a pool of its own.
+    bool stages_all_layers = false;
 
     RopeParams rope_of(std::size_t layer) const {
         return ropes.empty() ? RopeParams{} : ropes.at(layer);

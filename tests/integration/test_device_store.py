@@ -277,6 +277,18 @@ def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_h
     assert (computed < 2) == (n_head_kv < 16)
 
 
+def test_threads_that_share_decisions_decide_as_one_does(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_layer=14, n_head=4, n_head_kv=4, head_dim=64)
+    kept = []
+    for n_threads in (1, 12):
+        options: dict[str, Any] = {"n_ctx": 1500, "kv_budget": 700, "n_ubatch": 256}
+        with on_device(path, n_threads=n_threads, **options) as session:
+            session.decode(tokens_for(1400))
+            kept.append(all_entries(session))
+    assert kept[0] == kept[1]
+
+
 def test_the_budget_is_never_exceeded_on_the_device(model: Path) -> None:
     tokens = tokens_for(400)
     with on_device(model, kv_budget=0.25) as session:
