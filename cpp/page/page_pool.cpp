@@ -27,14 +27,37 @@ std::byte* PagePool::allocate() {
     }
     std::byte* page = free_.back();
     free_.pop_back();
-    owners_of(page) = 1;
+    const std::size_t number = pages_.number_of(page);
+    owners_[number] = 1;
+    pages_.note_used(number);
     ++used_pages_;
     peak_pages_ = std::max(peak_pages_, used_pages_);
     return page;
 }
 
+std::byte* PagePool::adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                           const std::vector<std::size_t>& unused) {
+    const std::size_t used = pages - unused.size();
+    if (used == 0 || used > budget_pages_ - used_pages_) return nullptr;
+    if (used_pages_ == 0) keep_first();
+    const std::size_t first = owners_.size();
+    if (used > budget_pages_ - std::min(budget_pages_, first)) return nullptr;
+    make_lists(first + pages);
+    pages_.append_file(file, first, pages);
+    owners_.resize(first + pages, 1);
+    for (const std::size_t number : unused) {
+        free_.push_back(pages_.at(first + number));
+        pages_.note_free(first + number);
+    }
+    used_pages_ += used;
+    peak_pages_ = std::max(peak_pages_, used_pages_);
+    return file->data();
+}
+
 void PagePool::release(std::byte* page) {
-    if (--owners_of(page) > 0) return;
+    const std::size_t number = pages_.number_of(page);
+    if (--owners_[number] > 0) return;
+    pages_.note_free(number);
     free_.push_back(page);
     --used_pages_;
 }
@@ -71,6 +94,7 @@ void PagePool::keep_first() {
     free_.clear();
     owners_.resize(used_pages_);
     pages_.shrink(used_pages_);
+    pages_.note_all_used();
 }
 
 }  // namespace entropykv

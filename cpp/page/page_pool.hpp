@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "platform/mapped_pages.hpp"
@@ -24,6 +25,16 @@ public:
     // Adds an owner. While a page has several, none may write to it.
     void share(const std::byte* page) { ++owners_of(page); }
     bool is_shared(const std::byte* page) const { return owners_[pages_.number_of(page)] > 1; }
+    // Takes the pages that a mapped file begins with, each with one owner, and returns the first
+    // one. They are pages like any other, but share memory with other processes until they are
+    // written to. `unused` has the numbers of those that are free, because they hold something
+    // else. Returns null, and changes nothing, if the budget has no room for the others behind the
+    // pages that were handed out. Throws std::bad_alloc, and changes nothing.
+    std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                     const std::vector<std::size_t>& unused);
+    // Tell whether someone has changed a file that was adopted, and whether a page is affected.
+    bool any_file_changed() noexcept { return pages_.any_file_changed(); }
+    bool is_changed(const std::byte* page) { return pages_.is_changed(page); }
     // Removes an owner.
     void release(std::byte* page);
     // Maps memory for so many pages, so that allocate() cannot fail until more are in use. Throws

@@ -111,6 +111,15 @@ void PageShare::release(std::byte* page) {
     --used_;
 }
 
+std::byte* PageShare::adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                            const std::vector<std::size_t>& unused) {
+    std::byte* first = pool_->pages().adopt(file, pages, unused);
+    if (first == nullptr) return nullptr;
+    used_ += pages - unused.size();
+    note_peak();
+    return first;
+}
+
 void PageShare::note_peak() { peak_ = std::max(peak_, used_); }
 
 std::byte* PageShare::own(std::byte* page, std::size_t bytes) {

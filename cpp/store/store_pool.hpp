@@ -97,6 +97,9 @@ public:
     // Allocates a page. Throws std::logic_error if the pool has none left.
     std::byte* take();
     void release(std::byte* page);
+    // Takes the pages that a mapped file begins with: see PagePool::adopt().
+    std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                     const std::vector<std::size_t>& unused);
     // Counts pages that a head took over from a checkpoint; call note_peak() after it has evicted.
     void add_used(std::size_t pages) { used_ += pages; }
     void note_peak();

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.errors import SessionFileError
 from entropykv.llamacpp.recurrent import RecurrentState
 from entropykv.policy.online import OnlineBudgets
 from entropykv.policy.policy import Policy
 from entropykv.store.cold import ColdSide
-from entropykv.store.protocol import DamagedState, SavedState, StoreState
+from entropykv.store.protocol import DamagedState, SavedState, Section, StoreState
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ class HeadwiseState:
         self._recurrent = recurrent
 
     def save(self) -> StoreState:
-        """Return the sections; those of the KV heads are made when they are read."""
+        """Return the sections; those of the KV heads are made when they are read, and are padded
+        so that a file of them can be mapped.
+        """
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self._layers)
@@ -84,7 +87,7 @@ class HeadwiseState:
             entries=entries,
             evicted=self._store.evicted,
             section_bytes=[
-                *(self._store.state_bytes(i, head) for i, head, _ in _per_head(entries)),
+                *(self._section_bytes(i, head) for i, head, _ in _per_head(entries)),
                 *map(len, rest),
             ],
             sections=itertools.chain(
@@ -139,9 +142,25 @@ class HeadwiseState:
             ),
         )
 
+    def _section_bytes(self, layer: int, kv_head: int) -> int:
+        return self._store.state_bytes(layer, kv_head) + self._store.state_padding(layer, kv_head)
+
     def _section(self, layer: int, kv_head: int) -> bytes:
         with self._cold.reading():
-            return self._store.save_head(layer, kv_head)
+            section = self._store.save_head(layer, kv_head)
+        self.check_files()
+        return section + bytes(self._store.state_padding(layer, kv_head))
+
+    def check_files(self) -> None:
+        """Raise SessionFileError if someone has changed a file that has pages of the store."""
+        try:
+            self._store.check_files()
+        except _core.MappedFileError:
+            raise SessionFileError(
+                "the file of a saved session or document was changed while its entries were in "
+                "use, so that they are lost; load it again, and replace such files instead of "
+                "writing to them"
+            ) from None
 
     def check(self, state: SavedState) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
@@ -173,6 +192,7 @@ class HeadwiseState:
     ) -> None:
         """Reserve room for everything, then replace the content by a state.
 
+        Pages of a mapped file stay where they are if that is possible; else they are copied.
         `shares` returns budgets that follow the loaded measurements; `share` sets them. If it
         raises, nothing has changed.
         """
@@ -183,12 +203,14 @@ class HeadwiseState:
         self._store.truncate(0)
         self._store.set_evicted(state.evicted)
         share()
-        for (layer, head, count), section in zip(heads, of_heads, strict=True):
-            self._store.load_head(layer, head, count, section)
+        counts = [count for _, _, count in heads]
+        if state.file is None or not self._store.adopt(state.file, counts, of_heads):
+            for (layer, head, count), section in zip(heads, of_heads, strict=True):
+                self._store.load_head(layer, head, count, section)
         self._cold.recalls_now = state.recalls_now
 
     @contextmanager
-    def _seen_as_in(self, sections: Sequence[bytearray]) -> Iterator[None]:
+    def _seen_as_in(self, sections: Sequence[Section]) -> Iterator[None]:
         """Load the state of recurrent layers and online budgets; undoes it on an error."""
         state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
         seen = self._online.state() if self._online else None
@@ -204,7 +226,7 @@ class HeadwiseState:
             raise
 
 
-def _floats(section: bytearray) -> npt.NDArray[np.float64]:
+def _floats(section: Section) -> npt.NDArray[np.float64]:
     return np.frombuffer(section, "<f8").astype(np.float64)
 
 
