@@ -86,7 +86,6 @@ class Asking:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.listen()
 
     def listen(self) -> None:
         """Print the next line that it says."""

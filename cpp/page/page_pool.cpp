@@ -94,7 +94,7 @@ void PagePool::keep_first() {
     free_.clear();
     owners_.resize(used_pages_);
     pages_.shrink(used_pages_);
-    pages_.note_all_used();
+    pages_.note_first_used(used_pages_);
 }
 
 }  // namespace entropykv

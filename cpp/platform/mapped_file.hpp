@@ -3,7 +3,6 @@
 // file never changes. One source file per kind of system defines these functions.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -19,7 +18,8 @@ public:
 
     // Maps `bytes` bytes of an open file from an offset on. `file` is as in file_access.hpp.
     // Returns null where the system does not offer this, where kMost files are mapped already, and
-    // for a file that is not regular or shorter: then its bytes have to be read.
+    // for a file that is not regular or shorter: then its bytes have to be read. Throws
+    // std::bad_alloc.
     static std::shared_ptr<MappedFile> map(int file, std::size_t offset, std::size_t bytes);
     ~MappedFile();
     MappedFile(const MappedFile&) = delete;
@@ -49,22 +49,18 @@ private:
         }
     };
 
-    MappedFile(MappedMemory memory, std::size_t skipped, std::size_t bytes, int file, int watch)
-        : memory_(std::move(memory)),
-          skipped_(skipped),
-          bytes_(bytes),
-          file_(file),
-          watch_(watch),
-          version_(version_of(file)) {}
+    MappedFile() = default;
     static Version version_of(int file) noexcept;
 
-    MappedMemory memory_;
-    std::size_t skipped_;  // bytes from the beginning of its first page to the offset
-    std::size_t bytes_;
-    int file_;   // an own descriptor; -1 if the file was let go
-    int watch_;  // the number of its place among the watched ranges
+    void forget_file() noexcept;
+
+    MappedMemory memory_{};
+    std::size_t skipped_ = 0;  // bytes from the beginning of its first page to the offset
+    std::size_t bytes_ = 0;
+    int file_ = -1;   // an own descriptor; -1 once the file was let go
+    int watch_ = -1;  // the number of its place among the watched ranges
     bool changed_ = false;
-    Version version_;
+    Version version_{};
 };
 
 }  // namespace entropykv

@@ -7,9 +7,9 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <mutex>
-#include <new>
 
 namespace entropykv {
 namespace {
@@ -95,41 +95,34 @@ MappedFile::Version MappedFile::version_of(int file) noexcept {
 }
 
 std::shared_ptr<MappedFile> MappedFile::map(int file, std::size_t offset, std::size_t bytes) {
-    const Version version = version_of(file);
-    if (bytes == 0 || version.size < 0 || static_cast<std::size_t>(version.size) < bytes ||
-        static_cast<std::size_t>(version.size) - bytes < offset)
+    std::shared_ptr<MappedFile> made(new MappedFile());
+    made->version_ = version_of(file);
+    const std::int64_t size = made->version_.size;
+    if (bytes == 0 || size < 0 || static_cast<std::size_t>(size) < bytes ||
+        static_cast<std::size_t>(size) - bytes < offset)
         return nullptr;
     handle_bus_errors();
-    const int number = watch();
-    if (number < 0) return nullptr;
-    const int own = fcntl(file, F_DUPFD_CLOEXEC, 0);
-    const std::size_t skipped = offset % page_bytes;
-    const std::size_t total = (skipped + bytes + page_bytes - 1) / page_bytes * page_bytes;
-    void* start = own < 0 ? MAP_FAILED
-                          : mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE, own,
-                                 static_cast<off_t>(offset - skipped));
-    if (start == MAP_FAILED) {
-        if (own >= 0) close(own);
-        stop_watching(number);
-        return nullptr;
-    }
-    MappedMemory memory(static_cast<std::byte*>(start), total);
-    set_range(watched[static_cast<std::size_t>(number)], memory.data(), total);
-    MappedFile* made =
-        new (std::nothrow) MappedFile(std::move(memory), skipped, bytes, own, number);
-    if (made == nullptr) {
-        close(own);
-        stop_watching(number);
-        return nullptr;
-    }
-    return std::shared_ptr<MappedFile>(made);
+    made->watch_ = watch();
+    made->file_ = fcntl(file, F_DUPFD_CLOEXEC, 0);
+    if (made->watch_ < 0 || made->file_ < 0) return nullptr;
+    made->skipped_ = offset % page_bytes;
+    made->bytes_ = bytes;
+    const std::size_t total = (made->skipped_ + bytes + page_bytes - 1) / page_bytes * page_bytes;
+    void* start = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE, made->file_,
+                       static_cast<off_t>(offset - made->skipped_));
+    if (start == MAP_FAILED) return nullptr;
+    made->memory_ = MappedMemory(static_cast<std::byte*>(start), total);
+    set_range(watched[static_cast<std::size_t>(made->watch_)], made->memory_.data(), total);
+    return made;
 }
 
-MappedFile::~MappedFile() {
-    if (file_ < 0) return;
-    stop_watching(watch_);
-    close(file_);
+void MappedFile::forget_file() noexcept {
+    if (watch_ >= 0) stop_watching(watch_);
+    if (file_ >= 0) close(file_);
+    watch_ = file_ = -1;
 }
+
+MappedFile::~MappedFile() { forget_file(); }
 
 bool MappedFile::has_changed() noexcept {
     if (file_ < 0) return false;
@@ -146,9 +139,7 @@ void MappedFile::let_go() noexcept {
 #if defined(MADV_HUGEPAGE)
     madvise(memory_.data(), memory_.size(), MADV_HUGEPAGE);
 #endif
-    stop_watching(watch_);
-    close(file_);
-    file_ = -1;
+    forget_file();
 }
 
 }  // namespace entropykv

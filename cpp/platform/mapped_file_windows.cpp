@@ -11,6 +11,8 @@ bool MappedFile::has_changed() noexcept { return false; }
 
 void MappedFile::let_go() noexcept {}
 
+void MappedFile::forget_file() noexcept {}
+
 MappedFile::Version MappedFile::version_of(int) noexcept { return {}; }
 
 }  // namespace entropykv

@@ -82,8 +82,8 @@ void MappedPages::note_free(std::size_t number) noexcept {
     if (range != nullptr && --range->n_used == 0) range->file->let_go();
 }
 
-void MappedPages::note_all_used() noexcept {
-    for (Range& range : ranges_) range.n_used = std::min(range.end(), count_) - range.first;
+void MappedPages::note_first_used(std::size_t pages) noexcept {
+    for (Range& range : ranges_) range.n_used = std::min(range.end(), pages) - range.first;
 }
 
 bool MappedPages::any_file_changed() noexcept {

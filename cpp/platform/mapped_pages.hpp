@@ -27,11 +27,12 @@ public:
     // Ends the last range behind the first pages, and appends the pages of a file, all of them in
     // use. Throws std::bad_alloc, and then changes nothing.
     void append_file(const std::shared_ptr<MappedFile>& file, std::size_t first, std::size_t pages);
-    // Say that a page is in use, or free, and that all pages are in use. Once no page of a file is
-    // in use, its range becomes memory like any other, so that the file can be deleted.
+    // Say that a page is in use, or free, and that exactly the first pages are in use. Once no page
+    // of a file is in use, its range becomes memory like any other, so that nothing of a deleted
+    // file stays on the disk.
     void note_used(std::size_t number) noexcept;
     void note_free(std::size_t number) noexcept;
-    void note_all_used() noexcept;
+    void note_first_used(std::size_t pages) noexcept;
     // Tell whether someone has changed a mapped file, and whether a page belongs to such a file.
     bool any_file_changed() noexcept;
     bool is_changed(const std::byte* page);

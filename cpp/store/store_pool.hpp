@@ -46,6 +46,11 @@ public:
     // mapped_bytes(). Throws std::invalid_argument if the shares need more pages.
     void set_pages(std::size_t pages);
 
+    // Takes pages from a mapped file: see PagePool::adopt(). If pages that are free lie between
+    // those in use, the latter are first moved together.
+    std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                     const std::vector<std::size_t>& unused);
+
     // Sets what is called between micro-batches when a store needs pages: drop() drops a
     // checkpoint, and returns whether there was one.
     void on_full(std::function<bool()> drop) { drop_checkpoint_ = std::move(drop); }
@@ -72,6 +77,8 @@ public:
 private:
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
               int n_drafts, bool is_private);
+
+    void compact();
 
     PagePool pages_;
     Staging staging_;

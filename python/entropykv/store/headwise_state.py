@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import SessionFileError
+from entropykv.errors import EntropyKVError, SessionFileError
 from entropykv.llamacpp.recurrent import RecurrentState
 from entropykv.policy.online import OnlineBudgets
 from entropykv.policy.policy import Policy
@@ -194,7 +194,8 @@ class HeadwiseState:
 
         Pages of a mapped file stay where they are if that is possible; else they are copied.
         `shares` returns budgets that follow the loaded measurements; `share` sets them. If it
-        raises, nothing has changed.
+        raises, nothing has changed, unless the system takes back memory that was reserved: then it
+        raises EntropyKVError itself, and the store is not whole.
         """
         heads = list(_per_head(state.entries))
         of_heads = state.sections[: self._n_kv_heads]
@@ -204,9 +205,15 @@ class HeadwiseState:
         self._store.set_evicted(state.evicted)
         share()
         counts = [count for _, _, count in heads]
-        if state.file is None or not self._store.adopt(state.file, counts, of_heads):
-            for (layer, head, count), section in zip(heads, of_heads, strict=True):
-                self._store.load_head(layer, head, count, section)
+        try:
+            if state.file is None or not self._store.adopt(state.file, counts, of_heads):
+                for (layer, head, count), section in zip(heads, of_heads, strict=True):
+                    self._store.load_head(layer, head, count, section)
+        except MemoryError as error:
+            raise EntropyKVError(
+                "other programs took the memory for a saved session while it was loaded; call "
+                "reset() and load it again"
+            ) from error
         self._cold.recalls_now = state.recalls_now
 
     @contextmanager
