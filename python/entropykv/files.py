@@ -5,30 +5,38 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from entropykv import system
 from entropykv.errors import EntropyKVError
 
+_TOKEN_BYTES = 4
+"""How many random bytes are in the name of a file that is being written."""
+
 
 @contextmanager
-def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
+def new_file(target: str | os.PathLike[str], *, private: bool = False) -> Iterator[Path]:
     """Yield an empty file beside `target`; at the end, it is synced to disk and renamed to
     `target`.
 
-    On an error, it is removed and `target` is unchanged. Raises OSError if it cannot be written.
+    `private`: whether only its owner can read it, whatever the umask allows; Windows has no such
+    mode, and its folders decide.
+    On an error, it is removed and `target` is unchanged. A process that is killed leaves it behind:
+    see remove_left_overs(). Raises OSError if it cannot be written.
     """
     target = Path(target)
     obstacle = system.name_obstacle(target)
     if obstacle is not None:
         raise OSError(errno.EINVAL, obstacle)
-    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+    part = target.parent / f".{target.name}.{secrets.token_hex(_TOKEN_BYTES)}.part"
     try:
-        with open(part, "xb"):
+        with open(part, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)):
             pass
     except ValueError as error:  # The name has a null byte.
         raise OSError(errno.EINVAL, str(error)) from error
@@ -40,6 +48,19 @@ def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def remove_left_overs(target: str | os.PathLike[str]) -> None:
+    """Remove the files that killed processes have left beside `target` while they wrote it.
+
+    The caller makes sure that no other process writes `target` meanwhile.
+    """
+    target = Path(target)
+    part = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.part")
+    with suppress(OSError):
+        left = [each.name for each in os.scandir(target.parent) if part.fullmatch(each.name)]
+        for name in left:
+            (target.parent / name).unlink(missing_ok=True)
 
 
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:

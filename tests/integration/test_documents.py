@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,9 +20,10 @@ from typing import Any
 import httpx
 import pytest
 
-from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileError
+from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileError, system
 from entropykv.model.geometry import read_geometry
-from entropykv.server.document_library import DocumentId, DocumentLibrary
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_readings import DocumentId
 from entropykv.session.document import document_header, open_documents, read_document
 from entropykv.session.file import open_session
 from entropykv.store.protocol import Part
@@ -124,6 +126,23 @@ def test_a_changed_byte_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     path.write_bytes(data)
     with session_of(tiny_llama) as session, pytest.raises(SessionFileError, match="damaged"):
         session.open_document(path)
+
+
+@pytest.mark.needs("os.fchmod")
+def test_only_its_owner_can_read_a_document_or_a_saved_session(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        interrupted(tiny_llama, tmp_path / "book.kv")
+        read(tiny_llama, tmp_path / "whole.kv")
+        with session_of(tiny_llama) as session:
+            session.decode([1, 2, 3])
+            session.save(tmp_path / "x.ekv")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(["book.kv.partial", "whole.kv", "x.ekv"], 0o600)
 
 
 def test_a_session_is_no_document(tiny_llama: Path, tmp_path: Path) -> None:
@@ -316,6 +335,53 @@ def test_a_full_disk_leaves_no_document_and_one_sentence(tiny_llama: Path, tmp_p
     assert receiver.poll(60)
     assert "cannot be written (File too large)" in receiver.recv()
     process.join()
+    assert os.listdir(tmp_path) == []
+
+
+def _die_while_saving(model: Path, path: Path, target: Path) -> None:
+    """Read a document, and be killed when the bytes of `target` are written."""
+    sync = system.sync
+
+    def die(part: Path) -> None:
+        if part.name.startswith(f".{target.name}.") and part.name.count(".") == (
+            target.name.count(".") + 3
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(part)
+
+    system.sync = die  # type: ignore[assignment]  # In a process of its own.
+    read(model, path)
+
+
+@pytest.mark.parametrize("name", ["book.kv", "book.kv.partial"])
+def test_what_a_reader_leaves_that_was_killed_while_saving_is_removed_by_the_next_one(
+    tiny_llama: Path, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "book.kv"
+    others = [".book.kv.notes.part", ".abook.kv.01234567.part", ".book.kv.0123456.part"]
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_die_while_saving, args=(tiny_llama, path, tmp_path / name))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert len([each for each in os.listdir(tmp_path) if each.endswith(".part")]) == 1
+    for other in others:
+        (tmp_path / other).touch()
+    expected = read(tiny_llama, tmp_path / "whole.kv")
+    assert read(tiny_llama, path) == expected
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "book.kv", "whole.kv"])
+
+
+def test_deleting_removes_what_a_killed_reader_left_while_saving(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.kv"
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_die_while_saving, args=(tiny_llama, path, path))
+    process.start()
+    process.join(60)
+    library = DocumentLibrary(tmp_path, None, several=False)
+    assert library.remove(DocumentId("", "", "book")).refusal is None
     assert os.listdir(tmp_path) == []
 
 

@@ -72,6 +72,18 @@ def test_nothing_is_sent_twice(server: Server) -> None:
         events(server, most=3, seconds=1.5)
 
 
+def test_a_stream_ends_after_its_seconds(server: Server) -> None:
+    start = time.monotonic()
+    found = events(server, "seconds=1", most=100)
+    assert 0.9 < time.monotonic() - start < 10
+    assert [name for name, *_ in found] == ["model", "kv"]
+
+
+def test_the_description_says_that_it_is_a_stream_of_events(server: Server) -> None:
+    described = server.get("/openapi.json").json()["paths"]["/v1/kv/stream"]["get"]
+    assert list(described["responses"]["200"]["content"]) == ["text/event-stream"]
+
+
 def test_text_tells_who_holds_it(server: Server) -> None:
     server.post("/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 9}))
     (_, (_, _, picture)) = events(server, "first=100&last=164&columns=64", most=2)
@@ -94,6 +106,8 @@ def test_text_tells_who_holds_it(server: Server) -> None:
         ("/v1/kv/text?conversation=7", 404, "no conversation '7'"),
         ("/v1/kv/text?count=5000", 400, "count"),
         ("/v1/kv/stream?columns=0", 400, "columns"),
+        ("/v1/kv/stream?seconds=0", 400, "seconds"),
+        ("/v1/kv/stream?seconds=3601", 400, "seconds"),
     ],
 )
 def test_refusals_name_what_is_wrong(server: Server, path: str, status: int, says: str) -> None:

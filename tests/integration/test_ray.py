@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import pytest
 
 from entropykv import EntropyLlama
 from entropykv.model import shipped
+from tests.support.ending import ask_to_end, creation_flags
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -65,6 +67,10 @@ class Replicas:
                 response.headers["X-EntropyKV-Replica"],
                 int(response.headers["X-EntropyKV-Tokens-Read"]),
             )
+
+    def watch(self) -> Any:
+        """Return the open stream of pictures of a replica's cache."""
+        return urllib.request.urlopen(f"{self.url}/v1/kv/stream", timeout=60)  # noqa: S310
 
     def is_ready(self) -> bool:
         """Tell whether every replica runs; the first one would already answer requests."""
@@ -121,7 +127,7 @@ def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "entropykv.cli", "serve", *arguments],
-            env=environment, cwd=tmp_path, stdout=log, stderr=log,
+            env=environment, cwd=tmp_path, stdout=log, stderr=log, creationflags=creation_flags(),
         )  # fmt: skip
     try:
         yield Replicas(process, f"http://127.0.0.1:{port}", tmp_path / "log")
@@ -140,6 +146,7 @@ def new_tokens(llama: EntropyLlama, added: str) -> int:
     return len(llama.tokenize(added.encode(), add_bos=False)) + 2
 
 
+@pytest.mark.needs("signal.SIGHUP")
 def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Path) -> None:
     wait_for(replicas.is_ready, 300)
     texts: dict[str, str] = {}
@@ -193,7 +200,13 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
     llama.close()
 
     started = processes_of(replicas.process)
-    replicas.process.terminate()
-    assert replicas.process.wait(60) == 0
+    with ThreadPoolExecutor(1) as threads:
+        with replicas.watch() as events:
+            assert events.readline() == b"event: model\n"
+            watching = threads.submit(events.read)
+            ask_to_end(replicas.process)
+            # The stream ends, so that no replica is killed, which would break it off.
+            assert b"event: kv" in watching.result(60)
+        assert replicas.process.wait(60) == 0
     assert not psutil.wait_procs(started, timeout=20)[1]
     assert len(list((tmp_path / "sessions").glob("*.session"))) == len(where)

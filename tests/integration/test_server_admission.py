@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import operator
 import socket
@@ -16,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.running_server import KEY, Server
-from tests.support.served import served
+from entropykv.server import ModelOptions, ServerOptions, create_app, streaming
+from tests.support.running_server import KEY, MODEL, Server
+from tests.support.served import PROMPT, served
 
 MOST_CONNECTIONS = 60
 VIEWERS = 16
@@ -255,6 +257,40 @@ def test_nothing_is_lost_beside_hostile_clients(server: Server) -> None:
     while any(map(operator.gt, now := _files_and_threads(server), before)):
         assert time.monotonic() < deadline, (before, now)
         time.sleep(0.1)
+
+
+# --- clients that read slowly ---------------------------------------------------------------------
+
+
+def test_an_answer_ends_if_its_client_is_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client takes the first piece, and the others once the model has stopped."""
+    monkeypatch.setattr(streaming, "MOST_UNREAD", 50)
+    body = {"prompt": PROMPT, "max_tokens": 3000, "min_tokens": 3000, "stream": True}
+    content = json.dumps(body).encode()
+
+    async def talk() -> str:
+        app = create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions())
+        engine = app.state.engine
+        pieces: list[bytes] = []
+        messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            pieces.append(message.get("body", b""))
+            while engine.waiting:
+                await asyncio.sleep(0.01)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+        headers = [(b"content-type", b"application/json")]
+        await asyncio.wait_for(app({**scope, "headers": headers}, receive, send), 60)
+        engine.close()
+        assert 50 <= len(pieces) < 1000  # The worker is a few pieces ahead of the event loop.
+        assert engine.outcomes["refused"] == 1
+        return pieces[-1].decode()
+
+    assert "reads too slowly" in asyncio.run(talk())
 
 
 # --- who waits for room ---------------------------------------------------------------------------

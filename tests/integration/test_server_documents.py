@@ -371,6 +371,26 @@ def test_deleting_a_document_that_is_being_read_stops_it(asker: Asker) -> None:
     asker.read("book")  # The name is free again, also for another text.
 
 
+def test_a_name_is_free_for_another_text_while_its_document_is_being_deleted(asker: Asker) -> None:
+    assert asker.post("book", LONG).status_code == 202
+    asker.until("book", "reading")
+    deleted: list[httpx.Response] = []
+    deleting = threading.Thread(
+        target=lambda: deleted.append(asker.client.delete("/v1/documents/book"))
+    )
+    deleting.start()
+    while (posted := asker.post("book")).status_code == 409:  # It has not arrived yet.
+        time.sleep(0.002)
+    assert posted.status_code == 202, posted.text
+    answer = asker.answer("book")  # It waits for the new text.
+    deleting.join(60)
+    assert deleted[0].json()["deleted"]
+    status = asker.status("book")
+    assert status["status"] == "ready"
+    assert status["tokens"] < 1000
+    assert answer == asker.answer("book")
+
+
 def test_the_least_recently_used_document_makes_room(tmp_path: Path) -> None:
     running = Server("--documents", tmp_path, usual=USUAL)
     asker = Asker(running)
@@ -490,6 +510,39 @@ def test_a_reading_goes_on_after_a_server_has_died(tmp_path: Path, name: str) ->
         assert status["tokens_read"] == status["tokens"]
         assert asker.answer("book")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["book.kv"]
+    finally:
+        running.end()
+
+
+@pytest.mark.needs("signal.SIGKILL")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_no_accepted_text_is_lost_by_a_server_that_dies(tmp_path: Path, name: str) -> None:
+    """The texts that wait were not saved yet by any reading."""
+    running = Server("--documents", tmp_path, usual=USUAL)
+    asker = Asker(running)
+    names = ["long", "first", "second"]
+    asker.post("long", LONG)
+    for number, waiting in enumerate(names[1:]):
+        assert asker.post(waiting, f"{number} {TEXT}").status_code == 202
+        assert asker.status(waiting)["status"] == "queued"
+    running.end(signal.Signals[name])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {f"{each}.kv.text" for each in names} <= left
+    assert not any(path.suffix == ".kv" for path in tmp_path.iterdir())
+    running = Server("--documents", tmp_path, usual=USUAL)
+    try:
+        asker = Asker(running)
+        assert sorted(asker.names()) == sorted(names)
+        for waiting in names:
+            asker.until(waiting, "ready")
+        answer = asker.answer("second")
+        assert asker.post("second", f"1 {TEXT}").status_code == 200, "it has another text"
+        asker.client.delete("/v1/documents/second")
+        asker.read("second", f"1 {TEXT}")
+        assert asker.answer("second") == answer
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "first.kv", "long.kv", "second.kv"
+        ]  # fmt: skip
     finally:
         running.end()
 

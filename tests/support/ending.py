@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from typing import Any
 
 from entropykv import system
 
@@ -17,6 +18,6 @@ def creation_flags() -> int:
     return subprocess.CREATE_NEW_PROCESS_GROUP if system.WINDOWS else 0
 
 
-def ask_to_end(process: subprocess.Popen[str]) -> None:
+def ask_to_end(process: subprocess.Popen[Any]) -> None:
     """Ask a process to end. On Windows, SIGTERM would end it at once, with exit code 1."""
     process.send_signal(signal.CTRL_BREAK_EVENT if system.WINDOWS else signal.SIGTERM)

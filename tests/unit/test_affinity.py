@@ -40,9 +40,26 @@ def test_a_short_system_prompt_brings_no_requests_together() -> None:
 )
 def test_a_document_is_a_key_in_every_form_of_request(request_: dict[str, Any]) -> None:
     of_book = keys(document="book", **request_)
-    assert len(of_book) == 2
-    assert of_book != keys(document="other", **request_)
-    assert of_book != keys(document="book", user="someone", **request_)
+    assert len(of_book) == 3
+    assert not {*of_book} & {*keys(document="other", **request_)}
+    assert not {*of_book} & {*keys("someone", document="book", **request_)}
+
+
+@pytest.mark.parametrize("root", ["", "/behind/a/proxy"])
+def test_one_replica_reads_a_document_and_says_how_far_it_is(root: str) -> None:
+    path = f"{root}/v1/documents"
+    body = json.dumps({"name": "book", "text": "A cat."}).encode()
+    posted = affinity_of("a conversation", "me", body, path)
+    assert posted.conversation is not None
+    assert affinity_of(None, "me", b"", f"{path}/book") == posted
+    assert affinity_of(None, "me", b"", f"{path}/other") != posted
+    assert affinity_of(None, "you", b"", f"{path}/book") != posted
+    assert affinity_of(None, "me", b"", path) == Affinity()
+    assert affinity_of(None, "me", b"--form", path) == Affinity()
+    holders = Holders(slack=2)
+    chosen = holders.choose(posted, IDLE)
+    question = Affinity(keys=keys("me", document="book", prompt="who?"))
+    assert holders.choose(question, IDLE) == chosen
 
 
 def test_a_file_in_a_message_is_a_document() -> None:
@@ -52,6 +69,7 @@ def test_a_file_in_a_message_is_a_document() -> None:
 
     assert about("book", "who?")[1] == about("book", "where?")[1]
     assert about("book", "who?")[1] != about("other", "who?")[1]
+    assert about("book", "who?")[1:] == keys(document="book", prompt="who?")[1:]
 
 
 @pytest.mark.parametrize(

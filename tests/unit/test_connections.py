@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -29,24 +32,71 @@ def test_a_client_that_does_not_read_loses_its_connection() -> None:
         ended.set()
 
     async def run() -> float:
-        config = uvicorn.Config(
-            endless, port=0, lifespan="off", log_level="error", http=protocol_of(5, 0.5)
-        )
-        server = uvicorn.Server(config)
-        config.load()
-        listener = config.bind_socket()
-        life = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        start = time.monotonic()
-        assert await reader.read(10)  # Only a part arrives, because the buffer is soon full.
-        await asyncio.wait_for(ended.wait(), 20)
-        seconds = time.monotonic() - start
-        writer.transport.abort()
-        server.should_exit = True
-        await life
-        return seconds
+        async with running(endless) as (_, listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            start = time.monotonic()
+            assert await reader.read(10)  # Only a part arrives, because the buffer is soon full.
+            await asyncio.wait_for(ended.wait(), 20)
+            seconds = time.monotonic() - start
+            writer.transport.abort()
+            return seconds
 
     assert asyncio.run(run()) > 0.4
+
+
+@pytest.mark.parametrize("last", ["close", "keep-alive"])
+def test_a_client_that_leaves_the_rest_of_an_answer_loses_its_connection(last: str) -> None:
+    """The rest is too short to fill the send buffer, so that the server has nothing to wait for."""
+
+    async def short(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 48_000})
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        async with running(short) as (server, listener):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                await loop.sock_connect(client, listener.getsockname())
+                head = f"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: {last}\r\n\r\n"
+                await loop.sock_sendall(client, head.encode())
+                connections = server.server_state.connections
+                await until(lambda: any(each.transport.is_closing() for each in connections))
+                (held,) = connections
+                assert 0 < held.transport.get_write_buffer_size() < 65_536
+                await until(lambda: not connections)
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def running(app: Any) -> AsyncIterator[tuple[uvicorn.Server, socket.socket]]:
+    """Serve an app whose clients have half a second to read; yields its server and its socket."""
+    config = uvicorn.Config(
+        app,
+        port=0,
+        lifespan="off",
+        log_level="error",
+        http=protocol_of(5, 0.5),
+        timeout_keep_alive=1,
+    )
+    server = uvicorn.Server(config)
+    config.load()
+    listener = config.bind_socket()
+    life = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield server, listener
+    server.should_exit = True
+    await life
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until a condition holds, for 10 seconds at most."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)

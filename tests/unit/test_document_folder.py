@@ -83,6 +83,7 @@ def test_only_a_document_that_is_there_is_held(tmp_path: Path) -> None:
     with folder.in_use(path):
         assert folder.is_in_use(path)
         assert not folder.hold(path)
+        assert folder.remove(path), "a request that waits for a document holds no file"
         write(tmp_path, "book", 1)
         assert folder.hold(path)
         assert not folder.remove(path)

@@ -95,6 +95,7 @@ def test_what_is_removed_is_gone_on_all_machines(machines: list[DocumentFolder])
     path = write(one, "book", b"first")
     assert contents(two) == b"first"
     with one.in_use(path):
+        assert one.hold(path)
         assert not one.remove(path)
     assert contents(two) == b"first"
     assert one.remove(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ MOST_KEYS = 1 << 16
 """The most keys whose replicas are remembered; the least recently used are forgotten first."""
 MOST_HOLDERS = 8
 """The most replicas that are remembered for a key."""
+_DOCUMENTS = re.compile(r".*/v1/documents(?:/([^/]+))?/?", re.DOTALL)
+"""The paths of the routes of documents."""
 _PROMPT_CHARACTERS = 2048
 """How many characters of a prompt without turns tell it from others."""
 
@@ -38,16 +41,23 @@ class Affinity:
     """What the text begins with, the longest beginning first, as digests."""
 
 
-def affinity_of(conversation: str | None, user: str, body: bytes) -> Affinity:
+def affinity_of(conversation: str | None, user: str, body: bytes, path: str = "") -> Affinity:
     """Return the affinity of a request.
 
     `user` is the API key or empty: texts of different users are not compared. A body that is no
-    request has no keys, and is refused by the replica that gets it.
+    request has no keys, and is refused by the replica that gets it. `path` is that of the URL: one
+    replica reads a document, says how far it is, and deletes it.
     """
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
         request = None
+    if (routes := _DOCUMENTS.fullmatch(path)) is not None:
+        document = routes[1] or (request.get("name") if isinstance(request, dict) else None)
+        if not isinstance(document, str):
+            return Affinity()
+        key = _document_key(user, document)
+        return Affinity(key, (key,))
     keys = _keys_of(user, request) if isinstance(request, dict) else ()
     name = None if conversation is None else _digest("name", user, conversation)
     return Affinity(name, keys)
@@ -76,7 +86,14 @@ def _keys_of(user: str, request: Mapping[str, Any]) -> tuple[str, ...]:
         keys.append(_digest("text", *shared, first))
     if document or len(system) >= SHARED_CHARACTERS:
         keys.append(_digest(*shared))
+    if isinstance(document, str):
+        keys.append(_document_key(user, document))
     return tuple(keys)
+
+
+def _document_key(user: str, document: str) -> str:
+    """Return the key of a document, which the replica has that reads it."""
+    return _digest("document", user, document)
 
 
 def _is_system(turn: Mapping[str, Any]) -> bool:
@@ -84,12 +101,15 @@ def _is_system(turn: Mapping[str, Any]) -> bool:
 
 
 def _document_in(messages: Any) -> Any:
-    """Return the first content part that names a document, in the forms that routes accept."""
+    """Return the name in the first content part that names a document, in the forms that routes
+    accept.
+    """
     for turn in messages if isinstance(messages, list) else ():
         parts = turn.get("content") if isinstance(turn, dict) else None
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict) and is_document_part(part):
-                return part
+                file = part.get("file", part)
+                return file.get("file_id") if isinstance(file, dict) else None
     return None
 
 

@@ -31,7 +31,7 @@ from entropykv.server.engine import Engine
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.fields import Name, Tokens
 from entropykv.server.host_header_check import HostHeaderCheck
-from entropykv.server.kv_stream import kv_stream_routes
+from entropykv.server.kv_stream import MOST_SECONDS, kv_stream_routes
 from entropykv.server.llama_server_routes import describe, llama_server_routes, text_of
 from entropykv.server.loading import cache_options, load_llama
 from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
@@ -73,7 +73,11 @@ _LIMITS = (
 
 
 def create_app(
-    model: ModelOptions | ModelCatalog, server: ServerOptions, page: WebDefaults | None = None
+    model: ModelOptions | ModelCatalog,
+    server: ServerOptions,
+    page: WebDefaults | None = None,
+    *,
+    viewer_seconds: int = MOST_SECONDS,
 ) -> FastAPI:
     """Make the app that serves one model, which is loaded at once, or the models of a catalog.
 
@@ -81,9 +85,10 @@ def create_app(
     app.state.engine is its Engine, which is another one after the model has slept: engine.call()
     uses the EntropyLlama between two requests, and engine.before_close() registers a function for
     the shutdown (to save sessions, for example).
-    `page`: the initial settings of conversations of the page at /. Two apps share nothing. Raises
-    the errors of EntropyLlama for one model, and SettingsError for a file of keys that cannot be
-    read, and for impossible options of a model.
+    `page`: the initial settings of conversations of the page at /. `viewer_seconds`: after how many
+    seconds a viewer of the cache has to ask again. Two apps share nothing. Raises the errors of
+    EntropyLlama for one model, and SettingsError for a file of keys that cannot be read, and for
+    impossible options of a model.
     """
     keys = Keys.of(server)
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
@@ -127,7 +132,8 @@ def create_app(
     app.include_router(document_routes(models, documents))
     app.include_router(_extra_routes(models))
     app.include_router(_figures(models))
-    app.include_router(kv_stream_routes(models, show_text=shows_text(server, keys)))
+    shown = shows_text(server, keys)
+    app.include_router(kv_stream_routes(models, show_text=shown, most_seconds=viewer_seconds))
     if server.web:
         keeps = documents is not None
         app.include_router(web_routes(models, page or WebDefaults(), documents=keeps))

@@ -18,22 +18,27 @@ class LimitedProtocol(H11Protocol):
     """Speak HTTP as uvicorn does, within limits; h11 itself limits all headers together to 64 KiB.
 
     A connection above the limit is answered with 503, and one whose headers take too long with 408;
-    both are closed. A connection whose client does not read what was sent is closed, too.
+    both are closed. A connection whose client does not read what was sent is closed, too, and so is
+    one that was told to close but whose client takes no more: asyncio would wait for it for ever.
     """
 
     most = 0
     """The most connections at a time."""
     seconds = 0.0
     """The most seconds for the headers of a request, from the connection or their first byte on,
-    and the most seconds until a full send buffer is empty.
+    and the most seconds until a full send buffer is empty. A closing connection is ended between
+    one and two times as many seconds later.
     """
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _refused = False
+    _close_timer: asyncio.TimerHandle | None = None
+    _was_closing = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or refuse it."""
         super().connection_made(transport)
+        self._end_if_stuck()
         if len(self.connections) > self.most:
             self._refuse(503, "Service Unavailable", "the server has too many connections")
         else:
@@ -54,6 +59,8 @@ class LimitedProtocol(H11Protocol):
         """Stop counting the connection."""
         self._stop_timer()
         self._stop_write_timer()
+        if self._close_timer is not None:
+            self._close_timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -65,6 +72,14 @@ class LimitedProtocol(H11Protocol):
         """Continue writing."""
         self._stop_write_timer()
         super().resume_writing()
+
+    def _end_if_stuck(self) -> None:
+        """End the connection if it was already closing at the last check; otherwise check again."""
+        if self._was_closing:
+            self.transport.abort()
+            return
+        self._was_closing = self.transport.is_closing()
+        self._close_timer = self.loop.call_later(self.seconds, self._end_if_stuck)
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:

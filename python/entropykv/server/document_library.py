@@ -3,7 +3,7 @@
 A document is a file NAME.kv that session/document.py has written, in a folder of its user below the
 directory of --documents; with several models, each has a folder with those of its users. Several
 servers may share the directory: files appear complete or not at all, and a lock says which are
-being read.
+being read. What this server reads and deletes is in the tables of document_readings.py.
 """
 
 from __future__ import annotations
@@ -11,72 +11,59 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from entropykv import system
-from entropykv.errors import SessionFileError, SettingsError
+from entropykv.errors import (
+    DocumentBusyError,
+    EntropyKVError,
+    SessionFileError,
+    SettingsError,
+)
+from entropykv.server.accepted_text import (
+    Accepted,
+    AcceptedText,
+    bytes_of,
+    is_taken,
+    read_accepted,
+)
+from entropykv.server.document_readings import (
+    MOST_DOCUMENT_NAME,
+    DocumentId,
+    Reading,
+    Readings,
+    Removal,
+    Status,
+    in_use,
+    not_there,
+    of_another_text,
+)
 from entropykv.server.errors import RequestError
 from entropykv.session.document import is_being_read, remove_partial
 from entropykv.session.document_folder import (
     PARTIAL,
     SUFFIX,
+    TEXT,
     folder_of,
     last_use,
     make_folder,
     note_use,
     partial_of,
     stamp_of,
+    text_file_of,
 )
 from entropykv.session.file import DocumentNote, open_session
 from entropykv.session.object_storage import FileStamp
 
 MOST_DOCUMENTS = 256
 """The most documents of one user; each is as large as the entries that it keeps."""
-MOST_READINGS = 16
-"""The most documents of a model that are read or wait for it; their texts are in memory."""
-MOST_DOCUMENT_NAME = 128
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MOST_DOCUMENT_NAME - 1}}}", re.ASCII)
-_MOST_FAILURES = 256
-"""How many failed readings are remembered; the oldest are forgotten first."""
 _MOST_SUMMARIES = 4096
-
-Status = Literal["queued", "reading", "ready", "interrupted", "failed"]
-
-
-@dataclass(frozen=True)
-class DocumentId:
-    """Name a document: its model, the user whom it belongs to, and its name."""
-
-    model: str
-    user: str
-    name: str
-
-
-@dataclass
-class Reading:
-    """Hold a document that is being read, or waits for it, or could not be read."""
-
-    id: DocumentId
-    text: str
-    names: Sequence[str]
-    """The files that the text came from."""
-    system: str | None = None
-    """The system message before the text, which only `entropykv read` can begin with."""
-    status: Status = "queued"
-    n_read: int = 0
-    n_tokens: int = 0
-    error: str | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-    """Set to end the reading after its current micro-batch."""
-    is_unwanted: bool = False
-    """True if it was deleted: then nothing of it is kept."""
-    ended: list[Any] = field(default_factory=list)
-    """Functions that are called when it has ended."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +84,10 @@ class DocumentLibrary:
         """Make the directory if it does not exist; only its owner can read it.
 
         It may be an address in object storage: see folder_of(). `limit_bytes`: the most bytes of
-        all complete documents on the disk; None: no limit. `several`: whether each model has a
-        folder of its own. Raises SettingsError and MissingExtraError.
+        all complete documents on the disk, and of the texts that wait; None: no limit. `several`:
+        whether each model has a folder of its own. Raises SettingsError and MissingExtraError.
         """
         self._several = several
-        self._lock = threading.Lock()
-        self._readings: dict[Path, Reading] = {}
         self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
         try:
             self._files = folder_of(directory, limit_bytes)
@@ -111,6 +96,7 @@ class DocumentLibrary:
                 f"{directory}: documents cannot be kept there ({error.strerror}); give another "
                 "directory (--documents)"
             ) from None
+        self._readings = Readings(self._files)
 
     # --- names and files --------------------------------------------------------------------------
 
@@ -139,9 +125,9 @@ class DocumentLibrary:
     def names(self, model: str, user: str) -> list[str]:
         """Return the names of a user's documents of a model, in alphabetical order."""
         folder = self.folder(model, user)
-        with self._lock:
-            names = {path.name for path in self._readings if path.parent == folder}
-        names |= {name.removesuffix(PARTIAL) for name in self._files.names(folder)}
+        names = self._readings.names(folder) | {
+            name.removesuffix(PARTIAL).removesuffix(TEXT) for name in self._files.names(folder)
+        }
         kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
         return sorted(name for name in kept if _NAME.fullmatch(name))
 
@@ -150,20 +136,25 @@ class DocumentLibrary:
     def status(self, document: DocumentId) -> dict[str, Any] | None:
         """Return what clients are told of a document; None if there is none of this name."""
         path = self.path(document)
-        with self._lock:
-            reading = self._readings.get(path)
-            if reading is not None and reading.status != "failed":
-                counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
-                return self._told(document, reading.status, **counts)
+        reading = self._readings.find(path)
+        if reading is not None and reading.status != "failed":
+            counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
+            return self._told(document, reading.status, **counts)
+        if self._readings.is_leaving(path):
+            return None
         if (stamp := self._files.stamp(path)) is not None:
             return self._of_file(document, path, "ready", stamp)
         if reading is not None:
             return self._told(document, "failed", error=reading.error)
-        partial = partial_of(path)
-        is_read, stamp = is_being_read(path), stamp_of(partial)
-        if stamp is not None:
-            return self._of_file(document, partial, "reading" if is_read else "interrupted", stamp)
-        return self._told(document, "reading") if is_read else None
+        partial, text = partial_of(path), text_file_of(path)
+        if is_being_read(path):
+            state: Status = "reading"
+        else:
+            state = "queued" if is_taken(text) else "interrupted"
+        if (stamp := stamp_of(partial)) is not None:
+            return self._of_file(document, partial, state, stamp)
+        is_there = state != "interrupted" or text.exists()
+        return self._told(document, state) if is_there else None
 
     def _of_file(
         self, document: DocumentId, path: Path, status: Status, stamp: FileStamp
@@ -210,8 +201,10 @@ class DocumentLibrary:
     def begin(self, reading: Reading) -> bool:
         """Record a reading; returns False if the same document is ready or being read.
 
-        Raises RequestError for another document of the same name (409), for too many of the user
-        (400), and for too many that wait (429).
+        When it returns True, the text is on the disk, where it stays until it was read. Raises
+        RequestError for another document of the same name (409), for too many of the user (400),
+        for too many that wait (429), and for a text that the disk or the limit has no room for
+        (507).
         """
         path = self.path(reading.id)
         make_folder(path.parent)
@@ -220,12 +213,7 @@ class DocumentLibrary:
         if told in ("ready", "reading", "queued"):
             if self._text_of(path) == reading.text:
                 return False
-            raise RequestError(
-                409,
-                f"there is a document {reading.id.name!r} of another text already; delete it "
-                "first, or give another name",
-                param="name",
-            )
+            raise of_another_text(reading.id.name)
         if told is None and len(self.names(reading.id.model, reading.id.user)) >= MOST_DOCUMENTS:
             raise RequestError(
                 400,
@@ -233,58 +221,86 @@ class DocumentLibrary:
                 "them",
                 param="name",
             )
-        return self._enqueue(path, reading)
-
-    def _enqueue(self, path: Path, reading: Reading) -> bool:
-        with self._lock:
-            former = self._readings.get(path)
-            if former is not None and former.status != "failed":  # Another thread was faster.
-                return False
-            waiting = [
-                each
-                for each in self._readings.values()
-                if each.id.model == reading.id.model and each.status != "failed"
-            ]
-            if len(waiting) >= MOST_READINGS:
-                raise RequestError(
-                    429,
-                    f"{MOST_READINGS} documents are being read or wait for it; try again later",
-                    retry_after=30,
-                )
-            self._readings.pop(path, None)
-            self._readings[path] = reading
+        if not self._readings.add(path, reading):
+            return False
+        kept = None
+        try:
+            kept = self._kept(path, reading)
+        except DocumentBusyError:
+            return False
+        finally:
+            if kept is None:
+                self._readings.withdraw(path)
+        self._readings.accept(reading, kept)
         return True
 
+    def _kept(self, path: Path, reading: Reading) -> AcceptedText:
+        """Write the text of a reading to the disk, or take over the file that a server has left.
+
+        Raises RequestError (507), and DocumentBusyError if another server has taken it over.
+        """
+        accepted = Accepted(reading.text, [*reading.names], reading.system)
+        file = text_file_of(path)
+        if read_accepted(file) == accepted and (left := AcceptedText.take(file)) is not None:
+            return left
+        try:
+            self._files.make_room_for_text(path, len(bytes_of(accepted)))
+            return AcceptedText.write(file, accepted)
+        except SessionFileError as error:
+            raise RequestError(507, f"text: {error}", param="text") from None
+        except OSError as error:
+            raise RequestError(
+                507, f"the text cannot be kept until it is read ({error.strerror}); try again later"
+            ) from None
+
     def _text_of(self, path: Path) -> str | None:
-        with self._lock:
-            reading = self._readings.get(path)
-        if reading is not None and reading.status != "failed":
-            return reading.text
+        if (text := self._readings.text_of(path)) is not None:
+            return text
         note = None
         if self._files.fetch(path):
             note = _note_of(path)
+        if note is None and (accepted := read_accepted(text_file_of(path))) is not None:
+            return accepted.text
         note = note or _note_of(partial_of(path))
         return None if note is None else note.text
 
-    def end(self, reading: Reading, error: str | None = None) -> None:
-        """Record that a reading has ended; `error` is the sentence that says why it failed."""
-        path = self.path(reading.id)
-        with self._lock:
-            reading.text = ""
-            if error is None or reading.is_unwanted:
-                self._readings.pop(path, None)
-            else:
-                reading.status, reading.error = "failed", error
-                failed = [p for p, each in self._readings.items() if each.status == "failed"]
-                for each in failed[:-_MOST_FAILURES]:
-                    del self._readings[each]
-        for function in reading.ended:
-            function()
+    def wait_for_next(self, model: str, closing: threading.Event) -> Reading | None:
+        """Wait for a queued reading of a model, which now begins; None after `closing`, see
+        wake().
+        """
+        return self._readings.wait_for_next(model, closing)
 
-    def is_reading(self, reading: Reading) -> bool:
-        """Tell whether a reading waits or goes on."""
-        with self._lock:
-            return any(each is reading for each in self._readings.values())
+    def wake(self) -> None:
+        """Let threads in wait_for_next() look at `closing` again."""
+        self._readings.wake()
+
+    def end(self, reading: Reading, error: str | None = None) -> Removal | None:
+        """Record that a reading has ended; `error` is the sentence that says why it failed.
+
+        If it was deleted, its files are removed before. Returns its deletion.
+        """
+        return self._end(reading, error, goes_on=False)
+
+    def pause(self, reading: Reading) -> Removal | None:
+        """Record that a reading was stopped and can go on later, here or at another server: see
+        end().
+        """
+        return self._end(reading, None, goes_on=True)
+
+    def _end(self, reading: Reading, error: str | None, *, goes_on: bool) -> Removal | None:
+        path = self.path(reading.id)
+        removal = self._readings.end(path, reading, error, goes_on=goes_on)
+        if removal is not None:
+            self._carry_out(removal, reading.id, path)
+        reading.end()
+        return removal
+
+    def leave(self, model: str) -> None:
+        """End the queued readings of a model, which no thread reads any more; the next server, or
+        the next thread of this model, goes on with them.
+        """
+        for reading in self._readings.leave(model):
+            reading.end()
 
     def interrupted(self, model: str) -> list[Reading]:
         """Return readings that go on with what is left of interrupted ones of a model."""
@@ -295,99 +311,120 @@ class DocumentLibrary:
         for user in users:
             for name in self.names(model, user):
                 document = DocumentId(model, user, name)
-                if not partial_of(self.path(document)).exists():
+                path = self.path(document)
+                if not (partial_of(path).exists() or text_file_of(path).exists()):
                     continue  # Its header need not be read.
                 status = self.status(document)
                 if status is not None and status["status"] == "interrupted":
                     reading = self.resumed(document)
                     found += [] if reading is None else [reading]
+                elif status is not None and status["status"] == "ready":
+                    _remove_text_of_ready(path)
         return found
 
     def resumed(self, document: DocumentId) -> Reading | None:
-        """Return a reading that goes on with what is left of an interrupted one; None without."""
-        note = _note_of(partial_of(self.path(document)))
+        """Return a reading that goes on with what is left of an interrupted one; None without.
+
+        A text that was accepted is newer than a partial file of another text.
+        """
+        path = self.path(document)
+        if (accepted := read_accepted(text_file_of(path))) is not None:
+            return Reading(document, accepted.text, accepted.names, accepted.system)
+        note = _note_of(partial_of(path))
         return None if note is None else Reading(document, note.text, note.names, note.system)
 
     # --- use and room -----------------------------------------------------------------------------
 
     @contextmanager
     def in_use(self, document: DocumentId) -> Iterator[Path]:
-        """Keep a document from being removed; yields its file, which hold() looks for."""
+        """Keep a document from being deleted; yields its file, which hold() looks for.
+
+        Raises RequestError (404) if it is being deleted already.
+        """
         path = self.path(document)
-        with self._files.in_use(path):
+        with self._readings.in_use(document, path):
             yield path
 
-    def hold(self, document: DocumentId) -> None:
+    def hold(self, document: DocumentId) -> bool:
         """Keep a document in use from being removed by other processes, too, and note its use.
 
-        Raises RequestError (404) if it has been removed meanwhile.
+        Returns False if it is not there, or not read to its end. Raises RequestError (503) if
+        another process does not let go of its file. The storage is asked once.
         """
         path = self.path(document)
-        if not self._files.hold(path):
-            raise not_there(document.name)
+        reading = self._readings.find(path)
+        if reading is not None and reading.status != "failed":
+            return False
+        try:
+            if not self._files.hold(path):
+                return False
+        except DocumentBusyError:
+            raise RequestError(
+                503,
+                f"another process is removing or replacing the document {document.name!r}; try "
+                "again later",
+                retry_after=1,
+            ) from None
         note_use(path)
+        return True
 
-    def remove(self, document: DocumentId) -> Reading | None:
-        """Remove a document, or return its reading, which now stops and removes what it has read.
+    def remove(self, document: DocumentId) -> Removal:
+        """Delete a document, or stop its reading, whose thread then removes its files.
 
-        Raises RequestError if there is none (404), or if it is in use (409).
+        The deletion that is returned ends when the files are gone. Raises RequestError if there is
+        no such document (404), or if a request uses it or waits for it (409).
         """
         path = self.path(document)
-        with self._lock:
-            if self._files.is_in_use(path):
-                raise _in_use(document)
-            reading = self._readings.get(path)
-            if reading is not None and reading.status != "failed":
-                reading.is_unwanted = True
-                reading.stop.set()
-                return reading
-            self._readings.pop(path, None)
-            is_there = self._files.stamp(path) is not None or partial_of(path).exists()
-            if not is_there and reading is None:
-                raise not_there(document.name)
-            self.discard(document)
-        return None
+        removal, reading, is_ours = self._readings.remove(document, path)
+        if is_ours:
+            self._carry_out(removal, document, path)
+        if reading is not None and reading.removal is None:
+            reading.end()
+        return removal
 
-    def discard(self, document: DocumentId) -> None:
+    def _carry_out(self, removal: Removal, document: DocumentId, path: Path) -> None:
+        """Remove the files of a document that is being deleted, and end the deletion."""
+        refusal: Exception | None = RequestError(500, f"{document.name}: it cannot be removed")
+        try:
+            if not removal.is_known and not self._has_files(path):
+                raise not_there(document.name)
+            self._remove_files(document, path)
+            refusal = None
+        except (RequestError, EntropyKVError) as error:
+            refusal = error
+        finally:
+            self._readings.finish(path, removal, refusal)
+
+    def _has_files(self, path: Path) -> bool:
+        return partial_of(path).exists() or self._files.stamp(path) is not None
+
+    def _remove_files(self, document: DocumentId, path: Path) -> None:
         """Remove the files of a document, complete or not.
 
-        Raises RequestError if it is in use (409), or if they cannot be removed (500).
+        Raises RequestError if another process uses it (409), or if they cannot be removed (500).
         """
-        path = self.path(document)
         try:
             remove_partial(path)
             is_removed = self._files.remove(path)
-        except SessionFileError:
-            raise _in_use(document) from None
-        except OSError as error:
-            raise RequestError(
-                500, f"{document.name}: it cannot be removed ({error.strerror})"
-            ) from None
+        except DocumentBusyError:
+            raise in_use(document.name) from None
+        except (SessionFileError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            reason = cause.strerror if isinstance(cause, OSError) else "its lock cannot be taken"
+            raise RequestError(500, f"{document.name}: it cannot be removed ({reason})") from None
         if not is_removed:
-            raise _in_use(document)
+            raise in_use(document.name)
 
     def keep(self, document: DocumentId) -> None:
         """Keep a document that was read, and make room for it: see DocumentFolder.keep()."""
         self._files.keep(self.path(document))
 
 
-def not_there(name: str) -> RequestError:
-    """Return the error for a document that does not exist."""
-    return RequestError(
-        404,
-        f"there is no document {name[:MOST_DOCUMENT_NAME]!r} of yours; send its text to POST "
-        "/v1/documents",
-        param="document",
-        code="document_not_found",
-    )
-
-
-def _in_use(document: DocumentId) -> RequestError:
-    return RequestError(
-        409,
-        f"the document {document.name!r} is in use; delete it after the requests that ask it",
-        code="document_in_use",
-    )
+def _remove_text_of_ready(path: Path) -> None:
+    """Remove the text of a document that another server has read."""
+    with suppress(DocumentBusyError):
+        if (left := AcceptedText.take(text_file_of(path))) is not None:
+            left.remove()
 
 
 def _note_of(path: Path) -> DocumentNote | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 
 from entropykv.errors import DocumentBusyError, EntropyKVError, PoolError
-from entropykv.server.document_library import DocumentId, DocumentLibrary, Reading, not_there
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_readings import DocumentId, Reading, not_there
 from entropykv.server.errors import RequestError
 from entropykv.server.loading import ServedLlama
 from entropykv.server.prefix_cache import PrefixCache
@@ -39,28 +39,17 @@ class DocumentReader:
         self._llama = llama
         self._pool = pool
         self._prefix_cache = prefix_cache
-        self._queue: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._current: Reading | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="entropykv-documents", daemon=True)
         self._thread.start()
-        with contextlib.suppress(RequestError):  # Those beyond the limit wait for their requests.
-            for reading in library.interrupted(self.model):
-                self.begin(reading)
+        for reading in library.interrupted(self.model):
+            with contextlib.suppress(RequestError):  # Those beyond a limit wait for their requests.
+                library.begin(reading)
 
     def id_of(self, user: str, name: str) -> DocumentId:
         """Return the id of a user's document of this model."""
         return DocumentId(self.model, user, name)
-
-    def begin(self, reading: Reading) -> bool:
-        """Queue a reading; returns False if the same document is ready or being read.
-
-        Raises RequestError: see DocumentLibrary.begin().
-        """
-        begins = self.library.begin(reading)
-        if begins:
-            self._queue.put(reading)
-        return begins
 
     async def until_ready(self, document: DocumentId) -> None:
         """Wait until a document was read; raises RequestError if there is none, or if that failed.
@@ -86,13 +75,13 @@ class DocumentReader:
         if status["status"] == "interrupted":
             reading = self.library.resumed(document)
             if reading is not None:
-                self.begin(reading)
+                self.library.begin(reading)
         return str(status["status"])
 
     def close(self) -> None:
         """Stop reading; what was read of a document stays in its partial file."""
         self._closing.set()
-        self._queue.put(None)
+        self.library.wake()
         current = self._current
         if current is not None:
             current.stop.set()
@@ -101,37 +90,40 @@ class DocumentReader:
     # --- in the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (reading := self._queue.get()) is not None and not self._closing.is_set():
+        while (reading := self.library.wait_for_next(self.model, self._closing)) is not None:
             self._current = reading
-            error: str | None = None
             try:
-                self._read(reading)
+                error = self._outcome_of(reading)
+                self._current = None
+                removal = self.library.end(reading, error)
             except (_StoppedError, DocumentBusyError):
-                pass
-            except RequestError as refusal:
-                error = str(refusal.detail)
-            except EntropyKVError as failure:  # Clients must not learn the paths of files.
-                folder = str(self.library.path(reading.id).parent)
-                error = str(failure).replace(f"{folder}/", "").replace(folder, "")
-            except Exception:  # An error of any kind must not affect the next document.
-                _logger.exception("a document cannot be read")
-                error = "reading it failed; the server's log says why"
-            self._current = None
-            if not self._closing.is_set() or error is None:
-                self._clean(reading)
-            self.library.end(reading, error)
+                self._current = None
+                removal = self.library.pause(reading)
+            if removal is not None and removal.refusal is not None:
+                _logger.warning("a deleted document cannot be removed: %s", removal.refusal)
+        self.library.leave(self.model)
 
-    def _clean(self, reading: Reading) -> None:
-        if not reading.is_unwanted:
-            return
+    def _outcome_of(self, reading: Reading) -> str | None:
+        """Read a document; returns the sentence that says why it failed, or None.
+
+        Raises _StoppedError, or DocumentBusyError if another process is reading it.
+        """
         try:
-            self.library.discard(reading.id)
-        except (RequestError, EntropyKVError) as error:
-            _logger.warning("a deleted document cannot be removed: %s", error)
+            self._read(reading)
+        except (_StoppedError, DocumentBusyError):
+            raise
+        except RequestError as refusal:
+            return str(refusal.detail)
+        except EntropyKVError as failure:  # Clients must not learn the paths of files.
+            folder = str(self.library.path(reading.id).parent)
+            return str(failure).replace(f"{folder}/", "").replace(folder, "")
+        except Exception:  # An error of any kind must not affect the next document.
+            _logger.exception("a document cannot be read")
+            return "reading it failed; the server's log says why"
+        return None
 
     def _read(self, reading: Reading) -> None:
         self._check(reading)
-        reading.status = "reading"
         self._llama.control_tokens.check(reading.text.encode("utf-8", "replace"))
         caller = Caller(reading.id.user)
         tenant = caller.tenant(shared_prefixes=self._llama.shared_prefixes)

@@ -18,14 +18,14 @@ from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.asked_document import AskedDocument, note_document
 from entropykv.server.bodies import read_body
 from entropykv.server.client_presence import CLIENT_GONE, unless_gone
-from entropykv.server.document_library import (
+from entropykv.server.document_library import DocumentLibrary
+from entropykv.server.document_reader import DocumentReader
+from entropykv.server.document_readings import (
     MOST_DOCUMENT_NAME,
     DocumentId,
-    DocumentLibrary,
     Reading,
     not_there,
 )
-from entropykv.server.document_reader import DocumentReader
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_NAME, Name
@@ -34,10 +34,16 @@ from entropykv.server.users import user_of
 from entropykv.session.document import MOST_TEXT_BYTES
 
 _CHECK_INTERVAL = 0.02
-"""Seconds between two checks whether a deleted document is still being read."""
+"""Seconds between two checks whether the files of a deleted document are gone."""
 _MOST_PARTS = 16
 """The most parts of a form."""
 _MULTIPART = "multipart/form-data"
+_READ_BEFORE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The text has been read before, under this name.",
+        "content": {"application/json": {}},
+    }
+}
 
 
 class NewDocument(BaseModel):
@@ -53,7 +59,7 @@ def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> A
     """Return the routes; without a library they answer 501."""
     router = APIRouter(prefix="/v1/documents", tags=["Documents"])
 
-    @router.post("", status_code=202, openapi_extra=_BODY)
+    @router.post("", status_code=202, responses=_READ_BEFORE, openapi_extra=_BODY)
     async def create(request: Request) -> JSONResponse:
         kept = _kept(library)
         body, kind = await request.body(), request.headers.get("content-type", "")
@@ -72,7 +78,7 @@ def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> A
         reading.ended.append(ended)
         begins = False
         try:
-            begins = await run_in_threadpool(reader.begin, reading)
+            begins = await run_in_threadpool(kept.begin, reading)
         finally:
             if not begins:
                 release()
@@ -111,9 +117,11 @@ def _add_deleting(
                 param="model",
             )
         document = DocumentId(found[0]["model"], user, name)
-        reading = await run_in_threadpool(kept.remove, document)
-        while reading is not None and await run_in_threadpool(kept.is_reading, reading):
+        removal = await run_in_threadpool(kept.remove, document)
+        while not removal.ended.is_set():
             await asyncio.sleep(_CHECK_INTERVAL)
+        if removal.refusal is not None:
+            raise removal.refusal
         for _, engine in models.loaded():
             if engine.prefix_cache is not None:
                 path = kept.path(document)
@@ -139,12 +147,12 @@ async def use_document(
     kept, reader = _kept(library), _reader(engine)
     document = reader.id_of(user_of(request.scope), name)
     path = until_answered(request).enter_context(kept.in_use(document))
-    status = await run_in_threadpool(kept.status, document)
-    if status is None:
-        raise await run_in_threadpool(_of_another_model, models, kept, document)
-    if status["status"] != "ready":
+    if not await run_in_threadpool(kept.hold, document):
+        if await run_in_threadpool(kept.status, document) is None:
+            raise await run_in_threadpool(_of_another_model, models, kept, document)
         await _wait(request, engine, reader, document)
-    await run_in_threadpool(kept.hold, document)
+        if not await run_in_threadpool(kept.hold, document):
+            raise not_there(name)
     note_document(request.scope, AskedDocument(name, path))
 
 

@@ -31,21 +31,32 @@ MOST_SHARE = 0.02
 less often.
 """
 MOST_VIEWERS = 16
+MOST_SECONDS = 3600
+"""After how many seconds a stream ends at the latest, so that no viewer keeps a place for ever."""
 MOST_COLUMNS = 2048
 MOST_TOKENS = 4096
 _PING_INTERVAL = 15.0
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Events, until `seconds` have passed or the model is unloaded.",
+        "content": {"text/event-stream": {}},
+    }
+}
 
 
-def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
+def kv_stream_routes(
+    models: ModelRegistry, *, show_text: bool, most_seconds: int = MOST_SECONDS
+) -> APIRouter:
     """Return the routes. Without viewers, they cost the worker threads no time.
 
-    A user sees only conversations of the own key, and their texts only with `show_text`.
+    A user sees only conversations of the own key, and their texts only with `show_text`. Streams
+    end after `most_seconds`, also if a request asks for more.
     """
     router = APIRouter(tags=["KV cache"])
     viewers = _Viewers()
 
-    @router.get("/v1/kv/stream", response_class=StreamingResponse)
+    @router.get("/v1/kv/stream", response_class=StreamingResponse, responses=_EVENTS)
     async def stream(
         request: Request,
         columns: Annotated[int, Query(ge=1, le=MOST_COLUMNS)] = 512,
@@ -53,6 +64,9 @@ def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
         last: Annotated[int | None, Query(ge=1, le=LAST_POSITION)] = None,
         conversation: Name | None = None,
         model: Name | None = None,
+        seconds: Annotated[
+            int, Query(ge=1, le=MOST_SECONDS, description="How long to watch.")
+        ] = MOST_SECONDS,
     ) -> StreamingResponse:
         """Send server-sent events: `model` once, then `kv` when something has changed.
 
@@ -60,7 +74,7 @@ def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
         conversation: the requested one, or the latest. Its `planes` have a byte for every KV head
         and column of positions, deflated and in base64: what is held, what is frozen, and what came
         back since the last event. A conversation that is swapped out has no map. The stream ends
-        when the model is unloaded.
+        after `seconds`, or when the model is unloaded; watch again to see more.
         """
         engine = models.engine_of(model)
         view = CacheView(user_of(request.scope), Window(first, last, columns), conversation)
@@ -70,7 +84,9 @@ def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
         except BaseException:
             viewers.leave()
             raise
-        return _Watching(viewers, viewers.events(request, engine, told, view))
+        return _Watching(
+            viewers, viewers.events(request, engine, told, view, min(seconds, most_seconds))
+        )
 
     @router.get("/v1/kv/text")
     async def text(
@@ -112,14 +128,22 @@ class _Viewers:
         self._count -= 1
 
     async def events(
-        self, request: Request, engine: Engine, model: dict[str, Any], view: CacheView
+        self,
+        request: Request,
+        engine: Engine,
+        model: dict[str, Any],
+        view: CacheView,
+        seconds: float,
     ) -> AsyncIterator[str]:
-        """Yield events until the viewer disconnects, or the server shuts down."""
+        """Yield events until `seconds` have passed, the viewer disconnects, or the server shuts
+        down.
+        """
         try:
             inspections = engine.inspections
-            yield _event("model", model)
             told = time.monotonic()
-            while not await request.is_disconnected():
+            end = told + seconds
+            yield _event("model", model)
+            while time.monotonic() < end and not await request.is_disconnected():
                 picture = await inspections.inspect(view.take)
                 now = time.monotonic()
                 if picture is not None:
@@ -129,7 +153,8 @@ class _Viewers:
                     yield ": ping\n\n"
                     told = now
                 spent = 0.0 if picture is None else picture.seconds
-                await asyncio.sleep(max(INTERVAL, spent / MOST_SHARE))
+                pause = max(INTERVAL, spent / MOST_SHARE)
+                await asyncio.sleep(max(0.0, min(pause, end - time.monotonic())))
         except RequestError:  # The server shuts down, or the model is unloaded.
             return
 

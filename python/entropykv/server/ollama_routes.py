@@ -65,6 +65,12 @@ _NOT_HERE = {
 """Error messages for routes of Ollama that this server does not offer."""
 
 
+class OllamaErrorAnswer(BaseModel):
+    """The body of every answer of Ollama's routes that is an error."""
+
+    error: str
+
+
 class ShownModel(BaseModel):
     """Hold the name of the model to show, in its newer or older field."""
 
@@ -79,7 +85,10 @@ class ShownModel(BaseModel):
 
 def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = None) -> APIRouter:
     """Return the routes of Ollama's API for the models of a server, and for its documents."""
-    router = APIRouter(prefix=PREFIX, tags=["Ollama"], route_class=BodyRoute)
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": OllamaErrorAnswer} for status in ("4XX", "5XX")
+    }
+    router = APIRouter(prefix=PREFIX, tags=["Ollama"], route_class=BodyRoute, responses=errors)
 
     async def answer(request: Request, body: OllamaRequest) -> Response:
         started = arrival_of(request.scope)

@@ -410,8 +410,8 @@ class ServerOptions(ServerSettings):
     )
     documents_limit: str = Field(
         default="8GiB",
-        description="Bytes that all documents may take; beyond it, the least recently used one "
-        "that is not in use is removed.",
+        description="Bytes that all documents may take, and texts that wait to be read; beyond it, "
+        "the least recently used document that is not in use is removed.",
     )
     models_dir: Optional[str] = Field(  # noqa: UP045
         default=None,

@@ -32,8 +32,10 @@ from entropykv.server.affinity import Affinity
 from entropykv.server.app import limits_of
 from entropykv.server.conversations import Conversations
 from entropykv.server.front import answer_whole, front_app
+from entropykv.server.shared_documents import check_shared, marked
 from entropykv.server.turns import TurnMiddleware
 from entropykv.server.users import Keys
+from entropykv.session.object_storage import is_address
 
 ROUTER = "entropykv.server.affinity_router.AffinityRouter"
 """The path by which Ray Serve imports the router; its module needs Ray."""
@@ -57,6 +59,10 @@ _LEAST_SLACK = 2
 """How many requests more than the least loaded replica one may have because it holds a text."""
 _HEAD_NODE = "node:__internal_head__"
 """The resource that only the head node of a Ray cluster has."""
+_VIEWER_SECONDS = 8
+"""After how many seconds a viewer of the cache has to ask again. Ray Serve kills a replica that has
+requests 20 seconds after it was told to stop, and tells it nothing before its last request ends.
+"""
 _MOST_ONGOING = 1000
 """The most requests of a replica, waiting ones included."""
 
@@ -97,9 +103,13 @@ class ReplicaOptions:
 
 
 def application(
-    model: ModelOptions, server: ServerOptions, options: ReplicaOptions
+    model: ModelOptions, server: ServerOptions, options: ReplicaOptions, mark: str | None = None
 ) -> serve.Application:
-    """Return the Ray Serve application, for serve.run(); `options.sessions` must be set."""
+    """Return the Ray Serve application, for serve.run(); `options.sessions` must be set.
+
+    `mark`: the name that shared_documents.marked() gave; replicas that do not see it where
+    documents are kept end with a SettingsError.
+    """
     sessions = options.sessions
     if sessions is None:
         raise SettingsError("replicas share a directory of sessions; give its path (sessions)")
@@ -136,7 +146,7 @@ def application(
         max_ongoing_requests=_MOST_ONGOING * (options.max_replicas or options.replicas),
     )
     bound: serve.Application = front.bind(
-        replicas.bind(model, server, sessions, options.sessions_bytes)
+        replicas.bind(model, server, sessions, options.sessions_bytes, mark)
     )
     return bound
 
@@ -158,10 +168,20 @@ class Replica:
     """Hold the model in a process of its own, and answer requests that the front passes on."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it.
-        self, model: ModelOptions, server: ServerOptions, sessions: str, sessions_bytes: int
+        self,
+        model: ModelOptions,
+        server: ServerOptions,
+        sessions: str,
+        sessions_bytes: int,
+        mark: str | None,
     ) -> None:
-        """Load the model, and begin the app's lifespan."""
-        app = create_app(model, server)
+        """Load the model, and begin the app's lifespan.
+
+        `mark`: what shows that this machine sees the documents of the others: see application().
+        """
+        if server.documents is not None and mark is not None:
+            check_shared(server.documents, mark)
+        app = create_app(model, server, viewer_seconds=_VIEWER_SECONDS)
         engine = app.state.engine
         several = engine.prefix_cache is not None
         turns = Middleware(
@@ -202,17 +222,19 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
     if server.api_key_file is not None:
         Keys.of(server)  # Otherwise, an error in the keys would only appear in Ray's log.
         server = server.model_copy(update={"api_key_file": os.path.abspath(server.api_key_file)})
+    if server.documents is not None and not is_address(server.documents):
+        server = server.model_copy(update={"documents": os.path.abspath(server.documents)})
     http = {name: getattr(server, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
-    with _sessions(options) as shared:
+    with _sessions(options) as shared, _mark_of(server) as mark:
         # Ray reports usage statistics by default.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(include_dashboard=False, log_to_driver=False)
         try:
             with _signals() as next_signal:  # After ray.init(), which sets its own handlers.
                 _start(http)
-                _deploy(application(model, server, shared))
+                _deploy(application(model, server, shared, mark))
                 while next_signal() == _RESTARTS:
-                    _deploy(application(model, server, shared))
+                    _deploy(application(model, server, shared, mark))
                 serve.delete(NAME)
         finally:
             ray.shutdown()
@@ -239,6 +261,15 @@ def _deploy(app: serve.Application) -> None:
         ours = re.findall(r"^(?:\x1b\[\d+m)*entropykv\.errors\.\w+: (.*)$", said, re.MULTILINE)
         reason = ours[-1] if ours else f"the replicas do not start; Ray says: {error}"
         raise EntropyKVError(reason) from None
+
+
+@contextlib.contextmanager
+def _mark_of(server: ServerOptions) -> Iterator[str | None]:
+    if server.documents is None:
+        yield None
+        return
+    with marked(server.documents) as mark:
+        yield mark
 
 
 @contextlib.contextmanager

@@ -27,6 +27,10 @@ _PATIENCE = 5.0
 requests.
 """
 _PING_INTERVAL = 15.0
+MOST_UNREAD = 65_536
+"""The most chunks of a stream that wait for their client. They take memory, because the model does
+not wait for a client that reads slowly.
+"""
 _END = object()
 Call = Callable[[ServedLlama], Any]
 
@@ -76,7 +80,7 @@ async def stream(
             chunks.put_nowait(shown)
 
     note = note_tokens(request.scope)
-    emits = _emits(loop, take, len(calls))
+    emits = _emits(loop, chunks, take, len(calls))
     arrival = arrival_of(request.scope)
     document = document_of(request.scope)
     jobs = [
@@ -107,12 +111,24 @@ async def stream(
 
 
 def _emits(
-    loop: asyncio.AbstractEventLoop, take: Callable[[int, Any], None], n: int
+    loop: asyncio.AbstractEventLoop,
+    chunks: asyncio.Queue[Any],
+    take: Callable[[int, Any], None],
+    n: int,
 ) -> list[Callable[[Any], None]]:
-    """Return, for each of n choices, the function that worker threads call with its chunks."""
+    """Return, for each of n choices, the function that worker threads call with its chunks.
+
+    It ends the request by RequestError if too many chunks wait for the client.
+    """
 
     def emits_as(index: int) -> Callable[[Any], None]:
         def emit(chunk: Any) -> None:
+            if chunks.qsize() >= MOST_UNREAD:
+                raise RequestError(
+                    408,
+                    f"{MOST_UNREAD:,} pieces of the answer wait for their client, which reads too "
+                    "slowly; read faster, or ask for fewer choices or tokens",
+                )
             loop.call_soon_threadsafe(take, index, chunk)
 
         return emit

@@ -6,6 +6,7 @@ user if the model has a chat template, after the text and a line break.
 
 While a document is read, its file does not exist. Beside it are `FILE.partial`, the session so far,
 from which reading continues after a crash, and `FILE.lock`, which the reading process has locked.
+What a process leaves that is killed while it saves is removed by the next one that has the lock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
+from entropykv.files import remove_left_overs
 from entropykv.session.document_folder import local_document, partial_of
 from entropykv.session.file import (
     DocumentNote,
@@ -74,6 +76,7 @@ def read_document(
     check_target(path)
     with _locked(path):
         partial = partial_of(path)
+        _remove_left_overs(path)
         _continue_from(session, partial, note, tokens)
         step = _Steps(session, partial, chat, note, progress)
         step.read(tokens)
@@ -136,8 +139,16 @@ def is_being_read(path: Path) -> bool:
 
 def remove_partial(path: Path) -> None:
     """Remove what is left of an interrupted reading; raises SessionFileError if it goes on."""
-    with _locked(path), contextlib.suppress(FileNotFoundError):
-        partial_of(path).unlink()
+    with _locked(path):
+        _remove_left_overs(path)
+        with contextlib.suppress(FileNotFoundError):
+            partial_of(path).unlink()
+
+
+def _remove_left_overs(path: Path) -> None:
+    """Remove what processes have left that were killed while they saved; the lock is held."""
+    for target in (path, partial_of(path)):
+        remove_left_overs(target)
 
 
 def _document_tokens(session: Session, text: str, system: str | None) -> list[int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv import system
-from entropykv.errors import SessionFileError, StorageError
+from entropykv.errors import DocumentBusyError, SessionFileError, StorageError
 from entropykv.session.file import SessionReader, open_session
 from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address
 
@@ -27,6 +27,8 @@ SUFFIX = ".kv"
 """The ending of the file of a document."""
 PARTIAL = ".partial"
 """The ending of a document that was not read to its end, or not stored yet."""
+TEXT = ".text"
+"""The ending of a text that a server has accepted and not read yet."""
 _LOCK_ATTEMPTS, _LOCK_INTERVAL = 50, 0.02
 """How often, and after how many seconds, a file is tried that another process is about to
 remove.
@@ -53,7 +55,8 @@ class DocumentFolder:
     ) -> None:
         """Make the directory if it does not exist; only its owner can read it.
 
-        `limit_bytes`: the most bytes of all complete documents in it; None: no limit. `storage`:
+        `limit_bytes`: the most bytes of all complete documents in it, and of the texts that wait;
+        None: no limit. `storage`:
         where the documents are, if not in the directory. Raises OSError.
         """
         self.directory = directory
@@ -73,8 +76,8 @@ class DocumentFolder:
             names = [each.name for each in os.scandir(folder) if each.is_file()]
         if self._storage is None:
             return names
-        partial = [name for name in names if name.endswith(PARTIAL)]
-        return [*partial, *self._storage.names(self._key(folder))]
+        not_stored = [name for name in names if name.endswith((PARTIAL, TEXT))]
+        return [*not_stored, *self._storage.names(self._key(folder))]
 
     def stamp(self, path: Path) -> FileStamp | None:
         """Return what distinguishes two versions of a document; None if there is none."""
@@ -99,8 +102,10 @@ class DocumentFolder:
             return
         key = self._key(path)
         try:
-            self._storage.store(path, key)
-            self._note_origin(path, self._storage.stamp(key))
+            # While it is locked, no process takes it for a copy of a document that was removed.
+            with _locked_for_reading(path):
+                self._storage.store(path, key)
+                self._note_origin(path, self._storage.stamp(key))
         except StorageError:
             os.replace(path, partial_of(path))
             raise
@@ -144,7 +149,9 @@ class DocumentFolder:
 
     @contextmanager
     def in_use(self, path: Path) -> Iterator[None]:
-        """Keep a document from being removed by this process, and by others after hold()."""
+        """Count a use of a document, which then does not make room for others; hold() also keeps it
+        from being removed.
+        """
         with self._lock:
             use = self._uses.setdefault(path, _Use())
             use.count += 1
@@ -158,12 +165,16 @@ class DocumentFolder:
                     _close(use.descriptor)
 
     def hold(self, path: Path) -> bool:
-        """Lock the file of a document in use against all processes; returns False if there is
-        none.
+        """Lock the file of a document in use, so that no process removes it; returns False if there
+        is none.
+
+        Raises DocumentBusyError if another process has locked it for longer than a removal takes.
         """
+        is_fetched = False
         for _ in range(_LOCK_ATTEMPTS):
-            if not self.fetch(path):
+            if not is_fetched and not self.fetch(path):
                 return False
+            is_fetched = True
             with self._lock:
                 use = self._uses[path]
                 if use.descriptor >= 0 and _is_at(path, use.descriptor):
@@ -171,34 +182,52 @@ class DocumentFolder:
                 try:
                     descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
                 except OSError:
-                    continue  # Another process has just removed it.
+                    is_fetched = False  # Another process has just removed it.
+                    continue
                 if _is_locked(descriptor, shared=True) and _is_at(path, descriptor):
                     _close(use.descriptor)
                     use.descriptor = descriptor
                     return True
                 os.close(descriptor)
             time.sleep(_LOCK_INTERVAL)  # Another process is removing or replacing it.
-        return False
+        raise DocumentBusyError(
+            f"{path}: another process is removing or replacing this document; try again later"
+        )
 
     def is_in_use(self, path: Path) -> bool:
-        """Tell whether this process uses a document."""
+        """Tell whether this process uses a document, or waits for it."""
         with self._lock:
             return path in self._uses
 
     def remove(self, path: Path) -> bool:
-        """Remove a document, if there is one; returns False if a process of this machine uses it.
+        """Remove a document, if there is one; returns False if a process of this machine holds it.
 
-        Raises OSError.
+        A process that waits for a document of this name does not hold it. Raises OSError.
         """
-        if not self._remove_copy(path):
-            return False
+        with self._lock:
+            use = self._uses.get(path)
+            if (use is not None and use.descriptor >= 0) or not _removed(path):
+                return False
         if self._storage is not None:
             self._storage.remove(self._key(path))
         return True
 
-    def _remove_copy(self, path: Path) -> bool:
-        with self._lock:
-            return path not in self._uses and _removed(path)
+    def make_room_for_text(self, path: Path, n_bytes: int) -> None:
+        """Remove the least recently used documents for a text that will be read into `path`.
+
+        Raises SessionFileError if the limit is less than what the texts take that wait.
+        """
+        limit = self._limit_bytes
+        if limit is None:
+            return
+        waiting = self._bytes_of_texts(path) + n_bytes
+        if waiting > limit:
+            raise SessionFileError(
+                f"it and other texts that wait take {waiting / 2**20:.1f} MiB, and all documents "
+                f"may take {limit / 2**20:.1f} MiB (--documents-limit); send it later, or raise "
+                "the limit"
+            )
+        self._drop_beyond(limit - waiting, path)
 
     def _make_room(self, newest: Path) -> None:
         if self._limit_bytes is None:
@@ -211,16 +240,30 @@ class DocumentFolder:
                 f"{self._limit_bytes / 2**20:.1f} MiB (--documents-limit); give a smaller KV "
                 "budget or a higher limit"
             )
+        self._drop_beyond(self._limit_bytes - self._bytes_of_texts(newest), newest)
+
+    def _bytes_of_texts(self, without: Path) -> int:
+        """Return the bytes of all texts that wait, but for the one that is read into a path."""
+        total = 0
+        for path in self.directory.rglob(f"*{SUFFIX}{TEXT}"):
+            with suppress(OSError):
+                total += path.stat().st_size if path != text_file_of(without) else 0
+        return total
+
+    def _drop_beyond(self, limit_bytes: int, newest: Path) -> None:
+        """Remove the least recently used documents beyond a limit, but none in use, nor
+        `newest`.
+        """
         files = []
         for path in self.directory.rglob(f"*{SUFFIX}"):
             with suppress(OSError):  # Another process may remove it meanwhile.
                 files.append((last_use(path) or 0.0, path.stat().st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= self._limit_bytes:
+            if total <= limit_bytes:
                 return
-            with suppress(OSError):
-                if path != newest and self._remove_copy(path):
+            with self._lock, suppress(OSError):
+                if path != newest and path not in self._uses and _removed(path):
                     total -= size
 
 
@@ -287,6 +330,11 @@ def partial_of(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
+def text_file_of(path: Path) -> Path:
+    """Return the file of the text that will be read into a document."""
+    return path.with_name(path.name + TEXT)
+
+
 def _origin(path: Path) -> Path:
     return path.with_name(path.name + _ORIGIN)
 
@@ -349,6 +397,17 @@ def _is_locked(descriptor: int, *, shared: bool = False) -> bool:
         return system.lock(descriptor, shared=shared)
     except OSError:
         return True
+
+
+@contextmanager
+def _locked_for_reading(path: Path) -> Iterator[None]:
+    """Keep a file from being removed by _removed()."""
+    descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
+    try:
+        _is_locked(descriptor, shared=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

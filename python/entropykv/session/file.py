@@ -232,7 +232,7 @@ def new_session_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     check_target(path)
     try:
-        with new_file(path) as part, open(part, "wb") as file:
+        with new_file(path, private=True) as part, open(part, "wb") as file:
             yield file
             file.flush()
     except OSError as error:

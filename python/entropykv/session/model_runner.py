@@ -145,23 +145,25 @@ class ModelRunner:
             geometry = replace(self.config.geometry, recurrent=True)
             self.config = resolve(self.config.options, geometry, self.config.profile)
         options = self.config.options
+        refusal: UnsupportedModelError | SettingsError
         try:
             return self._make_store()
         except UnsupportedModelError as error:
             if options.store != "auto":
                 raise
             refusal = error
-        why = str(refusal)
         self._close_context()
         headwise = self.config
         if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
-            with contextlib.suppress(UnsupportedModelError, SettingsError):
-                self.config = headwise.on_device_store(why)
+            try:
+                self.config = headwise.on_device_store(str(refusal))
                 return self._make_store()
+            except (UnsupportedModelError, SettingsError) as error:
+                refusal = error  # It says how to get the device store, if there is a way.
             self._close_context()
         if options.in_pool and not headwise.freezing:
             raise refusal
-        self.config = headwise.on_flat_store(why)
+        self.config = headwise.on_flat_store(str(refusal))
         return self._make_store()
 
     def _make_store(self) -> Store:
