@@ -7,11 +7,11 @@ std::shared_ptr<MappedFile> MappedFile::map(int, std::size_t, std::size_t) { ret
 
 MappedFile::~MappedFile() = default;
 
-bool MappedFile::has_changed() noexcept { return false; }
+bool MappedFile::has_changed() noexcept { return changed_; }
 
 void MappedFile::let_go() noexcept {}
 
-void MappedFile::forget_file() noexcept {}
+void MappedFile::forget_file() noexcept { file_ = watch_ = -1; }
 
 MappedFile::Version MappedFile::version_of(int) noexcept { return {}; }
 
