@@ -544,6 +544,10 @@ class Checkpoint:
         """Return how many of its pages only this checkpoint holds."""
 
     @property
+    def is_lost(self) -> bool:
+        """Tell whether pages are in a mapped file that someone has changed."""
+
+    @property
     def copied_bytes(self) -> int:
         """Return the bytes that it holds besides the pages."""
 

@@ -219,6 +219,45 @@ def test_a_changed_file_is_an_error_and_no_crash(
         assert session.save_state() == data
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_changed_file_disturbs_nobody_else_in_a_pool(
+    tiny_llama: Path, tmp_path: Path, leaves: bool
+) -> None:
+    path = tmp_path / "x.ekv"
+    save(tiny_llama, path, kv_type="q8_0")
+    with closing(pool_of(tiny_llama, n_ctx=1024, kv_budget=1024, n_sequences=1)) as pool:
+        first, second = pool.session(), pool.session()
+        first.load(path)
+        first.rest()
+        second.decode(tokens_for(100))  # The first one is swapped out, within the pool.
+        fork = first.fork()
+        os.truncate(path, 20000)
+        second.decode(tokens_for(900 if leaves else 100, seed=1))
+        for session in (first, fork):
+            with pytest.raises(SessionFileError, match="changed while its entries were in use"):
+                session.decode([5])
+        second.decode([5])
+        first.reset()
+        first.decode(tokens_for(100))
+
+
+def test_a_checkpoint_of_a_changed_file_is_forgotten(tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.ekv"
+    save(tiny_llama, path, kv_type="q8_0")
+    text = tokens_for(600)
+    with closing(pool_of(tiny_llama, n_ctx=1024, kv_budget=1024, n_sequences=2)) as pool:
+        session = pool.session()
+        session.load(path)
+        session.decode([5])
+        session.rest()
+        session.decode([6])
+        assert session.return_to_checkpoint([*text, 5])
+        os.truncate(path, 20000)
+        assert not session.return_to_checkpoint([*text, 5])
+        session.reset()
+        session.decode(text)
+
+
 CUT_WHILE_READ = """
 import os, sys
 from entropykv import Session, _core

@@ -20,6 +20,12 @@ from entropykv.policy.policy import Policy
 from entropykv.store.cold import ColdSide
 from entropykv.store.protocol import DamagedState, SavedState, Section, StoreState
 
+LOST = (
+    "the file of a saved session or document was changed while its entries were in use, so that "
+    "they are lost; load it again, and replace such files instead of writing to them"
+)
+"""The reason if pages of a mapped file are lost."""
+
 
 @dataclass(frozen=True)
 class StoreCheckpoint:
@@ -42,6 +48,11 @@ class StoreCheckpoint:
     def copy(self) -> StoreCheckpoint:
         """Return another checkpoint that owns the same pages."""
         return replace(self, core=self.core.copy())
+
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether pages are lost, because someone has changed the file that has them."""
+        return self.core.is_lost
 
     def drop(self) -> None:
         """Give the pages back."""
@@ -156,11 +167,7 @@ class HeadwiseState:
         try:
             self._store.check_files()
         except _core.MappedFileError:
-            raise SessionFileError(
-                "the file of a saved session or document was changed while its entries were in "
-                "use, so that they are lost; load it again, and replace such files instead of "
-                "writing to them"
-            ) from None
+            raise SessionFileError(LOST) from None
 
     def check(self, state: SavedState) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
