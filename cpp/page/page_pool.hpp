@@ -51,6 +51,8 @@ public:
     // page is not from this pool, throws std::logic_error, and gives nothing back.
     template <typename OverPages>
     void compact(OverPages for_each_page) {
+        free_.insert(free_.end(), free_in_files_.begin(), free_in_files_.end());
+        free_in_files_.clear();
         const std::size_t n_room = gather_room();
         std::size_t n_taken = 0;
         for_each_page([&](std::byte* page) { return relocate(page, n_taken, n_room); });
@@ -70,6 +72,8 @@ private:
     static constexpr std::uint32_t kMoved = std::uint32_t{1} << 31;
 
     void make_lists(std::size_t pages);
+    void add_page();
+    void set_free(std::byte* page, std::size_t number);
     std::uint32_t& owners_of(const std::byte* page) { return owners_[pages_.number_of(page)]; }
     std::size_t gather_room();
     std::byte* relocate(std::byte* page, std::size_t& n_taken, std::size_t n_room);
@@ -82,7 +86,10 @@ private:
     std::size_t peak_pages_ = 0;
     // Says how many owners each page has; the value is meaningless for free pages.
     std::vector<std::uint32_t> owners_{};
-    std::vector<std::byte*> free_{};  // free pages
+    // Free pages, and those in files, which are handed out last: whoever gets one would lose it if
+    // someone shortened the file.
+    std::vector<std::byte*> free_{};
+    std::vector<std::byte*> free_in_files_{};
 };
 
 }  // namespace entropykv

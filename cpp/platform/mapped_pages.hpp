@@ -33,6 +33,7 @@ public:
     void note_used(std::size_t number) noexcept;
     void note_free(std::size_t number) noexcept;
     void note_first_used(std::size_t pages) noexcept;
+    bool is_in_file(std::size_t number) noexcept { return file_of(number) != nullptr; }
     // Tell whether someone has changed a mapped file, and whether a page belongs to such a file.
     bool any_file_changed() noexcept;
     bool is_changed(const std::byte* page);

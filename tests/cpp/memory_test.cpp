@@ -204,6 +204,7 @@ void go_on_from_file(const Sequence& from, Sequence& to) {
         counts.push_back(from.store.head(0, head).count());
         states.emplace_back(saver.bytes(0, head));
         saver.save(0, head, states.back().data());
+        states.back().resize(states.back().size() + saver.padding(0, head));
         CHECK(write_at(file.number, states.back().data(), states.back().size(), end));
         end += states.back().size();
     }
@@ -224,7 +225,7 @@ void go_on_from_file(const Sequence& from, Sequence& to) {
     survive([&] { loader.begin(counts, starts, budgets); });
     bool adopted = false;
     if (mapped) survive([&] { adopted = loader.adopt(mapped, counts, starts); });
-    CHECK(adopted == (kMapsFiles && from.store.settings().importance.kind == ScoreKind::mass));
+    CHECK(adopted == kMapsFiles);
     for (int head = 0; head < kShape.n_head_kv && !adopted; ++head)
         loader.load(0, head, counts[index(head)], states[index(head)].data());
     to.end = from.end;

@@ -124,6 +124,12 @@ struct Machine {
         if (ends) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(number));
     }
 
+    // Returns the bytes of the whole pages that so many bytes take.
+    static std::size_t in_pages(const HeadStore& store, std::size_t bytes) {
+        const std::size_t page = store.layout(0).bytes;
+        return (bytes + page - 1) / page * page;
+    }
+
     // Loads states, whose copies are changed; returns whether they stay in the file.
     static bool load(HeadStore& store, const std::vector<int>& counts,
                      std::vector<std::vector<std::byte>> states, std::size_t evicted,
@@ -132,7 +138,7 @@ struct Machine {
         std::size_t offset = 0;
         for (const std::vector<std::byte>& state : states) {
             starts.push_back(file ? file->data() + offset : state.data());
-            offset += state.size();
+            offset += in_pages(store, state.size());
         }
         HeadLoader loader(store.components());
         loader.begin(counts, starts, {store.head(0, 0).budget(), store.head(0, 1).budget()});
@@ -151,7 +157,10 @@ struct Machine {
         pair.end = from.end;
         auto file = std::make_unique<TemporaryFile>();
         std::vector<std::byte> all;
-        for (const auto& state : states) all.insert(all.end(), state.begin(), state.end());
+        for (const auto& state : states) {
+            all.insert(all.end(), state.begin(), state.end());
+            all.resize(in_pages(pair.shared, all.size()));
+        }
         CHECK(write_at(file->number, all.data(), all.size(), 0));
         pair.shared.truncate(0);
         pair.alone.truncate(0);
