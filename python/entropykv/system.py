@@ -132,6 +132,23 @@ def remove_and_close(path: str | os.PathLike[str], descriptor: int) -> bool:
     return removed
 
 
+def rename_and_close(
+    path: str | os.PathLike[str], target: str | os.PathLike[str], descriptor: int
+) -> None:
+    """Rename a file that is open, replacing `target`, and close it; raises OSError.
+
+    A lock is held until the file has its new name, except on Windows, which renames only files
+    that are closed.
+    """
+    if WINDOWS:
+        _close(descriptor)
+    try:
+        os.replace(path, target)
+    finally:
+        if not WINDOWS:
+            _close(descriptor)
+
+
 def _close(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         os.close(descriptor)

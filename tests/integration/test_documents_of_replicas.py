@@ -22,7 +22,7 @@ def test_all_replicas_answer_about_a_document_that_one_has_read(
 ) -> None:
     with two_replicas(cluster, tmp_path, "--documents", "kept") as served:
         documents = served.client
-        sent = documents.post("/v1/documents", json={"name": "book", "text": TEXT})
+        sent = documents.post("/v1/documents", files={"file": ("book.txt", TEXT.encode())})
         assert sent.status_code == 202, sent.text
         deadline = time.monotonic() + 120
         while (status := documents.get("/v1/documents/book").json())["status"] != "ready":

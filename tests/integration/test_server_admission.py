@@ -293,6 +293,30 @@ def test_an_answer_ends_if_its_client_is_too_far_behind(monkeypatch: pytest.Monk
     assert "reads too slowly" in asyncio.run(talk())
 
 
+def test_a_client_that_reads_nothing_delays_the_end_of_the_server_by_seconds() -> None:
+    """The buffers of the system hold a few of its answers, and the next one waits."""
+    server = Server(ENTROPYKV_API_KEY=KEY)
+    body = json.dumps({"content": "a b c d e " * 5000, "with_pieces": True})
+    asks = head("/tokenize", f"Content-Length: {len(body)}", "") + body
+
+    def n_answered() -> int:
+        return sum("/tokenize 200" in line for line in server.log)
+
+    with Raw(server) as client:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.send(asks * 12)
+        before = 0
+        while (now := n_answered()) > before or not now:
+            before = now
+            time.sleep(3)
+        assert now < 12
+        start = time.monotonic()
+        code, log = server.end()
+    assert code == 0
+    assert 9 < time.monotonic() - start < 20
+    assert "Traceback" not in log, log
+
+
 # --- who waits for room ---------------------------------------------------------------------------
 
 

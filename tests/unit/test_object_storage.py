@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -88,6 +89,45 @@ def test_a_copy_is_fetched_once_and_again_for_another_version(
     assert contents(two) == b"second version"
     assert contents(one) == b"second version"
     assert fetched == ["user/book.kv"] * 2
+
+
+KILLED_WHILE_FETCHING = """
+import os, signal, sys
+from pathlib import Path
+from entropykv.session.object_storage import ObjectStorage
+
+storage, path = ObjectStorage(sys.argv[1]), Path(sys.argv[2])
+
+def get_file(remote, local):
+    Path(local).write_bytes(b"half")
+    print("half", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+storage._files.get_file = get_file
+storage.fetch("user/book.kv", path)
+"""
+
+
+@pytest.mark.needs("fcntl.flock", "signal.SIGKILL")
+def test_a_copy_that_a_killed_process_has_begun_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    address = (tmp_path / "stored").as_uri()
+    folder = DocumentFolder(tmp_path / "one", None, ObjectStorage(address))
+    path = write(folder, "book", b"first")
+    path.unlink()
+    command = [sys.executable, "-c", KILLED_WHILE_FETCHING, address, str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "half\n"
+        assert contents(folder) == b"first"
+        assert len(list(path.parent.glob("*.fetched"))) == 1, "a living process still needs it"
+        other.stdin.close()
+    path.unlink()
+    assert contents(folder) == b"first"
+    assert not list(path.parent.glob("*.fetched"))
 
 
 def test_what_is_removed_is_gone_on_all_machines(machines: list[DocumentFolder]) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from entropykv.server.asked_document import is_document_part
+from entropykv.server.document_form import document_name, fields_of, is_form
+from entropykv.server.errors import RequestError
 
 SHARED_CHARACTERS = 512
 """The shortest system prompt that requests are sent together for; reading a shorter one again takes
@@ -41,23 +43,18 @@ class Affinity:
     """What the text begins with, the longest beginning first, as digests."""
 
 
-def affinity_of(conversation: str | None, user: str, body: bytes, path: str = "") -> Affinity:
+def affinity_of(
+    conversation: str | None, user: str, body: bytes, path: str = "", kind: str = ""
+) -> Affinity:
     """Return the affinity of a request.
 
     `user` is the API key or empty: texts of different users are not compared. A body that is no
-    request has no keys, and is refused by the replica that gets it. `path` is that of the URL: one
-    replica reads a document, says how far it is, and deletes it.
+    request has no keys, and is refused by the replica that gets it. `path` is that of the URL, and
+    `kind` the content type: one replica reads a document, says how far it is, and deletes it.
     """
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
-        request = None
     if (routes := _DOCUMENTS.fullmatch(path)) is not None:
-        document = routes[1] or (request.get("name") if isinstance(request, dict) else None)
-        if not isinstance(document, str):
-            return Affinity()
-        key = _document_key(user, document)
-        return Affinity(key, (key,))
+        return _of_document(user, routes[1] or _sent_name(body, kind))
+    request = _request_in(body)
     keys = _keys_of(user, request) if isinstance(request, dict) else ()
     name = None if conversation is None else _digest("name", user, conversation)
     return Affinity(name, keys)
@@ -89,6 +86,33 @@ def _keys_of(user: str, request: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(document, str):
         keys.append(_document_key(user, document))
     return tuple(keys)
+
+
+def _of_document(user: str, name: str | None) -> Affinity:
+    """Return the affinity of the routes of a document."""
+    if not name:
+        return Affinity()
+    key = _document_key(user, name)
+    return Affinity(key, (key,))
+
+
+def _sent_name(body: bytes, kind: str) -> str | None:
+    """Return the name of the document that a body sends, as JSON or as a form."""
+    if is_form(kind):
+        try:
+            return document_name(fields_of(body, kind))
+        except RequestError:
+            return None
+    request = _request_in(body)
+    name = request.get("name") if isinstance(request, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _request_in(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _document_key(user: str, document: str) -> str:

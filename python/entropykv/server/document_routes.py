@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.parser
-import email.policy
-from pathlib import PurePath
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -18,6 +15,13 @@ from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.asked_document import AskedDocument, note_document
 from entropykv.server.bodies import read_body
 from entropykv.server.client_presence import CLIENT_GONE, unless_gone
+from entropykv.server.document_form import (
+    MULTIPART,
+    document_name,
+    fields_of,
+    is_form,
+    text_of,
+)
 from entropykv.server.document_library import DocumentLibrary
 from entropykv.server.document_reader import DocumentReader
 from entropykv.server.document_readings import (
@@ -35,9 +39,6 @@ from entropykv.session.document import MOST_TEXT_BYTES
 
 _CHECK_INTERVAL = 0.02
 """Seconds between two checks whether the files of a deleted document are gone."""
-_MOST_PARTS = 16
-"""The most parts of a form."""
-_MULTIPART = "multipart/form-data"
 _READ_BEFORE: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The text has been read before, under this name.",
@@ -220,7 +221,7 @@ _BODY = {
         "required": True,
         "content": {
             "application/json": {"schema": NewDocument.model_json_schema()},
-            _MULTIPART: {
+            MULTIPART: {
                 "schema": {
                     "type": "object",
                     "required": ["file"],
@@ -238,7 +239,7 @@ _BODY = {
 
 def _new_document(body: bytes, kind: str) -> NewDocument:
     """Return the document in a body of JSON, or of a form; raises RequestError."""
-    if kind.partition(";")[0].strip().lower() == _MULTIPART:
+    if is_form(kind):
         given = _of_form(body, kind)
     else:
         given = cast(NewDocument, read_body(NewDocument, body))
@@ -256,37 +257,13 @@ def _new_document(body: bytes, kind: str) -> NewDocument:
 
 
 def _of_form(body: bytes, kind: str) -> NewDocument:
-    head = f"content-type: {kind}\r\n\r\n".encode("latin-1")
-    parser = email.parser.BytesParser(policy=email.policy.HTTP)
-    form = parser.parsebytes(head + body)
-    parts = list(form.iter_parts()) if form.is_multipart() else []
-    if len(parts) > _MOST_PARTS or not parts:
-        raise RequestError(
-            400, f"the form has no parts, or more than {_MOST_PARTS}; send a file and its name"
-        )
-    fields = {_field_of(part): part for part in parts}
+    fields = fields_of(body, kind)
     if "file" not in fields:
         raise RequestError(400, "file: the form needs a file of this name", param="file")
-    filename = PurePath((fields["file"].get_filename() or "").replace("\\", "/")).name[:MOST_NAME]
-    name = _text(fields["name"], "name") if "name" in fields else PurePath(filename).stem
-    model = _text(fields["model"], "model") if "model" in fields else None
+    model = text_of(fields["model"], "model") if "model" in fields else None
     return NewDocument.model_construct(
-        name=name[: MOST_DOCUMENT_NAME + 1],
-        text=_text(fields["file"], "file"),
+        name=document_name(fields)[: MOST_DOCUMENT_NAME + 1],
+        text=text_of(fields["file"], "file"),
         model=model or None,
-        filename=filename or None,
+        filename=fields["file"].filename[:MOST_NAME] or None,
     )
-
-
-def _field_of(part: Any) -> str:
-    return str(part.get_param("name", "", header="content-disposition"))
-
-
-def _text(part: Any, name: str) -> str:
-    data = part.get_payload(decode=True)
-    try:
-        return (data if isinstance(data, bytes) else b"").decode("utf-8")
-    except UnicodeDecodeError:
-        raise RequestError(
-            400, f"{name}: it is not a text in UTF-8; convert it first", param=name
-        ) from None

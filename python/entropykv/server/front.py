@@ -61,7 +61,8 @@ class Front:
         headers = dict(scope["headers"])
         name = headers.get(SESSION_HEADER, b"").decode("latin-1") or None
         user = headers.get(b"authorization", b"").decode("latin-1")
-        affinity = affinity_of(name, user, body, scope["path"])
+        kind = headers.get(b"content-type", b"").decode("latin-1")
+        affinity = affinity_of(name, user, body, scope["path"], kind)
         begun = False
         for _ in range(MOST_TRIES):
             messages = self._answer(passed, body, affinity)

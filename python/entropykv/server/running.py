@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -30,6 +31,10 @@ _MOST_NAMED = 20
 """The most models that are listed when the server starts."""
 _SECONDS_TO_FINISH = 10
 """Seconds that a client may take to read the end of its answer during shutdown."""
+_SECONDS_TO_DISCONNECT = 5
+"""Seconds after which uvicorn cancels requests whose clients have been disconnected during
+shutdown. It writes a traceback for each, so this is the last resort.
+"""
 
 
 def serve(
@@ -47,6 +52,7 @@ def serve(
     with _listening_socket(server) as listener:
         _give_memory_back()
         app = Starting(lambda: create_app(model, server, page), page=server.web)
+        seconds = _SECONDS_TO_FINISH + server.drain_seconds
         config = uvicorn.Config(
             app,
             http=protocol_of(server.max_connections, server.client_seconds),
@@ -56,11 +62,12 @@ def serve(
             root_path=server.root_path,
             log_level="info" if _is_verbose(model) else "warning",
             access_log=False,
-            timeout_graceful_shutdown=_SECONDS_TO_FINISH + server.drain_seconds,
+            timeout_graceful_shutdown=seconds + _SECONDS_TO_DISCONNECT,
         )
         if server.log_requests:
             write_requests_to_stderr()
-        _Server(config, app, _url(listener, server), when_listening).run(sockets=[listener])
+        url = _url(listener, server)
+        _Server(config, app, url, when_listening, seconds).run(sockets=[listener])
     if app.error is not None:
         raise app.error
     # A thread may be inside llama.cpp, which an orderly exit would unload.
@@ -94,8 +101,10 @@ class _Server(uvicorn.Server):
         app: Starting,
         url: str,
         when_listening: Callable[[str], object] | None,
+        seconds_to_finish: float,
     ) -> None:
         super().__init__(config)
+        self._seconds_to_finish = seconds_to_finish
         self._when_listening = when_listening
         self._app = app
         self._app.when_done = self._loaded
@@ -128,7 +137,16 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._app.loaded is not None:  # Otherwise uvicorn would wait for the longest answer.
             self._app.loaded.state.models.stop()
+        timer = asyncio.get_running_loop().call_later(self._seconds_to_finish, self._disconnect)
         await super().shutdown(sockets)
+        timer.cancel()
+
+    def _disconnect(self) -> None:
+        """End the connections of clients that have not read their answers."""
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if transport is not None:
+                transport.abort()
 
 
 def _listening_socket(server: ServerOptions) -> socket.socket:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.files import remove_unlocked
 from entropykv.session.document_folder import make_folder
 from entropykv.session.object_storage import ObjectStorage, is_address
 
@@ -57,7 +58,7 @@ def _written(folder: Path, name: str) -> Iterator[None]:
     """Write a locked file, and remove those of processes that were killed."""
     try:
         make_folder(folder)
-        _remove_left(folder)
+        remove_unlocked(folder, f"{_MARK}*")
         descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise SettingsError(
@@ -70,20 +71,6 @@ def _written(folder: Path, name: str) -> Iterator[None]:
         yield
     finally:
         system.remove_and_close(folder / name, descriptor)
-
-
-def _remove_left(folder: Path) -> None:
-    for left in folder.glob(f"{_MARK}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(left, os.O_RDWR)
-            try:
-                is_left = system.lock(descriptor)
-            except OSError:
-                is_left = False
-            if is_left:
-                system.remove_and_close(left, descriptor)
-            else:
-                os.close(descriptor)
 
 
 @contextmanager

@@ -7,22 +7,27 @@ its own disk, which is fetched anew if the file in the storage is another one th
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
 import os
 import re
-import threading
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from entropykv import system
 from entropykv.errors import MissingExtraError, SessionFileError, SettingsError, StorageError
+from entropykv.files import remove_unlocked
 from entropykv.session.file import SessionReader
 
 FileStamp = tuple[int, int, int]
 """Distinguishes two versions of a file; the second number is its bytes."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_FETCHED = ".fetched"
+"""The ending of a file that is being copied from the storage."""
 _HEADER_BLOCK = 1 << 18
 """Bytes that are asked for at a time where only the header of a document is read."""
 
@@ -88,19 +93,27 @@ class ObjectStorage:
             yield SessionReader(cast(io.BufferedReader, file), key)
 
     def fetch(self, key: str, path: Path) -> bool:
-        """Copy a file to the disk, where it appears complete; returns False if there is none."""
-        part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.fetched")
-        try:
-            with self._answers(key):
-                try:
-                    self._files.get_file(self._path(key), str(part))
-                except FileNotFoundError:
-                    return False
-                os.replace(part, path)
-                return True
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+        """Copy a file to the disk, where it appears complete; returns False if there is none.
+
+        What processes have left that were killed while they copied it is removed.
+        """
+        remove_unlocked(path.parent, f"{glob.escape(path.name)}.*{_FETCHED}")
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_FETCHED}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | system.file_flags("O_CLOEXEC")
+        with self._answers(key):
+            descriptor = os.open(part, flags, 0o600)
+            try:
+                with contextlib.suppress(OSError):  # The file system may have no locks.
+                    system.lock(descriptor)
+                self._files.get_file(self._path(key), str(part))
+            except FileNotFoundError:
+                system.remove_and_close(part, descriptor)
+                return False
+            except BaseException:
+                system.remove_and_close(part, descriptor)
+                raise
+            system.rename_and_close(part, path, descriptor)
+        return True
 
     def store(self, path: Path, key: str) -> None:
         """Copy a file from the disk to the storage, where it appears complete."""
