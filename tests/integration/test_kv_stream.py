@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
+from entropykv.server import ModelOptions, ServerOptions, create_app
 from tests.support.kv_events import LONG, PROMPT, events, planes_of
-from tests.support.running_server import KEY, Server
+from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import served
 
 # --- the routes -----------------------------------------------------------------------------------
@@ -77,6 +79,24 @@ def test_a_stream_ends_after_its_seconds(server: Server) -> None:
     found = events(server, "seconds=1", most=100)
     assert 0.9 < time.monotonic() - start < 10
     assert [name for name, *_ in found] == ["model", "kv"]
+
+
+def test_a_stream_ends_as_early_as_its_app_says() -> None:
+    """Replicas end it early, because Ray Serve waits for the end of all requests."""
+
+    async def talk() -> tuple[float, str]:
+        model = ModelOptions(model=str(MODEL), n_threads=1)
+        app = create_app(model, ServerOptions(), viewer_seconds=1)
+        transport = httpx.ASGITransport(app)
+        start = time.monotonic()
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.get("/v1/kv/stream?seconds=60")
+        app.state.engine.close()
+        return time.monotonic() - start, answer.text
+
+    seconds, text = asyncio.run(talk())
+    assert text.startswith("event: model\n")
+    assert 0.9 < seconds < 10
 
 
 def test_the_description_says_that_it_is_a_stream_of_events(server: Server) -> None:
