@@ -27,6 +27,8 @@ N_CTX = 8192
 N_PROCESSES = 2
 QUESTION = "Who tells this story?"
 ANSWER_TOKENS = 16
+N_TURNS = 5
+SPEED_TOKENS = 150
 
 
 def memory(name: str) -> float:
@@ -118,6 +120,24 @@ def measure(model: str, document: Path, budget: str) -> None:
         process.end()
 
 
+def compare_speeds(model: str, documents: list[str]) -> None:
+    """Print the tokens per second after loading each document, in turns, with a budget for all."""
+    with Session(model, n_ctx=N_CTX, kv_budget="1.0") as session:
+        for _ in range(N_TURNS):
+            for document in documents:
+                start = time.perf_counter()
+                session.load(document)
+                loaded = time.perf_counter()
+                session.decode(session.question(QUESTION))
+                asked = time.perf_counter()
+                for _ in range(SPEED_TOKENS):
+                    session.decode([5])
+                seconds = time.perf_counter() - asked
+                print(
+                    f"{document}: loaded in {loaded - start:.3f} s, {SPEED_TOKENS / seconds:.1f}/s"
+                )
+
+
 def write(model: str, n_tokens: int, budget: str, path: Path) -> None:
     """Read a document of about so many tokens."""
     with Session(model, n_ctx=N_CTX, kv_budget=budget) as session:
@@ -136,8 +156,14 @@ def main() -> None:
     parser.add_argument("--kv-budget", default="1.0")
     parser.add_argument("--document", help="a document of this model (default: one is read)")
     parser.add_argument("--ask", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--speed", nargs="+", metavar="FILE", help="only compare decoding after these documents"
+    )
     options = parser.parse_args()
     model = str(find_model(options.model))
+    if options.speed:
+        compare_speeds(model, options.speed)
+        return
     if options.ask:
         ask(model, options.ask, options.kv_budget)
         return

@@ -11,10 +11,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from entropykv import Pool, Session, SessionFileError
 from entropykv.session.file import MAGIC, SECTION_ALIGNMENT
+from entropykv.store.protocol import Part
 from tests.support.logits import tokens_for
 from tests.support.pools import PIECE, pool_of
 from tests.support.saved_sessions import future, sections_start, session_of, signed
@@ -217,6 +219,20 @@ def test_a_changed_file_is_an_error_and_no_crash(
         session.reset()
         session.decode(tokens_for(600))
         assert session.save_state() == data
+
+
+class LosingStore:
+    """Finds after a step that its entries are lost."""
+
+    def after(self, *_: int) -> None:
+        raise SessionFileError("lost")
+
+
+def test_lost_entries_are_the_error_of_one_part_of_a_step() -> None:
+    part = Part(LosingStore(), [5], 0, 1)  # type: ignore[arg-type]
+    part.settle(np.zeros((1, 4), np.float32))
+    with pytest.raises(SessionFileError, match="lost"):
+        part.result()
 
 
 @pytest.mark.parametrize("leaves", [False, True])
