@@ -16,6 +16,7 @@ PYBIND11_MODULE(_core, m) {
     register_freeze_settings(m);
     register_sequence_pool(m);
     register_checkpoint(m);
+    register_mapped_file(m);
     register_headwise_store(m);
     register_attention_batch(m);
     register_cache_map(m);

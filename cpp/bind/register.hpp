@@ -25,6 +25,7 @@ void register_freeze_settings(py::module_& m);
 void register_sequence_pool(py::module_& m);
 void register_attention_batch(py::module_& m);
 void register_checkpoint(py::module_& m);
+void register_mapped_file(py::module_& m);
 void register_headwise_store(py::module_& m);
 void register_cache_map(py::module_& m);
 void register_flat_store(py::module_& m);

@@ -12,6 +12,7 @@ void register_checkpoint(py::module_& m) {
         .def_property_readonly("is_dropped", &Checkpoint::is_dropped)
         .def_property_readonly("pages", &Checkpoint::pages)
         .def_property_readonly("own_pages", &Checkpoint::own_pages)
+        .def_property_readonly("is_lost", &Checkpoint::is_lost)
         .def_property_readonly("copied_bytes", &Checkpoint::copied_bytes)
         .def_property_readonly("entries", &Checkpoint::entries)
         .def_property_readonly("evicted", &Checkpoint::evicted);

@@ -43,10 +43,6 @@ std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& d
     return std::make_unique<DeviceStore>(devices, layers, settings, budgets, live);
 }
 
-std::byte* data_of(const py::bytearray& state) {
-    return reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(state.ptr()));
-}
-
 void check_head(const DeviceStore& store, int layer, int head) {
     if (layer < 0 || layer >= store.ledger().n_layers() || head < 0 ||
         head >= store.ledger().shape(layer).n_head_kv)
@@ -78,10 +74,11 @@ void register_states(py::class_<DeviceStore>& store) {
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "state_problem",
-            [](const DeviceStore& self, int layer, int count, const py::bytearray& state,
+            [](const DeviceStore& self, int layer, int count, const py::buffer& state,
                std::int32_t end) {
                 check_head(self, layer, 0);
-                return self.state_problem(layer, count, data_of(state), state.size(), end);
+                const WritableBytes bytes = bytes_of(state);
+                return self.state_problem(layer, count, bytes.data, bytes.size, end);
             },
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
         .def("most_loaded", of_head(&DeviceStore::most_loaded), py::arg("layer"),
@@ -89,10 +86,8 @@ void register_states(py::class_<DeviceStore>& store) {
         .def(
             "load",
             [](DeviceStore& self, const std::vector<int>& counts,
-               const std::vector<py::bytearray>& states) {
-                std::vector<std::byte*> addresses;
-                for (const py::bytearray& state : states) addresses.push_back(data_of(state));
-                self.load(counts, addresses);
+               const std::vector<py::buffer>& states) {
+                self.load(counts, addresses_of<std::byte>(states));
             },
             py::arg("counts"), py::arg("states"));
 }

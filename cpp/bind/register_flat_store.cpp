@@ -38,11 +38,12 @@ void register_flat_store(py::module_& m) {
              })
         .def(
             "load_state",
-            [](FlatStore& self, std::vector<std::int32_t> positions, const py::bytearray& state,
+            [](FlatStore& self, std::vector<std::int32_t> positions, const py::buffer& state,
                std::size_t evicted, int shift) {
-                const auto* data =
-                    reinterpret_cast<const std::uint8_t*>(PyByteArray_AS_STRING(state.ptr()));
-                self.load_state(std::move(positions), data, state.size(), evicted, shift);
+                const WritableBytes bytes = bytes_of(state);
+                self.load_state(std::move(positions),
+                                reinterpret_cast<const std::uint8_t*>(bytes.data), bytes.size,
+                                evicted, shift);
             },
             py::arg("positions"), py::arg("state"), py::arg("evicted"), py::arg("shift"))
         .def("rebase", &FlatStore::rebase, py::arg("shift"))

@@ -6,6 +6,7 @@
 
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
+#include "platform/system_memory.hpp"
 #include "store/forks.hpp"
 #include "store/head_states.hpp"
 
@@ -61,15 +62,19 @@ void register_checkpoints(py::class_<Headwise>& store) {
 
 void register_headwise_state(py::class_<Headwise>& store) {
     register_checkpoints(store);
-    const auto data = [](const py::bytearray& state) {
-        return reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(state.ptr()));
-    };
     store
         .def(
             "state_bytes",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
                 return HeadSaver(self.store.components()).bytes(layer, head);
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "state_padding",
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                return HeadSaver(self.store.components()).padding(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
@@ -85,22 +90,30 @@ void register_headwise_state(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "state_problem",
-            [data](const Headwise& self, int layer, int count, const py::bytearray& state,
-                   int end) {
+            [](const Headwise& self, int layer, int count, const py::buffer& state, int end) {
                 self.shape_of(layer);
+                const WritableBytes bytes = bytes_of(state);
                 return HeadSaver(self.store.components())
-                    .problem(layer, count, data(state), state.size(), end);
+                    .problem(layer, count, bytes.data, bytes.size, end);
             },
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
         .def(
             "begin_load",
-            [data](Headwise& self, const std::vector<int>& counts,
-                   const std::vector<py::bytearray>& states, const std::vector<int>& budgets) {
-                std::vector<const std::byte*> starts;
-                for (const py::bytearray& state : states) starts.push_back(data(state));
-                HeadLoader(self.store.components()).begin(counts, starts, budgets);
+            [](Headwise& self, const std::vector<int>& counts,
+               const std::vector<py::buffer>& states, const std::vector<int>& budgets) {
+                HeadLoader(self.store.components())
+                    .begin(counts, addresses_of<const std::byte>(states), budgets);
             },
             py::arg("counts"), py::arg("states"), py::arg("budgets"))
+        .def(
+            "adopt",
+            [](Headwise& self, const std::shared_ptr<MappedFile>& file,
+               const std::vector<int>& counts, const std::vector<py::buffer>& states) {
+                return HeadLoader(self.store.components())
+                    .adopt(file, counts, addresses_of<const std::byte>(states));
+            },
+            py::arg("file"), py::arg("counts"), py::arg("states"))
+        .def("check_files", [](Headwise& self) { self.store.check_files(); })
         .def(
             "set_evicted",
             [](Headwise& self, std::size_t evicted) {
@@ -109,9 +122,11 @@ void register_headwise_state(py::class_<Headwise>& store) {
             py::arg("evicted"))
         .def(
             "load_head",
-            [data](Headwise& self, int layer, int head, int count, const py::bytearray& state) {
+            [](Headwise& self, int layer, int head, int count, const py::buffer& state) {
                 self.check_head(layer, head);
-                HeadLoader(self.store.components()).load(layer, head, count, data(state));
+                const WritableBytes bytes = bytes_of(state);
+                HeadLoader(self.store.components()).load(layer, head, count, bytes.data);
+                discard_memory(bytes.data, bytes.size);
             },
             py::arg("layer"), py::arg("kv_head"), py::arg("count"), py::arg("state"));
 }

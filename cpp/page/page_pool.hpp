@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "platform/mapped_pages.hpp"
@@ -24,6 +25,16 @@ public:
     // Adds an owner. While a page has several, none may write to it.
     void share(const std::byte* page) { ++owners_of(page); }
     bool is_shared(const std::byte* page) const { return owners_[pages_.number_of(page)] > 1; }
+    // Takes the pages that a mapped file begins with, each with one owner, and returns the first
+    // one. They are pages like any other, but share memory with other processes until they are
+    // written to. `unused` has the numbers of those that are free, because they hold something
+    // else. Returns null, and changes nothing, if the budget has no room for the others behind the
+    // pages that were handed out. Throws std::bad_alloc, and changes nothing.
+    std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                     const std::vector<std::size_t>& unused);
+    // Tell whether someone has changed a file that was adopted, and whether a page is affected.
+    bool any_file_changed() noexcept { return pages_.any_file_changed(); }
+    bool is_changed(const std::byte* page) { return pages_.is_changed(page); }
     // Removes an owner.
     void release(std::byte* page);
     // Maps memory for so many pages, so that allocate() cannot fail until more are in use. Throws
@@ -40,6 +51,8 @@ public:
     // page is not from this pool, throws std::logic_error, and gives nothing back.
     template <typename OverPages>
     void compact(OverPages for_each_page) {
+        free_.insert(free_.end(), free_in_files_.begin(), free_in_files_.end());
+        free_in_files_.clear();
         const std::size_t n_room = gather_room();
         std::size_t n_taken = 0;
         for_each_page([&](std::byte* page) { return relocate(page, n_taken, n_room); });
@@ -59,6 +72,8 @@ private:
     static constexpr std::uint32_t kMoved = std::uint32_t{1} << 31;
 
     void make_lists(std::size_t pages);
+    void add_page();
+    void set_free(std::byte* page, std::size_t number);
     std::uint32_t& owners_of(const std::byte* page) { return owners_[pages_.number_of(page)]; }
     std::size_t gather_room();
     std::byte* relocate(std::byte* page, std::size_t& n_taken, std::size_t n_room);
@@ -71,7 +86,10 @@ private:
     std::size_t peak_pages_ = 0;
     // Says how many owners each page has; the value is meaningless for free pages.
     std::vector<std::uint32_t> owners_{};
-    std::vector<std::byte*> free_{};  // free pages
+    // Free pages, and those in files, which are handed out last: whoever gets one would lose it if
+    // someone shortened the file.
+    std::vector<std::byte*> free_{};
+    std::vector<std::byte*> free_in_files_{};
 };
 
 }  // namespace entropykv

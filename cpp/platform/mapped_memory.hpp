@@ -14,6 +14,11 @@ std::size_t mapped_size(std::size_t bytes);
 
 class MappedMemory {
 public:
+    MappedMemory() = default;
+    // Takes over addresses that have memory, from the system's calls that release_addresses()
+    // undoes.
+    MappedMemory(std::byte* data, std::size_t bytes)
+        : data_(data), size_(bytes), reserved_(bytes) {}
     // Reserves addresses for so many bytes, in whole slabs. Throws std::bad_alloc.
     explicit MappedMemory(std::size_t bytes);
     ~MappedMemory();

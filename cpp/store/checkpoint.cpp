@@ -45,6 +45,15 @@ std::size_t Checkpoint::own_pages() const {
     return n;
 }
 
+bool Checkpoint::is_lost() const {
+    PagePool& pool = pool_->pages();
+    if (!pool.any_file_changed()) return false;
+    for (const CheckpointHead& head : heads_)
+        for (const std::byte* page : head.pages)
+            if (pool.is_changed(page)) return true;
+    return false;
+}
+
 std::size_t Checkpoint::copied_bytes() const {
     std::size_t bytes = 0;
     for (const CheckpointHead& head : heads_)

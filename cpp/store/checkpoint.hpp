@@ -52,6 +52,8 @@ public:
     std::size_t pages() const;
     // Returns how many pages nobody else owns: so many become free when it is dropped.
     std::size_t own_pages() const;
+    // Tells whether pages are in a mapped file that someone has changed.
+    bool is_lost() const;
     std::size_t copied_bytes() const;  // counts what it has besides the pages
     std::size_t entries() const;
 

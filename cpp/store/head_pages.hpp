@@ -1,8 +1,10 @@
 // The pages that hold the entries of one KV head. A page can have several owners: a checkpoint
 // shares the pages of a store, and so does a store that continues from the checkpoint. No owner
 // writes to a shared page; it makes a copy first, between micro-batches and never inside the
-// attention op. The importance of entries changes in every micro-batch, so every store keeps it
-// outside of shared pages.
+// attention op. A page whose other owners have left becomes its own without a copy, at any time.
+// The importance of entries changes in every micro-batch, so every store keeps it outside of shared
+// pages. Pages of a mapped file are marked as shared, too: other processes may have them, and the
+// system copies a page that is written to.
 #pragma once
 
 #include <cstddef>
@@ -53,8 +55,8 @@ public:
     // Returns how many of the pages [first, last) would have to be copied.
     std::size_t count_shared(std::size_t first, std::size_t last) const;
 
-    // take_over() takes the pages of a checkpoint, all of them shared, or pages that belong to no
-    // pool. make_room_to_share() allocates for that in advance.
+    // take_over() takes the pages of a checkpoint or of a mapped file, all of them shared; view()
+    // takes pages that belong to no pool. make_room_to_share() allocates for that in advance.
     void make_room_to_share(std::size_t pages);
     void take_over(std::vector<std::byte*> pages, std::vector<float> importance) noexcept;
     void view(std::vector<std::byte*> pages) { pages_ = std::move(pages); }

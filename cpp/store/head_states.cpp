@@ -25,6 +25,11 @@ std::size_t active_bytes(const StoreLayer& layer, int count) {
            (head.dropped ? DroppedScores::state_bytes() : 0);
 }
 
+// Returns how many pages the bytes of active_bytes() take.
+std::size_t whole_pages(const StoreLayer& layer, int count) {
+    return (active_bytes(layer, count) + layer.layout.bytes - 1) / layer.layout.bytes;
+}
+
 // Returns the bytes that say which entries have records, and how often they were detected.
 std::size_t record_number_bytes(const StoreComponents& components, const StoreLayer& layer,
                                 int count) {
@@ -122,6 +127,18 @@ void HeadSaver::save(int layer_index, int head_index, std::byte* state) const {
         throw ColdStorageError(components_.storage->failed());
 }
 
+std::size_t HeadSaver::padding(int layer, int head) const {
+    const StoreLayer& of = components_.layers.at(index(layer));
+    return padding_of(of, of.heads.at(index(head)).count());
+}
+
+std::size_t HeadSaver::padding_of(const StoreLayer& layer, int count) const {
+    for (const StoreLayer& each : components_.layers)
+        if (each.layout.bytes != components_.share.page_bytes()) return 0;
+    if (layer.cold) return 0;
+    return whole_pages(layer, count) * layer.layout.bytes - active_bytes(layer, count);
+}
+
 std::size_t HeadSaver::bytes(int layer, const CheckpointHead& head) const {
     return active_bytes(components_.layers.at(index(layer)), head.count);
 }
@@ -141,7 +158,8 @@ std::string HeadSaver::problem(int layer_index, int count, const std::byte* stat
     const PageLayout& layout = layer.layout;
     const std::size_t active = active_bytes(layer, count);
     const std::size_t warm = active + record_number_bytes(components_, layer, count);
-    if (layer.cold ? size < warm : size != warm) return kSize;
+    const bool is_whole = size == warm || size == warm + padding_of(layer, count);
+    if (layer.cold ? size < warm : !is_whole) return kSize;
     std::vector<bool> seen(index(std::max(end, 0)));
     const std::byte* page = state;
     for (int first = 0; first < count; first += layout.entries, page += layout.bytes) {
@@ -238,6 +256,66 @@ void HeadLoader::load(int layer_index, int head_index, int count, std::byte* sta
     head.frozen.record_numbers = std::move(loaded.frozen.record_numbers);
     head.frozen.detections = std::move(loaded.frozen.detections);
     head.size_frozen();
+}
+
+// Tells whether a file begins with all states, each of them whole pages of the pool, and whether no
+// head has to evict.
+bool HeadLoader::are_pages(MappedFile& file, const std::vector<int>& counts,
+                           const std::vector<const std::byte*>& states) const {
+    if (!file.starts_at_page()) return false;
+    const std::byte* next = file.data();
+    std::size_t number = 0;
+    for (const StoreLayer& layer : components_.layers) {
+        for (const Head& head : layer.heads) {
+            const int count = counts.at(number);
+            if (layer.cold || layer.layout.bytes != components_.share.page_bytes() ||
+                count > head.budget() || states.at(number++) != next)
+                return false;
+            next += whole_pages(layer, count) * layer.layout.bytes;
+        }
+    }
+    return next <= file.data() + file.size();
+}
+
+bool HeadLoader::adopt(const std::shared_ptr<MappedFile>& file, const std::vector<int>& counts,
+                       const std::vector<const std::byte*>& states) {
+    if (!are_pages(*file, counts, states)) return false;
+    std::vector<std::vector<std::byte*>> pages;
+    std::vector<std::vector<float>> importance;
+    std::vector<std::size_t> unused;  // pages that hold no entries
+    std::size_t n_pages = 0;
+    std::size_t number = 0;
+    for (StoreLayer& layer : components_.layers) {
+        const PageLayout& layout = layer.layout;
+        for (Head& head : layer.heads) {
+            const int count = counts[number++];
+            const std::size_t end = n_pages + whole_pages(layer, count);
+            auto& of_head = pages.emplace_back();
+            auto& values = importance.emplace_back();
+            for (; of_head.size() < state_pages(layout, count); ++n_pages) {
+                std::byte* page = of_head.emplace_back(file->data() + n_pages * layout.bytes);
+                const float* first = layout.importance(page);
+                values.insert(values.end(), first, first + layout.entries);
+            }
+            for (; n_pages < end; ++n_pages) unused.push_back(n_pages);
+            head.pages.make_room_to_share(of_head.size());
+        }
+    }
+    if (components_.share.adopt(file, n_pages, unused) == nullptr) return false;
+    number = 0;
+    for (StoreLayer& layer : components_.layers) {
+        for (Head& head : layer.heads) {
+            const std::size_t of_pages = pages[number].size() * layer.layout.bytes;
+            std::byte* of_queries = file->data() + (states[number] - file->data()) + of_pages;
+            head.queries.load(of_queries);
+            if (head.dropped) head.dropped->load(of_queries + head.queries.state_bytes());
+            // Free pages hold zeros where entries have none, so that saved states do, too.
+            std::memset(of_queries, 0, active_bytes(layer, counts[number]) - of_pages);
+            head.pages.take_over(std::move(pages[number]), std::move(importance[number]));
+            head.begin_with(counts[number++]);
+        }
+    }
+    return true;
 }
 
 // Loads the frozen entries of a state, and the records of the held entries.

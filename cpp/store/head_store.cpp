@@ -60,6 +60,17 @@ void reserve_undo(Head& head, int n_drafts, int scoring_interval) {
     head.undo->reserve(head, n_drafts, n_observed, kDecodeRoom + n_drafts, head.upcoming);
 }
 
+// Copies the pages that a micro-batch may write to and that have other owners. Pages behind the
+// stored entries belong to the head from now on. The others, which an eviction may or may not write
+// to, become its own when it does: so most pages of a mapped file stay shared with other processes.
+void own_what_is_written(Head& head, int n_tokens) {
+    if (!head.pages.any_shared()) return;
+    const auto appended = static_cast<std::size_t>(head.layout().page_of(head.count()));
+    for (std::size_t page = head.first_written(n_tokens); page < appended; ++page)
+        if (head.pages.count_shared(page, page + 1) > 0) head.pages.own(static_cast<int>(page));
+    head.pages.own_from(appended);
+}
+
 std::size_t copies_to_truncate(StoreComponents& components, std::int32_t position) {
     std::uint8_t* mask = components.workspaces.front().scorer.mask();
     return components.sum_over_heads([&](const Head& head) {
@@ -157,7 +168,7 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_e
     components_.share.pool().make_room([&] { return pages_to_read(components_, n_tokens); });
     components_.for_each_head([&](Head& head) {
         if (components_.common.schedule) head.pages.drop(head.upcoming);
-        if (n_tokens > 0) head.pages.own_from(head.first_written(n_tokens));
+        if (n_tokens > 0) own_what_is_written(head, n_tokens);
         head.pages.grow(head.upcoming);
         head.size_frozen();
         if (n_drafts > 0) reserve_undo(head, n_drafts, components_.common.scoring_interval());
@@ -216,6 +227,16 @@ void HeadStore::settle_drafts(int n_accepted) {
         head.drop_empty_pages();
     });
     components_.common.evicted.fetch_sub(n_undone, std::memory_order_relaxed);
+}
+
+void HeadStore::check_files() {
+    PagePool& pool = components_.share.pool().pages();
+    if (!pool.any_file_changed()) return;
+    components_.for_each_head([&](const Head& head) {
+        for (const std::byte* page : head.pages.all())
+            if (pool.is_changed(page))
+                throw MappedFileError("someone has written to the file that the pages are from");
+    });
 }
 
 void HeadStore::truncate(std::int32_t position) {

@@ -7,11 +7,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "store/frozen_heads.hpp"
 
 namespace entropykv {
+
+// Thrown if entries are lost, because someone has written to the file that has their pages.
+struct MappedFileError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 class HeadStore {
 public:
@@ -91,6 +97,9 @@ public:
     // Undoes the commits of all drafts of the last micro-batch but the first n_accepted. Must be
     // called after every micro-batch that had drafts.
     void settle_drafts(int n_accepted);
+
+    // Throws MappedFileError if entries are in the pages of a file that someone has changed.
+    void check_files();
 
     // Drops entries at positions >= position, including frozen ones.
     void truncate(std::int32_t position);

@@ -64,13 +64,25 @@ void StorePool::set_pages(std::size_t pages) {
     while (pages_.used_pages() > pages && drop_checkpoint_ && drop_checkpoint_()) {
     }
     pages_.set_budget(pages);
-    if (!shrinks) return;
+    if (shrinks) compact();
+}
+
+void StorePool::compact() {
     pages_.compact([&](auto relocate) {
         for (HeadStore* store : stores_) {
             store->components().for_each_head([&](Head& head) { head.pages.move(relocate); });
         }
         for (Checkpoint* checkpoint : checkpoints_) checkpoint->move_pages(relocate);
     });
+}
+
+std::byte* StorePool::adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                            const std::vector<std::size_t>& unused) {
+    std::byte* first = pages_.adopt(file, pages, unused);
+    if (first != nullptr || pages - unused.size() > pages_.budget_pages() - pages_.used_pages())
+        return first;
+    compact();
+    return pages_.adopt(file, pages, unused);
 }
 
 void StorePool::check_share(std::size_t before, std::size_t pages) const {
@@ -110,6 +122,15 @@ std::byte* PageShare::take() {
 void PageShare::release(std::byte* page) {
     pool_->pages().release(page);
     --used_;
+}
+
+std::byte* PageShare::adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                            const std::vector<std::size_t>& unused) {
+    std::byte* first = pool_->adopt(file, pages, unused);
+    if (first == nullptr) return nullptr;
+    used_ += pages - unused.size();
+    note_peak();
+    return first;
 }
 
 void PageShare::note_peak() { peak_ = std::max(peak_, used_); }

@@ -47,6 +47,11 @@ public:
     // mapped_bytes(). Throws std::invalid_argument if the shares need more pages.
     void set_pages(std::size_t pages);
 
+    // Takes pages from a mapped file: see PagePool::adopt(). If pages that are free lie between
+    // those in use, the latter are first moved together.
+    std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                     const std::vector<std::size_t>& unused);
+
     // Sets what is called between micro-batches when a store needs pages: drop() drops a
     // checkpoint, and returns whether there was one.
     void on_full(std::function<bool()> drop) { drop_checkpoint_ = std::move(drop); }
@@ -74,6 +79,8 @@ private:
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
               int n_drafts, bool is_private, bool stages_all_layers);
 
+    void compact();
+
     PagePool pages_;
     Staging staging_;
     PredictorWeights predictor_;
@@ -98,6 +105,9 @@ public:
     // Allocates a page. Throws std::logic_error if the pool has none left.
     std::byte* take();
     void release(std::byte* page);
+    // Takes the pages that a mapped file begins with: see PagePool::adopt().
+    std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
+                     const std::vector<std::size_t>& unused);
     // Counts pages that a head took over from a checkpoint; call note_peak() after it has evicted.
     void add_used(std::size_t pages) { used_ += pages; }
     void note_peak();

@@ -504,6 +504,29 @@ class AttentionBatch:
     @property
     def n_tokens(self) -> int: ...
 
+class MappedFileError(OSError):
+    """Raised if entries are lost, because someone has written to the file that has their pages."""
+
+class MappedFile:
+    """Hold the rest of a file in memory that processes share; it is a buffer of bytes.
+
+    Writing to the memory copies a page, and never changes the file.
+    """
+
+    @staticmethod
+    def map(file: int, offset: int, n_bytes: int) -> MappedFile | None:
+        """Map bytes of a file from an offset on; `file`: see system.number_of().
+
+        Returns None if the bytes have to be read: where the system does not offer this, for a file
+        that is not regular or shorter, and if the process maps 1024 files already.
+        """
+
+    @property
+    def has_changed(self) -> bool:
+        """Tell whether someone has written to the file, or shortened it, since it was mapped."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 class Checkpoint:
     """Hold the state of a HeadwiseStore at a moment: pages that both share until one of them
     changes.
@@ -522,6 +545,10 @@ class Checkpoint:
     @property
     def own_pages(self) -> int:
         """Return how many of its pages only this checkpoint holds."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether pages are in a mapped file that someone has changed."""
 
     @property
     def copied_bytes(self) -> int:
@@ -761,18 +788,24 @@ class HeadwiseStore:
         the format.
         """
 
+    def state_padding(self, layer: int, kv_head: int) -> int:
+        """Return how many zeros follow the state in a file, so that pages can be mapped from it."""
+
     def save_head(self, layer: int, kv_head: int) -> bytes:
         """Return the state of a KV head; raises ColdStorageError if frozen entries cannot
         be read.
         """
 
-    def state_problem(self, layer: int, count: int, state: bytearray, end: int) -> str:
+    def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
         """Return what is wrong with the state of a KV head, for a text of `end` tokens; empty if it
         is valid.
         """
 
     def begin_load(
-        self, counts: Sequence[int], states: Sequence[bytearray], budgets: Sequence[int]
+        self,
+        counts: Sequence[int],
+        states: Sequence[bytearray | memoryview],
+        budgets: Sequence[int],
     ) -> None:
         """Reserve room for the states of all KV heads, with `counts` entries, under the `budgets`
         that are set before they are loaded.
@@ -783,8 +816,28 @@ class HeadwiseStore:
     def set_evicted(self, evicted: int) -> None:
         """Set how many entries have been evicted so far."""
 
-    def load_head(self, layer: int, kv_head: int, count: int, state: bytearray) -> None:
-        """Replace a head's entries by those of a valid state, and evict down to its budget."""
+    def load_head(
+        self, layer: int, kv_head: int, count: int, state: bytearray | memoryview
+    ) -> None:
+        """Replace a head's entries by those of a valid state, and evict down to its budget.
+
+        The memory of the state is given back to the system: it must not be read afterwards.
+        """
+
+    def adopt(
+        self,
+        file: MappedFile,
+        counts: Sequence[int],
+        states: Sequence[bytearray | memoryview],
+    ) -> bool:
+        """Replace the entries of all heads by those of states in a mapped file, without a copy.
+
+        begin_load() comes first. Returns False, and changes nothing, if the states have to be
+        loaded: cpp/store/head_states.hpp says when.
+        """
+
+    def check_files(self) -> None:
+        """Raise MappedFileError if someone has changed a file that has pages of entries."""
 
     @property
     def windows_whole_from(self) -> int:
@@ -977,13 +1030,13 @@ class DeviceStore:
     def count(self, layer: int, kv_head: int) -> int: ...
     def state_bytes(self, layer: int, kv_head: int) -> int: ...
     def save_head(self, layer: int, kv_head: int) -> bytes: ...
-    def state_problem(self, layer: int, count: int, state: bytearray, end: int) -> str:
+    def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
         """Return what is wrong with the state of a text of `end` tokens, or an empty string."""
 
     def most_loaded(self, layer: int, kv_head: int) -> int:
         """Return how many entries a KV head has rows for, while a state is loaded."""
 
-    def load(self, counts: Sequence[int], states: Sequence[bytearray]) -> None:
+    def load(self, counts: Sequence[int], states: Sequence[bytearray | memoryview]) -> None:
         """Replace the entries of all KV heads by states that state_problem() accepts."""
 
     evicted: int
@@ -1061,7 +1114,7 @@ class FlatStore:
         """Compact the cache, then return llama.cpp's state of the sequence."""
 
     def load_state(
-        self, positions: Sequence[int], state: bytearray, evicted: int, shift: int
+        self, positions: Sequence[int], state: bytearray | memoryview, evicted: int, shift: int
     ) -> None:
         """Replace everything, then evict; raises RuntimeError if llama.cpp rejects the state."""
 

@@ -27,8 +27,11 @@
 
 #include "decide/budget.hpp"
 #include "page/page_pool.hpp"
+#include "platform/file_access.hpp"
+#include "platform/mapped_file.hpp"
 #include "platform/scratch.hpp"
 #include "platform/system_memory.hpp"
+#include "temporary_file.hpp"
 #include "testing.hpp"
 
 // These functions replace those of the machine: they count allocations, and let one of them fail.
@@ -184,6 +187,50 @@ std::vector<double> run_alone(const StoreSettings& settings) {
     return numbers;
 }
 
+#if defined(_WIN32)
+constexpr bool kMapsFiles = false;
+#else
+constexpr bool kMapsFiles = true;
+#endif
+
+// Loads what one sequence holds into another one, from a file that is mapped.
+void go_on_from_file(const Sequence& from, Sequence& to) {
+    TemporaryFile file;
+    const HeadSaver saver(from.store.components());
+    std::vector<int> counts;
+    std::vector<std::vector<std::byte>> states;
+    std::size_t end = 0;
+    for (int head = 0; head < kShape.n_head_kv; ++head) {
+        counts.push_back(from.store.head(0, head).count());
+        states.emplace_back(saver.bytes(0, head));
+        saver.save(0, head, states.back().data());
+        states.back().resize(states.back().size() + saver.padding(0, head));
+        CHECK(write_at(file.number, states.back().data(), states.back().size(), end));
+        end += states.back().size();
+    }
+    std::shared_ptr<MappedFile> mapped;
+    survive([&] {
+        mapped = MappedFile::map(file.number, 0, end);
+        if (!mapped && kMapsFiles) throw std::bad_alloc();
+    });
+    std::vector<const std::byte*> starts;
+    std::size_t start = 0;
+    for (const auto& state : states) {
+        starts.push_back(mapped ? mapped->data() + start : state.data());
+        start += state.size();
+    }
+    survive([&] { to.store.truncate(0); });
+    HeadLoader loader(to.store.components());
+    const std::vector<int> budgets{to.store.head(0, 0).budget(), to.store.head(0, 1).budget()};
+    survive([&] { loader.begin(counts, starts, budgets); });
+    bool adopted = false;
+    if (mapped) survive([&] { adopted = loader.adopt(mapped, counts, starts); });
+    CHECK(adopted == kMapsFiles);
+    for (int head = 0; head < kShape.n_head_kv && !adopted; ++head)
+        loader.load(0, head, counts[index(head)], states[index(head)].data());
+    to.end = from.end;
+}
+
 // Runs sequences of one pool, which share pages with a checkpoint, evict from shared pages, and
 // replace each other.
 std::vector<double> run_in_company(const StoreSettings& settings) {
@@ -218,6 +265,11 @@ std::vector<double> run_in_company(const StoreSettings& settings) {
         sequence->note(numbers);
     }
     CHECK(pool->pages().used_pages() <= pool->pages().budget_pages());
+    survive([&] { pool->set_pages(60); });
+    second->set_budget(100);
+    go_on_from_file(*first, *second);
+    second->read(30, random, numbers);
+    second->note(numbers);
     return numbers;
 }
 

@@ -1,8 +1,12 @@
-// Sequences share pages. Each of them computes and keeps what it does with pages of its own. The
-// pool counts every page once, never holds more than its budget, and frees pages without owners.
+// Sequences share pages, with each other and with files. Each of them computes and keeps what it
+// does with pages of its own. The pool counts every page once, never holds more than its budget,
+// and frees pages without owners.
+#include <cstring>
 #include <map>
 
 #include "pair.hpp"
+#include "platform/file_access.hpp"
+#include "temporary_file.hpp"
 
 namespace {
 
@@ -116,18 +120,62 @@ struct Machine {
             return;
         }
         ++n_forks;
-        std::vector<const std::byte*> starts;
-        for (const std::vector<std::byte>& state : from.states) starts.push_back(state.data());
-        HeadLoader(pair.alone.components())
-            .begin(from.counts, starts,
-                   {pair.alone.head(0, 0).budget(), pair.alone.head(0, 1).budget()});
-        pair.alone.components().common.evicted = from.evicted;
-        for (int head = 0; head < kHeads; ++head) {
-            std::vector<std::byte> state = from.states[index(head)];
-            HeadLoader(pair.alone.components())
-                .load(0, head, from.counts[index(head)], state.data());
-        }
+        load(pair.alone, from.counts, from.states, from.evicted, nullptr);
         if (ends) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(number));
+    }
+
+    // Returns the bytes of the whole pages that so many bytes take.
+    static std::size_t in_pages(const HeadStore& store, std::size_t bytes) {
+        const std::size_t page = store.layout(0).bytes;
+        return (bytes + page - 1) / page * page;
+    }
+
+    // Loads states, whose copies are changed; returns whether they stay in the file.
+    static bool load(HeadStore& store, const std::vector<int>& counts,
+                     std::vector<std::vector<std::byte>> states, std::size_t evicted,
+                     const std::shared_ptr<MappedFile>& file) {
+        std::vector<const std::byte*> starts;
+        std::size_t offset = 0;
+        for (const std::vector<std::byte>& state : states) {
+            starts.push_back(file ? file->data() + offset : state.data());
+            offset += in_pages(store, state.size());
+        }
+        HeadLoader loader(store.components());
+        loader.begin(counts, starts, {store.head(0, 0).budget(), store.head(0, 1).budget()});
+        store.components().common.evicted = evicted;
+        if (file && loader.adopt(file, counts, starts)) return true;
+        for (int head = 0; head < kHeads; ++head)
+            loader.load(0, head, counts[index(head)], states[index(head)].data());
+        return false;
+    }
+
+    // Both copies of a sequence continue from the states of a checkpoint, one from a mapped file.
+    void load_from_file(Pair& pair, const Kept& from) {
+        const auto counts = from.counts;
+        const auto states = from.states;
+        const std::size_t evicted = from.evicted;
+        pair.end = from.end;
+        auto file = std::make_unique<TemporaryFile>();
+        std::vector<std::byte> all;
+        for (const auto& state : states) {
+            all.insert(all.end(), state.begin(), state.end());
+            all.resize(in_pages(pair.shared, all.size()));
+        }
+        CHECK(write_at(file->number, all.data(), all.size(), 0));
+        pair.shared.truncate(0);
+        pair.alone.truncate(0);
+        n_mapped += load(pair.shared, counts, states, evicted,
+                         MappedFile::map(file->number, 0, all.size()));
+        load(pair.alone, counts, states, evicted, nullptr);
+        files.emplace_back(std::move(file), std::move(all));
+        if (files.size() > 8) check_first_file();
+    }
+
+    void check_first_file() {
+        std::vector<std::byte> now(files.front().second.size());
+        CHECK(read_at(files.front().first->number, now.data(), now.size(), 0));
+        CHECK(now == files.front().second);
+        files.erase(files.begin());
     }
 
     void step() {
@@ -145,6 +193,8 @@ struct Machine {
             keep(*pairs[number]);
         } else if (kind <= 6 && !kept.empty()) {
             go_on(*pairs[number], random() % kept.size(), below(2) == 0);
+        } else if (kind == 9 && !kept.empty()) {
+            load_from_file(*pairs[number], kept[random() % kept.size()]);
         } else if (kind == 7 && kept.size() > 16) {
             kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
         } else if (kind == 8 && below(4) == 0) {
@@ -198,12 +248,13 @@ struct Machine {
     std::vector<Kept> kept;
     const Kept* pinned = nullptr;
     int share = 0;
-    int n_forks = 0, n_refused = 0, n_dropped = 0;
+    int n_forks = 0, n_refused = 0, n_dropped = 0, n_mapped = 0;
+    std::vector<std::pair<std::unique_ptr<TemporaryFile>, std::vector<std::byte>>> files;
     std::size_t most_owners = 0;
 };
 
 struct Totals {
-    int steps = 0, forks = 0, dropped = 0, refused = 0;
+    int steps = 0, forks = 0, dropped = 0, refused = 0, mapped = 0;
 };
 
 void test_random_sharing(KvType type, ScoreKind score, unsigned seed, int n_steps, Totals& totals) {
@@ -218,6 +269,8 @@ void test_random_sharing(KvType type, ScoreKind score, unsigned seed, int n_step
     totals.forks += machine.n_forks;
     totals.dropped += machine.n_dropped;
     totals.refused += machine.n_refused;
+    totals.mapped += machine.n_mapped;
+    while (!machine.files.empty()) machine.check_first_file();
     CHECK(machine.most_owners > 0);
     machine.pairs.clear();
     machine.kept.clear();
@@ -314,7 +367,10 @@ int main() {
     CHECK(totals.steps >= 100000);
     CHECK(totals.forks > 1000);
     CHECK(totals.dropped > 1000);
-    std::printf("%d operations: %d forks, %d checkpoints dropped, %d refused\n", totals.steps,
-                totals.forks, totals.dropped, totals.refused);
+#if !defined(_WIN32)  // where files are read
+    CHECK(totals.mapped > 200);
+#endif
+    std::printf("%d operations: %d forks, %d checkpoints dropped, %d refused, %d files mapped\n",
+                totals.steps, totals.forks, totals.dropped, totals.refused, totals.mapped);
     return summary();
 }

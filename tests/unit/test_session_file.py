@@ -17,25 +17,27 @@ from hypothesis import strategies as st
 from entropykv import SessionFileError, _core
 from entropykv.session.file import (
     MAGIC,
+    SECTION_ALIGNMENT,
     VERSION,
     SessionReader,
     check_settings,
 )
+from entropykv.store.protocol import Section
 from tests.support.session_files import CONTENTS, SECTIONS, SETTINGS, file_bytes
 
 
-def read(data: bytes) -> tuple[SessionReader, list[bytearray]]:
+def read(data: bytes) -> tuple[SessionReader, list[Section]]:
     reader = SessionReader(io.BytesIO(data), "x.ekv")
     return reader, reader.sections()
 
 
-def with_header(change: dict[str, Any]) -> bytes:
+def with_header(change: dict[str, Any], version: int = VERSION) -> bytes:
     """Return a file with a changed header and a correct digest."""
     settings, contents = asdict(SETTINGS), CONTENTS.to_json()
     for key, value in change.items():
         (settings if key in settings else contents)[key] = value
     header = json.dumps({"settings": settings, "contents": contents}).encode()
-    head = struct.pack("<8sII", MAGIC, VERSION, len(header)) + header
+    head = struct.pack("<8sII", MAGIC, version, len(header)) + header
     head += hashlib.blake2b(head, digest_size=16).digest()
     body = head + b"".join(SECTIONS)
     return body + hashlib.blake2b(body, digest_size=16).digest()
@@ -48,6 +50,22 @@ def test_what_is_written_is_read() -> None:
     assert sections == SECTIONS
     assert reader.contents.n_entries == 6
     assert data == with_header({})  # The bytes are as the module describes the file.
+
+
+def test_the_sections_of_version_7_are_read() -> None:
+    data = with_header({}, version=7)
+    assert read(data)[1] == SECTIONS
+
+
+def test_many_bytes_begin_at_a_page() -> None:
+    for n_bytes in (65535, 65536, 100000):
+        contents = replace(CONTENTS, sections=[n_bytes])
+        sections = [*SECTIONS[:2], b"x" * n_bytes]
+        data = file_bytes(contents, sections)
+        reader, found = read(data)
+        assert (reader.contents, found) == (contents, sections)
+        start = len(data) - 16 - n_bytes
+        assert (start % SECTION_ALIGNMENT == 0) == (n_bytes >= 65536)
 
 
 @given(
@@ -132,7 +150,7 @@ def test_sizes_beyond_the_file_allocate_nothing() -> None:
         read(struct.pack("<8sII", MAGIC, VERSION, 2**32 - 1) + bytes(100))
 
 
-@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+@pytest.mark.parametrize("version", [6, VERSION + 1])
 def test_another_version_is_named(version: int) -> None:
     data = bytearray(file_bytes())
     data[8] = version

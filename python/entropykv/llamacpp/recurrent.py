@@ -67,7 +67,7 @@ class RecurrentState:
             raise RuntimeError("llama.cpp does not give the state of its recurrent layers")
         return bytes(state)
 
-    def replace(self, state: bytes | bytearray) -> bytes:
+    def replace(self, state: bytes | bytearray | memoryview) -> bytes:
         """Load another state, and return the current one.
 
         Raises RuntimeError if llama.cpp refuses it; then nothing has changed.
@@ -78,7 +78,7 @@ class RecurrentState:
             raise RuntimeError("llama.cpp does not take the state of its recurrent layers")
         return former
 
-    def _load(self, state: bytes | bytearray) -> bool:
+    def _load(self, state: bytes | bytearray | memoryview) -> bool:
         self.forget()
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY

@@ -111,6 +111,8 @@ class Checkpoints:
 
         Checkpoints of others are not examined, so that the time does not reveal whether they exist.
         """
+        for lost in [each for each in self._kept if each.swapped.is_lost]:
+            self._drop(lost)
         text = array("i", tokens)
         best, most = None, 0
         for each in self._kept:

@@ -3,7 +3,8 @@
 All numbers are little-endian:
 
     magic "EKVSESS\\0", version (u32), bytes of the header (u32)
-    header: JSON, see SessionHeader
+    header: JSON, see SavedSettings and SavedContents, and spaces: the store's sections begin at a
+        multiple of 16384 bytes if they have 65536 bytes or more
     digest (blake2b, 16 bytes) of all before it
     sections, one after the other: tokens (i32), logits of the last token (f32), the store's
     digest (blake2b, 16 bytes) of all before it
@@ -14,6 +15,10 @@ has two: the positions that it keeps (i32), and llama.cpp's state of the sequenc
 in the header.
 
 The file of a document is the same, and its header also has `document`: see DocumentNote.
+
+Because the store's sections begin where a page of memory does, a session can map them instead of
+copying them: see SessionReader.sections(). In version 7 there are no spaces, and no padding of the
+sections of KV heads; these files are copied.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import dataclasses
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
 import stat
@@ -32,18 +38,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from entropykv import _core, system
 from entropykv.errors import SessionFileError
 from entropykv.files import new_file, open_regular
 from entropykv.policy.names import current_name
+from entropykv.store.protocol import Section
 
 MAGIC = b"EKVSESS\0"
-VERSION = 7
-"""The version of the format, and the only one that is read. It must change with any part of the
-file, including the layout of pages.
+VERSION = 8
+"""The version of the format. It must change with any part of the file, including the layout of
+pages.
 """
+READ_VERSIONS = (7, VERSION)
+"""The versions that are read. Version 7, that of entropykv 0.1.0, aligns nothing."""
 
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16
+SECTION_ALIGNMENT = 1 << 14
+"""Where the store's sections begin: a multiple of the memory pages of most systems."""
+LEAST_ALIGNED_BYTES = 1 << 16
+"""Fewer bytes of the store's sections are not aligned, because that saves nothing."""
 AGAIN = "read the prompt again and save a new session"
 
 
@@ -199,6 +213,10 @@ def write_session(
 
     parts = {"settings": dataclasses.asdict(settings), "contents": contents.to_json()}
     header = json.dumps(parts).encode()
+    n_before = PREFIX.size + len(header) + DIGEST_BYTES
+    n_before += 4 * (contents.n_tokens + contents.n_logits)
+    if sum(contents.sections) >= LEAST_ALIGNED_BYTES:
+        header += b" " * (-n_before % SECTION_ALIGNMENT)
     put(PREFIX.pack(MAGIC, VERSION, len(header)))
     put(header)
     put(digest.digest())
@@ -285,6 +303,8 @@ class SessionReader:
         self.where = where
         self._file = file
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self.mapped: _core.MappedFile | None = None
+        """The mapped sections of the store, after sections(); None if they were copied."""
         self._size = file.seek(0, os.SEEK_END)
         file.seek(0)
         self.settings, self.contents = self._header()
@@ -300,10 +320,11 @@ class SessionReader:
         if len(prefix) < PREFIX.size:
             raise self._cut(PREFIX.size)
         _, version, size = PREFIX.unpack(prefix)
-        if version != VERSION:
+        if version not in READ_VERSIONS:
             raise SessionFileError(
                 f"{self.where}: has version {version} of the format, but this entropykv reads "
-                f"version {VERSION}; load it with the entropykv that saved it, or {AGAIN}"
+                f"versions {READ_VERSIONS[0]} to {VERSION}; load it with the entropykv that saved "
+                f"it, or {AGAIN}"
             )
         if size > _MOST_HEADER_BYTES:
             raise self.damaged(f"a header of {size} bytes")
@@ -326,17 +347,41 @@ class SessionReader:
                 raise self.damaged(f"an impossible {name}")
         return settings, contents
 
-    def sections(self) -> list[bytearray]:
-        """Return tokens, logits and the store's sections, after checking the digest."""
+    def sections(self) -> list[Section]:
+        """Return tokens, logits and the store's sections, after checking the digest.
+
+        The store's sections of a file are mapped into memory if the system can do so. Then their
+        pages are memory that processes share, and changing them does not change the file.
+        """
         contents = self.contents
-        sizes = [4 * contents.n_tokens, 4 * contents.n_logits, *contents.sections]
-        expected = self._file.tell() + sum(sizes) + DIGEST_BYTES
+        sizes = [4 * contents.n_tokens, 4 * contents.n_logits]
+        expected = self._file.tell() + sum((*sizes, *contents.sections)) + DIGEST_BYTES
         if self._size < expected:
             raise self._cut(expected)
         if self._size > expected:
             raise self.damaged(f"{self._size - expected} bytes too many")
-        sections = [self._read(size) for size in sizes]
+        sections: list[Section] = [self._read(size) for size in sizes]
+        sections += self._mapped() or map(self._read, contents.sections)
         self._check_digest("contents")
+        return sections
+
+    def _mapped(self) -> list[Section]:
+        """Return the store's sections in mapped memory; empty if they have to be read."""
+        if not isinstance(self._file, io.BufferedReader):
+            return []
+        start, sizes = self._file.tell(), self.contents.sections
+        number = system.number_of(self._file.fileno())
+        self.mapped = _core.MappedFile.map(number, start, sum(sizes))
+        if self.mapped is None:
+            return []
+        memory = memoryview(self.mapped)
+        ends = list(itertools.accumulate(sizes))
+        sections: list[Section] = [
+            memory[end - size : end] for size, end in zip(sizes, ends, strict=True)
+        ]
+        for section in sections:
+            self._digest.update(section)
+        self._file.seek(start + ends[-1])
         return sections
 
     def _read(self, size: int) -> bytearray:

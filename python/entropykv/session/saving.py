@@ -35,7 +35,7 @@ from entropykv.session.model_runner import ModelRunner
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
-from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
+from entropykv.store.protocol import DamagedState, SavedState, Section, StateDoesNotFit, Store
 
 
 def saved_settings(
@@ -119,6 +119,7 @@ def load_state(
         contents.shift,
         sections,
         contents.recalls_now,
+        reader.mapped,
     )
     try:
         store.check_state(state)
@@ -147,7 +148,7 @@ def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -
 
 
 def _sequence(
-    reader: SessionReader, tokens: bytearray, last: bytearray, n_vocab: int, n_ubatch: int
+    reader: SessionReader, tokens: Section, last: Section, n_vocab: int, n_ubatch: int
 ) -> TokenSequence:
     contents = reader.contents
     ids = np.frombuffer(tokens, "<i4")

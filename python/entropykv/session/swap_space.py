@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from entropykv.errors import PoolError, SettingsError
+from entropykv.errors import PoolError, SessionFileError, SettingsError
 from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes
-from entropykv.store.headwise_state import StoreCheckpoint
+from entropykv.store.headwise_state import LOST, StoreCheckpoint
 from entropykv.store.protocol import SavedState, StoreState
 
 
@@ -46,6 +46,8 @@ class SwappedSequence:
     """
     spare: bool = False
     """True if it may be dropped, as checkpoints may; its owner applies a limit of its own."""
+    left_lost: bool = False
+    """True if pages were lost before it left the pool, so that `state` is of no use."""
 
     @property
     def n_bytes(self) -> int:
@@ -54,6 +56,12 @@ class SwappedSequence:
         """
         pages = self.pages
         return sum(self.section_bytes) if pages is None else pages.n_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether its entries are lost, because someone has changed the file that had them."""
+        pages = self.pages
+        return self.left_lost if pages is None else pages.is_lost
 
     @property
     def n_pages(self) -> int:
@@ -178,6 +186,7 @@ class SwapSpace:
         if swapped.pages is None or swapped.leave is None:
             return
         self._write(swapped, swapped.pages.shift, swapped.leave(swapped.pages))
+        swapped.left_lost = swapped.pages.is_lost
         swapped.pages.drop()
         swapped.pages = swapped.leave = None
 
@@ -219,8 +228,11 @@ class SwapSpace:
     def take(self, swapped: SwappedSequence) -> SavedState:
         """Return the state that was kept outside the pool; drop() removes it.
 
-        Raises PoolError if its file cannot be read.
+        Raises PoolError if its file cannot be read, and SessionFileError if its entries were lost
+        before it left the pool.
         """
+        if swapped.left_lost:
+            raise SessionFileError(LOST)
         if swapped.state is None:
             raise PoolError("a conversation that is in the pool has no other state")
         if swapped.file is None:

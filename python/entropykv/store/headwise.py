@@ -124,8 +124,12 @@ class HeadwiseStore(PooledStore):
         *,
         embedded: Embedded | None = None,
     ) -> None:
-        """Reserve pages for everything that the micro-batch may leave behind."""
+        """Reserve pages for everything that the micro-batch may leave behind.
+
+        Raises SessionFileError if someone has changed a file that pages are mapped from.
+        """
         self.cold.check_file()
+        self._state.check_files()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         if shift != self.shift:
             ropes = [node.rope for node in self.hook.nodes]
@@ -163,7 +167,11 @@ class HeadwiseStore(PooledStore):
         return self.sharing.whole_before(position, n_tokens)
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """Share the budget again if the policy follows the text."""
+        """Share the budget again if the policy follows the text.
+
+        Raises SessionFileError if a file was changed while the micro-batch read its pages.
+        """
+        self._state.check_files()
         if self._recurrent:
             self._recurrent.forget_cells()
         if self.sharing.observe(n_tokens):

@@ -13,11 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.errors import EntropyKVError, SessionFileError
 from entropykv.llamacpp.recurrent import RecurrentState
 from entropykv.policy.online import OnlineBudgets
 from entropykv.policy.policy import Policy
 from entropykv.store.cold import ColdSide
-from entropykv.store.protocol import DamagedState, SavedState, StoreState
+from entropykv.store.protocol import DamagedState, SavedState, Section, StoreState
+
+LOST = (
+    "the file of a saved session or document was changed while its entries were in use, so that "
+    "they are lost; load it again, and replace such files instead of writing to them"
+)
+"""The reason if pages of a mapped file are lost."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,11 @@ class StoreCheckpoint:
     def copy(self) -> StoreCheckpoint:
         """Return another checkpoint that owns the same pages."""
         return replace(self, core=self.core.copy())
+
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether pages are lost, because someone has changed the file that has them."""
+        return self.core.is_lost
 
     def drop(self) -> None:
         """Give the pages back."""
@@ -73,7 +85,9 @@ class HeadwiseState:
         self._recurrent = recurrent
 
     def save(self) -> StoreState:
-        """Return the sections; those of the KV heads are made when they are read."""
+        """Return the sections; those of the KV heads are made when they are read, and are padded
+        so that a file of them can be mapped.
+        """
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self._layers)
@@ -84,7 +98,7 @@ class HeadwiseState:
             entries=entries,
             evicted=self._store.evicted,
             section_bytes=[
-                *(self._store.state_bytes(i, head) for i, head, _ in _per_head(entries)),
+                *(self._section_bytes(i, head) for i, head, _ in _per_head(entries)),
                 *map(len, rest),
             ],
             sections=itertools.chain(
@@ -139,9 +153,21 @@ class HeadwiseState:
             ),
         )
 
+    def _section_bytes(self, layer: int, kv_head: int) -> int:
+        return self._store.state_bytes(layer, kv_head) + self._store.state_padding(layer, kv_head)
+
     def _section(self, layer: int, kv_head: int) -> bytes:
         with self._cold.reading():
-            return self._store.save_head(layer, kv_head)
+            section = self._store.save_head(layer, kv_head)
+        self.check_files()
+        return section + bytes(self._store.state_padding(layer, kv_head))
+
+    def check_files(self) -> None:
+        """Raise SessionFileError if someone has changed a file that has pages of the store."""
+        try:
+            self._store.check_files()
+        except _core.MappedFileError:
+            raise SessionFileError(LOST) from None
 
     def check(self, state: SavedState) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
@@ -173,8 +199,10 @@ class HeadwiseState:
     ) -> None:
         """Reserve room for everything, then replace the content by a state.
 
+        Pages of a mapped file stay where they are if that is possible; else they are copied.
         `shares` returns budgets that follow the loaded measurements; `share` sets them. If it
-        raises, nothing has changed.
+        raises, nothing has changed, unless the system takes back memory that was reserved: then it
+        raises EntropyKVError itself, and the store is not whole.
         """
         heads = list(_per_head(state.entries))
         of_heads = state.sections[: self._n_kv_heads]
@@ -183,12 +211,20 @@ class HeadwiseState:
         self._store.truncate(0)
         self._store.set_evicted(state.evicted)
         share()
-        for (layer, head, count), section in zip(heads, of_heads, strict=True):
-            self._store.load_head(layer, head, count, section)
+        counts = [count for _, _, count in heads]
+        try:
+            if state.file is None or not self._store.adopt(state.file, counts, of_heads):
+                for (layer, head, count), section in zip(heads, of_heads, strict=True):
+                    self._store.load_head(layer, head, count, section)
+        except MemoryError as error:
+            raise EntropyKVError(
+                "other programs took the memory for a saved session while it was loaded; call "
+                "reset() and load it again"
+            ) from error
         self._cold.recalls_now = state.recalls_now
 
     @contextmanager
-    def _seen_as_in(self, sections: Sequence[bytearray]) -> Iterator[None]:
+    def _seen_as_in(self, sections: Sequence[Section]) -> Iterator[None]:
         """Load the state of recurrent layers and online budgets; undoes it on an error."""
         state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
         seen = self._online.state() if self._online else None
@@ -204,7 +240,7 @@ class HeadwiseState:
             raise
 
 
-def _floats(section: bytearray) -> npt.NDArray[np.float64]:
+def _floats(section: Section) -> npt.NDArray[np.float64]:
     return np.frombuffer(section, "<f8").astype(np.float64)
 
 

@@ -12,7 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import EntropyKVError, FreezeError, PoolError, UnsupportedModelError
+from entropykv.errors import (
+    EntropyKVError,
+    FreezeError,
+    PoolError,
+    SessionFileError,
+    UnsupportedModelError,
+)
 from entropykv.llamacpp.batch import SEQUENCE, BatchPart, Embedded, MicroBatch
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
 
 Logits = npt.NDArray[np.float32]
 Shares = npt.NDArray[np.uint8]
+Section = bytearray | memoryview
+"""The bytes of a section of a saved state, which may be changed."""
 CacheMapFunction = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
 """Shows what a store holds when it is called: see Session.cache_map() for its arguments."""
 
@@ -52,10 +60,12 @@ class SavedState:
     evicted: int
     shift: int
     """How far positions of the text are ahead of those that RoPE sees, see Store.shift."""
-    sections: Sequence[bytearray]
-    """The sections, as in StoreState; load_state() may change them."""
+    sections: Sequence[Section]
+    """The sections, as in StoreState; load_state() may change or discard their bytes."""
     recalls_now: bool
     """As in StoreState."""
+    file: _core.MappedFile | None = None
+    """The file that the sections are mapped from; None if they are in memory of their own."""
 
 
 class DamagedState(Exception):  # noqa: N818  (it is caught where the file's name is known)
@@ -368,7 +378,11 @@ class Part:
         if self.n_drafts and self.verify is not None and logits is not None:
             self.n_right = self.verify(logits)
             self.store.settle(self.n_right)
-        self.store.after(self.n_read, self.position)
+        try:
+            self.store.after(self.n_read, self.position)
+        except SessionFileError as error:  # Its pages are lost, but not those of other parts.
+            self.error = error
+            return
         self.logits = logits
 
     def result(self) -> npt.NDArray[np.float32] | None:
