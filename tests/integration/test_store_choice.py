@@ -21,6 +21,7 @@ def layers_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model_runner, "offloaded_layers", lambda n: n)
     monkeypatch.setattr(model_runner, "HeadwiseStore", refuse)
+    monkeypatch.setattr(_core.AttentionNode, "on_device", True)
 
 
 def store_of(path: Path, store: str) -> tuple[str, str | None]:
@@ -63,3 +64,15 @@ def test_a_pool_of_auto_says_how_to_get_the_device_store_on_vulkan(
     monkeypatch.setattr(_core.DeviceStore, "device_bytes", property(lambda _: [("Vulkan0", 1)]))
     with pytest.raises(UnsupportedModelError, match=r"Vulkan.*--store device"):
         Pool(tmp_path / "model.gguf", store="auto", n_sequences=2, n_ctx=256, n_gpu_layers=99)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_auto_prefers_headwise_only_where_no_attention_is_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    write_llama(tmp_path / "model.gguf", head_dim=32)
+    monkeypatch.setattr(model_runner, "offloaded_layers", lambda n: n)
+    monkeypatch.setattr(_core.AttentionNode, "on_device", on_device)
+    store, why = store_of(tmp_path / "model.gguf", "auto")
+    assert store == ("device" if on_device else "headwise")
+    assert (why is None) == (not on_device)
