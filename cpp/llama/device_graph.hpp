@@ -436,7 +436,7 @@ private:
     }
 
     void attend(const DeviceGroup& group) {
-        const int width = layer_.width_of(group);
+        const int width = layer_.width_of(group, step_.n_tokens);
         const Order order = order_of(group, width);
         ggml_tensor* keys = rows_of(k_, layer_.shape().k_dim, group, width);
         ggml_tensor* values = rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width);
@@ -515,8 +515,8 @@ private:
         }
         ggml_tensor* all = device_.findings_->tensor(context_, GGML_TYPE_F32,
                                                      served_.places.observed, layer_.n_positions());
-        ggml_tensor* place = by_row(all, group, width);
-        sums = ggml_reshape_4d(context_, sums, width, 1, 1, group.n_heads);
+        ggml_tensor* place = by_row(all, group, sums->ne[0]);
+        sums = ggml_reshape_4d(context_, sums, sums->ne[0], 1, 1, group.n_heads);
         if (!first_reader_) sums = ggml_add(context_, sums, place);
         ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
     }
@@ -540,46 +540,57 @@ private:
         if (importance_.measure().statistic == Statistic::squared_probability)
             given = ggml_sqr(context_, given);
         // The host leaves out the neighbourhood of a single token.
-        if (!step_.in_graph) given = without_neighbours(group, given, order, first, n);
-        return sum_over_queries(given);
+        if (step_.in_graph) return sum_over_queries(given, 0, given->ne[0]);
+        return sum_without_neighbours(group, given, order, first, n);
     }
 
-    // Clears what queries gave to rows of their neighbourhood.
-    ggml_tensor* without_neighbours(const DeviceGroup& group, ggml_tensor* given,
-                                    const Order& order, int first, int n) {
+    // Sums up what queries gave to rows outside of their neighbourhood.
+    ggml_tensor* sum_without_neighbours(const DeviceGroup& group, ggml_tensor* given,
+                                        const Order& order, int first, int n) {
         // 1 for rows outside of the query's neighbourhood, and 0 for the others.
         const auto outside = [&](const Order& of) {
             ggml_tensor* older =
                 ggml_scale_bias(context_, newer(of, first, n), -1.0f, 1.0f - kNeighbourhood);
             return ggml_clamp(context_, older, 0.0f, 1.0f);
         };
-        if (!is_plain(group) || first < kNeighbourhood)
-            return ggml_mul(context_, given, outside(positions_of(group, given->ne[0])));
+        const std::int64_t count = layer_.heads()[index_of(group.first_head)].count;
+        const std::int64_t used = is_plain(group) ? count + step_.n_tokens : given->ne[0];
+        if (!is_plain(group) || first < kNeighbourhood) {
+            given = ggml_mul(context_, given, outside(positions_of(group, given->ne[0])));
+            return sum_over_queries(given, 0, used);
+        }
         // Entries from before the micro-batch are no neighbours of its later queries.
-        const int count = layer_.heads()[index_of(group.first_head)].count;
-        const std::int64_t staged = step_.n_tokens;
         ggml_tensor* rows = device_.row_numbers_->tensor(context_, GGML_TYPE_F32, 0, given->ne[0]);
-        rows = ggml_view_1d(context_, rows, staged, sizeof(float) * index_of(count));
-        ggml_tensor* of_staged =
-            ggml_view_4d(context_, given, staged, given->ne[1], given->ne[2], given->ne[3],
-                         given->nb[1], given->nb[2], given->nb[3], sizeof(float) * index_of(count));
-        ggml_build_forward_expand(
-            graph_, ggml_mul_inplace(context_, of_staged, outside({rows, order.tokens})));
-        return given;
+        rows = ggml_view_1d(context_, rows, step_.n_tokens,
+                            sizeof(float) * static_cast<std::size_t>(count));
+        ggml_tensor* of_tokens = ggml_mul(context_, rows_of_given(given, count, step_.n_tokens),
+                                          outside({rows, order.tokens}));
+        ggml_tensor* sums = sum_over_queries(of_tokens, 0, step_.n_tokens);
+        if (count == 0) return sums;
+        return ggml_concat(context_, sum_over_queries(given, 0, count), sums, 0);
     }
 
-    // Returns sums by row, [KV head][row], of what is [KV head][query head][token][row].
-    ggml_tensor* sum_over_queries(ggml_tensor* given) {
+    // Returns some rows of what is [KV head][query head][token][row].
+    ggml_tensor* rows_of_given(ggml_tensor* given, std::int64_t first, std::int64_t n) {
+        return ggml_view_4d(context_, given, n, given->ne[1], given->ne[2], given->ne[3],
+                            given->nb[1], given->nb[2], given->nb[3],
+                            sizeof(float) * static_cast<std::size_t>(first));
+    }
+
+    // Returns sums of some rows, [KV head][row].
+    ggml_tensor* sum_over_queries(ggml_tensor* given, std::int64_t first, std::int64_t n) {
         const std::int64_t n_queries = given->ne[1] * given->ne[2];
+        ggml_tensor* rows = rows_of_given(given, first, n);
         if (device_.ones_ == nullptr) {
-            given = ggml_cont(context_, ggml_permute(context_, given, 2, 0, 1, 3));
-            given = ggml_reshape_3d(context_, given, n_queries, given->ne[2], given->ne[3]);
-            return ggml_sum_rows(context_, given);
+            rows = ggml_cont(context_, ggml_permute(context_, rows, 2, 0, 1, 3));
+            rows = ggml_reshape_3d(context_, rows, n_queries, n, given->ne[3]);
+            return ggml_reshape_3d(context_, ggml_sum_rows(context_, rows), n, 1, given->ne[3]);
         }
-        given = ggml_reshape_3d(context_, given, given->ne[0], n_queries, given->ne[3]);
+        rows =
+            ggml_view_3d(context_, rows, n, n_queries, given->ne[3], given->nb[1], given->nb[3], 0);
         ggml_tensor* ones =
-            device_.ones_->tensor(context_, GGML_TYPE_F32, 0, 1, n_queries, given->ne[2]);
-        return ggml_out_prod(context_, given, ones);
+            device_.ones_->tensor(context_, GGML_TYPE_F32, 0, 1, n_queries, given->ne[3]);
+        return ggml_out_prod(context_, rows, ones);
     }
 
     ggml_context* context_;

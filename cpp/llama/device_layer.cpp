@@ -129,10 +129,11 @@ DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vec
     ggml_backend_buffer_clear(buffer_.get(), 0);
 }
 
-int DeviceLayer::width_of(const DeviceGroup& group) const {
+int DeviceLayer::width_of(const DeviceGroup& group, int n_tokens) const {
     int used = 1;
     for (int i = 0; i < group.n_heads; ++i)
-        used = std::max(used, heads_[static_cast<std::size_t>(group.first_head + i)].used());
+        used =
+            std::max(used, heads_[static_cast<std::size_t>(group.first_head + i)].count + n_tokens);
     return whole_steps(used);
 }
 
@@ -140,7 +141,7 @@ void DeviceLayer::lay_out_positions(bool packed) {
     n_positions_ = 0;
     for (const DeviceGroup& group : groups_) {
         const int rows = heads_[static_cast<std::size_t>(group.first_head)].rows();
-        const int width = packed ? width_of(group) : whole_steps(rows);
+        const int width = packed ? width_of(group, 1) : whole_steps(rows);
         for (int i = 0; i < group.n_heads; ++i, n_positions_ += width)
             heads_[static_cast<std::size_t>(group.first_head + i)].first_position = n_positions_;
     }
@@ -156,7 +157,7 @@ bool DeviceLayer::positions_fit() const {
     for (const DeviceGroup& group : groups_) {
         const auto next = static_cast<std::size_t>(group.first_head + 1);
         const int end = next < heads_.size() ? heads_[next].first_position : n_positions_;
-        if (end - heads_[next - 1].first_position < width_of(group)) return false;
+        if (end - heads_[next - 1].first_position < width_of(group, 1)) return false;
     }
     return true;
 }

@@ -94,8 +94,8 @@ public:
     // Are [dim][row], the rows of the heads one after another. v() is null if V is a part of K.
     ggml_tensor* k() const { return k_; }
     ggml_tensor* v() const { return v_; }
-    // Returns how many rows attention must read to see all entries of a group.
-    int width_of(const DeviceGroup& group) const;
+    // Returns how many rows attention must read to see all entries of a group, and n_tokens more.
+    int width_of(const DeviceGroup& group, int n_tokens) const;
     // Tells whether all heads of a group have equally many entries.
     bool is_even(const DeviceGroup& group) const;
     // Returns how many positions its heads have, each a multiple of kDeviceRowStep.

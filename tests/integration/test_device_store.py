@@ -277,6 +277,21 @@ def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_h
     assert (computed < 2) == (n_head_kv < 16)
 
 
+def test_queries_that_are_observed_in_several_blocks_count_as_on_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    # The weights of 64 queries of so many heads take one block.
+    write_llama(path, n_layer=1, n_head=128, n_head_kv=2, head_dim=16)
+    options: dict[str, Any] = {"n_ctx": 3000, "kv_budget": 2100, "n_ubatch": 512}
+    with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
+        for store in (cpu, session):
+            store.decode(tokens_for(2400))
+        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        gone = [set(range(2400)) - set(b) for _, b in kept]
+    # Entries that were evicted tell more than those that stayed, which are most.
+    same = sum(len((set(range(2400)) - set(a)) & g) for (a, _), g in zip(kept, gone, strict=True))
+    assert same > 0.97 * sum(map(len, gone)) > 0
+
+
 def test_threads_that_share_decisions_decide_as_one_does(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_llama(path, n_layer=14, n_head=4, n_head_kv=4, head_dim=64)
