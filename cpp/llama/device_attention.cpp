@@ -19,12 +19,17 @@ constexpr int kFreedRows = 64;
 // Findings are looked up for so many tokens at most: for as many as the store reads until it
 // evicts.
 constexpr int kLookedUpTokens = kDecodeRoom;
-// Are how many tensors a step in llama.cpp's own graph needs at most.
-constexpr std::size_t kTensorsOfWrites = 10;
-constexpr std::size_t kTensorsOfReader = 8;
-constexpr std::size_t kTensorsOfGroup = 8;
-// So many tensors at most compute what such a step has found out about a layer.
-constexpr int kMostTensorsOfLayer = 2048;
+// Are how many tensors a step in llama.cpp's own graph needs at most: for the writes of a layer,
+// for a layer that reads it, and for a group of its heads.
+constexpr std::size_t kTensorsOfWrites = 12;
+constexpr std::size_t kTensorsOfReader = 10;
+constexpr std::size_t kTensorsOfGroup = 12;
+// So many tensors at most compute what such a step has found out: about a group of heads that
+// reads, and about the tokens of a layer.
+constexpr int kTensorsOfObservation = 40;
+constexpr int kTensorsOfFindings = 64;
+// If more layers read the K and V of one layer, attention is computed between two nodes.
+constexpr int kMostReaders = 24;
 
 std::vector<float> factors_of(const RopeParams& rope) {
     std::vector<float> factors;
@@ -171,7 +176,8 @@ bool DeviceAttention::can_be_in_graph(int layer, int slots) const {
     const Served& served = layers_.at(index_of(layer));
     const int copies = importance_.measure().observes() ? 1 : 0;
     const auto groups = static_cast<int>(served.layer->groups().size());
-    return served.slopes.empty() && groups - 1 + copies <= slots;
+    return served.slopes.empty() && served.layer->shape().readers <= kMostReaders &&
+           groups - 1 + copies <= slots;
 }
 
 int DeviceAttention::most_heads() const {
@@ -465,9 +471,12 @@ void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed) {
         const auto context = device_.graph_context();
         ggml_cgraph* graph = Device::new_graph(context.get());
         // A graph has room for the layers of most models.
-        for (; first < layers_.size() && Device::has_room_for(context.get(), kMostTensorsOfLayer);
-             ++first) {
+        for (; first < layers_.size(); ++first) {
             const Served& served = layers_[first];
+            const auto groups = static_cast<int>(served.layer->groups().size());
+            const int n =
+                kTensorsOfFindings + served.layer->shape().readers * groups * kTensorsOfObservation;
+            if (!Device::has_room_for(context.get(), n)) break;
             for (int reader = 0; observed && reader < served.layer->shape().readers; ++reader)
                 DeviceGraph(context.get(), graph, *this, served, reader,
                             {nullptr, nullptr, nullptr, nullptr, served.sinks[index_of(reader)]},

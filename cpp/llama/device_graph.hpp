@@ -39,6 +39,7 @@ constexpr int kMaskValues = 1 << 23;
 constexpr float kMaskSlope = 131072.0f;
 // A group of KV heads has so many nodes at most, which bounds the graph.
 constexpr int kMostParts = 16;
+
 inline std::size_t index_of(int i) { return static_cast<std::size_t>(i); }
 
 // Turns rows, each by its own number of positions. Any RoPE is one with base 1, whose frequencies
@@ -205,6 +206,7 @@ private:
         k_ = set_rows(k_, keys, rows);
         if (v_ != nullptr) v_ = set_rows(v_, values, rows);
         const std::int64_t n = served_.places.n_changed;
+        if (n == 0) return;  // The host has written all positions.
         positions_ = set_rows(
             positions_,
             device_.input_->tensor(context_, GGML_TYPE_F32, served_.places.new_positions, 1, n),
