@@ -131,6 +131,12 @@ void register_device_store(py::module_& m) {
                 self.set_budgets(budgets, {n_sinks, recent_window});
             },
             py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
+        .def(
+            "grow",
+            [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks, int recent_window) {
+                self.grow(budgets, {n_sinks, recent_window});
+            },
+            py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
         .def("commit_step", &DeviceStore::commit_step)
         .def("most_drafts", &DeviceStore::most_drafts, py::arg("position"), py::arg("wanted"))
         .def("settle_drafts", &DeviceStore::settle_drafts, py::arg("n_accepted"))

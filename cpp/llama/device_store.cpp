@@ -388,6 +388,37 @@ void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection&
     move_rows();
 }
 
+void DeviceStore::grow(const std::vector<int>& budgets, const Protection& protection) {
+    std::vector<int> counts;
+    std::vector<std::vector<std::byte>> states;
+    std::vector<std::byte*> addresses;
+    for_each_head([&](int layer, int h) {
+        counts.push_back(count(layer, h));
+        states.emplace_back(state_bytes(layer, h));
+        save_head(layer, h, states.back().data());
+        addresses.push_back(states.back().data());
+    });
+    const auto take = [&](const std::vector<int>& most, const Protection& protected_ones) {
+        release();
+        ledger_.truncate(0);
+        ledger_.set_budgets(most, pages_of(most), protected_ones);
+        most_ = most;
+        acquire();
+        load(counts, addresses);
+    };
+    const std::vector<int> most_before = most_;
+    std::vector<int> budgets_before;
+    for_each_head([&](int layer, int h) { budgets_before.push_back(budget(layer, h)); });
+    const Protection protection_before = ledger_.settings().protection;
+    try {
+        take(budgets, protection);
+    } catch (const std::bad_alloc&) {
+        take(most_before, protection_before);
+        set_budgets(budgets_before, protection_before);
+        throw;
+    }
+}
+
 void DeviceStore::truncate(std::int32_t position) {
     if (position == 0) unknown_ = {};
     complete_ledger();

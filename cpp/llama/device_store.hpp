@@ -73,6 +73,10 @@ public:
     // Sets smaller or equal budgets; heads that hold more evict. Throws std::invalid_argument if a
     // budget has no rows on the device.
     void set_budgets(const std::vector<int>& budgets, const Protection& protection);
+    // Sets budgets for which there may be no rows yet: all entries are kept on the host while new
+    // rows are allocated. Throws std::bad_alloc if the devices have no memory for them; then the
+    // store is as it was.
+    void grow(const std::vector<int>& budgets, const Protection& protection);
     // Drops the entries at positions >= position.
     void truncate(std::int32_t position);
 

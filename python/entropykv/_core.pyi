@@ -1011,6 +1011,12 @@ class DeviceStore:
     def set_budgets(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
         """Set budgets that rows were allocated for; raises ValueError for larger ones."""
 
+    def grow(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
+        """Set budgets, and allocate rows for them anew; the entries stay.
+
+        Raises MemoryError if the devices have none; then nothing has changed.
+        """
+
     def release(self) -> None:
         """Free the memory of the devices; nothing may be read until acquire()."""
 

@@ -395,16 +395,53 @@ def test_a_rollback_beyond_what_windows_hold_is_refused_by_name(tmp_path: Path) 
         assert np.isfinite(session.decode(tokens_for(5))).all()
 
 
-def test_a_smaller_budget_evicts_at_once_and_a_larger_one_is_refused(llama: Path) -> None:
-    with on_device(llama, kv_budget=0.5) as session:
-        read(session)
-        session.resize(0.25)
-        for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
-            assert all(n <= most for n, most in zip(heads, budgets, strict=True))
-        session.decode(tokens_for(60, seed=8))
-        with pytest.raises(BudgetError, match="cannot grow"):
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_smaller_budget_evicts_at_once_and_a_larger_one_gets_rows(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    MODELS[name](path) if name in MODELS else write_known(path, OTHER_ATTENTION[name])
+    kept, logits = [], []
+    for open_session in (on_cpu, on_device):
+        with open_session(path, kv_budget=0.5) as session:
+            read(session)
+            session.resize(0.25)
+            for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
+                assert all(n <= most for n, most in zip(heads, budgets, strict=True))
+            session.decode(tokens_for(30, seed=8))
+            before = (all_entries(session), session.stats().evictions)
             session.resize(1.0)
-        session.decode(tokens_for(5, seed=9))
+            assert (all_entries(session), session.stats().evictions) == before
+            logits.append(read(session, 60, 20))
+            kept.append(all_entries(session))
+            session.truncate(session.position - 1)
+    assert kept[0] == kept[1]
+    assert relative_error(*logits) < 2e-2
+
+
+@pytest.mark.skipif(DEVICE is not None, reason="its memory is not limited with the process's")
+def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "long.gguf"
+    write_llama(path, head_dim=64, n_ctx_train=2**17)
+    with on_device(path, n_ctx=2**17, kv_budget=300) as session:
+        session.decode(tokens_for(250))
+        before = all_entries(session)
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**25, limits[1]))
+        try:
+            with pytest.raises(BudgetError, match="does not fit into the memory of its devices"):
+                session.resize(1.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert all_entries(session) == before
+        assert set(itertools.chain(*session.budgets())) == {300}
+        session.decode(tokens_for(100))
+        session.resize(1000)
+        n_kept = len(session.entries(0, 0))
+        session.decode(tokens_for(600))
+        assert len(session.entries(0, 0)) == n_kept + 600 <= 1000
 
 
 @pytest.mark.parametrize(

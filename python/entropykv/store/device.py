@@ -208,19 +208,33 @@ class DeviceStore(PooledStore):
         self._context.note_use()
 
     def resize(self, budget: Budget) -> None:
-        """Evict down to a smaller budget; raises BudgetError for one that has no rows."""
+        """Share the new budget among the heads; those that hold more evict.
+
+        Rows for a larger one are allocated anew. Raises BudgetError if the devices have no memory
+        for them, and in a pool, whose places have rows of one size; nothing has changed then.
+        """
         plan = self._plan_of(budget)
+        budgets = list(itertools.chain(*plan.budgets))
+        protection = (plan.protection.n_sinks, plan.protection.recent_window)
         try:
-            self._store.set_budgets(
-                list(itertools.chain(*plan.budgets)),
-                plan.protection.n_sinks,
-                plan.protection.recent_window,
-            )
+            self._store.set_budgets(budgets, *protection)
         except ValueError:
-            raise BudgetError(
-                f"{self._model.name}: the device store cannot grow beyond the budget that it was "
-                f"made with, and {budget} is larger; make a session with it, and load a saved one"
-            ) from None
+            if self._config.options.in_pool:
+                raise BudgetError(
+                    f"{self._model.name}: a pool on a device cannot grow beyond the budget that it "
+                    f"was made with, and {budget} is larger; make a pool with it, and load saved "
+                    "sessions"
+                ) from None
+            whole_from = self.rollback.whole_from
+            try:
+                self._store.grow(budgets, *protection)
+            except MemoryError:
+                raise BudgetError(
+                    f"{self._model.name}: a KV budget of {budget} does not fit into the memory of "
+                    "its devices; give a smaller one (kv_budget)"
+                ) from None
+            finally:
+                self.rollback.begin_from(whole_from)
         self._plan = plan
 
     @property
