@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 
 from entropykv import (
@@ -428,7 +429,7 @@ def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> 
         session.decode(tokens_for(250))
         before = all_entries(session)
         limits = resource.getrlimit(resource.RLIMIT_AS)
-        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        in_use = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**25, limits[1]))
         try:
             with pytest.raises(BudgetError, match="does not fit into the memory of its devices"):
