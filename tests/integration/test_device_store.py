@@ -420,9 +420,11 @@ def test_a_smaller_budget_evicts_at_once_and_a_larger_one_gets_rows(
     assert relative_error(*logits) < 2e-2
 
 
+@pytest.mark.needs("resource.setrlimit")
 @pytest.mark.skipif(DEVICE is not None, reason="its memory is not limited with the process's")
 def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
+    import resource  # noqa: PLC0415  (Windows has none)
+
     path = tmp_path / "long.gguf"
     write_llama(path, head_dim=64, n_ctx_train=2**17)
     with on_device(path, n_ctx=2**17, kv_budget=300) as session:
