@@ -46,7 +46,8 @@ class Watched:
 
     def _note(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self.problems.append(message.text)
+            where = message.location.get("url", "")  # A browser leaves out what it did not find.
+            self.problems.append(f"{message.text} {where}".rstrip())
 
     def _note_request(self, request: Any) -> None:
         if not request.url.startswith((self.url, "data:", "blob:")):
