@@ -149,13 +149,20 @@ def ask(reader: Reader) -> None:
         pass
 
 
+def held_reading(reader: Reader, point: str, name: str = "book") -> Gate:
+    """Begin to read a document; returns the gate at which its thread waits."""
+    gate = Gate()
+    getattr(reader, point)[TEXT] = gate
+    reader.post(name)
+    assert gate.reached.wait(SECONDS)
+    return gate
+
+
 @pytest.mark.parametrize("point", ["within", "behind"])
 def test_a_request_that_names_a_document_while_it_is_deleted_does_not_bring_it_back(
     reader: Reader, point: str
 ) -> None:
-    gate = getattr(reader, point)[TEXT] = Gate()
-    reader.post("book")
-    assert gate.reached.wait(SECONDS)
+    gate = held_reading(reader, point)
     removal = reader.library.remove(BOOK)
     assert not removal.ended.is_set()
     assert reader.library.status(BOOK) is None
@@ -172,9 +179,7 @@ def test_a_request_that_names_a_document_while_it_is_deleted_does_not_bring_it_b
 def test_a_deleted_name_is_free_at_once_and_what_waits_for_the_new_text_gets_it(
     reader: Reader, point: str
 ) -> None:
-    gate = getattr(reader, point)[TEXT] = Gate()
-    reader.post("book")
-    assert gate.reached.wait(SECONDS)
+    gate = held_reading(reader, point)
     removal = reader.library.remove(BOOK)
     reader.post("book", OTHER)
     status = reader.library.status(BOOK)
@@ -194,9 +199,7 @@ def test_a_deleted_name_is_free_at_once_and_what_waits_for_the_new_text_gets_it(
 
 
 def test_a_new_text_that_is_deleted_before_the_old_one_is_gone_is_not_read(reader: Reader) -> None:
-    gate = reader.within[TEXT] = Gate()
-    reader.post("book")
-    assert gate.reached.wait(SECONDS)
+    gate = held_reading(reader, "within")
     first = reader.library.remove(BOOK)
     newer = reader.post("book", OTHER)
     second = reader.library.remove(BOOK)
@@ -232,9 +235,7 @@ def test_deleting_while_the_last_bytes_are_saved_removes_the_complete_file(
 
 
 def test_a_document_that_waits_for_another_one_is_deleted_at_once(reader: Reader) -> None:
-    gate = reader.within[TEXT] = Gate()
-    reader.post("first")
-    assert gate.reached.wait(SECONDS)
+    held_reading(reader, "within", name="first")
     reader.post("book", OTHER)
     removal = reader.library.remove(BOOK)
     assert removal.ended.is_set()
@@ -243,9 +244,7 @@ def test_a_document_that_waits_for_another_one_is_deleted_at_once(reader: Reader
 
 
 def test_a_document_that_a_request_waits_for_is_not_deleted(reader: Reader) -> None:
-    gate = reader.within[TEXT] = Gate()
-    reader.post("book")
-    assert gate.reached.wait(SECONDS)
+    gate = held_reading(reader, "within")
     with asked(reader):
         assert status_of(lambda: reader.library.remove(BOOK)) == 409
         gate.open()
@@ -256,9 +255,7 @@ def test_a_document_that_a_request_waits_for_is_not_deleted(reader: Reader) -> N
 def test_deleting_is_refused_if_another_process_uses_the_file_that_has_just_appeared(
     reader: Reader,
 ) -> None:
-    gate = reader.behind[TEXT] = Gate()
-    reader.post("book")
-    assert gate.reached.wait(SECONDS)
+    gate = held_reading(reader, "behind")
     removal = reader.library.remove(BOOK)
     with open(reader.library.path(BOOK), "rb") as file:
         assert system.lock(file.fileno(), shared=True)  # As the other process does.
@@ -362,9 +359,7 @@ def test_what_waits_when_a_model_is_unloaded_is_read_when_it_is_loaded_again(
 ) -> None:
     second = DocumentId("any", "", "second")
     with reading_into(tmp_path, tiny_llama, monkeypatch) as reader:
-        gate = reader.within[TEXT] = Gate()
-        reader.post("book")
-        assert gate.reached.wait(SECONDS)
+        gate = held_reading(reader, "within")
         waiting = reader.post("second", OTHER)
         released = threading.Event()
         waiting.ended.append(released.set)
