@@ -284,10 +284,8 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
     const std::size_t most = index_of((2 * max_tokens_ + kFreedRows) * shape.n_head_kv);
     if (changed.size() > most) served.positions_known = false;
     if (!served.positions_known) {
-        std::vector<float> all(index_of(layer.n_positions()), kFreeRow);
-        for (const DeviceHead& head : layer.heads())
-            std::copy(head.positions.begin(), head.positions.end(),
-                      all.begin() + head.first_position);
+        std::vector<float> all(index_of(layer.n_positions()));
+        copy_positions(served, all.data());
         positions_->write(served.places.positions, all.data(), all.size() * sizeof(float));
         served.positions_known = true;
         changed.clear();
@@ -375,13 +373,16 @@ float DeviceAttention::oldest_seen(const Served& served) const {
     return static_cast<float>(std::max(0, served.layer->shape().oldest_seen(step_.position)));
 }
 
+void DeviceAttention::copy_positions(const Served& served, float* to) {
+    std::fill_n(to, served.layer->n_positions(), kFreeRow);
+    for (const DeviceHead& head : served.layer->heads())
+        std::copy_n(head.positions.begin(), head.used(), to + head.first_position);
+}
+
 void DeviceAttention::write_all_positions() {
     std::vector<float> all(position_bytes_ / sizeof(float), kFreeRow);
     for (Served& served : layers_) {
-        const auto first =
-            all.begin() + static_cast<std::ptrdiff_t>(served.places.positions / sizeof(float));
-        for (const DeviceHead& head : served.layer->heads())
-            std::copy_n(head.positions.begin(), head.used(), first + head.first_position);
+        copy_positions(served, all.data() + served.places.positions / sizeof(float));
         served.positions_known = true;
     }
     positions_->write(0, all.data(), all.size() * sizeof(float));
@@ -512,10 +513,18 @@ void DeviceAttention::place_findings(int n_tokens, bool observed) {
     found_.resize(end);
 }
 
+bool DeviceAttention::has_moves() const {
+    return std::any_of(layers_.begin(), layers_.end(), [](const Served& served) {
+        const std::vector<DeviceHead>& heads = served.layer->heads();
+        return std::any_of(heads.begin(), heads.end(),
+                           [](const DeviceHead& head) { return !head.moves.empty(); });
+    });
+}
+
 void DeviceAttention::move_rows() {
     // A row that gets another one's content is none whose content is moved, so moves may be done in
     // any order, and by parts if there is no room for all.
-    while (true) {
+    while (has_moves()) {
         const auto context = device_.graph_context();
         ggml_cgraph* graph = Device::new_graph(context.get());
         StepInput input(device_, written_);
@@ -542,7 +551,6 @@ void DeviceAttention::move_rows() {
                                          ggml_get_rows(context.get(), all, from_rows), to_rows));
             }
         }
-        if (written_.empty()) return;
         moves_->write(0, written_.data(), written_.size());
         device_.place(graph);
         device_.compute(graph);

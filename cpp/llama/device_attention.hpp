@@ -28,8 +28,8 @@ namespace entropykv {
 // Is what a layer's attention node of llama.cpp reads and writes. The tensors may be views.
 struct DeviceNode {
     const ggml_tensor* q = nullptr;  // [k_dim, n_tokens, n_head], f32
-    const ggml_tensor* k_cells =
-        nullptr;  // [k_dim, cells, n_head_kv]: token i of the micro-batch in cell i
+    // Are [k_dim, cells, n_head_kv]: token i of the micro-batch is in cell i.
+    const ggml_tensor* k_cells = nullptr;
     const ggml_tensor* v_cells = nullptr;
     const ggml_tensor* output = nullptr;  // [v_dim, n_head, n_tokens], f32
     const ggml_tensor* sinks = nullptr;   // [n_head], f32, or null
@@ -185,7 +185,10 @@ private:
     std::size_t looked_up_tokens() const;
     void begin_in_graph();
     float oldest_seen(const Served& served) const;
+    // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
+    static void copy_positions(const Served& served, float* to);
     void write_all_positions();
+    bool has_moves() const;
     void compute_masks(std::int64_t n_changed, std::size_t changed_at, std::size_t new_at);
     bool needs_findings(const Served& served) const {
         return served.predictor || needs_value_squares(served);

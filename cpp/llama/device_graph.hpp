@@ -112,7 +112,7 @@ public:
         refer_to_rows();
         std::vector<ggml_tensor*> all;
         for (const DeviceGroup& group : layer_.groups()) {
-            const std::int64_t width = static_cast<std::int64_t>(position_stride(group));
+            const std::int64_t width = layer_.position_stride(group);
             ggml_tensor* mask = stored_mask(group);
             if (is_plain(group)) mask->ne[3] = 1;  // that of the first head
             ggml_tensor* attended = attended_by(
@@ -137,7 +137,7 @@ public:
         refer_to_rows();
         refer_to_positions();
         for (const DeviceGroup& group : layer_.groups()) {
-            const std::int64_t width = static_cast<std::int64_t>(position_stride(group));
+            const std::int64_t width = layer_.position_stride(group);
             observe(group, rows_of(k_, layer_.shape().k_dim, group, width),
                     positions_of(group, width));
         }
@@ -177,9 +177,9 @@ private:
     // Returns the mask of the single token of this step.
     ggml_tensor* stored_mask(const DeviceGroup& group) {
         const std::size_t first = index_of(first_position(group));
-        return device_.masks_->tensor(
-            context_, GGML_TYPE_F16, served_.places.positions / 2 + sizeof(ggml_fp16_t) * first,
-            static_cast<std::int64_t>(position_stride(group)), 1, 1, group.n_heads);
+        return device_.masks_->tensor(context_, GGML_TYPE_F16,
+                                      served_.places.positions / 2 + sizeof(ggml_fp16_t) * first,
+                                      layer_.position_stride(group), 1, 1, group.n_heads);
     }
 
     ggml_tensor* kept_queries() {
@@ -392,22 +392,13 @@ private:
 
     // Returns a group's part of a tensor with a value for every position, [KV head][row].
     ggml_tensor* by_row(ggml_tensor* all, const DeviceGroup& group, std::int64_t width) {
-        const std::size_t stride = sizeof(float) * position_stride(group);
+        const std::size_t stride = sizeof(float) * index_of(layer_.position_stride(group));
         return ggml_view_4d(context_, all, width, 1, 1, group.n_heads, stride, stride, stride,
                             sizeof(float) * index_of(first_position(group)));
     }
 
     int first_position(const DeviceGroup& group) const {
         return layer_.heads()[index_of(group.first_head)].first_position;
-    }
-
-    // Returns by how many positions the heads of a group lie apart.
-    std::size_t position_stride(const DeviceGroup& group) const {
-        const int first = group.first_head;
-        const int end = first + 1 < layer_.shape().n_head_kv
-                            ? layer_.heads()[index_of(first + 1)].first_position
-                            : layer_.n_positions();
-        return index_of(end - layer_.heads()[index_of(first)].first_position);
     }
 
     int query_heads() const { return layer_.shape().n_head / layer_.shape().n_head_kv; }

@@ -153,13 +153,16 @@ bool DeviceLayer::is_even(const DeviceGroup& group) const {
                        [&](const DeviceHead& head) { return head.count == first->count; });
 }
 
+int DeviceLayer::position_stride(const DeviceGroup& group) const {
+    const auto next = static_cast<std::size_t>(group.first_head + 1);
+    const int end = next < heads_.size() ? heads_[next].first_position : n_positions_;
+    return end - heads_[next - 1].first_position;
+}
+
 bool DeviceLayer::positions_fit() const {
-    for (const DeviceGroup& group : groups_) {
-        const auto next = static_cast<std::size_t>(group.first_head + 1);
-        const int end = next < heads_.size() ? heads_[next].first_position : n_positions_;
-        if (end - heads_[next - 1].first_position < width_of(group, 1)) return false;
-    }
-    return true;
+    return std::all_of(groups_.begin(), groups_.end(), [this](const DeviceGroup& group) {
+        return width_of(group, 1) <= position_stride(group);
+    });
 }
 
 std::vector<float> DeviceLayer::read(ggml_tensor* tensor, int head) const {

@@ -100,6 +100,8 @@ public:
     bool is_even(const DeviceGroup& group) const;
     // Returns how many positions its heads have, each a multiple of kDeviceRowStep.
     int n_positions() const { return n_positions_; }
+    // Returns how many positions each head of a group has.
+    int position_stride(const DeviceGroup& group) const;
     // Gives every head a position for each of its rows; packed: only for those that attention must
     // read.
     void lay_out_positions(bool packed);

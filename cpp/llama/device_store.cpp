@@ -160,14 +160,13 @@ void DeviceStore::check_supported() {
 
 template <typename Visit>
 void DeviceStore::for_each_head_at_once(bool much, Visit visit) {
+    if (!much || ledger_.entries() <= kMuch)
+        return for_each_head([&](int layer, int h) { visit(layer, h, 0); });
     std::vector<std::pair<int, int>> heads;
     for_each_head([&](int layer, int h) { heads.emplace_back(layer, h); });
-    const auto visit_one = [&](int i, int worker) {
+    shared_->workers().run(static_cast<int>(heads.size()), [&](int i, int worker) {
         visit(heads[index(i)].first, heads[index(i)].second, worker);
-    };
-    const auto n = static_cast<int>(heads.size());
-    if (much && ledger_.entries() > kMuch) return shared_->workers().run(n, visit_one);
-    for (int i = 0; i < n; ++i) visit_one(i, 0);
+    });
 }
 
 std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
@@ -247,7 +246,7 @@ void DeviceStore::complete_entries(int layer, int h, int n, int n_later) {
     const float* value_squares = of.device->value_squares(of.number, h);
     const bool predicts = ledger_.settings().importance.predicts();
     const KernelTable& kernels = *ledger_.components().common.kernels;
-    Head& entries = ledger_.components().layers[index(layer)].heads[index(h)];
+    Head& entries = ledger_.components().head(layer, h);
     const PageLayout& layout = entries.layout();
     const int first = of.device->n_found() - n_later - n;
     float values[kLedgerDim];
@@ -284,11 +283,12 @@ void DeviceStore::commit_in_graph() {
         all.n_staged = 1;
     }
     const int most = std::min(kDecodeRoom, ledger_.settings().max_tokens);
-    const bool due = all.n > 0 && (all.n == most || evicts());
+    const bool evicting = evicts();
+    const bool due = all.n > 0 && (all.n == most || evicting);
     if (due || step_.observing)
         for (const auto& device : devices_)
             device->look_up(due ? all : UnknownTokens{}, step_.observing);
-    const bool much = due || step_.observing || evicts();
+    const bool much = due || step_.observing || evicting;
     for_each_head_at_once(much, [&](int layer, int h, int worker) {
         if (due) complete_entries(layer, h, all.n - 1, 1);
         commit(layer, h, worker);
@@ -341,15 +341,14 @@ void DeviceStore::stage(int layer, int h) {
 
 void DeviceStore::follow_ledger(int layer, int h) {
     DeviceHead& of = head(layer, h);
-    Head& entries = ledger_.components().layers[index(layer)].heads[index(h)];
     // If nothing was evicted, entries were added at the end.
-    if (entries.count() == of.used()) return of.keep_staged();
+    if (count(layer, h) == of.used()) return of.keep_staged();
     take_order_of_ledger(layer, h);
 }
 
 void DeviceStore::take_order_of_ledger(int layer, int h) {
     DeviceHead& of = head(layer, h);
-    Head& entries = ledger_.components().layers[index(layer)].heads[index(h)];
+    Head& entries = ledger_.components().head(layer, h);
     const KernelTable& kernels = *ledger_.components().common.kernels;
     std::vector<std::int32_t> positions(index(entries.count()));
     float key[kLedgerDim];
