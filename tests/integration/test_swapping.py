@@ -27,8 +27,7 @@ def model(pool_llama: Path) -> Path:
     return pool_llama
 
 
-# --- swap_space
-# --------------------------------------------------------------------------------------
+# --- swap space ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
@@ -114,6 +113,29 @@ def test_a_newcomer_waits_for_those_who_write(model: Path) -> None:
 
         in_threads([write, come])
         assert ended["first"] < ended["second"]
+
+
+def test_a_newcomer_waits_for_one_that_becomes_idle_meanwhile(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 0.5)
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX) as pool:
+        first, second = pool.session(), pool.session()
+        shared = pool.runner.shared
+        make_live, refusals = shared.make_live, []
+
+        def slowly(*args: Any) -> None:
+            try:
+                make_live(*args)
+            except PoolError as error:
+                refusals.append(error)
+                time.sleep(0.6)
+                raise
+
+        monkeypatch.setattr(shared, "make_live", slowly)
+        first.decode(PROMPTS[0])
+        second.decode(PROMPTS[1])
+        assert refusals
 
 
 def test_one_thread_can_hold_several_generations(model: Path) -> None:

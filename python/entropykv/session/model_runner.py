@@ -385,10 +385,11 @@ class ModelRunner:
         _check_there(slot)
         if slot.live:
             return True
+        now = time.monotonic()  # One moment for both: a sequence may become idle between them.
         try:
-            self.shared.make_live(slot)
+            self.shared.make_live(slot, now)
         except PoolError:
-            if self.shared.another_reads(slot):
+            if self.shared.another_reads(slot, now):
                 return False
             raise
         return True

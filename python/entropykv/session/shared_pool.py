@@ -150,16 +150,14 @@ class SharedPool:
                 "with a Pool"
             )
 
-    def another_reads(self, slot: SequenceSlot) -> bool:
+    def another_reads(self, slot: SequenceSlot, now: float) -> bool:
         """Tell whether waiting makes sense, because another live sequence is in use."""
-        now = time.monotonic()
         return any(not each.is_idle(now) for each in self.live if each is not slot)
 
-    def make_live(self, slot: SequenceSlot) -> None:
-        """Give a sequence a share, by swapping out idle ones, then by shrinking all; raises
-        PoolError.
+    def make_live(self, slot: SequenceSlot, now: float) -> None:
+        """Give a sequence a share, by swapping out those that are idle now, then by shrinking all;
+        raises PoolError.
         """
-        now = time.monotonic()
         full: PoolError | None = None
         for each in self.live:
             if self._free_numbers and not self._shares.grow_by_leaving:
