@@ -60,7 +60,10 @@ void DeviceBatch::change_attention(int layer, const DeviceNode& node, ggml_tenso
 void DeviceBatch::attend(int layer, const DeviceNode& node) noexcept {
     guarded([&] {
         check_tokens(node);
-        for (DeviceStore* store : parts_) store->attend(layer, node);
+        DeviceRelay& relay = parts_.front()->device_of(layer).relay();
+        const DeviceNode there = relay.bring(node);
+        for (DeviceStore* store : parts_) store->attend(layer, there);
+        relay.give_back();
     });
 }
 

@@ -99,9 +99,27 @@ DeviceStore::DeviceStore(std::shared_ptr<Devices> devices,
       type_(settings.type) {
     ledger_.set_workers(shared_->workers().n_threads(), *available_kernels().back());
     ledger_.set_budgets(budgets, pages_of(budgets), settings.protection);
-    if (!live) return;
+    for (const auto& [layer, why] : shared_->on_host())
+        sources_.at(index(layer)).memory = ggml_backend_cpu_buffer_type();
+    if (live) place_layers();
+}
+
+// Allocates rows, for layers whose device cannot compute their attention in main memory.
+void DeviceStore::place_layers() {
     acquire();
-    check_supported();
+    bool moved = false;
+    for (int i = 0; i < n_layers(); ++i) {
+        const Layer& layer = layers_[index(i)];
+        const std::string op = unsupported_in(layer);
+        if (op.empty()) continue;
+        const std::string why = layer.device->device().name() + " cannot compute " + op;
+        ggml_backend_buffer_type_t host = ggml_backend_cpu_buffer_type();
+        if (sources_[index(i)].memory == host) throw std::runtime_error("its device " + why);
+        sources_[index(i)].memory = host;
+        shared_->serve_on_host(i, why);
+        moved = true;
+    }
+    if (moved) place_layers();
 }
 
 void DeviceStore::acquire() {
@@ -122,7 +140,8 @@ void DeviceStore::acquire() {
     }
     can_be_in_graph_ = true;
     for (std::size_t i = 0; i < layers_.size(); ++i)
-        can_be_in_graph_ = can_be_in_graph_ &&
+        can_be_in_graph_ = can_be_in_graph_ && !sources_[i].is_apart &&
+                           shared_->on_host().empty() &&
                            layers_[i].device->can_be_in_graph(layers_[i].number, sources_[i].slots);
     for (const auto& device : devices_) device->allocate(settings.max_tokens, can_be_in_graph_);
 }
@@ -147,15 +166,17 @@ void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<i
                                      predictor_of(source, ledger_.settings().importance));
 }
 
-void DeviceStore::check_supported() {
-    for (const Layer& layer : layers_) {
-        for (const int n_tokens : {1, ledger_.settings().max_tokens}) {
-            const std::string op = layer.device->unsupported(layer.number, n_tokens);
-            if (!op.empty())
-                throw std::runtime_error("its device " + layer.device->device().name() +
-                                         " cannot compute " + op);
-        }
-    }
+// Returns the name of an operation that a layer needs and its device cannot compute, or an empty
+// string.
+std::string DeviceStore::unsupported_in(const Layer& layer) const {
+    std::string op;
+    for (const int n_tokens : {1, ledger_.settings().max_tokens})
+        if (op.empty()) op = layer.device->unsupported(layer.number, n_tokens);
+    return op;
+}
+
+Device& DeviceStore::device_of(int layer) const {
+    return layers_.at(index(layer)).device->device();
 }
 
 template <typename Visit>

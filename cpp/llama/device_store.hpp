@@ -20,7 +20,8 @@ namespace entropykv {
 struct DeviceLayerSource {
     LayerShape shape;
     ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
-    DeviceParams params;                // of its attention node
+    bool is_apart;        // whether llama.cpp computes its attention on another device than that
+    DeviceParams params;  // of its attention node
     bool has_sinks;
     int slots;        // of the nodes that can become others before an attention node: see GraphHook
     RopeParams rope;  // rotates its keys
@@ -30,10 +31,12 @@ struct DeviceLayerSource {
 class DeviceStore {
 public:
     // budgets: entries by KV head of all layers; importance, protection, max_tokens and max_entries
-    // of `settings` are used, and its type is that of K and V. Throws std::invalid_argument for a
-    // measure that needs keys on the host and for a predictor of other features,
-    // std::runtime_error if a device cannot compute attention, std::bad_alloc if it has no memory.
-    // live: whether it has rows from the start, and not only after acquire().
+    // of `settings` are used, and its type is that of K and V. The CPU serves layers whose device
+    // cannot compute their attention: see Devices::on_host(), which the first store of `devices`,
+    // one with rows, finds out for all. live: whether it has rows from the start, and not only
+    // after acquire(). Throws std::invalid_argument for a measure that needs keys on the host and
+    // for a predictor of other features, std::runtime_error if the CPU cannot compute attention
+    // either, std::bad_alloc if a device has no memory.
     DeviceStore(std::shared_ptr<Devices> devices, const std::vector<DeviceLayerSource>& layers,
                 const StoreSettings& settings, const std::vector<int>& budgets, bool live = true);
     DeviceStore(const DeviceStore&) = delete;
@@ -56,6 +59,8 @@ public:
     // Computes the attention of the next layer of the model that reads a layer's K and V. Throws as
     // DeviceAttention does.
     void attend(int layer, const DeviceNode& node);
+    // Returns the device that computes the attention of a layer.
+    Device& device_of(int layer) const;
     // Change nodes of llama.cpp's graph: see DeviceAttention.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
     void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
@@ -142,7 +147,8 @@ private:
     };
 
     void add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows);
-    void check_supported();
+    void place_layers();
+    std::string unsupported_in(const Layer& layer) const;
     std::size_t pages_of(const std::vector<int>& budgets) const;
     void commit(int layer, int head, int worker);
     void stage(int layer, int head);

@@ -950,6 +950,12 @@ class Devices:
         """Free the working memory; no store may use the devices afterwards."""
 
     @property
+    def on_host(self) -> dict[int, str]:
+        """Return why the CPU serves layers that are on other devices, by the numbers of the
+        layers: for example `CUDA0 cannot compute FLASH_ATTN_EXT`.
+        """
+
+    @property
     def scratch_bytes(self) -> int: ...
     @property
     def traffic(self) -> dict[str, int]:
@@ -980,12 +986,14 @@ class DeviceStore:
     ) -> None:
         """Allocate rows for the budgets, by KV head of all layers, and for one micro-batch.
 
-        Not `live`: acquire() does so later. `predictor`: for every layer, (n_head_kv, n_features),
-        by which the device predicts the scores of new entries; none: the least scores.
+        The CPU serves layers whose device cannot compute their attention: see Devices.on_host,
+        which the first store of a context finds out. Not `live`: acquire() does so later.
+        `predictor`: for every layer, (n_head_kv, n_features), by which the device predicts the
+        scores of new entries; none: the least scores.
 
         Raises ValueError for a measure that needs keys on the host and for a predictor of other
-        features, RuntimeError if a device cannot compute attention, MemoryError if it has no
-        memory.
+        features, RuntimeError if the CPU cannot compute attention either, MemoryError if a device
+        has no memory.
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:
