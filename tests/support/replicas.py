@@ -74,7 +74,10 @@ class Served:
 
 @contextmanager
 def two_replicas(cluster: ThreeNodes, folder: Path, *more: object) -> Iterator[Served]:
-    """Start two replicas, each on a node of its own, and wait until they are ready."""
+    """Start two replicas, each on a node of its own, and wait until they are ready.
+
+    `more`: options and their values, such as another number of replicas.
+    """
     log = folder / "log"
     process, url = start_replicas(cluster, folder, log, *more)
     server = Served(process, url, log)
@@ -88,11 +91,14 @@ def two_replicas(cluster: ThreeNodes, folder: Path, *more: object) -> Iterator[S
 def start_replicas(
     cluster: ThreeNodes, folder: Path, log: Path, *more: object
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Start the command, whose output goes to `log`; returns its process and the URL."""
+    """Start the command, whose output goes to `log`; returns its process and the URL.
+
+    `more`: options and their values, which replace those of this function.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {
+    options: dict[object, object] = {
         "--model": shipped.DEMOS["bitnet"].path,
         "--n_ctx": 2048,
         "--kv-budget": 256,
@@ -102,6 +108,7 @@ def start_replicas(
         "--port": port,
         "--replicas": 2,
         "--sessions": folder / "sessions",
+        **dict(zip(more[::2], more[1::2], strict=True)),
     }
     command = [sys.executable, "-m", "entropykv.cli", "serve"]
     command += [str(word) for option in options.items() for word in option]
@@ -112,7 +119,7 @@ def start_replicas(
     }
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*command, *(str(word) for word in more)],
+            command,
             env=environment,
             cwd=folder,
             stdout=file,
