@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from entropykv import system
 from entropykv.errors import MissingExtraError, SessionFileError, SettingsError, StorageError
-from entropykv.files import remove_unlocked
+from entropykv.file_locks import lock_if_possible, remove_unlocked
 from entropykv.session.file import SessionReader
 
 FileStamp = tuple[int, int, int]
@@ -155,8 +155,7 @@ def _replaced(path: Path, mode: int) -> Iterator[Path]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | system.file_flags("O_CLOEXEC")
     descriptor = os.open(part, flags, mode)
     try:
-        with contextlib.suppress(OSError):  # The file system may have no locks.
-            system.lock(descriptor)
+        lock_if_possible(descriptor)
         yield part
     except BaseException:
         system.remove_and_close(part, descriptor)
