@@ -1,4 +1,4 @@
-"""Replicas are started as requests wait, and removed when fewer are enough; nothing is lost then."""
+"""Replicas are started as requests wait and removed when fewer are enough, without a loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = {
 }
 TEXT = "the winding road to the land of the king is far from the sea and " * 12
 RAYS_PATIENCE = 20
-"""After how many seconds Ray Serve kills a replica that has requests, unless it is told otherwise."""
+"""After how many seconds Ray Serve kills a replica that has requests, by default."""
 
 
 class Load:

@@ -44,10 +44,11 @@ class Served:
         deadline = time.monotonic() + 120
         while True:
             # Ray Serve has a proxy on every node, and on one machine they share a port: the death
-            # of a node breaks the connections of its proxy, and a while passes until Ray notices.
+            # of a node breaks the connections of its proxy, and a while passes until Ray notices. A
+            # proxy that has just started answers 404 until it knows the routes.
             with contextlib.suppress(httpx.TransportError):
                 answer = self.client.post("/v1/completions", json=body, headers=headers)
-                if answer.status_code < 500:
+                if answer.status_code < 500 and "/-/routes" not in answer.text:
                     break
             assert time.monotonic() < deadline
             time.sleep(0.5)

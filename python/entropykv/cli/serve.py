@@ -127,13 +127,17 @@ def run(options: argparse.Namespace) -> int:
     if options.replicas is not None:
         for name in ("scale_up_seconds", "scale_down_seconds"):
             if name in told and options.max_replicas is None:
-                raise SettingsError(f"{_spelt(name)} needs --max-replicas; give it, or leave it out")
+                raise SettingsError(
+                    f"{_spelt(name)} needs --max-replicas; give it, or leave it out"
+                )
         model = _for_replicas(model)
         from entropykv.server.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
 
         run_replicas(model, server, ReplicaOptions(options.replicas, **told))
     elif told:
-        raise SettingsError(f"{_spelt(next(iter(told)))} needs --replicas; give it, or leave it out")
+        raise SettingsError(
+            f"{_spelt(next(iter(told)))} needs --replicas; give it, or leave it out"
+        )
     else:
         serve(model, server)
     return 0

@@ -27,7 +27,7 @@ FileStamp = tuple[int, int, int]
 """Distinguishes two versions of a file; the second number is its bytes."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _COPIED = ".copied"
-"""The ending of a file on a disk that is being copied from the storage, or to a storage of files."""
+"""The ending of a file that is being copied from a storage, or to a storage of files."""
 _HEADER_BLOCK = 1 << 18
 """Bytes that are asked for at a time where only the header of a document is read."""
 
