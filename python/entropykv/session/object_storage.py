@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from entropykv import system
 from entropykv.errors import MissingExtraError, SessionFileError, SettingsError, StorageError
-from entropykv.files import remove_unlocked
+from entropykv.file_locks import lock_if_possible, remove_unlocked
 from entropykv.session.file import SessionReader
 
 FileStamp = tuple[int, int, int]
@@ -103,8 +103,7 @@ class ObjectStorage:
         with self._answers(key):
             descriptor = os.open(part, flags, 0o600)
             try:
-                with contextlib.suppress(OSError):  # The file system may have no locks.
-                    system.lock(descriptor)
+                lock_if_possible(descriptor)
                 self._files.get_file(self._path(key), str(part))
             except FileNotFoundError:
                 system.remove_and_close(part, descriptor)
