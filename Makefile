@@ -10,7 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test coverage test-cpp test-arm test-windows check-macos test-reference test-clients test-versions test-device \
+.PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-clients test-versions test-device \
 	test-rpc test-vulkan test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
@@ -55,7 +55,7 @@ coverage: install  ## the Python tests, and which lines of the package none of t
 	$(BIN)/python -m pytest --cov=entropykv --cov-report=term
 
 CPP_TESTS := batch_test grammar_test sharing_test kernel_test store_test state_test cold_test \
-	large_test memory_test product_test threads_test
+	large_test mapped_file_test memory_test product_test threads_test
 test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
@@ -102,19 +102,33 @@ endif
 # zig brings a compiler, and the headers and libraries of macOS. Nothing is run. The extension is
 # linked without llama.cpp and Python, as macOS allows: their functions are looked up when it loads.
 ZIG := build/zig
-check-macos: install  ## the extension and the C++ tests, compiled and linked for macOS (PyPI: ziglang)
-	@test -x $(ZIG)/bin/python || $(PYTHON) -m venv $(ZIG)
-	@$(ZIG)/bin/pip install -q "ziglang==0.17.1" || \
-		echo "Skipped: compiling for macOS needs the package ziglang of PyPI."
+ZIG_PROGRAM = $$($(ZIG)/bin/python -c 'import ziglang; print(ziglang.__path__[0])')/zig
+define GET_ZIG
+@test -x $(ZIG)/bin/python || $(PYTHON) -m venv $(ZIG)
+@$(ZIG)/bin/pip install -q "ziglang==0.17.1" || \
+	echo "Skipped: compiling for macOS, and clang-cl, need the package ziglang of PyPI."
+endef
+check-macos: $(VENV)/.tools  ## the extension and the C++ tests, compiled and linked for macOS (PyPI: ziglang)
+	$(GET_ZIG)
 	@! $(ZIG)/bin/python -c "import ziglang" 2> /dev/null || for processor in arm64 x86_64; do \
 		PATH="$(BIN):$$PATH" cmake -S . -B build/macos/$$processor -G Ninja \
 			--toolchain cmake/zig_macos.cmake -DMACOS_PROCESSOR=$$processor \
-			-DZIG="$$($(ZIG)/bin/python -c 'import ziglang; print(ziglang.__path__[0])')/zig" \
+			-DZIG="$(ZIG_PROGRAM)" \
 			-DENTROPYKV_TESTS=ON -DENTROPYKV_WITH_EXTENSION=ON -DENTROPYKV_UNRESOLVED=ON \
 			-DENTROPYKV_WARNINGS_AS_ERRORS=ON -DCMAKE_BUILD_TYPE=Release \
 			-DPython_EXECUTABLE="$(BIN)/python" \
 			-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > /dev/null && \
 		PATH="$(BIN):$$PATH" cmake --build build/macos/$$processor || exit 1; done
+
+# Only parsed: what clang-cl compiles needs Microsoft's headers and libraries.
+check-clang-cl: $(VENV)/.tools  ## the C++ sources, parsed by clang-cl (PyPI: ziglang)
+	$(GET_ZIG)
+	PATH="$(BIN):$$PATH" cmake -S . -B build/clang_cl -G Ninja -DENTROPYKV_TESTS=ON \
+		-DENTROPYKV_WITH_LLAMA=ON -DCMAKE_SYSTEM_NAME=Windows -DCMAKE_SYSTEM_PROCESSOR=AMD64 \
+		-DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+		-DPython_EXECUTABLE="$(BIN)/python" > /dev/null
+	@! $(ZIG)/bin/python -c "import ziglang" 2> /dev/null || $(BIN)/python \
+		backend/parse_with_clang_cl.py "$(ZIG_PROGRAM)" build/clang_cl/compile_commands.json
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"
@@ -139,8 +153,8 @@ test-browser: install web/node_modules/.installed  ## the page in a real browser
 VERSIONS ?= 0.3.34 0.3.35
 VERSION_TESTS := $(sort $(wildcard $(addprefix tests/integration/test_,version_mismatch.py headwise.py \
 	flat.py architectures.py architecture_sessions.py architecture_freezing.py weight_types.py \
-	activation.py demo_model.py rebase*.py llama*.py sessions_*.py freezing*.py \
-	frozen_entries_return.py)))
+	activation.py demo_model.py device_store.py rebase*.py llama*.py images.py pool.py sessions_*.py \
+	mapped_sessions.py drafts_in_sessions.py freezing*.py frozen_entries_return.py)))
 
 test-versions: $(addprefix test-version-,$(VERSIONS))  ## the tests that hang on llama.cpp's release
 

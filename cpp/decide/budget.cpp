@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <numeric>
 #include <stdexcept>
 
@@ -83,8 +84,9 @@ std::vector<int> all_limits(const BudgetRequest& request) {
 std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double>& shares) {
     const std::size_t n_heads = request.entries_per_page.size();
     const int mean = std::min(request.mean_entries, request.max_entries);
-    long entries_left = static_cast<long>(mean) * static_cast<long>(n_heads);
-    long pages_left = 0;
+    std::int64_t entries_left =
+        static_cast<std::int64_t>(mean) * static_cast<std::int64_t>(n_heads);
+    std::int64_t pages_left = 0;
     for (const int per_page : request.entries_per_page) pages_left += pages_for(mean, per_page);
 
     std::vector<int> budgets(n_heads);

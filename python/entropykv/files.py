@@ -63,24 +63,6 @@ def remove_left_overs(target: str | os.PathLike[str]) -> None:
             (target.parent / name).unlink(missing_ok=True)
 
 
-def remove_unlocked(folder: Path, pattern: str) -> None:
-    """Remove the files of a pattern whose processes were killed: living ones hold a lock on theirs.
-
-    A file system without locks keeps them. Raises nothing.
-    """
-    for left in folder.glob(pattern):
-        with suppress(OSError):
-            descriptor = os.open(left, os.O_RDWR | system.file_flags("O_CLOEXEC"))
-            try:
-                is_left = system.lock(descriptor)
-            except OSError:
-                is_left = False
-            if is_left:
-                system.remove_and_close(left, descriptor)
-            else:
-                os.close(descriptor)
-
-
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
     """Return the content of a UTF-8 file; raises `refusal`, in one sentence, if it cannot
     be read.

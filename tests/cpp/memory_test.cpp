@@ -187,12 +187,6 @@ std::vector<double> run_alone(const StoreSettings& settings) {
     return numbers;
 }
 
-#if defined(_WIN32)
-constexpr bool kMapsFiles = false;
-#else
-constexpr bool kMapsFiles = true;
-#endif
-
 // Loads what one sequence holds into another one, from a file that is mapped.
 void go_on_from_file(const Sequence& from, Sequence& to) {
     TemporaryFile file;

@@ -1,4 +1,5 @@
-// A file without a name, and its number for platform/file_access.hpp on every system.
+// A file without a name, its number for platform/file_access.hpp on every system, and whether the
+// system maps files.
 #pragma once
 
 #if defined(_WIN32)
@@ -11,6 +12,13 @@
 #include <cstdint>
 #include <cstdio>
 #include <stdexcept>
+
+// Where files are not mapped, MappedFile::map() returns null, and they are read.
+#if defined(_WIN32)
+constexpr bool kMapsFiles = false;
+#else
+constexpr bool kMapsFiles = true;
+#endif
 
 // Returns what platform/file_access.hpp calls a file.
 inline int number_of(std::FILE* file) {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 from entropykv import Session
-from entropykv.session.drafting import Drafting, Evidence, StepCosts, Tokens
+from entropykv.session.drafter import Evidence, Tokens
+from entropykv.session.drafting import Drafting
+from entropykv.session.step_costs import StepCosts
 
 
 class Oracle:

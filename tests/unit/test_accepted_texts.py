@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from entropykv.errors import DocumentBusyError, SessionFileError
+from entropykv.file_locks import is_locked
 from entropykv.server.accepted_text import (
     Accepted,
     AcceptedText,
     bytes_of,
-    is_taken,
     read_accepted,
 )
 from entropykv.server.document_library import DocumentLibrary
@@ -93,17 +93,17 @@ def test_a_damaged_file_has_no_text(tmp_path: Path, data: bytes) -> None:
 def test_a_text_has_one_server_until_that_ends(tmp_path: Path) -> None:
     path = tmp_path / "book.kv.text"
     path.write_bytes(bytes_of(Accepted("A cat.", ["a"])))
-    assert not is_taken(path)
+    assert not is_locked(path)
     with taken_elsewhere(path):
-        assert is_taken(path)
+        assert is_locked(path)
         with pytest.raises(DocumentBusyError, match="another server reads this text"):
             AcceptedText.take(path)
-    assert not is_taken(path)
+    assert not is_locked(path)
     kept = AcceptedText.take(path)
     assert kept is not None
-    assert is_taken(path)
+    assert is_locked(path)
     kept.release()
-    assert not is_taken(path)
+    assert not is_locked(path)
     assert path.exists()
 
 

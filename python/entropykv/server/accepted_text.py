@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv import system
 from entropykv.errors import DocumentBusyError
+from entropykv.file_locks import lock_patiently
 from entropykv.files import new_file, open_regular, remove_left_overs
 from entropykv.session.document import MOST_NAMES, MOST_TEXT_BYTES
 
 _MOST_LINE_BYTES = 1 << 20
 """The longest first line, which has names of files and a system message."""
-_LOCK_ATTEMPTS, _LOCK_INTERVAL = 4, 0.02
-"""How often, and after how many seconds, a lock is tried that is_taken() may hold for a moment."""
 _UTF8 = ("utf-8", "surrogatepass")
 """JSON can have lone surrogates, which UTF-8 alone cannot."""
 
@@ -104,32 +102,16 @@ def read_accepted(path: Path) -> Accepted | None:
     return Accepted(text, names, said)
 
 
-def is_taken(path: Path) -> bool:
-    """Tell whether a server is running that reads the text in a file, or lets it wait."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | system.file_flags("O_CLOEXEC"))
-    except OSError:
-        return False
-    try:
-        return not system.lock(descriptor)
-    except OSError:  # A file system without locks has one server.
-        return False
-    finally:
-        os.close(descriptor)
-
-
 def _locked(path: Path) -> int:
     """Open and lock a file; returns -1 if there is none, or if another process has locked it."""
     try:
         descriptor = os.open(path, os.O_RDWR | system.file_flags("O_CLOEXEC"))
     except OSError:
         return -1
-    for _ in range(_LOCK_ATTEMPTS):
-        try:
-            if system.lock(descriptor):
-                return descriptor
-        except OSError:  # A file system without locks has one server.
+    try:
+        if lock_patiently(descriptor):
             return descriptor
-        time.sleep(_LOCK_INTERVAL)
+    except OSError:  # A file system without locks has one server.
+        return descriptor
     os.close(descriptor)
     return -1

@@ -25,11 +25,11 @@ from entropykv.errors import (
     SessionFileError,
     SettingsError,
 )
+from entropykv.file_locks import is_locked
 from entropykv.server.accepted_text import (
     Accepted,
     AcceptedText,
     bytes_of,
-    is_taken,
     read_accepted,
 )
 from entropykv.server.document_readings import (
@@ -150,7 +150,7 @@ class DocumentLibrary:
         if is_being_read(path):
             state: Status = "reading"
         else:
-            state = "queued" if is_taken(text) else "interrupted"
+            state = "queued" if is_locked(text) else "interrupted"
         if (stamp := stamp_of(partial)) is not None:
             return self._of_file(document, partial, state, stamp)
         is_there = state != "interrupted" or text.exists()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.files import remove_unlocked
+from entropykv.file_locks import lock_if_possible, remove_unlocked
 from entropykv.session.document_folder import make_folder
 from entropykv.session.object_storage import ObjectStorage, is_address
 
@@ -66,8 +66,7 @@ def _written(folder: Path, name: str) -> Iterator[None]:
             "(--documents)"
         ) from None
     try:
-        with contextlib.suppress(OSError):  # The file system may have no locks.
-            system.lock(descriptor)
+        lock_if_possible(descriptor)
         yield
     finally:
         system.remove_and_close(folder / name, descriptor)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
+from entropykv.file_locks import is_at, is_locked, lock_patiently
 from entropykv.files import remove_left_overs
 from entropykv.session.document_folder import local_document, partial_of
 from entropykv.session.file import (
@@ -31,7 +32,7 @@ from entropykv.session.file import (
     check_target,
     open_session,
 )
-from entropykv.system import lock, remove_and_close
+from entropykv.system import remove_and_close
 
 if TYPE_CHECKING:
     from entropykv.session.session import Session
@@ -45,8 +46,6 @@ MOST_DOCUMENTS = 16
 _MARK = "entropykv-question"
 _SAVE_SHARE = 20
 """Reading takes at least this many times as long as saving it on the way."""
-_LOCK_ATTEMPTS, _LOCK_INTERVAL = 4, 0.02
-"""How often, and after how many seconds, a lock is tried that another process has."""
 
 
 def read_document(
@@ -125,16 +124,7 @@ def _lock_of(path: Path) -> Path:
 
 def is_being_read(path: Path) -> bool:
     """Tell whether a process is reading a document into a file, as its lock says."""
-    try:
-        descriptor = os.open(_lock_of(path), os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not lock(descriptor)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    return is_locked(_lock_of(path))
 
 
 def remove_partial(path: Path) -> None:
@@ -254,13 +244,13 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         while descriptor < 0:
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
-            if not _lock_patiently(descriptor):
+            if not lock_patiently(descriptor):
                 os.close(descriptor)
                 raise DocumentBusyError(
                     f"{path}: another process is reading this document; wait for it, or give "
                     "another path"
                 )
-            if not name.exists() or not os.path.samestat(os.stat(name), os.fstat(descriptor)):
+            if not is_at(name, descriptor):
                 os.close(descriptor)  # Its last owner removed it before we had the lock.
                 descriptor = -1
     except OSError as error:
@@ -271,15 +261,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         remove_and_close(name, descriptor)
-
-
-def _lock_patiently(descriptor: int) -> bool:
-    """Lock a file, although is_being_read() may have locked it for a moment."""
-    for _ in range(_LOCK_ATTEMPTS):
-        if lock(descriptor):
-            return True
-        time.sleep(_LOCK_INTERVAL)
-    return False
 
 
 @dataclass(frozen=True)

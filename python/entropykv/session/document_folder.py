@@ -20,6 +20,7 @@ from pathlib import Path
 
 from entropykv import system
 from entropykv.errors import DocumentBusyError, SessionFileError, StorageError
+from entropykv.file_locks import is_at, lock_if_possible
 from entropykv.session.file import SessionReader, open_session
 from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address
 
@@ -177,14 +178,14 @@ class DocumentFolder:
             is_fetched = True
             with self._lock:
                 use = self._uses[path]
-                if use.descriptor >= 0 and _is_at(path, use.descriptor):
+                if use.descriptor >= 0 and is_at(path, use.descriptor):
                     return True
                 try:
                     descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
                 except OSError:
                     is_fetched = False  # Another process has just removed it.
                     continue
-                if _is_locked(descriptor, shared=True) and _is_at(path, descriptor):
+                if lock_if_possible(descriptor, shared=True) and is_at(path, descriptor):
                     _close(use.descriptor)
                     use.descriptor = descriptor
                     return True
@@ -375,10 +376,10 @@ def _removed(path: Path) -> bool:
             descriptor = os.open(path, os.O_RDWR | system.file_flags("O_CLOEXEC"))
         except FileNotFoundError:
             break
-        if not _is_locked(descriptor):
+        if not lock_if_possible(descriptor):
             os.close(descriptor)
             return False
-        if not _is_at(path, descriptor):  # Another process has removed or replaced it.
+        if not is_at(path, descriptor):  # Another process has removed or replaced it.
             os.close(descriptor)
             continue
         if not system.remove_and_close(path, descriptor):
@@ -388,34 +389,15 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _is_locked(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock a file; returns False if a process has a lock that excludes this one.
-
-    A file system without locks has one server, whose uses are counted in the process.
-    """
-    try:
-        return system.lock(descriptor, shared=shared)
-    except OSError:
-        return True
-
-
 @contextmanager
 def _locked_for_reading(path: Path) -> Iterator[None]:
     """Keep a file from being removed by _removed()."""
     descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
     try:
-        _is_locked(descriptor, shared=True)
+        lock_if_possible(descriptor, shared=True)
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Tell whether an open file is the one that the path names now."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:
-        return False
 
 
 def _close(descriptor: int) -> None:

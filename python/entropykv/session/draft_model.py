@@ -17,7 +17,7 @@ import numpy as np
 
 from entropykv.errors import ContextError, PoolError, SettingsError
 from entropykv.llamacpp.model import Model
-from entropykv.session.drafting import LONGEST_MATCH, Evidence, Tokens
+from entropykv.session.drafter import LONGEST_MATCH, Evidence, Tokens
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader

@@ -28,12 +28,7 @@ from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import ResolvedConfig, resolve
 from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
-from entropykv.session.drafting import (
-    Drafter,
-    DraftModels,
-    FunctionDrafter,
-    StepCosts,
-)
+from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
@@ -43,6 +38,7 @@ from entropykv.session.scheduler import Scheduler, Work
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shared_pool import SharedPool
+from entropykv.session.step_costs import StepCosts
 from entropykv.session.swap_space import SwapSpace
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.session.drafting import LONGEST_MATCH, Evidence, Tokens
+from entropykv.session.drafter import LONGEST_MATCH, Evidence, Tokens
 
 _NGRAM = 3
 """Tokens that must occur before, for what followed them to be a draft."""

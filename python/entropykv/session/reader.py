@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from entropykv.errors import ContextError, EntropyKVError
-from entropykv.session.drafting import Drafter, Drafting
+from entropykv.session.drafter import Drafter
+from entropykv.session.drafting import Drafting
 from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.session.image_spans import is_placeholder, text_before_image
 from entropykv.session.images import ImagePart, no_projector
