@@ -87,8 +87,6 @@ void register_states(py::class_<DeviceStore>& store) {
                 return self.state_problem(layer, count, bytes.data, bytes.size, end);
             },
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
-        .def("most_loaded", of_head(&DeviceStore::most_loaded), py::arg("layer"),
-             py::arg("kv_head"))
         .def(
             "load",
             [](DeviceStore& self, const std::vector<int>& counts,
@@ -191,7 +189,7 @@ void register_device_store(py::module_& m) {
         .def(py::init<>())
         .def("clear", &DeviceBatch::clear)
         .def("add", &DeviceBatch::add, py::arg("store"), py::arg("n_tokens"), py::arg("position"),
-             py::arg("rope_position"), py::arg("n_drafts") = 0);
+             py::arg("rope_position"), py::arg("n_drafts") = 0, py::arg("see_all") = false);
 }
 
 }  // namespace entropykv::bind

@@ -33,7 +33,11 @@ struct DeviceStep {
     int first = 0;                   // where its tokens begin in the micro-batch
     int n_drafts = 0;                // how many of its tokens, the last ones, are drafts
     std::int32_t rope_position = 0;  // where RoPE sees the first token
+    bool see_all = false;            // whether its tokens attend to later ones, too
     bool in_graph = false;           // whether llama.cpp's own graph computes its attention
+
+    // Returns the last of its tokens that one of them attends to.
+    int last_seen(int token) const { return see_all ? n_tokens - 1 : token; }
 };
 
 // Refers to single tokens that were read in llama.cpp's own graph, one after another, and about

@@ -44,9 +44,10 @@ public:
 
     // Must be called for every micro-batch that reads tokens of this sequence; `position` is that
     // of the sequence's first token, which RoPE sees at `rope_position`, and `first` its place in
-    // the micro-batch. The last n_drafts tokens are drafts.
+    // the micro-batch. The last n_drafts tokens are drafts. see_all: every token attends to all of
+    // them, also to later ones.
     void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
-                 int n_drafts = 0);
+                 int n_drafts = 0, bool see_all = false);
     // Must be called next, before the first node is computed. alone: the micro-batch has no tokens
     // of other sequences. Returns whether llama.cpp's own graph shall compute attention, whose
     // nodes change_write() and change_attention() change then; otherwise attend() computes it.
@@ -76,10 +77,10 @@ public:
     void complete_ledger();
 
     // Sets smaller or equal budgets; heads that hold more evict. Throws std::invalid_argument if a
-    // budget has no rows on the device.
+    // budget has no rows on the device. After release(), all budgets may be set.
     void set_budgets(const std::vector<int>& budgets, const Protection& protection);
-    // Sets budgets for which there may be no rows yet: all entries are kept on the host while new
-    // rows are allocated. Throws std::bad_alloc if the devices have no memory for them; then the
+    // Sets budgets for which rows are allocated anew: all entries are kept on the host meanwhile.
+    // Throws std::bad_alloc if the devices have no memory for them; then the
     // store is as it was.
     void grow(const std::vector<int>& budgets, const Protection& protection);
     // Drops the entries at positions >= position.
@@ -95,7 +96,7 @@ public:
     // be gone when the garbage collector ends the store, so closing a session must not wait for
     // that.
     void release() noexcept;
-    // Allocates rows again, for the budgets that the store was made with; the store is empty then.
+    // Allocates rows again, for the budgets that are set; the store is empty then.
     // Throws std::bad_alloc.
     void acquire();
 
@@ -132,9 +133,8 @@ public:
     void save_head(int layer, int head, std::byte* state);
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
-    // Returns how many entries a head can load, more than which its rows cannot hold.
-    int most_loaded(int layer, int head) const;
-    // Replaces the entries of all heads; states are as state_problem() accepts them.
+    // Replaces the entries of all heads; states are as state_problem() accepts them. The budget
+    // evicts what they hold too much.
     void load(const std::vector<int>& counts, const std::vector<std::byte*>& states);
 
 private:
@@ -150,6 +150,8 @@ private:
     void place_layers();
     std::string unsupported_in(const Layer& layer) const;
     std::size_t pages_of(const std::vector<int>& budgets) const;
+    std::vector<int> budgets() const;
+    void load_rows(int layer, int head, const std::byte* state);
     void commit(int layer, int head, int worker);
     void stage(int layer, int head);
     bool evicts() const;

@@ -1017,7 +1017,9 @@ class DeviceStore:
         """Move all keys from their positions under one shift to those under another one."""
 
     def set_budgets(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
-        """Set budgets that rows were allocated for; raises ValueError for larger ones."""
+        """Set budgets that rows were allocated for, or any after release(); raises ValueError for
+        larger ones.
+        """
 
     def grow(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
         """Set budgets, and allocate rows for them anew; the entries stay.
@@ -1047,11 +1049,10 @@ class DeviceStore:
     def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
         """Return what is wrong with the state of a text of `end` tokens, or an empty string."""
 
-    def most_loaded(self, layer: int, kv_head: int) -> int:
-        """Return how many entries a KV head has rows for, while a state is loaded."""
-
     def load(self, counts: Sequence[int], states: Sequence[bytearray | memoryview]) -> None:
-        """Replace the entries of all KV heads by states that state_problem() accepts."""
+        """Replace the entries of all KV heads by states that state_problem() accepts, and evict
+        what budgets cannot hold.
+        """
 
     evicted: int
     @property
@@ -1094,10 +1095,12 @@ class DeviceBatch:
         position: int,
         rope_position: int,
         n_drafts: int = 0,
+        see_all: bool = False,
     ) -> None:
         """Choose the rows of the next tokens, the first of which is at `position` of its text.
 
-        RoPE sees the first one at `rope_position`. The last `n_drafts` are drafts.
+        RoPE sees the first one at `rope_position`. The last `n_drafts` are drafts. With `see_all`,
+        every token attends to all of them, also to later ones.
         """
 
 class FlatStore:

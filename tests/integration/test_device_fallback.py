@@ -18,13 +18,12 @@ from tests.support.tiny_models import write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
-import json, sys
+import contextlib, json, sys
 from tests.support.refusing_device import RefusingDevice
 path, layers, head_dims, operations, options = map(json.loads, sys.argv[1:])
 device = RefusingDevice(head_dims, operations)
 import numpy as np
-from entropykv import Session
-from entropykv.session.memory_plan import make_plan
+from entropykv import Pool, Session
 from tests.support.logits import relative_error, tokens_for
 from tests.support.saved_sessions import all_entries
 
@@ -37,16 +36,26 @@ def read(session):
     rows += [np.atleast_2d(session.decode([token])) for token in tokens[120:]]
     return np.concatenate(rows)
 
-with Session(path, **{**options, "store": "headwise"}, n_gpu_layers=0) as session:
+alone = {name: value for name, value in options.items() if name != "n_sequences"}
+alone |= {"store": "headwise", "n_gpu_layers": 0}
+alone["kv_budget"] //= options.get("n_sequences", 1)
+with Session(path, **alone) as session:
     expected, entries = read(session), all_entries(session)
     state = session.save_state()
-with Session(path, **{"store": "device", **options}, n_gpu_layers=layers) as session:
+given = {"store": "device", **options, "n_gpu_layers": layers}
+with contextlib.ExitStack() as stack:
+    if "n_sequences" in options:
+        pool = stack.enter_context(Pool(path, **given))
+        other, session = pool.session(), pool.session()
+        read(other)
+    else:
+        session = stack.enter_context(Session(path, **given))
     rows = read(session)
     kept = all_entries(session)
     stats = session.stats()
     session.load_state(state)
     loaded = all_entries(session) == entries
-    session.resize(0.5)
+    pool.resize(128) if "n_sequences" in options else session.resize(0.5)
     session.decode(tokens_for(30, seed=8))
     print(json.dumps({
         "store": session.store,
@@ -161,3 +170,9 @@ def test_auto_takes_headwise_where_llama_cpp_attends_on_the_cpu_anyway(
     assert found["store"] == store
     assert (found["fallback"] is None) == (store == "headwise")
     assert (found["on_host"] is None) == (store == "headwise")
+
+
+def test_conversations_of_a_pool_attend_there_too(llama: Path) -> None:
+    found = read_on_device(llama, operations=["CLAMP"], kv_budget=64, n_sequences=2)
+    assert found["on_host"] is not None
+    assert found["same"] == 1.0

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from entropykv import _core
+from entropykv.errors import BudgetError
 from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.settings.options import Budget
 from entropykv.store.headwise_probe import (
     hooked_context,
     probed_layers,
@@ -84,6 +86,21 @@ class DeviceContext:
         """Tell whether all layers attend in main memory, once there is a store."""
         on_host = self.devices.on_host
         return all(i in on_host or not n.on_device for i, n in enumerate(self.hook.nodes))
+
+    def resize(self, budget: Budget, former: Budget) -> None:
+        """Give all stores of a pool their equal part of another budget, or leave all as they were.
+
+        Raises BudgetError if the devices have no memory for it.
+        """
+        done: list[DeviceStore] = []
+        try:
+            for store in self._stores:
+                store.resize(budget)
+                done.append(store)
+        except BudgetError:
+            for store in done:
+                store.take_back_resize(former)
+            raise
 
     def add(self, store: DeviceStore) -> None:
         """Count the bytes of a store, as long as it exists."""
