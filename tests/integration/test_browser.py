@@ -263,6 +263,31 @@ def test_streams_that_end_at_once_are_not_asked_for_all_the_time(page: Watched) 
     assert 2 <= len(asked) <= 6
 
 
+def test_the_cache_is_asked_for_by_the_name_of_the_chat(page: Watched) -> None:
+    """Of several replicas, the one that answers the chat then shows its cache."""
+    names: dict[str, list[str]] = {"completions": [], "stream": [], "text": []}
+
+    def note(request: Any) -> None:
+        for route, seen in names.items():
+            if f"/{route}" in request.url.partition("?")[0]:
+                seen.append(request.headers.get("x-session-id", ""))
+
+    page.page.on("request", note)
+    page.settings(Longest_answer=4)
+    for text in ("The old garden", "A quiet market"):
+        page.page.get_by_role("button", name="New conversation").first.click()
+        page.ask(text)
+        page.finished()
+        page.page.locator(".tokens .t").first.wait_for(state="attached")
+        asked = {route: seen[-1:] for route, seen in names.items()}
+        assert asked["completions"][0]
+        assert asked["stream"] == asked["completions"]
+    deadline = time.monotonic() + 30
+    while names["text"][-1:] != names["completions"][-1:]:
+        assert time.monotonic() < deadline
+        page.page.wait_for_timeout(200)
+
+
 def test_a_wrong_key_is_asked_for_again(browser: Any) -> None:
     server = Server(ENTROPYKV_API_KEY=KEY)
     try:

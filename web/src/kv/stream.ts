@@ -1,5 +1,6 @@
 // Pictures of the cache, as the server sends them, and their history.
-import { ApiError, connection, eventsOf, get, keyQuestion, request } from "../api";
+import { ApiError, connection, eventsOf, keyQuestion, request } from "../api";
+import { state } from "../conversations";
 import { withModel } from "../models";
 import { Store } from "../store";
 
@@ -125,6 +126,9 @@ export const history = new Store<Point[]>([]);
 // Why there is no picture.
 export const absence = new Store<"unknown" | "unloaded">("unknown");
 
+// The name of the chat beside the cache: of several replicas, the one that has the chat answers.
+const named = (): Record<string, string> => ({ "x-session-id": state.value.chosen });
+
 async function inflated(base64: string): Promise<Uint8Array> {
   const text = atob(base64);
   const packed = new Uint8Array(text.length);
@@ -157,7 +161,7 @@ export async function watch(
   while (!signal.aborted) {
     const begun = performance.now();
     try {
-      const response = await request(`v1/kv/stream?${query}`, { signal });
+      const response = await request(`v1/kv/stream?${query}`, { headers: named(), signal });
       for await (const event of eventsOf(response)) {
         if (signal.aborted) return;
         const data = JSON.parse(event.data);
@@ -264,12 +268,13 @@ export interface HeldText {
   swapped_out: boolean;
 }
 
-export const heldText = (
+export async function heldText(
   conversation: string,
   first: number,
   count: number,
   signal?: AbortSignal,
-): Promise<HeldText> => {
+): Promise<HeldText> {
   const query = withModel({ conversation, first: `${first}`, count: `${count}` });
-  return get(`v1/kv/text?${query}`, signal);
-};
+  const response = await request(`v1/kv/text?${query}`, { headers: named(), signal });
+  return (await response.json()) as HeldText;
+}
