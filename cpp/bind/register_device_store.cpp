@@ -28,8 +28,14 @@ std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& d
         throw std::invalid_argument("a predictor has weights for every layer");
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         const AttentionNode& node = hook.nodes()[i];
-        layers.push_back(
-            {shapes[i], node.memory, node.op_params, node.has_sinks, node.slots, node.rope, {}});
+        layers.push_back({shapes[i],
+                          node.memory,
+                          node.is_apart,
+                          node.op_params,
+                          node.has_sinks,
+                          node.slots,
+                          node.rope,
+                          {}});
         if (predictor.empty()) continue;
         const InputArray<float>& weights = predictor[i];
         layers.back().predictor.assign(weights.data(), weights.data() + weights.size());
@@ -81,8 +87,6 @@ void register_states(py::class_<DeviceStore>& store) {
                 return self.state_problem(layer, count, bytes.data, bytes.size, end);
             },
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
-        .def("most_loaded", of_head(&DeviceStore::most_loaded), py::arg("layer"),
-             py::arg("kv_head"))
         .def(
             "load",
             [](DeviceStore& self, const std::vector<int>& counts,
@@ -111,6 +115,7 @@ void register_device_store(py::module_& m) {
         .def(py::init<int>(), py::arg("n_threads"))
         .def("close", &Devices::close)
         .def_property_readonly("scratch_bytes", &Devices::scratch_bytes)
+        .def_property_readonly("on_host", &Devices::on_host)
         .def_property_readonly("traffic", [](const Devices& self) {
             const DeviceTraffic traffic = self.traffic();
             return std::map<std::string, std::size_t>{{"computed", traffic.computed},
@@ -184,7 +189,7 @@ void register_device_store(py::module_& m) {
         .def(py::init<>())
         .def("clear", &DeviceBatch::clear)
         .def("add", &DeviceBatch::add, py::arg("store"), py::arg("n_tokens"), py::arg("position"),
-             py::arg("rope_position"), py::arg("n_drafts") = 0);
+             py::arg("rope_position"), py::arg("n_drafts") = 0, py::arg("see_all") = false);
 }
 
 }  // namespace entropykv::bind

@@ -19,10 +19,12 @@ inline const ggml_tensor* root_of(const ggml_tensor* tensor) {
     return tensor;
 }
 
-// Returns N if the tensor is a view of cache_<which>_l<N>, otherwise -1.
+// Returns N if the tensor is a view of cache_<which>_l<N>, or the copy of one on another device,
+// whose name is "<device>#<name>#<number>"; otherwise -1.
 inline int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
     if (tensor == nullptr) return -1;
     const char* name = root_of(tensor)->name;
+    if (const char* mark = std::strchr(name, '#'); mark != nullptr) name = mark + 1;
     const std::size_t length = std::strlen(prefix);
     return std::strncmp(name, prefix, length) == 0 ? std::atoi(name + length) : -1;
 }

@@ -4,6 +4,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "llama/device_relay.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -27,12 +29,20 @@ ggml_tensor* leaf_of(ggml_context* context, const ggml_tensor* tensor, std::size
     return leaf;
 }
 
+bool is_usable_in(ggml_backend_buffer_type_t memory, const ggml_tensor* tensor) {
+    ggml_backend_buffer_t buffer =
+        tensor->view_src != nullptr ? tensor->view_src->buffer : tensor->buffer;
+    return ggml_backend_buffer_get_type(buffer) == memory ||
+           (ggml_backend_buffer_is_host(buffer) && ggml_backend_buft_is_host(memory));
+}
+
 Device::Device(ggml_backend_buffer_type_t memory, int n_threads)
     : memory_(memory),
       backend_(ggml_backend_dev_init(device_of(memory), nullptr)),
       allocator_(ggml_gallocr_new(memory)),
       graph_memory_(ggml_tensor_overhead() * kMostNodes +
-                    ggml_graph_overhead_custom(kMostNodes, false)) {
+                    ggml_graph_overhead_custom(kMostNodes, false)),
+      relay_(std::make_unique<DeviceRelay>(*this)) {
     if (backend_ == nullptr) throw std::runtime_error("a device cannot be used a second time");
     if (allocator_ == nullptr) throw std::bad_alloc();
     ggml_backend_reg_t backend_of = ggml_backend_dev_backend_reg(device_of(memory));
@@ -40,6 +50,8 @@ Device::Device(ggml_backend_buffer_type_t memory, int n_threads)
         ggml_backend_reg_get_proc_address(backend_of, "ggml_backend_set_n_threads"));
     if (set_threads != nullptr) set_threads(backend_.get(), n_threads);
 }
+
+Device::~Device() = default;
 
 std::string Device::name() const { return ggml_backend_dev_name(device_of(memory_)); }
 
@@ -81,7 +93,8 @@ void Device::compute(ggml_cgraph* graph) {
 }
 
 std::size_t Device::scratch_bytes() const {
-    return ggml_gallocr_get_buffer_size(allocator_.get(), 0) + graph_memory_.size();
+    return ggml_gallocr_get_buffer_size(allocator_.get(), 0) + graph_memory_.size() +
+           relay_->bytes();
 }
 
 DeviceMemory::DeviceMemory(Device& device, std::size_t bytes)

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -36,13 +37,24 @@ struct DeviceTraffic {
 // of that one do not belong to our graph, which would compute them again.
 ggml_tensor* leaf_of(ggml_context* context, const ggml_tensor* tensor, std::size_t offset = 0);
 
+// Tells whether a device that computes in such memory can use a tensor, which has a place: it lies
+// in that memory, or both are main memory.
+bool is_usable_in(ggml_backend_buffer_type_t memory, const ggml_tensor* tensor);
+
+class DeviceRelay;
+
 // Computes graphs one after another, in working memory that they share.
 class Device {
 public:
     // memory: a buffer type of the device. Throws std::runtime_error if the device cannot be used.
     Device(ggml_backend_buffer_type_t memory, int n_threads);
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+    ~Device();
 
     ggml_backend_buffer_type_t memory() const { return memory_; }
+    // Returns what copies tensors that it cannot use.
+    DeviceRelay& relay() { return *relay_; }
     std::string name() const;
     // Returns the least multiple of the memory's alignment that is not less.
     std::size_t aligned(std::size_t bytes) const;
@@ -67,6 +79,7 @@ private:
     std::unique_ptr<ggml_backend, FreeBackend> backend_;
     std::unique_ptr<ggml_gallocr, FreeAllocator> allocator_;
     std::vector<std::uint8_t> graph_memory_;
+    std::unique_ptr<DeviceRelay> relay_;
 };
 
 // Is memory of a device in which tensors of several graphs have their places.
@@ -97,6 +110,11 @@ public:
 
     // Returns the device with such a buffer type, which is opened once. Throws as Device does.
     Device& of(ggml_backend_buffer_type_t memory);
+    // Lets the CPU serve a layer of all stores that are made from now on, because its own device
+    // cannot: `why` says what that one cannot compute.
+    void serve_on_host(int layer, const std::string& why) { on_host_[layer] = why; }
+    // Returns why the CPU serves layers that are on other devices, by the numbers of the layers.
+    const std::map<int, std::string>& on_host() const { return on_host_; }
     // Returns threads for the decisions of the host, which devices need no threads for.
     WorkerThreads& workers() { return workers_; }
     // Returns the sum over all devices.
@@ -109,6 +127,7 @@ private:
     int n_threads_;
     WorkerThreads workers_;
     std::vector<std::unique_ptr<Device>> devices_;
+    std::map<int, std::string> on_host_;
 };
 
 }  // namespace entropykv

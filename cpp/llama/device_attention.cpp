@@ -274,7 +274,7 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
     for (const DeviceHead& head : layer.heads()) {
         for (int token = 0; token < head.staged; ++token) {
             rows.push_back(head.first_row + head.count + token);
-            seen_rows.push_back(static_cast<float>(head.count + token));
+            seen_rows.push_back(static_cast<float>(head.count + step_.last_seen(token)));
         }
         for (const int row : head.changed) {
             changed.push_back(head.first_position + row);
@@ -313,7 +313,7 @@ void DeviceAttention::begin_step(const DeviceStep& step) {
     StepInput input(device_, written_);
     std::vector<float> positions;
     for (int token = 0; token < step.n_tokens; ++token)
-        positions.push_back(static_cast<float>(step.position + token));
+        positions.push_back(static_cast<float>(step.position + step.last_seen(token)));
     token_positions_ = input.add(positions);
     std::vector<std::int32_t> turns;
     for (int head = 0; head < most_predicted_heads_; ++head)

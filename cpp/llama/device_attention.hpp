@@ -21,19 +21,10 @@
 #include "decide/rope_params.hpp"
 #include "llama/device.hpp"
 #include "llama/device_layer.hpp"
+#include "llama/device_relay.hpp"
 #include "llama/node_changes.hpp"
 
 namespace entropykv {
-
-// Is what a layer's attention node of llama.cpp reads and writes. The tensors may be views.
-struct DeviceNode {
-    const ggml_tensor* q = nullptr;  // [k_dim, n_tokens, n_head], f32
-    // Are [k_dim, cells, n_head_kv]: token i of the micro-batch is in cell i.
-    const ggml_tensor* k_cells = nullptr;
-    const ggml_tensor* v_cells = nullptr;
-    const ggml_tensor* output = nullptr;  // [v_dim, n_head, n_tokens], f32
-    const ggml_tensor* sinks = nullptr;   // [n_head], f32, or null
-};
 
 struct DeviceStep {
     int n_tokens = 0;
@@ -42,7 +33,11 @@ struct DeviceStep {
     int first = 0;                   // where its tokens begin in the micro-batch
     int n_drafts = 0;                // how many of its tokens, the last ones, are drafts
     std::int32_t rope_position = 0;  // where RoPE sees the first token
+    bool see_all = false;            // whether its tokens attend to later ones, too
     bool in_graph = false;           // whether llama.cpp's own graph computes its attention
+
+    // Returns the last of its tokens that one of them attends to.
+    int last_seen(int token) const { return see_all ? n_tokens - 1 : token; }
 };
 
 // Refers to single tokens that were read in llama.cpp's own graph, one after another, and about
@@ -132,7 +127,7 @@ public:
     // Must be called if rows of a layer got other entries than those of a step.
     void forget_positions(int layer);
 
-    const Device& device() const { return device_; }
+    Device& device() const { return device_; }
     // Counts what host and device tell each other, without the working memory of the device.
     std::size_t scratch_bytes() const;
 

@@ -15,11 +15,11 @@ void DeviceBatch::clear() {
 }
 
 void DeviceBatch::add(DeviceStore& store, int n_tokens, std::int32_t position,
-                      std::int32_t rope_position, int n_drafts) {
+                      std::int32_t rope_position, int n_drafts, bool see_all) {
     if (std::find(parts_.begin(), parts_.end(), &store) != parts_.end())
         throw std::invalid_argument("a sequence has one part of a micro-batch");
     parts_.reserve(parts_.size() + 1);
-    store.reserve(n_tokens, position, rope_position, n_tokens_, n_drafts);
+    store.reserve(n_tokens, position, rope_position, n_tokens_, n_drafts, see_all);
     parts_.push_back(&store);
     n_tokens_ += n_tokens;
 }
@@ -60,7 +60,10 @@ void DeviceBatch::change_attention(int layer, const DeviceNode& node, ggml_tenso
 void DeviceBatch::attend(int layer, const DeviceNode& node) noexcept {
     guarded([&] {
         check_tokens(node);
-        for (DeviceStore* store : parts_) store->attend(layer, node);
+        DeviceRelay& relay = parts_.front()->device_of(layer).relay();
+        const DeviceNode there = relay.bring(node);
+        for (DeviceStore* store : parts_) store->attend(layer, there);
+        relay.give_back();
     });
 }
 

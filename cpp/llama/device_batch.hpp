@@ -15,10 +15,10 @@ public:
     // Begins another micro-batch, which has no tokens yet.
     void clear();
     // Adds the next tokens, which belong to a sequence without tokens in this micro-batch; the
-    // store must live until clear(). RoPE sees the first of them at `rope_position`. The last
-    // n_drafts are drafts. If this throws, nothing was added.
+    // store must live until clear(). The other parameters are those of DeviceStore::reserve(). If
+    // this throws, nothing was added.
     void add(DeviceStore& store, int n_tokens, std::int32_t position, std::int32_t rope_position,
-             int n_drafts = 0);
+             int n_drafts = 0, bool see_all = false);
 
     // Must be called before the first node is computed. in_graph: whether llama.cpp's own graph may
     // compute attention. Errors are kept for check_step(), here and in the following functions.

@@ -71,6 +71,10 @@ int rows_of_layer(const std::vector<int>& head_rows) {
     return end;
 }
 
+std::size_t entry_bytes_of(const LayerShape& shape, ggml_type type) {
+    return ggml_row_size(type, shape.k_dim) + (shape.latent ? 0 : ggml_row_size(type, shape.v_dim));
+}
+
 void DeviceHead::set_position(int row, float position) {
     float& known = positions.at(static_cast<std::size_t>(row));
     if (known == position) return;

@@ -33,6 +33,9 @@ std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, 
 // last heads' rows.
 int rows_of_layer(const std::vector<int>& head_rows);
 
+// Returns the bytes of K and V of one entry of such a layer.
+std::size_t entry_bytes_of(const LayerShape& shape, ggml_type type);
+
 struct FreeBuffer {
     void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
 };
@@ -114,10 +117,7 @@ public:
 
     std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
     // Returns the bytes of K and V of one entry.
-    std::size_t entry_bytes() const {
-        return ggml_row_size(type(), k_->ne[0]) +
-               (v_ == nullptr ? 0 : ggml_row_size(type(), v_->ne[0]));
-    }
+    std::size_t entry_bytes() const { return entry_bytes_of(shape_, type()); }
 
 private:
     LayerShape shape_;

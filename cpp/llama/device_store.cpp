@@ -94,19 +94,37 @@ DeviceStore::DeviceStore(std::shared_ptr<Devices> devices,
                          const StoreSettings& settings, const std::vector<int>& budgets, bool live)
     : shared_(std::move(devices)),
       sources_(layers),
-      most_(budgets),
       ledger_(ledger_shapes(layers), ledger_settings(settings)),
       type_(settings.type) {
     ledger_.set_workers(shared_->workers().n_threads(), *available_kernels().back());
     ledger_.set_budgets(budgets, pages_of(budgets), settings.protection);
-    if (!live) return;
+    for (const auto& [layer, why] : shared_->on_host())
+        sources_.at(index(layer)).memory = ggml_backend_cpu_buffer_type();
+    if (live) place_layers();
+}
+
+// Allocates rows, for layers whose device cannot compute their attention in main memory.
+void DeviceStore::place_layers() {
     acquire();
-    check_supported();
+    bool moved = false;
+    for (int i = 0; i < n_layers(); ++i) {
+        const Layer& layer = layers_[index(i)];
+        const std::string op = unsupported_in(layer);
+        if (op.empty()) continue;
+        const std::string why = layer.device->device().name() + " cannot compute " + op;
+        ggml_backend_buffer_type_t host = ggml_backend_cpu_buffer_type();
+        if (sources_[index(i)].memory == host) throw std::runtime_error("its device " + why);
+        sources_[index(i)].memory = host;
+        shared_->serve_on_host(i, why);
+        moved = true;
+    }
+    if (moved) place_layers();
 }
 
 void DeviceStore::acquire() {
     release();
     ledger_.truncate(0);
+    most_ = budgets();
     std::vector<LayerShape> shapes;
     for (const DeviceLayerSource& source : sources_) shapes.push_back(source.shape);
     const std::vector<PageLayout> layouts = page_layouts(shapes, type_);
@@ -122,7 +140,8 @@ void DeviceStore::acquire() {
     }
     can_be_in_graph_ = true;
     for (std::size_t i = 0; i < layers_.size(); ++i)
-        can_be_in_graph_ = can_be_in_graph_ &&
+        can_be_in_graph_ = can_be_in_graph_ && !sources_[i].is_apart &&
+                           shared_->on_host().empty() &&
                            layers_[i].device->can_be_in_graph(layers_[i].number, sources_[i].slots);
     for (const auto& device : devices_) device->allocate(settings.max_tokens, can_be_in_graph_);
 }
@@ -147,15 +166,17 @@ void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<i
                                      predictor_of(source, ledger_.settings().importance));
 }
 
-void DeviceStore::check_supported() {
-    for (const Layer& layer : layers_) {
-        for (const int n_tokens : {1, ledger_.settings().max_tokens}) {
-            const std::string op = layer.device->unsupported(layer.number, n_tokens);
-            if (!op.empty())
-                throw std::runtime_error("its device " + layer.device->device().name() +
-                                         " cannot compute " + op);
-        }
-    }
+// Returns the name of an operation that a layer needs and its device cannot compute, or an empty
+// string.
+std::string DeviceStore::unsupported_in(const Layer& layer) const {
+    std::string op;
+    for (const int n_tokens : {1, ledger_.settings().max_tokens})
+        if (op.empty()) op = layer.device->unsupported(layer.number, n_tokens);
+    return op;
+}
+
+Device& DeviceStore::device_of(int layer) const {
+    return layers_.at(index(layer)).device->device();
 }
 
 template <typename Visit>
@@ -177,11 +198,11 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
 }
 
 void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope_position,
-                          int first, int n_drafts) {
+                          int first, int n_drafts, bool see_all) {
     const Measure& measure = ledger_.settings().importance.measure();
     const bool observing =
         measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
-    step_ = {n_tokens, position, observing, first, n_drafts, rope_position};
+    step_ = {n_tokens, position, observing, first, n_drafts, rope_position, see_all};
     ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
     for (Layer& layer : layers_) layer.read = 0;
     for_each_head_at_once(n_tokens > 1,
@@ -377,8 +398,15 @@ void DeviceStore::settle_drafts(int n_accepted) {
     move_rows();
 }
 
+std::vector<int> DeviceStore::budgets() const {
+    std::vector<int> all;
+    for (int layer = 0; layer < ledger_.n_layers(); ++layer)
+        for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h) all.push_back(budget(layer, h));
+    return all;
+}
+
 void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection& protection) {
-    for (std::size_t i = 0; i < most_.size(); ++i)
+    for (std::size_t i = 0; n_layers() > 0 && i < most_.size(); ++i)
         if (budgets.at(i) > most_[i])
             throw std::invalid_argument("a budget that has no rows on the device");
     complete_ledger();
@@ -401,13 +429,11 @@ void DeviceStore::grow(const std::vector<int>& budgets, const Protection& protec
         release();
         ledger_.truncate(0);
         ledger_.set_budgets(most, pages_of(most), protected_ones);
-        most_ = most;
         acquire();
         load(counts, addresses);
     };
     const std::vector<int> most_before = most_;
-    std::vector<int> budgets_before;
-    for_each_head([&](int layer, int h) { budgets_before.push_back(budget(layer, h)); });
+    const std::vector<int> budgets_before = this->budgets();
     const Protection protection_before = ledger_.settings().protection;
     try {
         take(budgets, protection);
@@ -477,8 +503,11 @@ void DeviceStore::release() noexcept {
 
 std::size_t DeviceStore::budget_bytes() const {
     std::size_t bytes = 0;
-    for_each_head(
-        [&](int layer, int h) { bytes += index(budget(layer, h)) * rows(layer).entry_bytes(); });
+    for (int layer = 0; layer < ledger_.n_layers(); ++layer) {
+        const std::size_t of_entry = entry_bytes_of(sources_[index(layer)].shape, type_of(type_));
+        for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h)
+            bytes += index(budget(layer, h)) * of_entry;
+    }
     return bytes;
 }
 
@@ -565,10 +594,6 @@ std::string DeviceStore::state_problem(int layer, int count, const std::byte* st
     return {};
 }
 
-int DeviceStore::most_loaded(int layer, int head) const {
-    return layers_.at(index(layer)).rows.heads().at(index(head)).rows();
-}
-
 void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::byte*>& states) {
     // The ledger's own states: what HeadLoader reads, with the numbers of the rows.
     std::vector<std::vector<std::byte>> of_ledger;
@@ -604,27 +629,42 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
     truncate(0);
     next = 0;
     for_each_head([&](int layer, int h) {
-        DeviceLayer& of = rows(layer);
-        const PageLayout& saved = layers_[index(layer)].layout;
-        const int n = counts[next];
-        std::vector<float> keys(index(n * saved.k_dim));
-        std::vector<float> values(index(n * saved.v_dim));
-        for (int i = 0; i < n; ++i) {
-            const std::byte* from = states[next] + index(saved.page_of(i)) * saved.bytes;
-            load_k(saved, from, saved.slot_of(i), keys.data() + index(i * saved.k_dim));
-            load_v(saved, from, saved.slot_of(i), values.data() + index(i * saved.v_dim));
-        }
-        of.write(of.k(), h, keys);
-        if (!saved.latent) of.write(of.v(), h, values);
-        loader.load(layer, h, n, of_ledger[next].data());
-        // Entries lie in the rows of their numbers in the state, unless the budget evicts some.
-        take_order_of_ledger(layer, h);
+        // The budget may evict some before there are rows for them.
+        loader.load(layer, h, counts[next], of_ledger[next].data());
+        load_rows(layer, h, states[next]);
         ++next;
     });
-    move_rows();
     for (const Layer& layer : layers_) layer.device->forget_positions(layer.number);
     ledger_.components().most_loaded = 0;
     peak_ = std::max(peak_, used_bytes());
+}
+
+// Writes the entries of a head to its first rows, in the order of the ledger, which has their
+// numbers in a state.
+void DeviceStore::load_rows(int layer, int h, const std::byte* state) {
+    const PageLayout& saved = layers_[index(layer)].layout;
+    const KernelTable& kernels = *ledger_.components().common.kernels;
+    Head& entries = ledger_.components().head(layer, h);
+    const int n = entries.count();
+    std::vector<float> keys(index(n * saved.k_dim));
+    std::vector<float> values(index(n * saved.v_dim));
+    std::vector<std::int32_t> positions(index(n));
+    float key[kLedgerDim];
+    for (int i = 0; i < n; ++i) {
+        const Slot slot = entries.place(i);
+        load_k(entries.layout(), slot.page, slot.index, key);
+        const int number = row_number(key);
+        write_row_number(key, i);
+        kernels.store_k(entries.layout(), slot.page, slot.index, key);
+        positions[index(i)] = entries.position(i);
+        const std::byte* from = state + index(saved.page_of(number)) * saved.bytes;
+        load_k(saved, from, saved.slot_of(number), keys.data() + index(i * saved.k_dim));
+        load_v(saved, from, saved.slot_of(number), values.data() + index(i * saved.v_dim));
+    }
+    DeviceLayer& of = rows(layer);
+    of.write(of.k(), h, keys);
+    if (!saved.latent) of.write(of.v(), h, values);
+    head(layer, h).hold(positions);
 }
 
 }  // namespace entropykv

@@ -20,7 +20,8 @@ namespace entropykv {
 struct DeviceLayerSource {
     LayerShape shape;
     ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
-    DeviceParams params;                // of its attention node
+    bool is_apart;        // whether llama.cpp computes its attention on another device than that
+    DeviceParams params;  // of its attention node
     bool has_sinks;
     int slots;        // of the nodes that can become others before an attention node: see GraphHook
     RopeParams rope;  // rotates its keys
@@ -30,10 +31,12 @@ struct DeviceLayerSource {
 class DeviceStore {
 public:
     // budgets: entries by KV head of all layers; importance, protection, max_tokens and max_entries
-    // of `settings` are used, and its type is that of K and V. Throws std::invalid_argument for a
-    // measure that needs keys on the host and for a predictor of other features,
-    // std::runtime_error if a device cannot compute attention, std::bad_alloc if it has no memory.
-    // live: whether it has rows from the start, and not only after acquire().
+    // of `settings` are used, and its type is that of K and V. The CPU serves layers whose device
+    // cannot compute their attention: see Devices::on_host(), which the first store of `devices`,
+    // one with rows, finds out for all. live: whether it has rows from the start, and not only
+    // after acquire(). Throws std::invalid_argument for a measure that needs keys on the host and
+    // for a predictor of other features, std::runtime_error if the CPU cannot compute attention
+    // either, std::bad_alloc if a device has no memory.
     DeviceStore(std::shared_ptr<Devices> devices, const std::vector<DeviceLayerSource>& layers,
                 const StoreSettings& settings, const std::vector<int>& budgets, bool live = true);
     DeviceStore(const DeviceStore&) = delete;
@@ -41,9 +44,10 @@ public:
 
     // Must be called for every micro-batch that reads tokens of this sequence; `position` is that
     // of the sequence's first token, which RoPE sees at `rope_position`, and `first` its place in
-    // the micro-batch. The last n_drafts tokens are drafts.
+    // the micro-batch. The last n_drafts tokens are drafts. see_all: every token attends to all of
+    // them, also to later ones.
     void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
-                 int n_drafts = 0);
+                 int n_drafts = 0, bool see_all = false);
     // Must be called next, before the first node is computed. alone: the micro-batch has no tokens
     // of other sequences. Returns whether llama.cpp's own graph shall compute attention, whose
     // nodes change_write() and change_attention() change then; otherwise attend() computes it.
@@ -56,6 +60,8 @@ public:
     // Computes the attention of the next layer of the model that reads a layer's K and V. Throws as
     // DeviceAttention does.
     void attend(int layer, const DeviceNode& node);
+    // Returns the device that computes the attention of a layer.
+    Device& device_of(int layer) const;
     // Change nodes of llama.cpp's graph: see DeviceAttention.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
     void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
@@ -71,10 +77,10 @@ public:
     void complete_ledger();
 
     // Sets smaller or equal budgets; heads that hold more evict. Throws std::invalid_argument if a
-    // budget has no rows on the device.
+    // budget has no rows on the device. After release(), all budgets may be set.
     void set_budgets(const std::vector<int>& budgets, const Protection& protection);
-    // Sets budgets for which there may be no rows yet: all entries are kept on the host while new
-    // rows are allocated. Throws std::bad_alloc if the devices have no memory for them; then the
+    // Sets budgets for which rows are allocated anew: all entries are kept on the host meanwhile.
+    // Throws std::bad_alloc if the devices have no memory for them; then the
     // store is as it was.
     void grow(const std::vector<int>& budgets, const Protection& protection);
     // Drops the entries at positions >= position.
@@ -90,7 +96,7 @@ public:
     // be gone when the garbage collector ends the store, so closing a session must not wait for
     // that.
     void release() noexcept;
-    // Allocates rows again, for the budgets that the store was made with; the store is empty then.
+    // Allocates rows again, for the budgets that are set; the store is empty then.
     // Throws std::bad_alloc.
     void acquire();
 
@@ -127,9 +133,8 @@ public:
     void save_head(int layer, int head, std::byte* state);
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
-    // Returns how many entries a head can load, more than which its rows cannot hold.
-    int most_loaded(int layer, int head) const;
-    // Replaces the entries of all heads; states are as state_problem() accepts them.
+    // Replaces the entries of all heads; states are as state_problem() accepts them. The budget
+    // evicts what they hold too much.
     void load(const std::vector<int>& counts, const std::vector<std::byte*>& states);
 
 private:
@@ -142,8 +147,11 @@ private:
     };
 
     void add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows);
-    void check_supported();
+    void place_layers();
+    std::string unsupported_in(const Layer& layer) const;
     std::size_t pages_of(const std::vector<int>& budgets) const;
+    std::vector<int> budgets() const;
+    void load_rows(int layer, int head, const std::byte* state);
     void commit(int layer, int head, int worker);
     void stage(int layer, int head);
     bool evicts() const;

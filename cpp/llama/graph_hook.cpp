@@ -119,8 +119,9 @@ RopeParams GraphHook::rope_of(int cache_layer, int head_dim) {
 
 void GraphHook::probe_attention(const ggml_tensor* node) {
     const ggml_tensor* q = node->src[0];
-    const ggml_tensor* k = node->src[1];
-    const ggml_tensor* v = node->src[2];
+    // A device that computes attention in the place of the cache's device gets copies.
+    const ggml_tensor* k = copies_.source_of(node->src[1]);
+    const ggml_tensor* v = copies_.source_of(node->src[2]);
     const int cache_layer = cache_layer_of(k, kCacheK);
     if (cache_layer < 0) return refuse("a layer attends to something that is not the KV cache");
     const bool latent = cache_layer_of(v, kCacheK) == cache_layer;
@@ -152,6 +153,7 @@ void GraphHook::probe_attention(const ggml_tensor* node) {
     seen.has_sinks = node->src[4] != nullptr;
     seen.rope = rope_of(cache_layer, seen.shape.k_dim);
     seen.memory = ggml_backend_buffer_get_type(root_of(k)->buffer);
+    seen.is_apart = !is_usable_in(seen.memory, node);
     std::memcpy(seen.op_params.data(), node->op_params, sizeof node->op_params);
     seen.slots = static_cast<int>(slots_of(node).size());
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
@@ -262,9 +264,12 @@ bool GraphHook::change_on_devices(ggml_tensor* node) {
         }
     } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
         const int layer = layer_on_devices(cache_layer_of(node->src[1], kCacheK));
-        if (is_served_there(layer, node))
+        if (!is_served(layer)) return false;
+        if (is_usable_in(nodes_[static_cast<std::size_t>(layer)].memory, node))
             devices_->change_attention(layer, {node->src[0], nullptr, nullptr, node, node->src[4]},
                                        node, slots_of(node), changes_);
+        else
+            fault_ = "a layer's attention is on another device than its K and V";
     }
     return false;
 }
@@ -276,19 +281,11 @@ int GraphHook::layer_on_devices(int cache_layer) const {
     return -1;
 }
 
-// Counts an attention node, and tells whether its layer is served on the node's device.
-bool GraphHook::is_served_there(int layer, const ggml_tensor* node) {
+// Counts an attention node, and tells whether its layer is known.
+bool GraphHook::is_served(int layer) {
     ++served_;
-    if (layer < 0) {
-        fault_ = "a graph has an attention node that the first one did not have";
-        return false;
-    }
-    const ggml_backend_buffer_type_t memory = nodes_[static_cast<std::size_t>(layer)].memory;
-    const bool there =
-        ggml_backend_buffer_get_type(node->buffer) == memory ||
-        (ggml_backend_buffer_is_host(node->buffer) && ggml_backend_buft_is_host(memory));
-    if (!there) fault_ = "a layer's attention is on another device than its K and V";
-    return there;
+    if (layer < 0) fault_ = "a graph has an attention node that the first one did not have";
+    return layer >= 0;
 }
 
 // Makes llama.cpp compute everything up to an attention node, and nothing for the node itself.
@@ -306,7 +303,7 @@ bool GraphHook::attend_instead(ggml_tensor* node) {
     left_out_ = nullptr;
     node->op = GGML_OP_FLASH_ATTN_EXT;
     const int layer = layer_on_devices(cache_layer_of(node->src[1], kCacheK));
-    if (is_served_there(layer, node))
+    if (is_served(layer))
         devices_->attend(layer, {node->src[0], node->src[1], node->src[2], node, node->src[4]});
     return true;
 }

@@ -36,6 +36,7 @@ struct AttentionNode {
     RopeParams rope;  // rotates the stored keys
     // Are for the device store: the buffer type of the layer's cache, and what the node computes.
     ggml_backend_buffer_type_t memory;
+    bool is_apart;  // whether another device computes it than that of the cache
     std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)> op_params;
     // How many nodes before it, at least, compute nothing, and are computed after the writes of K
     // and V and after the queries: views that only the attention node reads.
@@ -112,7 +113,7 @@ private:
     std::vector<ggml_tensor*> slots_of(const ggml_tensor* attention) const;
     bool change_on_devices(ggml_tensor* node);
     int layer_on_devices(int cache_layer) const;
-    bool is_served_there(int layer, const ggml_tensor* node);
+    bool is_served(int layer);
     bool leave_out(ggml_tensor* node);
     bool attend_instead(ggml_tensor* node);
     void replace(ggml_tensor* node, OpFunction function, const LayerHook& layer);

@@ -950,6 +950,12 @@ class Devices:
         """Free the working memory; no store may use the devices afterwards."""
 
     @property
+    def on_host(self) -> dict[int, str]:
+        """Return why the CPU serves layers that are on other devices, by the numbers of the
+        layers: for example `CUDA0 cannot compute FLASH_ATTN_EXT`.
+        """
+
+    @property
     def scratch_bytes(self) -> int: ...
     @property
     def traffic(self) -> dict[str, int]:
@@ -980,12 +986,14 @@ class DeviceStore:
     ) -> None:
         """Allocate rows for the budgets, by KV head of all layers, and for one micro-batch.
 
-        Not `live`: acquire() does so later. `predictor`: for every layer, (n_head_kv, n_features),
-        by which the device predicts the scores of new entries; none: the least scores.
+        The CPU serves layers whose device cannot compute their attention: see Devices.on_host,
+        which the first store of a context finds out. Not `live`: acquire() does so later.
+        `predictor`: for every layer, (n_head_kv, n_features), by which the device predicts the
+        scores of new entries; none: the least scores.
 
         Raises ValueError for a measure that needs keys on the host and for a predictor of other
-        features, RuntimeError if a device cannot compute attention, MemoryError if it has no
-        memory.
+        features, RuntimeError if the CPU cannot compute attention either, MemoryError if a device
+        has no memory.
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:
@@ -1009,7 +1017,9 @@ class DeviceStore:
         """Move all keys from their positions under one shift to those under another one."""
 
     def set_budgets(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
-        """Set budgets that rows were allocated for; raises ValueError for larger ones."""
+        """Set budgets that rows were allocated for, or any after release(); raises ValueError for
+        larger ones.
+        """
 
     def grow(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
         """Set budgets, and allocate rows for them anew; the entries stay.
@@ -1039,11 +1049,10 @@ class DeviceStore:
     def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
         """Return what is wrong with the state of a text of `end` tokens, or an empty string."""
 
-    def most_loaded(self, layer: int, kv_head: int) -> int:
-        """Return how many entries a KV head has rows for, while a state is loaded."""
-
     def load(self, counts: Sequence[int], states: Sequence[bytearray | memoryview]) -> None:
-        """Replace the entries of all KV heads by states that state_problem() accepts."""
+        """Replace the entries of all KV heads by states that state_problem() accepts, and evict
+        what budgets cannot hold.
+        """
 
     evicted: int
     @property
@@ -1086,10 +1095,12 @@ class DeviceBatch:
         position: int,
         rope_position: int,
         n_drafts: int = 0,
+        see_all: bool = False,
     ) -> None:
         """Choose the rows of the next tokens, the first of which is at `position` of its text.
 
-        RoPE sees the first one at `rope_position`. The last `n_drafts` are drafts.
+        RoPE sees the first one at `rope_position`. The last `n_drafts` are drafts. With `see_all`,
+        every token attends to all of them, also to later ones.
         """
 
 class FlatStore:

@@ -231,6 +231,12 @@ void test_pages(const KernelTable& kernels, Entries& entries, std::mt19937& rand
     std::vector<float> room(index(kGroupEntries * layout.k_dim));
     sketch.draw(layout, page, room.data(), drawn.data());
     kernels.sketch_products(sketch, drawn.data(), queries.data(), kQueries, out.data(), kSlots);
+    // How many queries come together changes no bit.
+    for (int n = 1; n < kQueries; ++n) {
+        std::vector<float> fewer(index(n * kSlots));
+        kernels.sketch_products(sketch, drawn.data(), queries.data(), n, fewer.data(), kSlots);
+        CHECK(std::equal(fewer.begin(), fewer.end(), out.begin()));
+    }
     for (int i = 0; i < kSlots; ++i) {
         const std::byte* group = drawn.data() + index(i / kGroupEntries) * sketch.group_bytes();
         const auto* codes = reinterpret_cast<const std::uint32_t*>(group) + i % kGroupEntries;

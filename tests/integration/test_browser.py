@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -226,6 +227,65 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
     shaded.nth(100).wait_for(state="attached")  # The text is shown after the map.
     shaded.nth(3).click()
     page.page.locator(".t.pointed").wait_for()
+
+
+def test_a_stream_that_ends_is_followed_by_the_next_without_a_gap(page: Watched) -> None:
+    """Replicas end each stream after some seconds, so that Ray can stop them."""
+    seconds = 4
+    asked: list[float] = []
+
+    def shorten(route: Any) -> None:
+        asked.append(time.monotonic())
+        route.continue_(url=f"{route.request.url}&seconds={seconds}")
+
+    page.page.route("**/v1/kv/stream*", shorten)
+    page.page.reload()
+    page.page.wait_for_timeout(1000)  # The first stream is another one, until the map is there.
+    gaps: list[float] = []
+    deadline = time.monotonic() + 60
+    while len(gaps) < 3:
+        assert time.monotonic() < deadline
+        page.page.wait_for_timeout(200)
+        gaps = [after - before - seconds for before, after in itertools.pairwise(asked[1:])]
+    assert min(gaps) < 1
+
+
+def test_streams_that_end_at_once_are_not_asked_for_all_the_time(page: Watched) -> None:
+    asked: list[float] = []
+
+    def end(route: Any) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(body="", content_type="text/event-stream")
+
+    page.page.route("**/v1/kv/stream*", end)
+    page.page.reload()
+    page.page.wait_for_timeout(6500)
+    assert 2 <= len(asked) <= 6
+
+
+def test_the_cache_is_asked_for_by_the_name_of_the_chat(page: Watched) -> None:
+    """Of several replicas, the one that answers the chat then shows its cache."""
+    names: dict[str, list[str]] = {"completions": [], "stream": [], "text": []}
+
+    def note(request: Any) -> None:
+        for route, seen in names.items():
+            if f"/{route}" in request.url.partition("?")[0]:
+                seen.append(request.headers.get("x-session-id", ""))
+
+    page.page.on("request", note)
+    page.settings(Longest_answer=4)
+    for text in ("The old garden", "A quiet market"):
+        page.page.get_by_role("button", name="New conversation").first.click()
+        page.ask(text)
+        page.finished()
+        page.page.locator(".tokens .t").first.wait_for(state="attached")
+        asked = {route: seen[-1:] for route, seen in names.items()}
+        assert asked["completions"][0]
+        assert asked["stream"] == asked["completions"]
+    deadline = time.monotonic() + 30
+    while names["text"][-1:] != names["completions"][-1:]:
+        assert time.monotonic() < deadline
+        page.page.wait_for_timeout(200)
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any) -> None:

@@ -7,8 +7,9 @@ device like any other.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,6 @@ from entropykv import (
     EntropyKVError,
     Pool,
     Session,
-    SessionFileError,
-    UnsupportedModelError,
     _core,
 )
 from entropykv.errors import ContextError
@@ -34,14 +33,16 @@ from entropykv.session.memory_plan import format_plan, make_plan
 from entropykv.settings.cache_options import CacheOptions
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.support.draft_oracles import Oracle, draft_with
+from tests.support.image_reference import helper_logits
 from tests.support.logits import relative_error, tokens_for
 from tests.support.profiles import predicting_profile, profile_of
 from tests.support.releases import write_known
 from tests.support.saved_sessions import all_entries
-from tests.support.second_device import second_device, use_second_device
+from tests.support.second_device import is_lavapipe, second_device, use_second_device
 from tests.support.threads import in_threads
 from tests.support.tiny_models import write_gpt2, write_llama
 from tests.support.tiny_writer import TinyRope
+from tests.support.vision_models import FILES, KINDS, TEXT, prompt_of, write_vision
 
 pytestmark = pytest.mark.device
 
@@ -66,6 +67,8 @@ OTHER_ATTENTION = {
 """Models with sliding or chunked windows, sinks, capped logits, shared K and V, MLA, or ALiBi."""
 FEW = ("gemma2", "gemma3", "gpt-oss", "llama4", "gemma3n", "deepseek2", "bloom")
 """One model for each of these."""
+ODD_HEADS = ("deepseek2", "bloom", "gemma3n")
+"""Those whose heads do not fill blocks of q8_0."""
 REFUSED = {
     "hybrid": "recurrent layers",
     "recurrent": "recurrent layers",
@@ -98,14 +101,7 @@ def llama(tmp_path: Path) -> Path:
 def on_device(path: Path, **options: Any) -> Session:
     """Open a session with the device store, whose layers are on the device."""
     defaults = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform", "kv_type": "f16"}
-    try:
-        return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, **defaults, **options})
-    except UnsupportedModelError as error:
-        # llama.cpp then lets the CPU attend to copies of K and V.
-        reasons = ("cannot compute FLASH_ATTN_EXT", "attends to something that is not the KV cache")
-        if DEVICE == "CUDA0" and any(reason in str(error) for reason in reasons):
-            pytest.skip("CUDA has no attention for heads of this size")
-        raise
+    return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, **defaults, **options})
 
 
 def on_cpu(path: Path, **options: Any) -> Session:
@@ -208,26 +204,73 @@ def predicting(session: Session, path: Path) -> EntropyProfile:
 
 
 @pytest.mark.parametrize("policy", ["uniform:mass+values+predicted", "uniform:predicted"])
-@pytest.mark.parametrize("name", sorted({*MODELS, *FEW} - {"gemma3n"}))
-def test_scores_are_predicted_as_on_the_cpu(name: str, policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_type"),
+    [
+        *((name, "f16") for name in sorted({*MODELS, *FEW})),
+        *((name, "q8_0") for name in ("llama", "groups", *FEW) if name not in ODD_HEADS),
+    ],
+)
+def test_scores_are_predicted_as_on_the_cpu(
+    name: str, kv_type: str, policy: str, tmp_path: Path
+) -> None:
     path = tmp_path / "model.gguf"
+    rounding = 0.0
     if name in MODELS:
         MODELS[name](path)
     else:
         write_known(path, OTHER_ATTENTION[name])
+        rounding = OTHER_ATTENTION[name].rounding
     with on_cpu(path, kv_budget=1.0, n_ctx=256) as session:
         if session._store.rope_obstacle:
             pytest.skip("no keys before RoPE")
         profile = predicting(session, path)
     options: dict[str, Any] = {"n_ctx": 256, "kv_budget": 0.4, "n_ubatch": 24, "policy": policy}
-    options |= {"entropy_config": profile}
+    options |= {"entropy_config": profile, "kv_type": kv_type}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         expected, rows = read(cpu, 180, 30), read(session, 180, 30)
         kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
         assert session.stats().evictions > 0
     same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
-    assert same > 0.98
-    assert relative_error(rows, expected) < 5e-2
+    # The CPU predicts scores from keys and values before they are rounded.
+    assert same > (0.98 if kv_type == "f16" else 0.95)
+    assert relative_error(rows, expected) < (5e-2 if kv_type == "f16" else 1e-1) + 2 * rounding
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_scores_are_predicted_beyond_the_trained_context(tmp_path: Path, kv_type: str) -> None:
+    path = tmp_path / "short.gguf"
+    write_llama(path, head_dim=64, n_ctx_train=128)
+    with on_cpu(path, kv_budget=1.0, n_ctx=128) as session:
+        profile = predicting(session, path)
+    options: dict[str, Any] = {"n_ctx": 400, "kv_budget": 64, "n_ubatch": 24, "kv_type": kv_type}
+    options |= {"policy": "uniform:mass+values+predicted", "entropy_config": profile}
+    with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
+        expected, rows = read(cpu, 300, 40), read(session, 300, 40)
+        assert session.stats().rebases == cpu.stats().rebases > 3
+        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
+    assert same > 0.95
+    assert relative_error(rows, expected) < (5e-2 if kv_type == "f16" else 1e-1)
+
+
+def test_conversations_of_a_pool_predict_scores_as_they_do_alone(llama: Path) -> None:
+    with on_cpu(llama, kv_budget=1.0) as session:
+        profile = predicting(session, llama)
+    options = {"policy": "uniform:mass+values+predicted", "entropy_config": profile}
+    texts = [tokens_for(150, seed=seed) for seed in (1, 2)]
+    with pool_of(llama, kv_budget=0.25, **options) as pool:
+        sessions = [pool.session() for _ in texts]
+        in_threads([partial(s.decode, t) for s, t in zip(sessions, texts, strict=True)])
+        for i in range(9):
+            in_threads([partial(s.decode, [t[i]]) for s, t in zip(sessions, texts, strict=True)])
+        for session, text in zip(sessions, texts, strict=True):
+            with alone_like(session, llama, **options) as alone:
+                alone.decode(text)
+                for i in range(9):
+                    alone.decode([text[i]])
+                assert alone.stats().evictions > 0
+                assert all_entries(alone) == all_entries(session)
 
 
 def test_q8_0_gives_the_logits_of_the_cpu_within_its_rounding(llama: Path) -> None:
@@ -363,10 +406,18 @@ def test_a_smaller_budget_evicts_what_a_file_holds_too_much(llama: Path) -> None
         session.load_state(cpu.save_state())
         assert all(n <= 120 for heads in _counts(session) for n in heads)
         assert np.isfinite(session.decode(tokens_for(60, seed=8))).all()
-    with on_cpu(llama, kv_budget=300) as cpu, on_device(llama, kv_budget=40) as session:
+    # There are no rows for so many entries, so they are evicted before they reach the device.
+    with (
+        on_cpu(llama, kv_budget=300) as cpu,
+        on_device(llama, kv_budget=40) as session,
+        on_cpu(llama, kv_budget=40) as small,
+    ):
         read(cpu)
-        with pytest.raises(SessionFileError, match="rows for"):
-            session.load_state(cpu.save_state())
+        session.load_state(cpu.save_state())
+        small.load_state(cpu.save_state())
+        assert all_entries(session) == all_entries(small)
+        more = tokens_for(20, seed=8)
+        assert relative_error(session.decode(more), small.decode(more)) < 2e-3
 
 
 def test_a_rollback_reads_the_same_again(llama: Path) -> None:
@@ -420,24 +471,63 @@ def test_a_smaller_budget_evicts_at_once_and_a_larger_one_gets_rows(
     assert relative_error(*logits) < 2e-2
 
 
+@contextlib.contextmanager
+def little_memory(more: int) -> Iterator[None]:
+    """Let the process have so many bytes more than it has now."""
+    import resource  # noqa: PLC0415  (Windows has none)
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.needs("resource.setrlimit")
+@pytest.mark.skipif(DEVICE is not None, reason="its memory is not limited with the process's")
+def test_a_pool_without_memory_for_a_budget_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "long.gguf"
+    write_llama(path, head_dim=64, n_ctx_train=2**17)
+    texts = [tokens_for(250, seed=seed) for seed in (1, 2)]
+    with pool_of(path, n_ctx=2**17, kv_budget=600) as pool:
+        sessions = [pool.session() for _ in texts]
+        for session, text in zip(sessions, texts, strict=True):
+            session.decode(text)
+        before = [all_entries(session) for session in sessions]
+        n_bytes = pool.stats().kv_bytes_budget
+        # One of the two would have room.
+        with (
+            little_memory(150 * 2**20),
+            pytest.raises(BudgetError, match="does not fit into the memory of its devices"),
+        ):
+            pool.resize(1.0)
+        assert [all_entries(session) for session in sessions] == before
+        assert pool.stats().kv_bytes_budget == n_bytes
+        assert pool.stats().kv_bytes_staging < n_bytes
+        for session, text in zip(sessions, texts, strict=True):
+            session.decode(text[:100])
+            assert 250 < len(session.entries(0, 0)) <= session.budgets()[0][0]
+        pool.resize(1200)
+        n_kept = len(sessions[0].entries(0, 0))
+        sessions[0].decode(texts[0])
+        assert len(sessions[0].entries(0, 0)) == n_kept + len(texts[0])
+
+
 @pytest.mark.needs("resource.setrlimit")
 @pytest.mark.skipif(DEVICE is not None, reason="its memory is not limited with the process's")
 def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    import resource  # noqa: PLC0415  (Windows has none)
-
     path = tmp_path / "long.gguf"
     write_llama(path, head_dim=64, n_ctx_train=2**17)
     with on_device(path, n_ctx=2**17, kv_budget=300) as session:
         session.decode(tokens_for(250))
         before = all_entries(session)
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        in_use = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**25, limits[1]))
-        try:
-            with pytest.raises(BudgetError, match="does not fit into the memory of its devices"):
-                session.resize(1.0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
+        with (
+            little_memory(2**25),
+            pytest.raises(BudgetError, match="does not fit into the memory of its devices"),
+        ):
+            session.resize(1.0)
         assert all_entries(session) == before
         assert set(itertools.chain(*session.budgets())) == {300}
         session.decode(tokens_for(100))
@@ -503,14 +593,19 @@ def test_learned_positions_end_with_the_trained_context(tmp_path: Path) -> None:
         session.decode(tokens_for(200))
 
 
-def test_a_step_copies_to_and_from_a_device_once_for_all_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_ubatch", [128, 160])
+def test_a_step_copies_to_and_from_a_device_once_for_all_layers(
+    tmp_path: Path, n_ubatch: int
+) -> None:
+    if n_ubatch == 160 and is_lavapipe():
+        pytest.skip("Mesa's lavapipe ends the process at micro-batches of 160 tokens")
     path = tmp_path / "model.gguf"
     write_llama(path, n_layer=5, head_dim=64)
-    with on_device(path, kv_budget=1.0, n_ubatch=160) as session:
-        session.decode(tokens_for(160))
+    with on_device(path, kv_budget=1.0, n_ubatch=n_ubatch) as session:
+        session.decode(tokens_for(n_ubatch))
         traffic = [session.stats().device_traffic]
         # Of single tokens, every fourth one is observed. The first one has all positions written.
-        for n_tokens in (160, 1, 1):
+        for n_tokens in (n_ubatch, 1, 1):
             session.decode(tokens_for(n_tokens))
             traffic.append(session.stats().device_traffic)
     chunk, observed, other = (
@@ -559,10 +654,10 @@ def pool_of(path: Path, **options: Any) -> Pool:
     return Pool(path, **{**defaults, **options})
 
 
-def alone_like(pool_session: Session, path: Path) -> Session:
+def alone_like(pool_session: Session, path: Path, **options: Any) -> Session:
     """Open a session alone, with the budget that a session has in its pool."""
     budget = pool_session.budgets()[0][0]
-    session = on_device(path, kv_budget=budget)
+    session = on_device(path, kv_budget=budget, **options)
     assert session.budgets() == pool_session.budgets()
     return session
 
@@ -616,17 +711,148 @@ def test_idle_conversations_leave_their_places_to_others_and_go_on_later(llama: 
             copy = sessions[0].fork()
             again = tokens_for(20, seed=9)
             assert relative_error(copy.decode(again), alone.decode(again)) < 2e-3
-        with pytest.raises(BudgetError, match="make another pool"):
-            pool.resize(0.5)
         sessions[1].reset()
         assert np.isfinite(sessions[1].decode(texts[1])).all()
 
 
-@pytest.mark.parametrize("policy", ["uniform", "uniform:mass+values", "recency"])
-def test_wrong_drafts_leave_no_trace(llama: Path, policy: str) -> None:
+def test_places_of_a_pool_get_another_budget_as_sessions_do_alone(llama: Path) -> None:
+    texts = [tokens_for(200, seed=seed) for seed in (1, 2, 3)]
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pool_of(llama, kv_budget=0.25))
+        sessions = [pool.session() for _ in texts]
+        alone = []
+        for session, text in zip(sessions, texts, strict=True):
+            session.decode(text)
+            session.rest()
+            alone.append(stack.enter_context(alone_like(session, llama)))
+            alone[-1].decode(text)
+        assert pool.stats().swapped_out == 1
+        for turn, budget in enumerate((0.6, 0.15, 0.3)):
+            pool.resize(budget)
+            for session, other, text in zip(sessions, alone, texts, strict=True):
+                other.resize(session.budgets()[0][0])
+                more = text[10 * turn : 10 * turn + 60]
+                rows = session.decode(more)
+                assert relative_error(rows, other.decode(more)) < 2e-3
+                assert all_entries(session) == all_entries(other)
+                session.rest()
+                stats = pool.stats()
+                assert stats.kv_bytes_now <= stats.kv_bytes_budget
+                per_place = session.budgets()[0][0] * 2 * 2 * 128 * 2
+                assert stats.kv_bytes_budget == 2 * per_place
+        # A pool that is too small for sinks and recent windows stays as it was.
+        with pytest.raises(BudgetError, match="sinks and a recent window"):
+            pool.resize(4)
+        assert sessions[0].budgets() == alone[0].budgets()
+        fourth = pool.session()
+        fourth.decode(texts[0])
+        assert fourth.budgets() == alone[0].budgets()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_pool_goes_back_to_checkpoints_whatever_was_evicted_since(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    MODELS[name](path) if name in MODELS else write_known(path, OTHER_ATTENTION[name])
+    text, question, more = tokens_for(120), tokens_for(8, seed=8), tokens_for(100, seed=9)
+    with (
+        pool_of(path, kv_budget=160, n_ctx=256, n_ubatch=24, checkpoints="4MiB") as pool,
+        pool_of(path, kv_budget=160, n_ctx=256, n_ubatch=24) as without,
+    ):
+        session, plain = pool.session(), without.session()
+        session.decode(text)
+        plain.decode(text)
+        logits = session.logits
+        session.keep_checkpoint()
+        session.decode(more)
+        assert session.stats().evictions > 0
+        assert session.return_to_checkpoint([*text, *question])
+        assert session.position == len(text)
+        np.testing.assert_array_equal(session.logits, logits)
+        expected = plain.decode(question)
+        assert relative_error(session.decode(question), expected) < 2e-3
+        assert all_entries(session) == all_entries(plain)
+        other = pool.session_for([*text, *question])
+        assert other.position == len(text)
+        assert relative_error(other.decode(question), expected) < 2e-3
+        assert all_entries(other) == all_entries(plain)
+        assert other.stats().evictions == session.stats().evictions == plain.stats().evictions
+        stats = pool.stats()
+        assert 0 < stats.checkpoint_bytes <= 4 << 20
+        assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+
+
+def test_a_checkpoint_of_a_pool_can_be_cut_while_nothing_was_evicted(llama: Path) -> None:
+    text = tokens_for(96)
+    with pool_of(llama, kv_budget=1.0, checkpoints="4MiB") as pool:
+        session = pool.session()
+        session.decode(text)
+        session.keep_checkpoint()
+        other = pool.session_for([*text[:60], *tokens_for(30, seed=8)])
+        assert other.position == 60
+        with alone_like(session, llama) as alone:
+            alone.decode(text[:60])
+            assert relative_error(other.decode(text[60:90]), alone.decode(text[60:90])) < 2e-3
+            assert all_entries(other) == all_entries(alone)
+
+
+def test_checkpoints_of_a_pool_take_no_more_than_their_limit(llama: Path) -> None:
+    with pool_of(llama, kv_budget=1.0, checkpoints="64KiB") as pool:
+        session = pool.session()
+        session.decode(tokens_for(40))
+        session.keep_checkpoint()
+        assert 0 < pool.stats().checkpoint_bytes <= 64 << 10
+        session.decode(tokens_for(200))
+        session.keep_checkpoint()  # It would take more, and is not made.
+        assert pool.stats().checkpoints == 1
+        assert pool.stats().checkpoint_bytes <= 64 << 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_ubatch", [16, 64])
+def test_images_are_read_as_by_llama_cpp(kind: str, n_ubatch: int, tmp_path: Path) -> None:
+    model = write_vision(kind, tmp_path)
+    more = " in the other land of the old road"
+    options: dict[str, Any] = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform"}
+    with model.session(n_ubatch=n_ubatch, **options) as session:
+        tokens = prompt_of(session).tokens
+        expected = helper_logits(model.path, model.projector, TEXT, FILES)
+        assert relative_error(session.decode(tokens)[0], expected) < 2e-3
+        for token in session.tokenize(more, add_bos=False):
+            row = session.decode([token])[0]
+        expected = helper_logits(model.path, model.projector, TEXT + more, FILES)
+        assert relative_error(row, expected) < 2e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_images_the_entries_stay_that_stay_on_the_cpu(kind: str, tmp_path: Path) -> None:
+    model = write_vision(kind, tmp_path)
+    options: dict[str, Any] = {"policy": "uniform", "kv_budget": 40, "n_ubatch": 32}
+    with (
+        model.session(store="headwise", **options) as cpu,
+        model.session(store="device", n_gpu_layers=LAYERS, **options) as session,
+    ):
+        for each in (cpu, session):
+            each.decode(prompt_of(each).tokens)
+        assert session.stats().evictions == cpu.stats().evictions > 0
+        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        assert sum(len(set(a) & set(b)) for a, b in kept) > 0.95 * sum(len(b) for _, b in kept)
+        session.save_state()
+        assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize(
+    "policy", ["uniform", "uniform:mass+values", "uniform:mass+values+predicted", "recency"]
+)
+def test_wrong_drafts_leave_no_trace(llama: Path, policy: str, kv_type: str) -> None:
     prompt = tokens_for(150)
     options: dict[str, Any] = {"kv_budget": 64, "policy": policy, "spec_type": "ngram"}
-    options |= {"draft_max": 3}
+    options |= {"draft_max": 3, "kv_type": kv_type}
+    if "predicted" in policy:
+        with on_cpu(llama, kv_budget=1.0) as session:
+            options["entropy_config"] = predicting(session, llama)
     with on_device(llama, **options) as plain, on_device(llama, **options) as ours:
         plain._reader.drafting = None
         answer = list(plain.generate(prompt, 60))
@@ -635,4 +861,4 @@ def test_wrong_drafts_leave_no_trace(llama: Path, policy: str) -> None:
         assert list(ours.generate(prompt, 60)) == answer
         assert 0 < drafting.counts.accepted < drafting.counts.drafted
         assert all_entries(ours) == all_entries(plain)
-        assert relative_error(ours.logits, plain.logits) < 2e-3
+        assert relative_error(ours.logits, plain.logits) < (2e-3 if kv_type == "f16" else 1e-2)

@@ -612,6 +612,12 @@ def test_replicas_and_options_that_cannot_be_are_refused(tmp_path: Path) -> None
     write_models(tmp_path, "one", "two")
     for words, said in (
         (["--models-dir", str(tmp_path), "--replicas", "2"], "replicas have one model each"),
+        (["-m", str(tmp_path / "one.gguf"), "--scale-up-seconds", "1"], "needs --replicas"),
+        (["-m", str(tmp_path / "one.gguf"), "--sessions", "kept"], "--sessions needs --replicas"),
+        (
+            ["-m", str(tmp_path / "one.gguf"), "--replicas", "1", "--scale-down-seconds", "1"],
+            "--scale-down-seconds needs --max-replicas",
+        ),
         (["--models-dir", str(tmp_path), "--kv-budget", "none"], "KV budget"),
         (["--models-dir", str(tmp_path), "--models-memory", "8"], "--models-memory"),
         (["--models-dir", str(tmp_path / "away")], "--models-dir"),

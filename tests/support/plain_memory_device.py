@@ -23,7 +23,7 @@ _ACCELERATOR = 3  # A value of ggml_backend_dev_type: 0 CPU, 1 GPU, 2 a GPU insi
 _CPU = 0
 _FAILED = -1
 _VIEWS = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
-_OF_NAME = CFUNCTYPE(c_char_p, c_void_p)
+_OF_NAME = CFUNCTYPE(c_void_p, c_void_p)  # Python cannot return text itself without losing it.
 _OF_TYPE = CFUNCTYPE(c_int, c_void_p)
 _OF_PROPERTIES = CFUNCTYPE(None, c_void_p, c_void_p)
 _OF_BACKEND = CFUNCTYPE(c_void_p, c_void_p, c_char_p)
@@ -86,7 +86,7 @@ class _Properties(ctypes.Structure):
     )
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
     """Define the first fields of a ggml_tensor."""
 
     _fields_ = (
@@ -95,6 +95,9 @@ class _Tensor(ctypes.Structure):
         ("ne", c_int64 * 4),
         ("nb", c_size_t * 4),
         ("op", c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", c_void_p * 10),
     )
 
 
@@ -120,6 +123,11 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     return registry, base
 
 
+def _cpu_library() -> ctypes.CDLL:
+    """Load the functions of ggml's CPU backend."""
+    return ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-cpu.so.0"))
+
+
 def is_known() -> bool:
     """Tell whether the structures are those of the installed llama.cpp."""
     try:
@@ -140,6 +148,11 @@ def has_blas() -> bool:
 class PlainMemoryDevice:
     """Implement the device; it must live as long as the process."""
 
+    name = b"PLAIN"
+    kind = _ACCELERATOR
+    memory = 0
+    """How many bytes of memory it tells, all of them free."""
+
     def __init__(self) -> None:
         """Register the device; contexts that are made from now on give it products."""
         self.products = 0
@@ -147,7 +160,9 @@ class PlainMemoryDevice:
         self.refused: list[str] = []
         """The names of operations that it got but does not support."""
         self._registry, self._base = _libraries()
+        self._name = ctypes.create_string_buffer(self.name)
         self._cpu = self._registry.ggml_backend_init_by_type(_CPU, None)
+        _cpu_library().ggml_backend_cpu_set_n_threads(c_void_p(self._cpu), 1)
         self._device, self._backend, self._entry = _Device(), _Backend(), _Registry()
         self._guid = ctypes.create_string_buffer(b"plain memory....", 16)
         self._fill_entry()
@@ -158,55 +173,60 @@ class PlainMemoryDevice:
     def _fill_entry(self) -> None:
         entry = self._entry
         entry.api_version = 2
-        entry.get_name = _OF_NAME(lambda _: b"PLAIN")
+        entry.get_name = _OF_NAME(lambda _: ctypes.addressof(self._name))
         entry.get_device_count = type(entry.get_device_count)(lambda _: 1)
         entry.get_device = type(entry.get_device)(lambda *_: ctypes.addressof(self._device))
 
     def _fill_backend(self) -> None:
         backend = self._backend
         backend.guid = ctypes.addressof(self._guid)
-        backend.get_name = _OF_NAME(lambda _: b"PLAIN")
+        backend.get_name = _OF_NAME(lambda _: ctypes.addressof(self._name))
         backend.free = type(backend.free)(lambda _: None)
         backend.graph_compute = _OF_COMPUTING(self._compute)
         backend.device = ctypes.addressof(self._device)
 
     def _fill_device(self) -> None:
         device = self._device
-        cpu_memory = self._base.ggml_backend_cpu_buffer_type()
-        device.get_name = _OF_NAME(lambda _: b"PLAIN")
-        device.get_description = _OF_NAME(lambda _: b"products in plain memory")
+        memory = self._buffer_type()
+        device.get_name = _OF_NAME(lambda _: ctypes.addressof(self._name))
+        device.get_description = _OF_NAME(lambda _: ctypes.addressof(self._name))
         device.get_memory = type(device.get_memory)(self._tell_memory)
-        device.get_type = _OF_TYPE(lambda _: _ACCELERATOR)
+        device.get_type = _OF_TYPE(lambda _: self.kind)
         device.get_props = _OF_PROPERTIES(self._tell_properties)
         device.init_backend = _OF_BACKEND(lambda *_: ctypes.addressof(self._backend))
-        device.get_buffer_type = _OF_BUFFER_TYPE(lambda _: cpu_memory)
-        device.supports_op = _OF_SUPPORT(lambda _, node: self._computes(_Tensor.from_address(node)))
-        device.supports_buft = _OF_SUPPORT(
-            lambda _, memory: bool(self._base.ggml_backend_buft_is_host(memory))
-        )
+        device.get_buffer_type = _OF_BUFFER_TYPE(lambda _: memory)
+        device.supports_op = _OF_SUPPORT(lambda _, node: self._computes(Tensor.from_address(node)))
+        device.supports_buft = _OF_SUPPORT(lambda _, memory: self._can_use(memory))
         device.reg = ctypes.addressof(self._entry)
 
-    @staticmethod
-    def _tell_memory(_: int, free: Any, total: Any) -> None:
-        free[0] = total[0] = 0
+    def _buffer_type(self) -> int:
+        """Return the address of the buffer type in which it keeps tensors."""
+        return int(self._base.ggml_backend_cpu_buffer_type())
 
-    @staticmethod
-    def _tell_properties(_: int, address: int) -> None:
+    def _can_use(self, memory: int) -> bool:
+        """Tell whether it can compute with tensors in a buffer type."""
+        return bool(self._base.ggml_backend_buft_is_host(memory))
+
+    def _tell_memory(self, _: int, free: Any, total: Any) -> None:
+        free[0] = total[0] = self.memory
+
+    def _tell_properties(self, _: int, address: int) -> None:
         properties = _Properties.from_address(address)
-        properties.name, properties.description = b"PLAIN", b"products in plain memory"
-        properties.type = _ACCELERATOR
+        properties.name = properties.description = self.name
+        properties.memory_free = properties.memory_total = self.memory
+        properties.type = self.kind
 
-    def _operation(self, node: _Tensor) -> bytes:
+    def _operation(self, node: Tensor) -> bytes:
         return bytes(self._base.ggml_op_name(node.op))
 
-    def _computes(self, node: _Tensor) -> bool:
+    def _computes(self, node: Tensor) -> bool:
         if self._operation(node) != b"MUL_MAT":
             return self._operation(node) in _VIEWS
         return node.ne[0] >= LEAST_VALUES and node.ne[1] >= LEAST_TOKENS
 
     def _compute(self, _: int, graph: int) -> int:
         for i in range(self._base.ggml_graph_n_nodes(graph)):
-            node = _Tensor.from_address(self._base.ggml_graph_node(graph, i))
+            node = Tensor.from_address(self._base.ggml_graph_node(graph, i))
             if not self._computes(node):
                 self.refused.append(self._operation(node).decode())
                 return _FAILED

@@ -71,7 +71,12 @@ def predicting_profile(
         of_layer = random.standard_normal((n_head_kv, n)).astype(np.float32) * np.float32(0.5)
         of_layer[:, -1] = -4.0
         weights.append(of_layer)
-    return replace(profile_of(model), predictor=ScorePredictor(tuple(weights), n_tokens=100))
+    profile = profile_of(model)
+    # Layers that share K and V count once.
+    n_layer = len(n_features)
+    entropies = profile.head_entropies[:n_layer]
+    predictor = ScorePredictor(tuple(weights), n_tokens=100)
+    return replace(profile, n_layer=n_layer, head_entropies=entropies, predictor=predictor)
 
 
 def profile_of(model: Path) -> EntropyProfile:

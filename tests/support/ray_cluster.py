@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import psutil
 
 HEAD = """
 import sys
@@ -59,4 +61,16 @@ def three_nodes() -> Iterator[ThreeNodes]:
     try:
         yield ThreeNodes(process)
     finally:
-        process.communicate(timeout=60)
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a cluster that does not end, with its nodes, which would slow down all later tests."""
+    left = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for each in left:
+        with suppress(psutil.Error):
+            each.kill()
+    process.communicate()

@@ -44,10 +44,11 @@ class Served:
         deadline = time.monotonic() + 120
         while True:
             # Ray Serve has a proxy on every node, and on one machine they share a port: the death
-            # of a node breaks the connections of its proxy, and a while passes until Ray notices.
+            # of a node breaks the connections of its proxy, and a while passes until Ray notices. A
+            # proxy that has just started answers 404 until it knows the routes.
             with contextlib.suppress(httpx.TransportError):
                 answer = self.client.post("/v1/completions", json=body, headers=headers)
-                if answer.status_code < 500:
+                if answer.status_code < 500 and "/-/routes" not in answer.text:
                     break
             assert time.monotonic() < deadline
             time.sleep(0.5)
@@ -74,7 +75,10 @@ class Served:
 
 @contextmanager
 def two_replicas(cluster: ThreeNodes, folder: Path, *more: object) -> Iterator[Served]:
-    """Start two replicas, each on a node of its own, and wait until they are ready."""
+    """Start two replicas, each on a node of its own, and wait until they are ready.
+
+    `more`: options and their values, such as another number of replicas.
+    """
     log = folder / "log"
     process, url = start_replicas(cluster, folder, log, *more)
     server = Served(process, url, log)
@@ -88,11 +92,14 @@ def two_replicas(cluster: ThreeNodes, folder: Path, *more: object) -> Iterator[S
 def start_replicas(
     cluster: ThreeNodes, folder: Path, log: Path, *more: object
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Start the command, whose output goes to `log`; returns its process and the URL."""
+    """Start the command, whose output goes to `log`; returns its process and the URL.
+
+    `more`: options and their values, which replace those of this function.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {
+    options: dict[object, object] = {
         "--model": shipped.DEMOS["bitnet"].path,
         "--n_ctx": 2048,
         "--kv-budget": 256,
@@ -102,6 +109,7 @@ def start_replicas(
         "--port": port,
         "--replicas": 2,
         "--sessions": folder / "sessions",
+        **dict(zip(more[::2], more[1::2], strict=True)),
     }
     command = [sys.executable, "-m", "entropykv.cli", "serve"]
     command += [str(word) for option in options.items() for word in option]
@@ -112,7 +120,7 @@ def start_replicas(
     }
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*command, *(str(word) for word in more)],
+            command,
             env=environment,
             cwd=folder,
             stdout=file,

@@ -28,7 +28,7 @@ def built_with_rpc() -> bool:
     return any(LIBRARIES.glob("libggml-rpc.*"))
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
     """Load a library of ggml; the functions that are used return pointers, or nothing.
 
     A wheel has copies instead of links. Only the file that libllama itself loads, by its number of
@@ -40,10 +40,10 @@ def _library(name: str) -> Any:
 
 def serve(port: int) -> None:
     """Serve computations on the CPU for any client, until the process ends."""
-    by_type = _library("ggml").ggml_backend_dev_by_type
+    by_type = library("ggml").ggml_backend_dev_by_type
     by_type.restype = ctypes.c_void_p
     device = (ctypes.c_void_p * 1)(by_type(_DEVICE_CPU))
-    start = _library("ggml-rpc").ggml_backend_rpc_start_server
+    start = library("ggml-rpc").ggml_backend_rpc_start_server
     start.argtypes = (
         ctypes.c_char_p,
         ctypes.c_char_p,
@@ -68,9 +68,9 @@ def use_rpc_device() -> None:
     )
     atexit.register(server.kill)
     _wait_for(port, server)
-    add = _library("ggml-rpc").ggml_backend_rpc_add_server
+    add = library("ggml-rpc").ggml_backend_rpc_add_server
     add.restype = ctypes.c_void_p
-    register = _library("ggml").ggml_backend_register
+    register = library("ggml").ggml_backend_register
     register.argtypes = (ctypes.c_void_p,)
     register(add(f"127.0.0.1:{port}".encode()))
 

@@ -123,11 +123,45 @@ def test_a_copy_that_a_killed_process_has_begun_is_removed_by_the_next_one(tmp_p
         assert other.stdout is not None
         assert other.stdout.readline() == "half\n"
         assert contents(folder) == b"first"
-        assert len(list(path.parent.glob("*.fetched"))) == 1, "a living process still needs it"
+        assert len(list(path.parent.glob("*.copied"))) == 1, "a living process still needs it"
         other.stdin.close()
     path.unlink()
     assert contents(folder) == b"first"
-    assert not list(path.parent.glob("*.fetched"))
+    assert not list(path.parent.glob("*.copied"))
+
+
+def test_a_reader_of_a_storage_of_files_keeps_the_version_that_it_has_opened(
+    tmp_path: Path,
+) -> None:
+    """Processes map documents, and a mapped file must never be overwritten."""
+    folder = DocumentFolder(tmp_path / "one", None, ObjectStorage((tmp_path / "kept").as_uri()))
+    write(folder, "book", b"first version")
+    stored = tmp_path / "kept" / "user" / "book.kv"
+    with stored.open("rb") as reader:
+        write(folder, "book", b"second")
+        assert reader.read() == b"first version"
+    assert stored.read_bytes() == b"second"
+    assert [each.name for each in stored.parent.iterdir()] == ["book.kv"]
+
+
+def test_a_copy_that_fails_leaves_the_stored_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = ObjectStorage((tmp_path / "kept").as_uri())
+    folder = DocumentFolder(tmp_path / "one", None, storage)
+    write(folder, "book", b"first version")
+    stored = tmp_path / "kept" / "user" / "book.kv"
+
+    def fails(_: str, target: str) -> None:
+        Path(target).write_bytes(b"sec")
+        assert storage.names("user") == ["book.kv"]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage._files, "put_file", fails)
+    with pytest.raises(StorageError, match="No space left on device"):
+        write(folder, "book", b"second")
+    assert stored.read_bytes() == b"first version"
+    assert [each.name for each in stored.parent.iterdir()] == ["book.kv"]
 
 
 def test_what_is_removed_is_gone_on_all_machines(machines: list[DocumentFolder]) -> None:

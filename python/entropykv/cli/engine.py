@@ -173,6 +173,8 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         )
     if session.fallback:
         say(f"using the {session.store} store instead: {session.fallback}")
+    if session.on_host:
+        say(session.on_host)
     if note := session.other_file():
         say(note)
     if session.learner is not None and session.learner.obstacle is not None:

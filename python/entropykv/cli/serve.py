@@ -26,6 +26,8 @@ from entropykv.settings.cores import too_many_threads
 if TYPE_CHECKING:
     from entropykv.server import ModelCatalog, ModelOptions
 
+_OF_REPLICAS = ("max_replicas", "scale_up_seconds", "scale_down_seconds", "sessions")
+"""The options that only replicas have, by their names in ReplicaOptions."""
 _SUMMARY = "serve a model to OpenAI's clients inside a KV budget"
 
 
@@ -84,6 +86,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-replicas", type=integer(1), metavar="M", help="at most, as requests queue up"
     )
+    group.add_argument(
+        "--scale-up-seconds",
+        type=integer(0),
+        metavar="S",
+        help="how long too many requests must wait before a replica is added (default: 10)",
+    )
+    group.add_argument(
+        "--scale-down-seconds",
+        type=integer(0),
+        metavar="S",
+        help="how long fewer must be enough before a replica is removed (default: 600)",
+    )
     group.add_argument("--sessions", metavar="DIR", help="saved conversations, shared by all")
 
 
@@ -108,17 +122,30 @@ def run(options: argparse.Namespace) -> int:
         raise SettingsError(
             "--slot-save-path is of one server: a request may reach any replica; use --sessions DIR"
         )
+    told = {name: getattr(options, name) for name in _OF_REPLICAS}
+    told = {name: value for name, value in told.items() if value is not None}
     if options.replicas is not None:
+        for name in ("scale_up_seconds", "scale_down_seconds"):
+            if name in told and options.max_replicas is None:
+                raise SettingsError(
+                    f"{_spelt(name)} needs --max-replicas; give it, or leave it out"
+                )
         model = _for_replicas(model)
         from entropykv.server.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
 
-        replicas = ReplicaOptions(options.replicas, options.max_replicas, sessions=options.sessions)
-        run_replicas(model, server, replicas)
-    elif options.max_replicas is not None or options.sessions is not None:
-        raise SettingsError("--max-replicas and --sessions need --replicas; give it, or leave them")
+        run_replicas(model, server, ReplicaOptions(options.replicas, **told))
+    elif told:
+        raise SettingsError(
+            f"{_spelt(next(iter(told)))} needs --replicas; give it, or leave it out"
+        )
     else:
         serve(model, server)
     return 0
+
+
+def _spelt(name: str) -> str:
+    """Return an option as a command line has it."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _parser_of_models() -> CommandParser:

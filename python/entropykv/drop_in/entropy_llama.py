@@ -205,6 +205,8 @@ class EntropyLlama(llama_cpp.Llama):
             sys.stderr.write(
                 f"EntropyLlama: {session.fallback}; going on with store='{session.store}'\n"
             )
+        if self.verbose and session.on_host:
+            sys.stderr.write(f"EntropyLlama: {session.on_host}\n")
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget

@@ -45,8 +45,7 @@ class Evaluation:
             with combination.session(self._engine, part.n_ctx, _shortest(part)) as session:
                 if session.fallback:
                     notes.append(f"using the {session.store} store instead:  {session.fallback}")
-                if note := session.other_file():
-                    notes.append(note)
+                notes += [note for note in (session.on_host, session.other_file()) if note]
         return list(dict.fromkeys(notes))
 
     @property

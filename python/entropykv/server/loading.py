@@ -330,6 +330,11 @@ class ServedLlama(EntropyLlama):
                 self.thought.counter.accept(token)
             yield token
 
+    def tell_what_is_on_host(self) -> None:
+        """Print on stderr which layers attend in main memory although they are on a device."""
+        if self._session.on_host:
+            _say(self._session.on_host)
+
     def tell_what_is_learnt(self) -> None:
         """Print once on stderr that a profile was written, why none is learnt, or what was
         fitted.
@@ -403,6 +408,7 @@ def load_llama(
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
+    llama.tell_what_is_on_host()
     if options.parallel > 1 and llama.pool is not None:
         _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:

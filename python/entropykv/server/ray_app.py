@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import queue
 import re
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +54,10 @@ except ModuleNotFoundError as error:
 NAME = "entropykv"
 _RESTARTS: int | None = getattr(signal, "SIGHUP", None)
 """The signal that restarts the replicas; Windows has none."""
+_logger = logging.getLogger(__name__)
 _SECONDS_OF_A_WAIT = 1.0
+_SECONDS_OF_A_LOOK = 0.2
+"""How many seconds pass between two looks whether the replicas have ended."""
 _REPLICA = "replica"
 """The name of the deployment that has the models."""
 _LEAST_SLACK = 2
@@ -65,6 +70,16 @@ requests 20 seconds after it was told to stop, and tells it nothing before its l
 """
 _MOST_ONGOING = 1000
 """The most requests of a replica, waiting ones included."""
+_LOOK_BACK_SECONDS = 15.0
+"""Over how many seconds Ray Serve takes the mean of the requests. It gets a figure every 10 s, and
+needs more time than that.
+"""
+_ANSWER_SECONDS = 600
+"""How many seconds a replica that is no longer needed may take to finish its answers, if requests
+have no limit of their own. Ray Serve's default of 20 would break off a slow answer.
+"""
+_ENDING_SECONDS = 20
+"""How many seconds replicas may take to end after the time that running requests have then."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +90,14 @@ class ReplicaOptions:
     """How many replicas are started, and kept at least."""
     max_replicas: int | None = None
     """The most replicas when many requests wait; None: always `replicas`."""
-    target_ongoing_requests: float = 2.0
-    """How many requests a replica has, including waiting ones, before another replica is
-    started.
+    target_ongoing_requests: float | None = None
+    """How many requests a replica has, including waiting ones, before another replica is started;
+    None: 2, or as many as it answers at a time if these are more.
     """
+    scale_up_seconds: float = 10.0
+    """For how many seconds there must be more requests than that before a replica is started."""
+    scale_down_seconds: float = 600.0
+    """For how many seconds fewer replicas must be enough before one is removed."""
     sessions: str | None = None
     """The directory of saved conversations, which every node must be able to access; None: a
     temporary one.
@@ -98,8 +117,11 @@ class ReplicaOptions:
                 "raise --max-replicas or lower --replicas"
             )
         for name in ("target_ongoing_requests", "sessions_bytes", "num_cpus"):
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"{name} is {getattr(self, name)}; give more than 0")
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise SettingsError(f"{name} is {value}; give more than 0")
+        for name in ("scale_up_seconds", "scale_down_seconds"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}; give 0 or more")
 
 
 def application(
@@ -113,18 +135,25 @@ def application(
     sessions = options.sessions
     if sessions is None:
         raise SettingsError("replicas share a directory of sessions; give its path (sessions)")
+    # Ray kills what has not ended by then.
+    seconds_to_end = max(
+        server.request_seconds or _ANSWER_SECONDS, server.drain_seconds + _ENDING_SECONDS
+    )
+    at_a_time = max(_LEAST_SLACK, model.parallel or 1)
     number: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         scaling = AutoscalingConfig(
             min_replicas=options.replicas,
             max_replicas=options.max_replicas,
-            target_ongoing_requests=options.target_ongoing_requests,
+            target_ongoing_requests=options.target_ongoing_requests or at_a_time,
+            look_back_period_s=_LOOK_BACK_SECONDS,
+            upscale_delay_s=options.scale_up_seconds,
+            downscale_delay_s=options.scale_down_seconds,
         )
         number = {"autoscaling_config": scaling}
-    slack = max(_LEAST_SLACK, model.parallel or 1)
     router: dict[str, Any] = {
         "request_router_class": ROUTER,
-        "request_router_kwargs": {"slack": slack},
+        "request_router_kwargs": {"slack": at_a_time},
     }
     replicas: Any = serve.deployment(
         Replica,
@@ -133,6 +162,7 @@ def application(
         # Requests wait in their replica and not in the router: autoscaling counts both equally, and
         # a rejected request would be sent to a replica that does not hold its conversation.
         max_ongoing_requests=_MOST_ONGOING,
+        graceful_shutdown_timeout_s=seconds_to_end,
         request_router_config=RequestRouterConfig(**router),
         **number,
     )
@@ -143,6 +173,7 @@ def application(
         # lives on the head node as Ray Serve's proxy does, so that no other node's death stops it.
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD_NODE: 0.001}},
+        graceful_shutdown_timeout_s=seconds_to_end,
         max_ongoing_requests=_MOST_ONGOING * (options.max_replicas or options.replicas),
     )
     bound: serve.Application = front.bind(
@@ -201,6 +232,10 @@ class Replica:
         if hasattr(self, "_lifespan"):
             await self._lifespan.__aexit__(None, None, None)
 
+    async def stop(self) -> None:
+        """Refuse waiting and new requests, and give running ones the server's `drain_seconds`."""
+        self._app.state.models.stop()
+
     async def answer(
         self, scope: dict[str, Any], body: bytes, _affinity: Affinity
     ) -> AsyncIterator[dict[str, Any]]:
@@ -235,7 +270,7 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
                 _deploy(application(model, server, shared, mark))
                 while next_signal() == _RESTARTS:
                     _deploy(application(model, server, shared, mark))
-                serve.delete(NAME)
+                _end(server.drain_seconds)
         finally:
             ray.shutdown()
 
@@ -261,6 +296,22 @@ def _deploy(app: serve.Application) -> None:
         ours = re.findall(r"^(?:\x1b\[\d+m)*entropykv\.errors\.\w+: (.*)$", said, re.MULTILINE)
         reason = ours[-1] if ours else f"the replicas do not start; Ray says: {error}"
         raise EntropyKVError(reason) from None
+
+
+def _end(drain_seconds: float) -> None:
+    """End the replicas: running requests have `drain_seconds`, as they have at a single server.
+
+    Ray itself would wait for the last request, and tell the replicas nothing before.
+    """
+    end = time.monotonic() + drain_seconds + _ENDING_SECONDS
+    replicas: Any = serve.get_deployment_handle(_REPLICA, NAME)
+    try:
+        replicas.broadcast("stop").results(timeout_s=_ENDING_SECONDS)
+    except (ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError):
+        _logger.warning("a replica did not say that it stops; Ray ends it")
+    serve.delete(NAME, _blocking=False)
+    while NAME in serve.status().applications and time.monotonic() < end:
+        time.sleep(_SECONDS_OF_A_LOOK)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ class Checkpoint:
 
     def _can_return_to(self, position: int) -> bool:
         pages = self.swapped.pages
-        return self.goes_back and pages is not None and pages.whole_from <= position
+        whole_from = self.swapped.whole_from if pages is None else pages.whole_from
+        return self.goes_back and whole_from is not None and whole_from <= position
 
 
 class Checkpoints:

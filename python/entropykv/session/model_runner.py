@@ -25,7 +25,7 @@ from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
-from entropykv.policy.resolved_config import resolve
+from entropykv.policy.resolved_config import ResolvedConfig, resolve
 from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter
@@ -133,7 +133,8 @@ class ModelRunner:
 
     def _first_store(self) -> Store:
         """Make the requested store; with `auto`, the first one that can serve the model: device, if
-        layers are on a device, then headwise, then flat.
+        attention is on a device, then headwise, then device with attention in main memory, then
+        flat.
         """
         # llama.cpp knows more than the header.
         if is_recurrent(self.model) and not self.config.geometry.recurrent:
@@ -143,10 +144,13 @@ class ModelRunner:
         if options.store != "auto":
             return self._make_store()
         refusal: UnsupportedModelError | SettingsError | None = None
+        on_host: ResolvedConfig | None = None
         if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
             try:
                 if (store := self._store_on_devices()) is not None:
-                    return store
+                    if not self._attends_on_host():
+                        return store
+                    on_host = self.config
             except (UnsupportedModelError, SettingsError) as error:
                 refusal = error  # It says how to get the device store, if there is a way.
             self._close_context()
@@ -155,11 +159,26 @@ class ModelRunner:
             return self._make_store()
         except UnsupportedModelError as error:
             refusal = refusal or error
+        if on_host is not None:
+            self._close_context()
+            self.config = on_host
+            return self._make_store()
         if options.in_pool and not headwise.freezing:
             raise refusal
         self._close_context()
         self.config = headwise.on_flat_store(str(refusal))
         return self._make_store()
+
+    def _attends_on_host(self) -> bool:
+        """Tell whether a device store computes all attention in main memory."""
+        return isinstance(self._context, DeviceContext) and self._context.is_on_host
+
+    @property
+    def on_host(self) -> str | None:
+        """Return which layers attend in main memory although they are on a device, and why; None if
+        none does.
+        """
+        return self._context.on_host if isinstance(self._context, DeviceContext) else None
 
     def _store_on_devices(self) -> Store | None:
         """Make a device store; returns None if no layer's K and V lie on a device.

@@ -26,8 +26,8 @@ from entropykv.session.file import SessionReader
 FileStamp = tuple[int, int, int]
 """Distinguishes two versions of a file; the second number is its bytes."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_FETCHED = ".fetched"
-"""The ending of a file that is being copied from the storage."""
+_COPIED = ".copied"
+"""The ending of a file that is being copied from a storage, or to a storage of files."""
 _HEADER_BLOCK = 1 << 18
 """Bytes that are asked for at a time where only the header of a document is read."""
 
@@ -52,9 +52,11 @@ class ObjectStorage:
         self.address = address.rstrip("/")
         try:
             from fsspec.core import url_to_fs  # noqa: PLC0415  (An optional dependency.)
+            from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
 
             # Listings are not kept: other machines change the storage, too.
             self._files, self._root = url_to_fs(self.address, use_listings_cache=False)
+            self._is_of_files = isinstance(self._files, LocalFileSystem)
         except ImportError as error:
             raise MissingExtraError(
                 f"{address}: object storage needs {error.name or 'a package'}; install "
@@ -81,7 +83,8 @@ class ObjectStorage:
                 found = self._files.ls(self._path(folder), detail=True)
             except FileNotFoundError:
                 return []
-            return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
+            names = [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
+            return [name for name in names if not name.endswith(_COPIED)]
 
     @contextmanager
     def opened(self, key: str) -> Iterator[SessionReader]:
@@ -93,33 +96,30 @@ class ObjectStorage:
             yield SessionReader(cast(io.BufferedReader, file), key)
 
     def fetch(self, key: str, path: Path) -> bool:
-        """Copy a file to the disk, where it appears complete; returns False if there is none.
-
-        What processes have left that were killed while they copied it is removed.
-        """
-        remove_unlocked(path.parent, f"{glob.escape(path.name)}.*{_FETCHED}")
-        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_FETCHED}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | system.file_flags("O_CLOEXEC")
+        """Copy a file to the disk, where it appears complete; returns False if there is none."""
         with self._answers(key):
-            descriptor = os.open(part, flags, 0o600)
             try:
-                lock_if_possible(descriptor)
-                self._files.get_file(self._path(key), str(part))
+                with _replaced(path, 0o600) as part:
+                    self._files.get_file(self._path(key), str(part))
             except FileNotFoundError:
-                system.remove_and_close(part, descriptor)
                 return False
-            except BaseException:
-                system.remove_and_close(part, descriptor)
-                raise
-            system.rename_and_close(part, path, descriptor)
         return True
 
     def store(self, path: Path, key: str) -> None:
-        """Copy a file from the disk to the storage, where it appears complete."""
+        """Copy a file from the disk to the storage, where it appears complete.
+
+        Object storage replaces a file as a whole. A directory (file://) would let readers see a
+        file that is being overwritten, so that the copy is made beside it and renamed.
+        """
         with self._answers(key):
             target = self._path(key)
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self._files.put_file(str(path), target)
+            if self._is_of_files:
+                with _replaced(Path(target), 0o666) as part:
+                    self._files.put_file(str(path), str(part))
+                    system.sync(part)
+            else:
+                self._files.put_file(str(path), target)
 
     def remove(self, key: str) -> None:
         """Remove a file, if there is one."""
@@ -140,6 +140,27 @@ class ObjectStorage:
             raise StorageError(
                 f"{self.address}/{key}: the storage refuses or does not answer ({_reason(error)})"
             ) from error
+
+
+@contextmanager
+def _replaced(path: Path, mode: int) -> Iterator[Path]:
+    """Yield a new file beside `path`, which gets the name `path` at the end, or is removed after an
+    error.
+
+    `mode`: who may read it, less what the umask forbids. What processes have left that were killed
+    while they copied is removed first. Raises OSError.
+    """
+    remove_unlocked(path.parent, f"{glob.escape(path.name)}.*{_COPIED}")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_COPIED}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | system.file_flags("O_CLOEXEC")
+    descriptor = os.open(part, flags, mode)
+    try:
+        lock_if_possible(descriptor)
+        yield part
+    except BaseException:
+        system.remove_and_close(part, descriptor)
+        raise
+    system.rename_and_close(part, path, descriptor)
 
 
 def _reason(error: Exception) -> Any:

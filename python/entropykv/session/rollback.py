@@ -96,7 +96,7 @@ class Rollback:
         if checkpoints.limit_bytes == 0 or slot.text.position == 0 or slot.broken:
             return
         with self._runner.exclusively(slot):
-            swapped = self._runner.shared.checkpoint_of(slot)
+            swapped = self._runner.shared.checkpoint_of(slot, checkpoints.limit_bytes)
             if swapped is not None:
                 slot.note_evictions()
                 checkpoints.keep(self._checkpoint(slot.text.to_come_back_to(), swapped))

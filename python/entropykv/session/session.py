@@ -469,6 +469,13 @@ class Session:
         return self.config.fallback
 
     @property
+    def on_host(self) -> str | None:
+        """Return which layers the device store serves in main memory because their device cannot
+        compute their attention; None if there are none, and for other stores.
+        """
+        return self._runner.on_host
+
+    @property
     def store(self) -> str:
         """Return the name of the store: headwise, device or flat."""
         return self._store.name

@@ -88,7 +88,7 @@ class SharedPool:
             self._shares = PageShares(core, config, layers)
             core.on_full(self.swap_space.make_room)
         elif core is not None:
-            self._shares = EqualPlaces(config, layers)
+            self._shares = EqualPlaces(core, config, layers)
 
     @property
     def is_private(self) -> bool:
@@ -140,7 +140,10 @@ class SharedPool:
         store = slot.pooled
         pages = store.checkpoint()
         if pages is None:
-            return self.swap_space.put(slot.position, store.shift, store.state())
+            whole_from = store.rollback.whole_from if store.copies_checkpoints else None
+            return self.swap_space.put(
+                slot.position, store.shift, store.state(), whole_from=whole_from
+            )
         return self.swap_space.hold(slot.position, pages, store.state_of)
 
     def _check_shared(self, what: str) -> None:
@@ -193,6 +196,8 @@ class SharedPool:
         if not done:  # Its pages are needed to shrink it.
             self.swap_space.leave_pool(swapped)
             store.load_state(self.swap_space.take(swapped))
+            if swapped.whole_from is not None:
+                store.rollback.begin_from(swapped.whole_from)
         if swapped.awaits_prediction:
             store.predict_held(swapped.position)
         slot.given_up += n_swapped - store.n_entries
@@ -217,11 +222,16 @@ class SharedPool:
         store.set_evicted(swapped.evicted)
         slot.inherited = swapped.evicted
 
-    def checkpoint_of(self, slot: SequenceSlot) -> SwappedSequence | None:
+    def checkpoint_of(self, slot: SequenceSlot, most_bytes: int) -> SwappedSequence | None:
         """Return the current content of a sequence with shared pages; None if it is not in the
         pool.
+
+        Where pages cannot be shared, it is a copy outside the pool, of at most `most_bytes`; None
+        if it would be larger.
         """
         store = slot.pooled
+        if store.copies_checkpoints:
+            return self._copied_checkpoint(slot, most_bytes)
         if slot.swapped is None:
             pages = store.checkpoint() if slot.live else None
         else:
@@ -229,6 +239,22 @@ class SharedPool:
         if pages is None:
             return None
         return self.swap_space.hold(slot.position, pages, store.state_of, spare=True)
+
+    def _copied_checkpoint(self, slot: SequenceSlot, most_bytes: int) -> SwappedSequence | None:
+        store = slot.pooled
+        if slot.swapped is not None:
+            fits = slot.swapped.n_bytes <= most_bytes
+            return self.swap_space.copy(slot.swapped, spare=True) if fits else None
+        state = store.state() if slot.live else None
+        if state is None or sum(state.section_bytes) > most_bytes:
+            return None
+        return self.swap_space.put(
+            slot.position,
+            store.shift,
+            state,
+            spare=True,
+            whole_from=store.rollback.whole_from,
+        )
 
     def status_of(self, slot: SequenceSlot) -> PoolStatus:
         """Return the status of a sequence in the pool."""

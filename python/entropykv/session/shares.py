@@ -12,6 +12,7 @@ from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
+from entropykv.store.device_context import DeviceContext
 
 GROWTH_STEP = 64
 """Tokens by which a text is expected to grow, so that shares do not change with every token."""
@@ -96,15 +97,24 @@ class EqualPlaces:
     """Give every sequence an equal part of the budget, whoever else is live.
 
     Device stores have rows for it, which they allocate when they take a place and free when they
-    leave it.
+    leave it. With another budget, those of live sequences are allocated anew.
     """
 
     keeps_places = False
     grow_by_leaving = False
 
-    def __init__(self, config: ResolvedConfig, layers: Sequence[_core.LayerShape]) -> None:
-        """Check that an equal part holds the protected entries; raises BudgetError."""
-        config.equal_share(config.options.budget, layers)
+    def __init__(
+        self, context: DeviceContext, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
+    ) -> None:
+        """Check that an equal part holds the protected entries; raises BudgetError.
+
+        `context`: that of the stores; `layers`: the model's attention layers.
+        """
+        self._context = context
+        self._config = config
+        self._layers = layers
+        self._budget = config.options.budget
+        config.equal_share(self._budget, layers)
         self._n_places = config.options.n_sequences or 1
 
     def are_possible(
@@ -129,12 +139,14 @@ class EqualPlaces:
         """Tell whether an equal part holds the whole expected text."""
         return max(slot.expected, slot.position) <= slot.store.whole_entries
 
-    def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:  # noqa: ARG002
-        """Refuse, because rows were allocated for the first budget."""
-        raise BudgetError(
-            f"the places of a pool on a device cannot be changed to {budget}: their rows are "
-            "allocated for the first budget; make another pool"
-        )
+    def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
+        """Give all sequences an equal part of another budget, those that are swapped out, too."""
+        self._config.equal_share(budget, self._layers)
+        held = [slot.pooled.n_entries for slot in slots]
+        self._context.resize(budget, self._budget)
+        self._budget = budget
+        for slot, n_held in zip(slots, held, strict=True):
+            slot.given_up += n_held - slot.pooled.n_entries
 
 
 class PageShares:

@@ -46,6 +46,10 @@ class SwappedSequence:
     """
     spare: bool = False
     """True if it may be dropped, as checkpoints may; its owner applies a limit of its own."""
+    whole_from: int | None = None
+    """The position from which on layers with a window hold everything that they see; None: not
+    known of what has left the pool.
+    """
     left_lost: bool = False
     """True if pages were lost before it left the pool, so that `state` is of no use."""
 
@@ -128,28 +132,45 @@ class SwapSpace:
         self._swapped.append(swapped)
         return swapped
 
-    def put(self, position: int, shift: int, state: StoreState) -> SwappedSequence:
-        """Keep the state of a store; without room for it, raises PoolError and changes nothing."""
+    def put(
+        self,
+        position: int,
+        shift: int,
+        state: StoreState,
+        *,
+        spare: bool = False,
+        whole_from: int | None = None,
+    ) -> SwappedSequence:
+        """Keep the state of a store; without room for it, raises PoolError and changes nothing.
+
+        `spare` and `whole_from` are those of the SwappedSequence.
+        """
         swapped = _swapped(position, state)
+        swapped.spare, swapped.whole_from = spare, whole_from
         self._check_limit(swapped)
         self._write(swapped, shift, state)
         self._swapped.append(swapped)
         return swapped
 
-    def copy(self, swapped: SwappedSequence) -> SwappedSequence:
-        """Keep a copy for another sequence; raises PoolError as put() does."""
-        copied = self._copy(swapped)
+    def copy(self, swapped: SwappedSequence, *, spare: bool = False) -> SwappedSequence:
+        """Keep a copy for another sequence, or one that may be dropped if it is `spare`; raises
+        PoolError as put() does.
+        """
+        copied = self._copy(swapped, spare=spare)
         copied.awaits_prediction = swapped.awaits_prediction
         return copied
 
-    def _copy(self, swapped: SwappedSequence) -> SwappedSequence:
+    def _copy(self, swapped: SwappedSequence, *, spare: bool) -> SwappedSequence:
         if swapped.pages is not None and swapped.leave is not None:
-            return self.hold(swapped.position, swapped.pages.copy(), swapped.leave)
+            pages = swapped.pages.copy()
+            return self.hold(swapped.position, pages, swapped.leave, spare=spare)
         state = self.take(swapped)
         sections = (bytes(section) for section in state.sections)
         sizes = swapped.section_bytes
         held = StoreState(state.entries, state.evicted, sizes, sections, state.recalls_now)
-        return self.put(state.position, state.shift, held)
+        return self.put(
+            state.position, state.shift, held, spare=spare, whole_from=swapped.whole_from
+        )
 
     def await_prediction(self) -> None:
         """Mark all swapped out sequences, including checkpoints, as older than the predictor."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import BudgetError, UnsupportedModelError
+from entropykv.errors import BudgetError
 from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
@@ -26,7 +26,6 @@ from entropykv.store.protocol import (
     PooledStore,
     SavedState,
     Shares,
-    StateDoesNotFit,
     StoreState,
 )
 from entropykv.store.rollback_range import RollbackRange
@@ -47,6 +46,7 @@ class DeviceStore(PooledStore):
 
     name = "device"
     file_format = "headwise"
+    copies_checkpoints = True
     hook: _core.GraphHook
     shift = 0
     rebases = 0
@@ -173,18 +173,14 @@ class DeviceStore(PooledStore):
         embedded: Embedded | None = None,
     ) -> None:
         """Choose the rows of the micro-batch."""
-        if embedded is not None:
-            raise UnsupportedModelError(
-                f"{self._model.name}: the device store cannot read images; use --store headwise "
-                "(store='headwise')"
-            )
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         if shift != self.shift:
             self._store.rebase(self._ropes, self.rope.n_sinks, self.shift, shift)
             self.shift = shift
             self.rebases += 1
         rope_position = self.rope_position(position)
-        self._context.batch.add(self._store, n_tokens, position, rope_position, n_drafts)
+        sees_all = embedded is not None and embedded.sees_all
+        self._context.batch.add(self._store, n_tokens, position, rope_position, n_drafts, sees_all)
         self._is_committed = False
 
     def most_drafts(self, position: int, wanted: int) -> int:
@@ -210,32 +206,40 @@ class DeviceStore(PooledStore):
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads; those that hold more evict.
 
-        Rows for a larger one are allocated anew. Raises BudgetError if the devices have no memory
-        for them, and in a pool, whose places have rows of one size; nothing has changed then.
+        In a pool, it is the budget of all sequences, of which this one gets an equal part. Rows for
+        a larger one are allocated anew. Raises BudgetError if the devices have no memory for them;
+        nothing has changed then.
         """
         plan = self._plan_of(budget)
-        budgets = list(itertools.chain(*plan.budgets))
-        protection = (plan.protection.n_sinks, plan.protection.recent_window)
         try:
-            self._store.set_budgets(budgets, *protection)
+            self._store.set_budgets(*_arguments(plan))
         except ValueError:
-            if self._config.options.in_pool:
-                raise BudgetError(
-                    f"{self._model.name}: a pool on a device cannot grow beyond the budget that it "
-                    f"was made with, and {budget} is larger; make a pool with it, and load saved "
-                    "sessions"
-                ) from None
-            whole_from = self.rollback.whole_from
             try:
-                self._store.grow(budgets, *protection)
+                self._reallocate(plan)
             except MemoryError:
                 raise BudgetError(
                     f"{self._model.name}: a KV budget of {budget} does not fit into the memory of "
                     "its devices; give a smaller one (kv_budget)"
                 ) from None
-            finally:
-                self.rollback.begin_from(whole_from)
         self._plan = plan
+
+    def take_back_resize(self, budget: Budget) -> None:
+        """Return to an earlier, smaller budget, with rows for no more than that; nothing was read
+        since.
+        """
+        self._plan = self._plan_of(budget)
+        if self._store.is_live:
+            self._reallocate(self._plan)
+        else:
+            self._store.set_budgets(*_arguments(self._plan))
+
+    def _reallocate(self, plan: HeadwisePlan) -> None:
+        """Allocate rows for a plan, and keep the entries; raises MemoryError."""
+        whole_from = self.rollback.whole_from
+        try:
+            self._store.grow(*_arguments(plan))
+        finally:
+            self.rollback.begin_from(whole_from)
 
     @property
     def sure_entries(self) -> int:
@@ -316,25 +320,20 @@ class DeviceStore(PooledStore):
             problem = self._store.state_problem(layer, count, section, state.position)
             if problem:
                 raise DamagedState(f"KV head {head} of layer {layer} has {problem}")
-            if count > self._store.most_loaded(layer, head):
-                raise StateDoesNotFit(
-                    f"a KV head keeps {count} entries, and the device has rows for "
-                    f"{self._store.most_loaded(layer, head)}; give a larger budget (kv_budget), or "
-                    "load it with --store headwise (store='headwise')"
-                )
 
     def load_state(self, state: SavedState) -> None:
         """Replace the content by a checked state, and evict down to the budget."""
         counts = list(itertools.chain(*state.entries))
+        evicted_before = self._store.evicted
         self._store.load(counts, list(state.sections))
-        self._store.evicted += state.evicted
+        self._store.evicted += state.evicted - evicted_before
         self.shift = state.shift
         self.rollback.await_state(state.position)
 
     # --- in a pool --------------------------------------------------------------------------------
 
     def take_place(self, sequence: int) -> None:
-        """Allocate rows for the share; `sequence` is llama.cpp's number of the sequence."""
+        """Allocate rows for its part; `sequence` is llama.cpp's number of the sequence."""
         self.sequence = sequence
         try:
             self._store.acquire()
@@ -385,3 +384,9 @@ class DeviceStore(PooledStore):
             "device_traffic": self._context.devices.traffic,
             "rebases": self.rebases,
         }
+
+
+def _arguments(plan: HeadwisePlan) -> tuple[list[int], int, int]:
+    """Return the budgets of all KV heads, the sinks, and the recent window of a plan."""
+    protection = plan.protection
+    return list(itertools.chain(*plan.budgets)), protection.n_sinks, protection.recent_window

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from entropykv import _core
+from entropykv.errors import BudgetError
 from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.settings.options import Budget
 from entropykv.store.headwise_probe import (
     hooked_context,
     probed_layers,
@@ -62,6 +64,43 @@ class DeviceContext:
         """Why keys cannot be moved to other positions, or empty; None until the first store."""
         self._stores: weakref.WeakSet[DeviceStore] = weakref.WeakSet()
         self._peak = 0
+
+    @property
+    def on_host(self) -> str | None:
+        """Return which layers attend in main memory although they are on a device, and why, once
+        there is a store; None if no layer does.
+        """
+        layers: dict[str, list[int]] = {}
+        for number, why in self.devices.on_host.items():
+            reason = f"{why} for heads of {self.layers[number].k_dim} values"
+            layers.setdefault(reason, []).append(self.hook.nodes[number].cache_layer)
+        if not layers:
+            return None
+        return "; ".join(
+            f"K, V and attention of {_named(numbers)} are in main memory, because {reason}"
+            for reason, numbers in layers.items()
+        )
+
+    @property
+    def is_on_host(self) -> bool:
+        """Tell whether all layers attend in main memory, once there is a store."""
+        on_host = self.devices.on_host
+        return all(i in on_host or not n.on_device for i, n in enumerate(self.hook.nodes))
+
+    def resize(self, budget: Budget, former: Budget) -> None:
+        """Give all stores of a pool their equal part of another budget, or leave all as they were.
+
+        Raises BudgetError if the devices have no memory for it.
+        """
+        done: list[DeviceStore] = []
+        try:
+            for store in self._stores:
+                store.resize(budget)
+                done.append(store)
+        except BudgetError:
+            for store in done:
+                store.take_back_resize(former)
+            raise
 
     def add(self, store: DeviceStore) -> None:
         """Count the bytes of a store, as long as it exists."""
@@ -116,3 +155,15 @@ class DeviceContext:
             for store in self._stores:
                 store.core.release()
             self.devices.close()
+
+
+def _named(layers: list[int]) -> str:
+    """Return words for numbers of layers, ascending, in which neighbours are ranges."""
+    ranges: list[list[int]] = []
+    for layer in layers:
+        if ranges and ranges[-1][1] == layer - 1:
+            ranges[-1][1] = layer
+        else:
+            ranges.append([layer, layer])
+    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(words)}"

@@ -289,6 +289,8 @@ class PooledStore(Store):
 
     rollback: RollbackRange
     """To which positions the sequence can be rolled back."""
+    copies_checkpoints: bool = False
+    """True if a checkpoint is a copy of the state outside the pool, whose pages are not shared."""
 
     @abstractmethod
     def take_place(self, sequence: int) -> None:

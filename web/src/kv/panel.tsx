@@ -43,6 +43,7 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
   const model = useStore(about);
   const now = useStore(picture);
   const why = useStore(absence);
+  const { chosen } = useStore(state);
   const [wanted, choose] = useWanted(now?.conversations ?? []);
   const [range, setRange] = useState<Range>(WHOLE);
   const [at, setAt] = useState<number | null>(null);
@@ -58,7 +59,7 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
     const controller = new AbortController();
     void watch(asked, range, columnsWanted(), controller.signal);
     return () => controller.abort();
-  }, [looks, range, asked]);
+  }, [looks, range, asked, chosen]);
 
   if (!model || !now)
     return (

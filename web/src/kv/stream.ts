@@ -1,9 +1,11 @@
 // Pictures of the cache, as the server sends them, and their history.
-import { ApiError, connection, eventsOf, get, keyQuestion, request } from "../api";
+import { ApiError, connection, eventsOf, keyQuestion, request } from "../api";
+import { state } from "../conversations";
 import { withModel } from "../models";
 import { Store } from "../store";
 
-const RETRY_MS = 2000;
+// The least time from one request to the next: a server that refuses is not asked all the time.
+const REQUEST_MS = 2000;
 const MOST_POINTS = 1200;
 // What is shorter tells no speed: the first token of an answer costs nothing but its sampling.
 const LEAST_SECONDS = 0.02;
@@ -124,6 +126,9 @@ export const history = new Store<Point[]>([]);
 // Why there is no picture.
 export const absence = new Store<"unknown" | "unloaded">("unknown");
 
+// The name of the chat beside the cache: of several replicas, the one that has the chat answers.
+const named = (): Record<string, string> => ({ "x-session-id": state.value.chosen });
+
 async function inflated(base64: string): Promise<Uint8Array> {
   const text = atob(base64);
   const packed = new Uint8Array(text.length);
@@ -142,7 +147,8 @@ async function mapOf(sent: Sent): Promise<HeldMap | null> {
   return { ...shape, position, held: plane(0), frozen: plane(1), restored: plane(2) };
 }
 
-// Look until `signal` ends it, at one conversation or the latest; goes on where the server was gone.
+// Look until `signal` ends it, at one conversation or the latest. A stream that has ended is asked for
+// again: replicas end each after a few seconds, and the next one must follow without a gap.
 export async function watch(
   conversation: string | null,
   range: Range,
@@ -153,8 +159,9 @@ export async function watch(
   if (conversation !== null) query.set("conversation", conversation);
   if (range.last !== null) query.set("last", `${range.last}`);
   while (!signal.aborted) {
+    const begun = performance.now();
     try {
-      const response = await request(`v1/kv/stream?${query}`, { signal });
+      const response = await request(`v1/kv/stream?${query}`, { headers: named(), signal });
       for await (const event of eventsOf(response)) {
         if (signal.aborted) return;
         const data = JSON.parse(event.data);
@@ -168,7 +175,7 @@ export async function watch(
       if (error instanceof ApiError && error.status === 401) return; // begun anew with a key
       if (error instanceof ApiError && error.status === 400) forget("unloaded");
     }
-    await until(signal);
+    await until(begun + REQUEST_MS, signal);
   }
 }
 
@@ -230,8 +237,8 @@ function shareOf(holder: Holder, time: number): Share {
   };
 }
 
-// A moment, and then until the server can be asked again.
-function until(signal: AbortSignal): Promise<void> {
+// Wait for a time, of performance.now(), and then until the server can be asked.
+function until(time: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     let timer = 0;
     const done = (): void => {
@@ -242,7 +249,7 @@ function until(signal: AbortSignal): Promise<void> {
     };
     const begin = (): void => {
       if (connection.value === "ready" && keyQuestion.value === null && !timer)
-        timer = window.setTimeout(done, RETRY_MS);
+        timer = window.setTimeout(done, Math.max(0, time - performance.now()));
     };
     const unfollow = connection.follow(begin);
     signal.addEventListener("abort", done);
@@ -261,12 +268,13 @@ export interface HeldText {
   swapped_out: boolean;
 }
 
-export const heldText = (
+export async function heldText(
   conversation: string,
   first: number,
   count: number,
   signal?: AbortSignal,
-): Promise<HeldText> => {
+): Promise<HeldText> {
   const query = withModel({ conversation, first: `${first}`, count: `${count}` });
-  return get(`v1/kv/text?${query}`, signal);
-};
+  const response = await request(`v1/kv/text?${query}`, { headers: named(), signal });
+  return (await response.json()) as HeldText;
+}

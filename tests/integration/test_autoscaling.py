@@ -1,0 +1,134 @@
+"""Replicas are started as requests wait and removed when fewer are enough, without a loss."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.ray_cluster import ThreeNodes
+from tests.support.replicas import REPLICA, Served, two_replicas
+
+pytest.importorskip("ray", reason="needs the extra ray")
+pytestmark = pytest.mark.replicas
+
+OPTIONS = {
+    "--replicas": 1,
+    "--max-replicas": 2,
+    "--parallel": 4,
+    "--scale-up-seconds": 1,
+    "--scale-down-seconds": 3,
+}
+TEXT = "the winding road to the land of the king is far from the sea and " * 12
+RAYS_PATIENCE = 20
+"""After how many seconds Ray Serve kills a replica that has requests, by default."""
+
+
+class Load:
+    """Ask on and on, with more clients than a replica answers at a time."""
+
+    def __init__(self, served: Served, clients: int) -> None:
+        self.replicas: set[str] = set()
+        self._served = served
+        self._end = threading.Event()
+        self._threads = ThreadPoolExecutor(clients)
+        self._asking = [self._threads.submit(self._ask, number) for number in range(clients)]
+
+    def _ask(self, client: int) -> int:
+        answered = 0
+        while not self._end.is_set():
+            answer, replica, _ = self._served.ask(f"{client} {answered} the king", max_tokens=200)
+            assert answer
+            self.replicas.add(replica)
+            answered += 1
+        return answered
+
+    def end(self) -> list[int]:
+        """Return how many answers each client got; all requests that were sent have one."""
+        self._end.set()
+        answered = [asking.result(120) for asking in self._asking]
+        self._threads.shutdown()
+        return answered
+
+
+class LongAnswer:
+    """Read an answer that does not end by itself, in a thread."""
+
+    def __init__(self, served: Served, prompt: str) -> None:
+        self.replica = ""
+        self.lines = 0
+        self._end = threading.Event()
+        self._served = served
+        self._thread = threading.Thread(target=self._read, args=(prompt,))
+        self._thread.start()
+
+    def _read(self, prompt: str) -> None:
+        many = 1_000_000
+        body = {"prompt": prompt, "max_tokens": many, "min_tokens": many, "stream": True}
+        with self._served.client.stream("POST", "/v1/completions", json=body) as answer:
+            self.replica = answer.headers[REPLICA]
+            for line in answer.iter_lines():
+                assert "error" not in line, line
+                self.lines += 1
+                if self._end.is_set():
+                    return
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def test_a_replica_is_started_for_waiting_requests_and_removed_without_a_loss(
+    cluster: ThreeNodes, tmp_path: Path
+) -> None:
+    more = [word for option in OPTIONS.items() for word in option]
+    long: list[LongAnswer] = []
+    with two_replicas(cluster, tmp_path, *more) as served:
+        one = {served.ask(f"{number} {TEXT}")[1] for number in range(6)}
+        assert len(one) == 1
+        load = Load(served, 10)
+        try:
+            wait_until(lambda: len(load.replicas) == 2, 240)
+            assert one < load.replicas
+            # Conversations and long answers are at both replicas.
+            texts = {f"named {number}": f"{number} {TEXT}" for number in range(8)}
+            where = {}
+            for name, text in texts.items():
+                answer, where[name], _ = served.ask(text, name)
+                texts[name] = f"{text}{answer} and then the king said"
+            assert set(where.values()) == load.replicas
+            while {answer.replica for answer in long} != load.replicas:
+                assert len(long) < 20
+                long.append(LongAnswer(served, f"{len(long)} the queen"))
+                wait_until(lambda: long[-1].lines > 0, 60)
+                if sum(answer.replica == long[-1].replica for answer in long) > 1:
+                    long.pop().end()
+        finally:
+            answered = load.end()
+        assert min(answered) > 0
+
+        # One replica goes, whose conversations go on at the other one.
+        wait_until(lambda: len({served.ask(t, name)[1] for name, t in texts.items()}) == 1, 120)
+        for name, text in texts.items():
+            answer, replica, read = served.ask(text, name)
+            assert answer
+            assert replica in load.replicas
+            assert read < 20
+        # Answers go on at the replica that was told to go.
+        until = time.monotonic() + RAYS_PATIENCE + 5
+        wait_until(lambda: time.monotonic() > until, RAYS_PATIENCE + 10)
+        lines = [answer.lines for answer in long]
+        wait_until(lambda: all(now.lines > n for now, n in zip(long, lines, strict=True)), 30)
+        for answer in long:
+            answer.end()
+
+
+def wait_until(what: object, seconds: float) -> None:
+    assert callable(what)
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.2)

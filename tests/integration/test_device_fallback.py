@@ -1,0 +1,178 @@
+"""Layers whose device refuses their attention attend in main memory; the others stay there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architectures import ARCHITECTURES
+from tests.support import plain_memory_device
+from tests.support.releases import write_known
+from tests.support.tiny_models import write_llama
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = """
+import contextlib, json, sys
+from tests.support.refusing_device import RefusingDevice
+path, layers, head_dims, operations, options = map(json.loads, sys.argv[1:])
+device = RefusingDevice(head_dims, operations)
+import numpy as np
+from entropykv import Pool, Session
+from tests.support.logits import relative_error, tokens_for
+from tests.support.saved_sessions import all_entries
+
+options = {"n_ctx": 256, "n_ubatch": 24, "policy": "uniform", "kv_type": "f16"} | options
+options["n_threads"] = 1
+
+def read(session):
+    tokens = tokens_for(140)
+    rows = [session.decode(tokens[:120], all_logits=True)]
+    rows += [np.atleast_2d(session.decode([token])) for token in tokens[120:]]
+    return np.concatenate(rows)
+
+alone = {name: value for name, value in options.items() if name != "n_sequences"}
+alone |= {"store": "headwise", "n_gpu_layers": 0}
+alone["kv_budget"] //= options.get("n_sequences", 1)
+with Session(path, **alone) as session:
+    expected, entries = read(session), all_entries(session)
+    state = session.save_state()
+given = {"store": "device", **options, "n_gpu_layers": layers}
+with contextlib.ExitStack() as stack:
+    if "n_sequences" in options:
+        pool = stack.enter_context(Pool(path, **given))
+        other, session = pool.session(), pool.session()
+        read(other)
+    else:
+        session = stack.enter_context(Session(path, **given))
+    rows = read(session)
+    kept = all_entries(session)
+    stats = session.stats()
+    session.load_state(state)
+    loaded = all_entries(session) == entries
+    pool.resize(128) if "n_sequences" in options else session.resize(0.5)
+    session.decode(tokens_for(30, seed=8))
+    print(json.dumps({
+        "store": session.store,
+        "fallback": session.fallback,
+        "on_host": session.on_host,
+        "error": float(relative_error(rows, expected)),
+        "same": sum(len(set(a) & set(b)) for a, b in zip(kept, entries)) / sum(map(len, entries)),
+        "devices": stats.kv_bytes_on_devices,
+        "within": stats.kv_bytes_peak <= stats.kv_bytes_budget,
+        "loaded": loaded,
+        "refused": device.refused,
+    }))
+"""
+
+pytestmark = pytest.mark.skipif(
+    not plain_memory_device.is_known(), reason="another llama.cpp, whose devices look different"
+)
+
+MODELS = {a.name: a for kind in ARCHITECTURES.values() for a in kind}
+KINDS = ("gemma2", "gpt-oss", "llama4", "gemma3n", "deepseek2", "bloom")
+"""Sliding windows, sinks, chunked windows, shared K and V, MLA, and ALiBi."""
+
+
+def read_on_device(
+    path: Path,
+    head_dims: Collection[int] = (),
+    operations: Collection[str] = (),
+    layers: int = 99,
+    **options: Any,
+) -> dict[str, Any]:
+    """Read a text with layers on a device that refuses something, in a process of its own.
+
+    Returns what the session says, and compares it with the headwise store on the CPU.
+    """
+    arguments = (str(path), layers, sorted(head_dims), sorted(operations), options)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *map(json.dumps, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # Nothing was computed on the device that it does not support.
+    assert found["refused"] == []
+    assert found["within"]
+    assert found["loaded"]
+    return found
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    path = tmp_path / "llama.gguf"
+    write_llama(path, head_dim=64, weight_type="F32")
+    return path
+
+
+@pytest.mark.parametrize("layers", [99, 2])
+def test_layers_whose_heads_a_device_refuses_attend_in_main_memory(
+    llama: Path, layers: int
+) -> None:
+    found = read_on_device(llama, head_dims=[64], layers=layers, kv_budget=48)
+    named = "layers 0 to 1 are" if layers == 99 else "layer 1 are"
+    assert found["on_host"] == (
+        f"K, V and attention of {named} in main memory, because REFUSING cannot compute "
+        "FLASH_ATTN_EXT for heads of 64 values"
+    )
+    assert list(found["devices"]) == ["CPU"]
+    assert found["error"] < 2e-3
+    assert found["same"] == 1.0
+
+
+def test_layers_whose_heads_it_takes_stay_on_the_device(llama: Path) -> None:
+    found = read_on_device(llama, head_dims=[32], kv_budget=48)
+    assert found["on_host"] is None
+    assert list(found["devices"]) == ["REFUSING"]
+    assert found["error"] < 2e-3
+
+
+def test_of_layers_with_unlike_heads_only_those_that_it_refuses_move(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_known(path, MODELS["gemma4"])
+    found = read_on_device(path, head_dims=[32], kv_budget=48)
+    assert found["on_host"].endswith("for heads of 32 values")
+    assert sorted(found["devices"]) == ["CPU", "REFUSING"]
+    assert found["error"] < 5e-2
+    assert found["same"] > 0.95
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("refuses", ["attention", "masks"])
+def test_all_kinds_of_attention_can_move(name: str, refuses: str, tmp_path: Path) -> None:
+    """A device may refuse llama.cpp's own attention, or only what the store computes around it."""
+    path = tmp_path / "model.gguf"
+    write_known(path, MODELS[name])
+    operations = ["FLASH_ATTN_EXT"] if refuses == "attention" else ["CLAMP"]
+    found = read_on_device(path, operations=operations, kv_budget=48)
+    assert f"REFUSING cannot compute {operations[0]}" in found["on_host"]
+    assert list(found["devices"]) == ["CPU"]
+    assert found["error"] < 5e-2 + 2 * MODELS[name].rounding
+    assert found["same"] > 0.95
+
+
+@pytest.mark.parametrize(
+    ("operations", "store"), [(["FLASH_ATTN_EXT"], "headwise"), (["CLAMP"], "device")]
+)
+def test_auto_takes_headwise_where_llama_cpp_attends_on_the_cpu_anyway(
+    llama: Path, operations: list[str], store: str
+) -> None:
+    found = read_on_device(llama, operations=operations, kv_budget=48, store="auto")
+    assert found["store"] == store
+    assert (found["fallback"] is None) == (store == "headwise")
+    assert (found["on_host"] is None) == (store == "headwise")
+
+
+def test_conversations_of_a_pool_attend_there_too(llama: Path) -> None:
+    found = read_on_device(llama, operations=["CLAMP"], kv_budget=64, n_sequences=2)
+    assert found["on_host"] is not None
+    assert found["same"] == 1.0

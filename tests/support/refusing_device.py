@@ -1,0 +1,92 @@
+"""Register a ggml device with memory of its own that refuses some attention, in a process of its
+own.
+
+llama.cpp treats it as a GPU: it gives layers to it, and copies between its memory and that of the
+CPU, since neither reads the other's. It computes everything but the operations that it refuses, as
+CUDA refuses flash attention for heads of some sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from ctypes import CFUNCTYPE, c_bool, c_size_t, c_void_p
+
+from tests.support.plain_memory_device import PlainMemoryDevice, Tensor
+
+_GPU = 1
+
+_OF_ALLOCATING = CFUNCTYPE(c_void_p, c_void_p, c_size_t)
+_OF_ALIGNMENT = CFUNCTYPE(c_size_t, c_void_p)
+_OF_HOST = CFUNCTYPE(c_bool, c_void_p)
+_OF_BUFFER_NAME = CFUNCTYPE(c_void_p, c_void_p)
+
+
+class _BufferType(ctypes.Structure):
+    _fields_ = (
+        ("get_name", _OF_BUFFER_NAME),
+        ("alloc_buffer", _OF_ALLOCATING),
+        ("get_alignment", _OF_ALIGNMENT),
+        ("get_max_size", c_void_p),
+        ("get_alloc_size", c_void_p),
+        ("is_host", _OF_HOST),
+        ("device", c_void_p),
+        ("context", c_void_p),
+    )
+
+
+class _Buffer(ctypes.Structure):
+    """Define the first fields of a ggml_backend_buffer."""
+
+    _fields_ = (("functions", c_void_p * 11), ("buffer_type", c_void_p))
+
+
+class RefusingDevice(PlainMemoryDevice):
+    """Implement the device; it must live as long as the process."""
+
+    name = b"REFUSING"
+    kind = _GPU
+    memory = 1 << 30
+
+    def __init__(self, head_dims: Collection[int] = (), operations: Collection[str] = ()) -> None:
+        """Register the device, which models that are loaded afterwards use.
+
+        It refuses flash attention with keys of `head_dims` values, and all `operations`, given by
+        ggml's names of them.
+        """
+        self._head_dims = frozenset(head_dims)
+        self._refuses = frozenset(operation.encode() for operation in operations)
+        self._memory = _BufferType()
+        super().__init__()
+
+    def _buffer_type(self) -> int:
+        cpu, base = super()._buffer_type(), self._base
+        base.ggml_backend_buft_alloc_buffer.restype = c_void_p
+        base.ggml_backend_buft_alloc_buffer.argtypes = [c_void_p, c_size_t]
+        base.ggml_backend_buft_get_alignment.restype = c_size_t
+        base.ggml_backend_buft_get_alignment.argtypes = [c_void_p]
+        memory, address = self._memory, ctypes.addressof(self._memory)
+
+        def allocate(_: int, size: int) -> int | None:
+            buffer = base.ggml_backend_buft_alloc_buffer(cpu, size)
+            if buffer:
+                _Buffer.from_address(buffer).buffer_type = address
+            return buffer
+
+        memory.get_name = _OF_BUFFER_NAME(lambda _: ctypes.addressof(self._name))
+        memory.alloc_buffer = _OF_ALLOCATING(allocate)
+        memory.get_alignment = _OF_ALIGNMENT(lambda _: base.ggml_backend_buft_get_alignment(cpu))
+        memory.is_host = _OF_HOST(lambda _: False)
+        memory.device = ctypes.addressof(self._device)
+        return address
+
+    def _can_use(self, memory: int) -> bool:
+        return memory == ctypes.addressof(self._memory)
+
+    def _computes(self, node: Tensor) -> bool:
+        operation = self._operation(node)
+        if operation == b"FLASH_ATTN_EXT":
+            keys = Tensor.from_address(node.src[1])
+            if keys.ne[0] in self._head_dims:
+                return False
+        return operation not in self._refuses
