@@ -135,7 +135,9 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph) {
 void DeviceAttention::place_ones() {
     if (!importance_.measure().observes()) return;
     const auto context = device_.graph_context();
-    ggml_tensor* given = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 256, 64, 2);
+    // Only some of the rows are summed up, and some devices compute no products of such a view.
+    ggml_tensor* all = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 512, 64, 2);
+    ggml_tensor* given = ggml_view_3d(context.get(), all, 256, 64, 2, all->nb[1], all->nb[2], 0);
     ggml_tensor* ones = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 1, 64, 2);
     ggml_cgraph* graph = Device::new_graph(context.get());
     ggml_build_forward_expand(graph, ggml_out_prod(context.get(), given, ones));

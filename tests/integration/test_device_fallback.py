@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
 import contextlib, json, sys
 from tests.support.refusing_device import RefusingDevice
-path, layers, head_dims, operations, options = map(json.loads, sys.argv[1:])
-device = RefusingDevice(head_dims, operations)
+path, layers, head_dims, operations, of_views, options = map(json.loads, sys.argv[1:])
+device = RefusingDevice(head_dims, operations, of_views)
 import numpy as np
 from entropykv import Pool, Session
 from tests.support.logits import relative_error, tokens_for
@@ -83,6 +83,7 @@ def read_on_device(
     path: Path,
     head_dims: Collection[int] = (),
     operations: Collection[str] = (),
+    of_views: Collection[str] = (),
     layers: int = 99,
     **options: Any,
 ) -> dict[str, Any]:
@@ -90,7 +91,8 @@ def read_on_device(
 
     Returns what the session says, and compares it with the headwise store on the CPU.
     """
-    arguments = (str(path), layers, sorted(head_dims), sorted(operations), options)
+    refused = map(sorted, (head_dims, operations, of_views))
+    arguments = (str(path), layers, *refused, options)
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *map(json.dumps, arguments)],
         capture_output=True,
@@ -131,6 +133,14 @@ def test_layers_whose_heads_a_device_refuses_attend_in_main_memory(
 
 def test_layers_whose_heads_it_takes_stay_on_the_device(llama: Path) -> None:
     found = read_on_device(llama, head_dims=[32], kv_budget=48)
+    assert found["on_host"] is None
+    assert list(found["devices"]) == ["REFUSING"]
+    assert found["error"] < 2e-3
+
+
+def test_sums_that_a_device_does_not_compute_as_products_are_computed_there(llama: Path) -> None:
+    """Vulkan has products for sums over queries, but not of views."""
+    found = read_on_device(llama, of_views=["OUT_PROD"], kv_budget=48)
     assert found["on_host"] is None
     assert list(found["devices"]) == ["REFUSING"]
     assert found["error"] < 2e-3

@@ -48,12 +48,19 @@ class RefusingDevice(PlainMemoryDevice):
     kind = _GPU
     memory = 1 << 30
 
-    def __init__(self, head_dims: Collection[int] = (), operations: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        head_dims: Collection[int] = (),
+        operations: Collection[str] = (),
+        of_views: Collection[str] = (),
+    ) -> None:
         """Register the device, which models that are loaded afterwards use.
 
         It refuses flash attention with keys of `head_dims` values, and all `operations`, given by
-        ggml's names of them.
+        ggml's names of them; those `of_views` only if the values of their first source do not lie
+        one after another.
         """
+        self._of_views = frozenset(operation.encode() for operation in of_views)
         self._head_dims = frozenset(head_dims)
         self._refuses = frozenset(operation.encode() for operation in operations)
         self._memory = _BufferType()
@@ -88,5 +95,9 @@ class RefusingDevice(PlainMemoryDevice):
         if operation == b"FLASH_ATTN_EXT":
             keys = Tensor.from_address(node.src[1])
             if keys.ne[0] in self._head_dims:
+                return False
+        if operation in self._of_views:
+            source = Tensor.from_address(node.src[0])
+            if any(source.nb[i + 1] != source.nb[i] * source.ne[i] for i in range(3)):
                 return False
         return operation not in self._refuses
