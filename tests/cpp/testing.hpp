@@ -2,9 +2,11 @@
 // does.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <map>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "attention/attention.hpp"
+#include "platform/worker_threads.hpp"
 #include "store/forks.hpp"
 #include "store/frozen_heads.hpp"
 #include "store/head_states.hpp"
@@ -91,12 +94,19 @@ inline RowsView view(const std::vector<float>& rows, int heads, int dim) {
     return {reinterpret_cast<const std::byte*>(rows.data()), head * index(heads), head};
 }
 
-// Runs one node of the graph: every thread runs it, and none continues before all are done.
+// Runs one node of the graph: every thread runs it, and none continues before all are done. The
+// threads stay, as ggml's do: a system may take a millisecond to make one. All of them begin
+// together, so that none does the work of the others before they run.
 inline void run_node(int n_threads, const std::function<void(int)>& node) {
-    std::vector<std::thread> threads;
-    for (int t = 1; t < n_threads; ++t) threads.emplace_back(node, t);
-    node(0);
-    for (std::thread& thread : threads) thread.join();
+    if (n_threads == 1) return node(0);
+    static std::map<int, WorkerThreads> teams;
+    WorkerThreads& team = teams.try_emplace(n_threads, n_threads).first->second;
+    std::atomic<int> waiting{n_threads};
+    team.run(n_threads, [&](int thread, int) {
+        --waiting;
+        while (waiting > 0) std::this_thread::yield();
+        node(thread);
+    });
 }
 
 // Reads a random micro-batch, whose last n_echo tokens are an echo; returns the outputs of every

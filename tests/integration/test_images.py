@@ -21,6 +21,7 @@ from entropykv.session.images import ImageLimits
 from tests.support.architecture_models import MODELS, written
 from tests.support.image_reference import MARKER, helper_logits
 from tests.support.logits import relative_error
+from tests.support.releases import need_images
 from tests.support.tiny_vision import TinyProjector, png
 from tests.support.vision_models import (
     FILES,
@@ -81,6 +82,7 @@ KINDS_OF_LAYERS = (
 
 @pytest.mark.parametrize("name", KINDS_OF_LAYERS)
 def test_all_kinds_of_layers_read_images_as_llama_cpp(name: str, tmp_path: Path) -> None:
+    need_images()
     path = written(MODELS[name], tmp_path)
     projector = tmp_path / "mmproj.gguf"
     kind = "qwen2vl_merger" if name.startswith("qwen3") else "mlp"
