@@ -276,20 +276,31 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
 
 
 def _start(http: dict[str, Any]) -> None:
-    """Start Ray Serve and its proxy; raises EntropyKVError if that takes too long."""
+    """Start Ray Serve and its proxy; raises EntropyKVError if the proxy cannot be started."""
     try:
-        serve.start(http_options=http)
+        try:
+            serve.start(http_options=http)
+        except TimeoutError:
+            # Ray waits for a minute, which a busy machine may exceed. This call finds the running
+            # controller and returns, and serve.run() waits for the proxy once more.
+            serve.start(http_options=http)
     except (TimeoutError, ray.exceptions.RayActorError) as error:
-        raise EntropyKVError(
-            "Ray Serve's proxy does not start: the machine is too busy, or its ports are taken "
-            f"({type(error).__name__}); try again, or look at Ray's logs"
-        ) from None
+        raise _no_proxy(error) from None
+
+
+def _no_proxy(error: Exception) -> EntropyKVError:
+    return EntropyKVError(
+        "Ray Serve's proxy does not start: the machine is too busy, or its ports are taken "
+        f"({type(error).__name__}); try again, or look at Ray's logs"
+    )
 
 
 def _deploy(app: serve.Application) -> None:
     """Start the replicas, or replace the running ones."""
     try:
         serve.run(app, name=NAME)
+    except TimeoutError as error:
+        raise _no_proxy(error) from None
     except RuntimeError as error:
         deployments = serve.status().applications[NAME].deployments.values()
         said = "".join(deployment.message for deployment in deployments)
