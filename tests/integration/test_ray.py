@@ -94,8 +94,16 @@ def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
         return []
 
 
+@pytest.fixture
+def program() -> tuple[str, ...]:
+    """The arguments of Python that run the command."""
+    return ("-m", "entropykv.cli")
+
+
 @pytest.fixture(params=[1, 2])
-def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replicas]:
+def replicas(
+    request: pytest.FixtureRequest, tmp_path: Path, program: tuple[str, ...]
+) -> Iterator[Replicas]:
     """Start replicas that each hold one conversation, or a pool of two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -126,7 +134,7 @@ def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica
     arguments = [str(word) for option in options.items() for word in option]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "entropykv.cli", "serve", *arguments],
+            [sys.executable, *program, "serve", *arguments],
             env=environment, cwd=tmp_path, stdout=log, stderr=log, creationflags=creation_flags(),
         )  # fmt: skip
     try:
@@ -210,3 +218,21 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         assert replicas.process.wait(60) == 0
     assert not psutil.wait_procs(started, timeout=20)[1]
     assert len(list((tmp_path / "sessions").glob("*.session"))) == len(where)
+
+
+IMPATIENT = """
+import sys
+import ray.serve._private.api as api
+from entropykv.cli import main
+
+api.HTTP_PROXY_TIMEOUT = 0.001
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, in a process where Ray waits hardly at all for its proxy."""
+
+
+@pytest.mark.parametrize("program", [("-c", IMPATIENT)], ids=["impatient"])
+@pytest.mark.parametrize("replicas", [1], indirect=True)
+def test_a_proxy_that_starts_slowly_is_waited_for(replicas: Replicas) -> None:
+    wait_for(replicas.is_ready, 300)
+    assert replicas.complete(OPENING, None).text
