@@ -10,7 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-clients test-versions test-device \
+.PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-autoscaling test-clients test-versions test-device \
 	test-rpc test-vulkan test-cuda test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
@@ -136,6 +136,10 @@ test-reference: install  ## the tests against torch and transformers, and of rep
 
 # The clients bring a hundred packages, which have no place beside those of the other tests.
 CLIENTS := build/clients
+test-autoscaling: install  ## replicas that come and go under Ray: minutes, on a machine with cores to spare
+	$(BIN)/pip install -q "entropykv[ray]"
+	ENTROPYKV_TEST_AUTOSCALING=1 $(BIN)/python -m pytest tests/integration/test_autoscaling.py
+
 test-clients: $(VENV)/.package  ## the server against LangChain, LlamaIndex, litellm and schemathesis
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	rm -rf $(CLIENTS)/wheels

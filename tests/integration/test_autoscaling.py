@@ -1,7 +1,11 @@
-"""Replicas are started as requests wait and removed when fewer are enough, without a loss."""
+"""Replicas are started as requests wait and removed when fewer are enough, without a loss.
+
+This takes minutes, and needs a machine on which a cluster of three nodes has cores to spare.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +17,9 @@ from tests.support.ray_cluster import ThreeNodes
 from tests.support.replicas import REPLICA, Served, two_replicas
 
 pytest.importorskip("ray", reason="needs the extra ray")
-pytestmark = pytest.mark.replicas
+pytestmark = pytest.mark.skipif(
+    "ENTROPYKV_TEST_AUTOSCALING" not in os.environ, reason="make test-autoscaling"
+)
 
 OPTIONS = {
     "--replicas": 1,
