@@ -1,6 +1,5 @@
 // Saves and loads what a device store holds, in the format of the headwise store's states.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "decide/budget.hpp"
@@ -55,17 +54,8 @@ std::string DeviceStore::state_problem(int layer, int count, const std::byte* st
     if (size != index(pages_for(count, layout.entries)) * layout.bytes)
         return "a size that is not that of its entries";
     std::vector<bool> seen(index(std::max(end, 0)));
-    for (int i = 0; i < count; ++i) {
-        const std::byte* page = state + index(layout.page_of(i)) * layout.bytes;
-        const int slot = layout.slot_of(i);
-        const auto position = static_cast<std::size_t>(layout.positions(page)[slot]);
-        if (position >= seen.size()) return "a position that was never read";
-        if (seen[position]) return "a position twice";
-        seen[position] = true;
-        const float importance = layout.importance(page)[slot];
-        if (!std::isfinite(importance) || importance < 0.0f) return "an impossible importance";
-    }
-    return {};
+    const char* problem = entries_problem(layout, state, count, seen);
+    return problem == nullptr ? "" : problem;
 }
 
 void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::byte*>& states) {

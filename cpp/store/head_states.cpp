@@ -54,22 +54,6 @@ void copy_pages(const PageLayout& layout, const std::vector<std::byte*>& from, i
     }
 }
 
-// Returns what is wrong with positions and importance of the first n entries of a page, or null.
-// seen: by position, whether an entry had it.
-const char* entries_problem(const PageLayout& layout, const std::byte* page, int n,
-                            std::vector<bool>& seen) {
-    for (int i = 0; i < n; ++i) {
-        const auto position = static_cast<std::size_t>(layout.positions(page)[i]);
-        // This also catches negative positions.
-        if (position >= seen.size()) return "a position that was never read";
-        if (seen[position]) return "a position twice";
-        seen[position] = true;
-        const float importance = layout.importance(page)[i];
-        if (!std::isfinite(importance) || importance < 0.0f) return "an impossible importance";
-    }
-    return nullptr;
-}
-
 // Saves the held entries, the statistics of queries and the dropped scores. importance(i) returns
 // an entry's importance, because shared pages do not hold it.
 template <typename Importance>
@@ -149,6 +133,22 @@ void HeadSaver::save(int layer, const CheckpointHead& head, std::byte* state) co
         head.dropped, [&](int i) { return head.importance[index(i)]; }, state);
 }
 
+const char* entries_problem(const PageLayout& layout, const std::byte* state, int count,
+                            std::vector<bool>& seen) {
+    for (int i = 0; i < count; ++i) {
+        const std::byte* page = state + index(layout.page_of(i)) * layout.bytes;
+        const int slot = layout.slot_of(i);
+        const auto position = static_cast<std::size_t>(layout.positions(page)[slot]);
+        // This also catches negative positions.
+        if (position >= seen.size()) return "a position that was never read";
+        if (seen[position]) return "a position twice";
+        seen[position] = true;
+        const float importance = layout.importance(page)[slot];
+        if (!std::isfinite(importance) || importance < 0.0f) return "an impossible importance";
+    }
+    return nullptr;
+}
+
 std::string HeadSaver::problem(int layer_index, int count, const std::byte* state, std::size_t size,
                                std::int32_t end) const {
     constexpr const char* kSize = "a size that is not that of its entries";
@@ -161,11 +161,8 @@ std::string HeadSaver::problem(int layer_index, int count, const std::byte* stat
     const bool is_whole = size == warm || size == warm + padding_of(layer, count);
     if (layer.cold ? size < warm : !is_whole) return kSize;
     std::vector<bool> seen(index(std::max(end, 0)));
-    const std::byte* page = state;
-    for (int first = 0; first < count; first += layout.entries, page += layout.bytes) {
-        const int n = std::min(layout.entries, count - first);
-        if (const char* problem = entries_problem(layout, page, n, seen)) return problem;
-    }
+    if (const char* problem = entries_problem(layout, state, count, seen)) return problem;
+    const std::byte* page = state + state_pages(layout, count) * layout.bytes;
     const std::size_t of_queries = layer.heads.front().queries.state_bytes();
     if (!QueryStatistics::is_possible(page, of_queries)) return "impossible queries";
     if (layer.heads.front().dropped && !DroppedScores::is_possible(page + of_queries))

@@ -23,6 +23,11 @@
 
 namespace entropykv {
 
+// Returns what is wrong with the positions and the importance in the pages of a state of `count`
+// entries, or null. seen: by position of the text, whether an entry had it.
+const char* entries_problem(const PageLayout& layout, const std::byte* state, int count,
+                            std::vector<bool>& seen);
+
 class HeadSaver {
 public:
     explicit HeadSaver(const StoreComponents& components) : components_(components) {}
