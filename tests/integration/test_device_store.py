@@ -85,7 +85,7 @@ def device() -> None:
 
 def model_of(name: str, folder: Path) -> Path:
     path = folder / f"{name}.gguf"
-    MODELS[name](path)
+    MODELS[name](path) if name in MODELS else write_known(path, OTHER_ATTENTION[name])
     return path
 
 
@@ -217,13 +217,8 @@ def predicting(session: Session, path: Path) -> EntropyProfile:
 def test_scores_are_predicted_as_on_the_cpu(
     name: str, kv_type: str, policy: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.gguf"
-    rounding = 0.0
-    if name in MODELS:
-        MODELS[name](path)
-    else:
-        write_known(path, OTHER_ATTENTION[name])
-        rounding = OTHER_ATTENTION[name].rounding
+    path = model_of(name, tmp_path)
+    rounding = OTHER_ATTENTION[name].rounding if name in OTHER_ATTENTION else 0.0
     with on_cpu(path, kv_budget=1.0, n_ctx=256) as session:
         if session._store.rope_obstacle:
             pytest.skip("no keys before RoPE")
@@ -454,8 +449,7 @@ def test_a_rollback_beyond_what_windows_hold_is_refused_by_name(tmp_path: Path) 
 def test_a_smaller_budget_evicts_at_once_and_a_larger_one_gets_rows(
     name: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.gguf"
-    MODELS[name](path) if name in MODELS else write_known(path, OTHER_ATTENTION[name])
+    path = model_of(name, tmp_path)
     kept, logits = [], []
     for open_session in (on_cpu, on_device):
         with open_session(path, kv_budget=0.5) as session:
@@ -756,8 +750,7 @@ def test_places_of_a_pool_get_another_budget_as_sessions_do_alone(llama: Path) -
 def test_a_pool_goes_back_to_checkpoints_whatever_was_evicted_since(
     name: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.gguf"
-    MODELS[name](path) if name in MODELS else write_known(path, OTHER_ATTENTION[name])
+    path = model_of(name, tmp_path)
     text, question, more = tokens_for(120), tokens_for(8, seed=8), tokens_for(100, seed=9)
     with (
         pool_of(path, kv_budget=160, n_ctx=256, n_ubatch=24, checkpoints="4MiB") as pool,

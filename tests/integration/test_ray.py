@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import pytest
 from entropykv import EntropyLlama
 from entropykv.model import shipped
 from tests.support.ending import ask_to_end, creation_flags
+from tests.support.replicas import wait_for
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -76,13 +77,6 @@ class Replicas:
         """Tell whether every replica runs; the first one would already answer requests."""
         assert self.process.poll() is None, "the server ended"
         return b"is ready at" in self.log.read_bytes()
-
-
-def wait_for(what: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.2)
 
 
 def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
