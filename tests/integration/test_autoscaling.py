@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 OPTIONS = {
+    "--n_ctx": 1_000_000,
     "--replicas": 1,
     "--max-replicas": 2,
     "--parallel": 4,
@@ -68,8 +69,8 @@ class LongAnswer:
         self.lines = 0
         self._end = threading.Event()
         self._served = served
-        self._thread = threading.Thread(target=self._read, args=(prompt,))
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._reading = self._thread.submit(self._read, prompt)
 
     def _read(self, prompt: str) -> None:
         many = 1_000_000
@@ -81,10 +82,18 @@ class LongAnswer:
                 self.lines += 1
                 if self._end.is_set():
                     return
+        raise AssertionError(f"an answer ended after {self.lines} lines")
+
+    def goes_on(self, lines: int) -> bool:
+        """Say whether there are more lines than so many; raises what ended the answer."""
+        if self._reading.done():
+            self._reading.result()
+        return self.lines > lines
 
     def end(self) -> None:
         self._end.set()
-        self._thread.join()
+        self._reading.result(60)
+        self._thread.shutdown()
 
 
 def test_a_replica_is_started_for_waiting_requests_and_removed_without_a_loss(
@@ -129,6 +138,6 @@ def test_a_replica_is_started_for_waiting_requests_and_removed_without_a_loss(
         until = time.monotonic() + RAYS_PATIENCE + 5
         wait_for(lambda: time.monotonic() > until, RAYS_PATIENCE + 10)
         lines = [answer.lines for answer in long]
-        wait_for(lambda: all(now.lines > n for now, n in zip(long, lines, strict=True)), 30)
+        wait_for(lambda: all(now.goes_on(n) for now, n in zip(long, lines, strict=True)), 30)
         for answer in long:
             answer.end()
