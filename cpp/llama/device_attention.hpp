@@ -178,6 +178,7 @@ private:
     void allocate_for_graph();
     int most_heads() const;
     std::size_t looked_up_tokens() const;
+    std::size_t most_changed(const LayerShape& shape) const;
     void begin_in_graph();
     float oldest_seen(const Served& served) const;
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.

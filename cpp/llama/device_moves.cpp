@@ -1,0 +1,106 @@
+// Moves rows to the places of evicted ones, and turns keys to other positions.
+#include <algorithm>
+
+#include "llama/device_attention.hpp"
+#include "llama/device_graph.hpp"
+#include "llama/step_input.hpp"
+
+namespace entropykv {
+
+bool DeviceAttention::has_moves() const {
+    return std::any_of(layers_.begin(), layers_.end(), [](const Served& served) {
+        const std::vector<DeviceHead>& heads = served.layer->heads();
+        return std::any_of(heads.begin(), heads.end(),
+                           [](const DeviceHead& head) { return !head.moves.empty(); });
+    });
+}
+
+void DeviceAttention::move_rows() {
+    // A row that gets another one's content is none whose content is moved, so moves may be done in
+    // any order, and by parts if there is no room for all.
+    while (has_moves()) {
+        const auto context = device_.graph_context();
+        ggml_cgraph* graph = Device::new_graph(context.get());
+        StepInput input(device_, written_);
+        for (Served& served : layers_) {
+            DeviceLayer& layer = *served.layer;
+            std::vector<std::int32_t> from;
+            std::vector<std::int64_t> to;
+            const std::size_t most = index_of(max_tokens_ * layer.shape().n_head_kv);
+            for (DeviceHead& head : layer.heads())
+                for (; !head.moves.empty() && from.size() < most; head.moves.pop_back()) {
+                    from.push_back(head.first_row + head.moves.back().from);
+                    to.push_back(head.first_row + head.moves.back().to);
+                }
+            if (from.empty()) continue;
+            const auto n = static_cast<std::int64_t>(from.size());
+            ggml_tensor* from_rows =
+                moves_->tensor(context.get(), GGML_TYPE_I32, input.add(from), n);
+            ggml_tensor* to_rows = moves_->tensor(context.get(), GGML_TYPE_I64, input.add(to), n);
+            for (const ggml_tensor* rows : {layer.k(), layer.v()}) {
+                if (rows == nullptr) continue;
+                ggml_tensor* all = leaf_of(context.get(), rows);
+                ggml_build_forward_expand(
+                    graph, ggml_set_rows(context.get(), all,
+                                         ggml_get_rows(context.get(), all, from_rows), to_rows));
+            }
+        }
+        moves_->write(0, written_.data(), written_.size());
+        device_.place(graph);
+        device_.compute(graph);
+    }
+}
+
+namespace {
+
+// Builds the graph that turns the keys of a head, by as many positions as an input says for each of
+// its rows.
+struct Rotation {
+    Rotation(ggml_context* context, const DeviceLayer& layer, int head, const RopeParams& rope)
+        : graph(Device::new_graph(context)),
+          by_row(ggml_new_tensor_1d(context, GGML_TYPE_I32, layer.heads()[index_of(head)].rows())),
+          factors(ggml_new_tensor_1d(context, GGML_TYPE_F32, rope.n_dims / 2)) {
+        ggml_set_input(by_row);
+        ggml_set_input(factors);
+        ggml_tensor* all = leaf_of(context, layer.k());
+        const DeviceHead& of = layer.heads()[index_of(head)];
+        ggml_tensor* stored = ggml_view_2d(
+            context, all, all->ne[0] - rope.offset, of.rows(), all->nb[1],
+            all->nb[1] * index_of(of.first_row) + ggml_row_size(all->type, rope.offset));
+        ggml_tensor* keys = ggml_cast(context, stored, GGML_TYPE_F32);
+        keys = turned_by(context, keys, by_row, factors, rope);
+        ggml_build_forward_expand(graph, ggml_cpy(context, keys, stored));
+    }
+
+    ggml_cgraph* graph;
+    ggml_tensor* by_row;
+    ggml_tensor* factors;
+};
+
+}  // namespace
+
+std::string DeviceAttention::unsupported_rotation(int layer, const RopeParams& rope) {
+    const DeviceLayer& of = *layers_.at(index_of(layer)).layer;
+    if (rope.n_dims == 0) return {};
+    if (rope.offset % ggml_blck_size(of.type()) != 0) return "ROPE of a part of a block";
+    const auto context = device_.graph_context();
+    return device_.unsupported_in(Rotation(context.get(), of, 0, rope).graph);
+}
+
+void DeviceAttention::rotate(int layer, const RopeParams& rope,
+                             const std::vector<std::vector<std::int32_t>>& by_row) {
+    const std::vector<float> factors = rope_factors(rope);
+    const DeviceLayer& of = *layers_.at(index_of(layer)).layer;
+    for (int head = 0; head < of.shape().n_head_kv; ++head) {
+        const auto context = device_.graph_context();
+        const Rotation rotation(context.get(), of, head, rope);
+        device_.place(rotation.graph);
+        ggml_backend_tensor_set(rotation.by_row, by_row[index_of(head)].data(), 0,
+                                ggml_nbytes(rotation.by_row));
+        ggml_backend_tensor_set(rotation.factors, factors.data(), 0, ggml_nbytes(rotation.factors));
+        device_.traffic.uploads += 2;
+        device_.compute(rotation.graph);
+    }
+}
+
+}  // namespace entropykv

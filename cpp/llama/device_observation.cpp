@@ -1,0 +1,137 @@
+// Sums up the shares of attention that queries give to the rows of their KV heads.
+#include <algorithm>
+
+#include "llama/device_graph.hpp"
+
+namespace entropykv {
+namespace {
+
+// Lets a product be summed up in f32. Releases of llama.cpp have two names for it.
+template <typename Tensor>
+auto sum_in_f32(Tensor* product, int) -> decltype(ggml_prec_set_acc(product, GGML_PREC_F32)) {
+    return ggml_prec_set_acc(product, GGML_PREC_F32);
+}
+template <typename Tensor>
+void sum_in_f32(Tensor* product, long) {
+    ggml_mul_mat_set_prec(product, GGML_PREC_F32);
+}
+
+// Whole blocks of queries are observed at a time, which have about so many attention weights at
+// most.
+constexpr int kObservedBlock = 64;
+constexpr int kObservedWeights = 1 << 24;
+
+}  // namespace
+
+ggml_tensor* DeviceGraph::copy_of_queries() {
+    return ggml_cpy(context_, leaf_of(context_, node_.q), kept_queries());
+}
+
+void DeviceGraph::add_observation() {
+    q_ = kept_queries();
+    refer_to_rows();
+    refer_to_positions();
+    for (const DeviceGroup& group : layer_.groups()) {
+        const std::int64_t width = layer_.position_stride(group);
+        observe(group, rows_of(k_, layer_.shape().k_dim, group, width), positions_of(group, width));
+    }
+}
+
+ggml_tensor* DeviceGraph::kept_queries() {
+    const LayerShape& shape = layer_.shape();
+    const std::size_t of_reader =
+        sizeof(float) * index_of(shape.k_dim) * index_of(shape.n_head) * index_of(reader_);
+    return device_.queries_->tensor(context_, GGML_TYPE_F32, served_.places.queries + of_reader,
+                                    shape.k_dim, 1, shape.n_head);
+}
+
+// Sums up what the queries of the observation window gave to each row.
+void DeviceGraph::observe(const DeviceGroup& group, ggml_tensor* keys, const Order& order) {
+    ggml_tensor* sums = nullptr;
+    const int n = step_.n_tokens;
+    const std::int64_t width = keys->ne[1];
+    const int of_token = static_cast<int>(width) * query_heads() * group.n_heads;
+    const int at_once = std::max(1, kObservedWeights / of_token / kObservedBlock) * kObservedBlock;
+    const int begin = std::max(0, n - importance_.observation_window);
+    if (n - begin > at_once) keys = ggml_cast(context_, keys, GGML_TYPE_F32);
+    for (int first = begin; first < n; first += at_once) {
+        ggml_tensor* given = given_by(group, keys, order, first, std::min(at_once, n - first));
+        sums = sums == nullptr ? given : ggml_add(context_, sums, given);
+        ggml_build_forward_expand(graph_, sums);
+    }
+    ggml_tensor* all = device_.findings_->tensor(context_, GGML_TYPE_F32, served_.places.observed,
+                                                 layer_.n_positions());
+    ggml_tensor* place = by_row(all, group, sums->ne[0]);
+    sums = ggml_reshape_4d(context_, sums, sums->ne[0], 1, 1, group.n_heads);
+    if (!first_reader_) sums = ggml_add(context_, sums, place);
+    ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
+}
+
+ggml_tensor* DeviceGraph::given_by(const DeviceGroup& group, ggml_tensor* keys, const Order& order,
+                                   int first, int n) {
+    ggml_tensor* products =
+        ggml_mul_mat(context_, keys, ggml_cont(context_, queries_of(group, first, n)));
+    sum_in_f32(products, 0);
+    float scale = scale_;
+    if (softcap_ != 0.0f) {
+        products = ggml_tanh(context_, ggml_scale(context_, products, scale_ / softcap_));
+        products = ggml_scale(context_, products, softcap_);
+        scale = 1.0f;
+    }
+    ggml_tensor* mask_of_queries =
+        step_.in_graph ? stored_mask(group) : mask(group, order, newer(order, first, n), first, n);
+    ggml_tensor* given = ggml_soft_max_ext(context_, products, mask_of_queries, scale, 0.0f);
+    if (ggml_tensor* sinks = sinks_of(group)) ggml_soft_max_add_sinks(given, sinks);
+    if (importance_.measure().statistic == Statistic::squared_probability)
+        given = ggml_sqr(context_, given);
+    if (step_.in_graph) return sum_over_queries(given, 0, given->ne[0]);
+    return sum_without_neighbours(group, given, order, first, n);
+}
+
+// Sums up what queries gave to rows outside of their neighbourhood.
+ggml_tensor* DeviceGraph::sum_without_neighbours(const DeviceGroup& group, ggml_tensor* given,
+                                                 const Order& order, int first, int n) {
+    const auto outside = [&](const Order& of) {
+        ggml_tensor* older =
+            ggml_scale_bias(context_, newer(of, first, n), -1.0f, 1.0f - kNeighbourhood);
+        return ggml_clamp(context_, older, 0.0f, 1.0f);
+    };
+    const std::int64_t count = layer_.heads()[index_of(group.first_head)].count;
+    const std::int64_t used = is_plain(group) ? count + step_.n_tokens : given->ne[0];
+    if (!is_plain(group) || first < kNeighbourhood) {
+        given = ggml_mul(context_, given, outside(positions_of(group, given->ne[0])));
+        return sum_over_queries(given, 0, used);
+    }
+    ggml_tensor* rows = device_.row_numbers_->tensor(context_, GGML_TYPE_F32, 0, given->ne[0]);
+    rows = ggml_view_1d(context_, rows, step_.n_tokens,
+                        sizeof(float) * static_cast<std::size_t>(count));
+    ggml_tensor* of_tokens = ggml_mul(context_, rows_of_given(given, count, step_.n_tokens),
+                                      outside({rows, order.tokens}));
+    ggml_tensor* sums = sum_over_queries(of_tokens, 0, step_.n_tokens);
+    if (count == 0) return sums;
+    return ggml_concat(context_, sum_over_queries(given, 0, count), sums, 0);
+}
+
+// Returns some rows of what is [KV head][query head][token][row].
+ggml_tensor* DeviceGraph::rows_of_given(ggml_tensor* given, std::int64_t first, std::int64_t n) {
+    return ggml_view_4d(context_, given, n, given->ne[1], given->ne[2], given->ne[3], given->nb[1],
+                        given->nb[2], given->nb[3],
+                        sizeof(float) * static_cast<std::size_t>(first));
+}
+
+// Returns sums of some rows, [KV head][row].
+ggml_tensor* DeviceGraph::sum_over_queries(ggml_tensor* given, std::int64_t first, std::int64_t n) {
+    const std::int64_t n_queries = given->ne[1] * given->ne[2];
+    ggml_tensor* rows = rows_of_given(given, first, n);
+    if (device_.ones_ == nullptr) {
+        rows = ggml_cont(context_, ggml_permute(context_, rows, 2, 0, 1, 3));
+        rows = ggml_reshape_3d(context_, rows, n_queries, n, given->ne[3]);
+        return ggml_reshape_3d(context_, ggml_sum_rows(context_, rows), n, 1, given->ne[3]);
+    }
+    rows = ggml_view_3d(context_, rows, n, n_queries, given->ne[3], given->nb[1], given->nb[3], 0);
+    ggml_tensor* ones =
+        device_.ones_->tensor(context_, GGML_TYPE_F32, 0, 1, n_queries, given->ne[3]);
+    return ggml_out_prod(context_, rows, ones);
+}
+
+}  // namespace entropykv
