@@ -18,7 +18,9 @@ from tests.architectures import Architecture, write_architecture
 IS_CHECKED = checked_architectures().llama_cpp_python == LLAMA_CPP_PYTHON_VERSION
 """Whether the running release is that of the table."""
 
-ENDS_THE_PROCESS = dict.fromkeys(("0.3.30", "0.3.32", "0.3.33", "0.3.34"), ("deepseek32",))
+ENDS_THE_PROCESS = dict.fromkeys(
+    ("0.3.30", "0.3.31", "0.3.32", "0.3.33", "0.3.34"), ("deepseek32",)
+)
 """Models with which llama.cpp alone, in this release, ends in an assertion of its own."""
 
 

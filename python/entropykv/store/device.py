@@ -31,10 +31,6 @@ from entropykv.store.protocol import (
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import check_features, ranking_predictor
 
-_UNRELIABLE = (
-    "on Vulkan it has ended the process in a test; --store device (store='device') takes it anyway"
-)
-
 
 class DeviceStore(PooledStore):
     """Keep the entries of one sequence per (layer, KV head), on the device of the layer.
@@ -72,11 +68,6 @@ class DeviceStore(PooledStore):
         check_config(config, model, self.layers, self.hook.rope_obstacle)
         self._plan = self._plan_of(options.budget if budget is None else budget)
         self._store = self._make_rows()
-        if options.store == "auto" and any(
-            "vulkan" in n.lower() for n, _ in self._store.device_bytes
-        ):
-            self._store.release()
-            raise unsupported(model, _UNRELIABLE, self.name)
         self._ropes = [node.rope for node in self.hook.nodes]
         if context.rope_obstacle is None:
             context.rope_obstacle = self.hook.rope_obstacle or self._store.rotation_problem(
