@@ -101,10 +101,14 @@ void register_states(py::class_<DeviceStore>& store) {
 void register_device_store(py::module_& m) {
     m.def(
         "device_rows",
-        [](const std::vector<int>& budgets, int max_tokens, int max_entries) {
-            return rows_of_layer(rows_of_heads(budgets, max_tokens, max_entries));
+        [](const LayerShape& shape, const std::string& kv_type, const std::vector<int>& budgets,
+           int max_tokens, int max_entries) {
+            return rows_of_layer(rows_of_heads(
+                budgets, max_tokens, max_entries,
+                row_multiple(shape, ggml_type_of(kv_type_named(kv_type)), kRowAlignment)));
         },
-        py::arg("budgets"), py::arg("max_tokens"), py::arg("max_entries"));
+        py::arg("shape"), py::arg("kv_type"), py::arg("budgets"), py::arg("max_tokens"),
+        py::arg("max_entries"));
     m.def(
         "feature_count",
         [](const LayerShape& shape, const RopeParams& rope) {

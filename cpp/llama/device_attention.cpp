@@ -81,6 +81,7 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph) {
     row_numbers_->write(0, numbers.data(), numbers.size() * sizeof(float));
     moves_ = std::make_unique<DeviceMemory>(device_, moves);
     place_predictors();
+    place_sinks();
     place_ones();
     if (in_graph) allocate_for_graph();
 }
@@ -153,10 +154,50 @@ void DeviceAttention::place_predictors() {
     predictors_->write(0, bytes.data(), bytes.size());
 }
 
+// Gives the sinks of every KV head a place of its own. In llama.cpp's tensor they lie where some
+// backends do not read them.
+void DeviceAttention::place_sinks() {
+    std::size_t bytes = 0;
+    for (Served& served : layers_) {
+        const LayerShape& shape = served.layer->shape();
+        if (!served.has_sinks) continue;
+        served.places.sinks = bytes;
+        served.sinks_known.assign(index_of(shape.readers), 0);
+        bytes += index_of(shape.readers * shape.n_head_kv) * sinks_bytes(served);
+    }
+    if (bytes == 0) return;
+    sinks_ = std::make_unique<DeviceMemory>(device_, bytes);
+    // A reader without sinks, beside one with sinks, has some that take no attention.
+    const std::vector<float> none(bytes / sizeof(float), -1e30f);
+    sinks_->write(0, none.data(), bytes);
+}
+
+// Returns how many bytes the sinks of a KV head take.
+std::size_t DeviceAttention::sinks_bytes(const Served& served) const {
+    const LayerShape& shape = served.layer->shape();
+    return device_.aligned(index_of(shape.n_head / shape.n_head_kv) * sizeof(float));
+}
+
+// Copies the sinks of a layer's reader to the device, when their node is first seen.
+void DeviceAttention::keep_sinks(Served& served, int reader, const ggml_tensor* sinks) {
+    if (sinks == nullptr || served.sinks_known.at(index_of(reader)) != 0) return;
+    const LayerShape& shape = served.layer->shape();
+    std::vector<float> values(index_of(shape.n_head));
+    ggml_backend_tensor_get(sinks, values.data(), 0, values.size() * sizeof(float));
+    std::vector<std::uint8_t> bytes;
+    StepInput input(device_, bytes);
+    const std::ptrdiff_t n = shape.n_head / shape.n_head_kv;
+    for (auto first = values.begin(); first != values.end(); first += n)
+        input.add(std::vector<float>(first, first + n));
+    const std::size_t of_reader = index_of(reader * shape.n_head_kv) * sinks_bytes(served);
+    sinks_->write(served.places.sinks + of_reader, bytes.data(), bytes.size());
+    served.sinks_known[index_of(reader)] = 1;
+}
+
 std::size_t DeviceAttention::scratch_bytes() const {
     std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
-    for (const auto* memory : {&input_, &positions_, &findings_, &predictors_, &row_numbers_,
-                               &moves_, &ones_, &masks_, &queries_, &looked_up_})
+    for (const auto* memory : {&input_, &positions_, &findings_, &predictors_, &sinks_,
+                               &row_numbers_, &moves_, &ones_, &masks_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
     for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
@@ -173,8 +214,7 @@ std::string DeviceAttention::unsupported(int layer, int n_tokens) {
     const DeviceNode node{tensor(GGML_TYPE_F32, shape.k_dim, n_tokens, shape.n_head),
                           tensor(GGML_TYPE_F16, shape.k_dim, n_tokens, shape.n_head_kv),
                           tensor(GGML_TYPE_F16, shape.v_dim, n_tokens, shape.n_head_kv),
-                          tensor(GGML_TYPE_F32, shape.v_dim, shape.n_head, n_tokens),
-                          served.has_sinks ? tensor(GGML_TYPE_F32, shape.n_head, 1, 1) : nullptr};
+                          tensor(GGML_TYPE_F32, shape.v_dim, shape.n_head, n_tokens)};
     const DeviceStep step{n_tokens, 0, importance_.measure().observes()};
     ggml_cgraph* graph = Device::new_graph(context.get());
     for (const bool even : {true, false}) {
@@ -281,7 +321,8 @@ void DeviceAttention::place_findings(int n_tokens, bool observed) {
 
 void DeviceAttention::run(int layer, int reader, const DeviceNode& node) {
     const auto context = device_.graph_context();
-    const Served& served = layers_.at(index_of(layer));
+    Served& served = layers_.at(index_of(layer));
+    keep_sinks(served, reader, node.sinks);
     ggml_cgraph* graph = Device::new_graph(context.get());
     DeviceGraph(context.get(), graph, *this, served, reader, node, step_).add_step();
     device_.place(graph);

@@ -146,6 +146,7 @@ private:
         std::size_t key_squares;    // as value_squares
         std::size_t sums;           // as value_squares: the products of a prediction
         std::size_t queries;        // [reader][query head][k_dim], f32: of a single token
+        std::size_t sinks;          // [reader][KV head][query head], f32, each KV head's aligned
         // Are in the memory of the predictors, by KV head: the weights of values that RoPE leaves
         // out before the others, of all others, of the norms of pairs, and of V; and the layer's
         // RoPE, as factors of its pairs.
@@ -162,9 +163,8 @@ private:
         std::vector<float> slopes;  // by query head; empty: no ALiBi
         bool has_sinks;
         DevicePredictor predictor;
-        bool positions_known = false;  // to the device
-        // Are those of the readers in a step that llama.cpp's own graph computes.
-        std::vector<const ggml_tensor*> sinks{};
+        bool positions_known = false;     // to the device
+        std::vector<char> sinks_known{};  // to the device, by reader
         Places places{};
     };
     friend class DeviceGraph;
@@ -172,6 +172,9 @@ private:
     void add_inputs(Served& served, StepInput& input);
     void place_findings(int n_tokens, bool observed);
     void place_predictors();
+    void place_sinks();
+    std::size_t sinks_bytes(const Served& served) const;
+    void keep_sinks(Served& served, int reader, const ggml_tensor* sinks);
     void place_ones();
     void lay_out_positions(bool packed);
     bool positions_fit() const;
@@ -179,6 +182,7 @@ private:
     int most_heads() const;
     std::size_t looked_up_tokens() const;
     std::size_t most_changed(const LayerShape& shape) const;
+    bool heads_are_aligned(const LayerShape& shape) const;
     void begin_in_graph();
     float oldest_seen(const Served& served) const;
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
@@ -204,6 +208,7 @@ private:
     std::unique_ptr<DeviceMemory> positions_;
     std::unique_ptr<DeviceMemory> findings_;
     std::unique_ptr<DeviceMemory> predictors_;   // null: nothing is predicted
+    std::unique_ptr<DeviceMemory> sinks_;        // null: no layer has sinks
     std::unique_ptr<DeviceMemory> row_numbers_;  // [row], f32
     std::unique_ptr<DeviceMemory> moves_;        // from which rows to which ones
     std::unique_ptr<DeviceMemory> ones_;  // in f32; null: the device does not multiply by them

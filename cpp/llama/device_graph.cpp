@@ -250,9 +250,11 @@ ggml_tensor* DeviceGraph::queries_of(const DeviceGroup& group, int first, int n)
 
 // Returns the sinks of a group's query heads, or null.
 ggml_tensor* DeviceGraph::sinks_of(const DeviceGroup& group) {
-    if (node_.sinks == nullptr) return nullptr;
-    return ggml_view_1d(context_, leaf_of(context_, node_.sinks), query_heads(),
-                        sizeof(float) * index_of(query_heads() * group.first_head));
+    if (!served_.has_sinks) return nullptr;
+    const int head = reader_ * layer_.shape().n_head_kv + group.first_head;
+    return device_.sinks_->tensor(
+        context_, GGML_TYPE_F32,
+        served_.places.sinks + index_of(head) * device_.sinks_bytes(served_), query_heads());
 }
 
 // Returns how many tokens attend to a group in one node: whole blocks, so few that the mask is
@@ -286,10 +288,21 @@ ggml_tensor* DeviceGraph::attended_by(const DeviceGroup& group, ggml_tensor* key
         values = with_heads_third(values);
     }
     ggml_tensor* attended =
-        ggml_flash_attn_ext(context_, queries, keys, values, mask, scale_, 0.0f, softcap_);
+        ggml_flash_attn_ext(context_, aligned(queries), keys, values, mask, scale_, 0.0f, softcap_);
     std::memcpy(attended->op_params, params_.data(), sizeof attended->op_params);
     if (ggml_tensor* sinks = sinks_of(group)) ggml_flash_attn_ext_add_sinks(attended, sinks);
     return attended;
+}
+
+// Returns a tensor, or a copy of it if a backend may not attend to it where it lies. Nodes of
+// llama.cpp's graph need no copies: see heads_are_aligned().
+ggml_tensor* DeviceGraph::aligned(ggml_tensor* tensor) {
+    const ggml_tensor* of = tensor->view_src == nullptr ? tensor : tensor->view_src;
+    if (step_.in_graph || of->buffer == nullptr) return tensor;
+    const auto offset = static_cast<std::size_t>(
+        static_cast<const char*>(tensor->data) -
+        static_cast<const char*>(ggml_backend_buffer_get_base(of->buffer)));
+    return device_.device_.aligned(offset) == offset ? tensor : ggml_cont(context_, tensor);
 }
 
 // Makes one dimension of the last two, whose indices lie evenly apart.

@@ -105,6 +105,7 @@ private:
     void attend(const DeviceGroup& group);
     ggml_tensor* attended_by(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
                              ggml_tensor* mask, int first, int n);
+    ggml_tensor* aligned(ggml_tensor* tensor);
     ggml_tensor* with_heads_third(const ggml_tensor* tensor);
     void attend_part(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
                      const Order& order, int first, int n);

@@ -52,12 +52,22 @@ void DeviceAttention::allocate_for_graph() {
     node_memory_.resize(n_tensors * ggml_tensor_overhead());
 }
 
+// Tells whether the queries and the results of every KV head lie where the device uses them.
+bool DeviceAttention::heads_are_aligned(const LayerShape& shape) const {
+    const std::size_t bytes = sizeof(float) * index_of(shape.n_head / shape.n_head_kv);
+    const auto is_aligned = [&](int dim) {
+        return device_.aligned(bytes * index_of(dim)) == bytes * index_of(dim);
+    };
+    return is_aligned(shape.k_dim) && is_aligned(shape.v_dim);
+}
+
 bool DeviceAttention::can_be_in_graph(int layer, int slots) const {
     const Served& served = layers_.at(index_of(layer));
+    const LayerShape& shape = served.layer->shape();
     const int copies = importance_.measure().observes() ? 1 : 0;
     const auto groups = static_cast<int>(served.layer->groups().size());
-    return served.slopes.empty() && served.layer->shape().readers <= kMostReaders &&
-           groups - 1 + copies <= slots;
+    return served.slopes.empty() && shape.readers <= kMostReaders &&
+           (groups == 1 || heads_are_aligned(shape)) && groups - 1 + copies <= slots;
 }
 
 std::size_t DeviceAttention::looked_up_tokens() const {
@@ -165,8 +175,7 @@ void DeviceAttention::change_attention(int layer, int reader, const DeviceNode& 
                                        ggml_tensor* target, const std::vector<ggml_tensor*>& slots,
                                        NodeChanges& changes) {
     Served& served = layers_.at(index_of(layer));
-    served.sinks.resize(index_of(served.layer->shape().readers));
-    served.sinks.at(index_of(reader)) = node.sinks;
+    keep_sinks(served, reader, node.sinks);
     DeviceGraph graph(node_context_.get(), nullptr, *this, served, reader, node, step_);
     std::vector<ggml_tensor*> operations = graph.attention_of();
     // Also if they are not observed: a backend records a graph only if it stays the same.
@@ -208,9 +217,7 @@ void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed) {
                 kTensorsOfFindings + served.layer->shape().readers * groups * kTensorsOfObservation;
             if (!Device::has_room_for(context.get(), n)) break;
             for (int reader = 0; observed && reader < served.layer->shape().readers; ++reader)
-                DeviceGraph(context.get(), graph, *this, served, reader,
-                            {nullptr, nullptr, nullptr, nullptr, served.sinks[index_of(reader)]},
-                            step_)
+                DeviceGraph(context.get(), graph, *this, served, reader, {}, step_)
                     .add_observation();
             if (unknown.n > 0 && needs_findings(served))
                 DeviceGraph(context.get(), graph, *this, served, 0, {}, step_)

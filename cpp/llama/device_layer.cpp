@@ -14,7 +14,7 @@ namespace {
 constexpr int kPaddingPerMille = 50;
 constexpr std::int64_t kTooMany = std::int64_t{1} << 60;
 
-int whole_steps(int rows) { return (rows + kDeviceRowStep - 1) / kDeviceRowStep * kDeviceRowStep; }
+int whole_steps(int rows, int step = kDeviceRowStep) { return (rows + step - 1) / step * step; }
 
 }  // namespace
 
@@ -22,9 +22,18 @@ int needed_rows(int budget, int max_tokens, int max_entries) {
     return std::min(budget + max_tokens, max_entries);
 }
 
-std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries) {
+int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment) {
+    std::size_t multiple = 1;
+    for (const int dim : {shape.k_dim, shape.latent ? shape.k_dim : shape.v_dim})
+        multiple = std::lcm(multiple, alignment / std::gcd(alignment, ggml_row_size(type, dim)));
+    return static_cast<int>(multiple);
+}
+
+std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries,
+                               int multiple) {
     std::vector<int> needed;
-    for (const int budget : budgets) needed.push_back(needed_rows(budget, max_tokens, max_entries));
+    for (const int budget : budgets)
+        needed.push_back(whole_steps(needed_rows(budget, max_tokens, max_entries), multiple));
     const std::size_t n = needed.size();
     const std::int64_t sum = std::accumulate(needed.begin(), needed.end(), std::int64_t{0});
     // Is the best way to put the first heads into some number of groups: how many rows they get

@@ -13,22 +13,33 @@
 #include <memory>
 #include <vector>
 
+#include "page/page_codec.hpp"
 #include "store/layer_shape.hpp"
 
 namespace entropykv {
 
 // Attention reads rows up to a multiple of this, as kernels of some backends require.
 constexpr int kDeviceRowStep = 256;
+// K and V of a KV head begin at multiples of so many bytes, or of the alignment of their memory if
+// that is greater: some backends attend to nothing else.
+constexpr std::size_t kRowAlignment = 128;
 // Is the position of a row without an entry: it lies behind every query, so none sees it.
 constexpr float kFreeRow = 1e9f;
+
+inline ggml_type ggml_type_of(KvType type) {
+    return type == KvType::q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
+}
 
 // Returns how many rows a KV head with such a budget needs: those of its entries, and of the
 // micro-batch that is read before the others are evicted.
 int needed_rows(int budget, int max_tokens, int max_entries);
-// Returns how many rows the KV heads of a layer get. Neighbours that need nearly as many get
-// equally many, so that one attention node serves them: there are as few groups as possible if this
-// adds at most a twentieth.
-std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries);
+// Returns the least number of rows after which K and V are both at multiples of `alignment` bytes.
+int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment);
+// Returns how many rows the KV heads of a layer get, each a multiple of `multiple`. Neighbours that
+// need nearly as many get equally many, so that one attention node serves them: there are as few
+// groups as possible if this adds at most a twentieth.
+std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries,
+                               int multiple);
 // Returns how many rows a layer with such heads has, with those that attention reads behind the
 // last heads' rows.
 int rows_of_layer(const std::vector<int>& head_rows);

@@ -6,7 +6,7 @@
 namespace entropykv {
 namespace {
 
-constexpr std::size_t kTensorsOfNode = 5;
+constexpr std::size_t kTensorsOfNode = 4;
 
 }  // namespace
 
@@ -30,7 +30,7 @@ DeviceNode DeviceRelay::bring(const DeviceNode& node) {
     const std::int64_t n_tokens = node.q->ne[1];
     const DeviceNode there{usable(node.q, 0, true), usable(node.k_cells, n_tokens, true),
                            usable(node.v_cells, n_tokens, true), usable(node.output, 0, false),
-                           usable(node.sinks, 0, true)};
+                           node.sinks};
     output_ = there.output == node.output ? nullptr : node.output;
     copied_output_ = there.output;
     allocate();

@@ -23,7 +23,7 @@ struct DeviceNode {
     const ggml_tensor* k_cells = nullptr;
     const ggml_tensor* v_cells = nullptr;
     const ggml_tensor* output = nullptr;  // [v_dim, n_head, n_tokens], f32
-    const ggml_tensor* sinks = nullptr;   // [n_head], f32, or null
+    const ggml_tensor* sinks = nullptr;   // [n_head], f32, or null; only the host reads them
 };
 
 class DeviceRelay {

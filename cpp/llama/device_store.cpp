@@ -37,8 +37,6 @@ StoreSettings ledger_settings(StoreSettings settings) {
     return settings;
 }
 
-ggml_type type_of(KvType type) { return type == KvType::q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16; }
-
 // Returns what predicts scores of a layer, if the measure uses predictions. Throws
 // std::invalid_argument for weights of other features.
 DevicePredictor predictor_of(const DeviceLayerSource& source,
@@ -99,8 +97,12 @@ void DeviceStore::acquire() {
     for (const DeviceLayerSource& source : sources_) {
         const auto first = most_.begin() + static_cast<std::ptrdiff_t>(next);
         next += index(source.shape.n_head_kv);
-        add_layer(source, rows_of_heads({first, first + source.shape.n_head_kv},
-                                        settings.max_tokens, settings.max_entries));
+        const std::size_t alignment =
+            std::max(kRowAlignment, ggml_backend_buft_get_alignment(source.memory));
+        add_layer(source,
+                  rows_of_heads({first, first + source.shape.n_head_kv}, settings.max_tokens,
+                                settings.max_entries,
+                                row_multiple(source.shape, ggml_type_of(type_), alignment)));
         layers_.back().layout = layouts[layers_.size() - 1];
     }
     can_be_in_graph_ = true;
@@ -122,7 +124,7 @@ void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<i
                                                                   ledger_.settings().importance));
     // ggml takes one sink for every query head of a node, whatever the KV head.
     layers_.push_back(
-        {DeviceLayer(source.shape, type_of(type_), head_rows, source.memory, source.has_sinks),
+        {DeviceLayer(source.shape, ggml_type_of(type_), head_rows, source.memory, source.has_sinks),
          found->get(),
          0,
          {}});
@@ -469,7 +471,8 @@ void DeviceStore::release() noexcept {
 std::size_t DeviceStore::budget_bytes() const {
     std::size_t bytes = 0;
     for (int layer = 0; layer < ledger_.n_layers(); ++layer) {
-        const std::size_t of_entry = entry_bytes_of(sources_[index(layer)].shape, type_of(type_));
+        const std::size_t of_entry =
+            entry_bytes_of(sources_[index(layer)].shape, ggml_type_of(type_));
         for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h)
             bytes += index(budget(layer, h)) * of_entry;
     }

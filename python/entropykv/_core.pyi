@@ -933,8 +933,13 @@ class CacheMap:
         count; in 255ths, rounded up.
         """
 
-def device_rows(budgets: Sequence[int], max_tokens: int, max_entries: int) -> int:
-    """Return how many rows a layer of a DeviceStore has whose KV heads have such budgets."""
+def device_rows(
+    shape: LayerShape, kv_type: str, budgets: Sequence[int], max_tokens: int, max_entries: int
+) -> int:
+    """Return how many rows a layer of a DeviceStore has whose KV heads have such budgets.
+
+    Raises ValueError for an unknown `kv_type`.
+    """
 
 def feature_count(shape: LayerShape, rope: RopeParams) -> int:
     """Return how many features the entries of a layer have: see HeadwiseStore.predictor_features.

@@ -115,7 +115,8 @@ def test_an_application_gets_the_same_answer(smollm2: Path) -> None:
             n_gpu_layers=layers,
             verbose=False,
         )
-        reply = llm("The capital of France is", max_tokens=12, temperature=0.0)
+        # Later words are less certain than the rounding of some devices.
+        reply = llm("The capital of France is", max_tokens=3, temperature=0.0)
         answers.append(reply["choices"][0]["text"])
         assert llm.kv_stats().store == ("headwise" if layers == 0 else "device")
         llm.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -117,6 +118,29 @@ def read(session: Session, n_prompt: int = 300, n_single: int = 40) -> npt.NDArr
     return np.concatenate(rows)
 
 
+def device_rounding(path: Path) -> float:
+    """Return by how much stock llama.cpp's logits on the device differ from those on the CPU.
+
+    Some devices multiply weights in f16.
+    """
+    if DEVICE is None:
+        return 0.0
+    rows = []
+    for layers in (LAYERS, 0):
+        # llama.cpp gives products of 32 tokens or more to a device that has no layers, too.
+        stock = {"store": "flat", "policy": "recency", "kv_budget": 1.0, "n_ubatch": 16}
+        with on_device(path, **stock, n_gpu_layers=layers) as session:
+            rows.append(session.decode(tokens_for(48), all_logits=True))
+    return relative_error(*rows)
+
+
+def kept_alike(session: Session, other: Session) -> float:
+    """Return the fraction of another session's entries that a session has, too."""
+    pairs = zip(all_entries(session), all_entries(other), strict=True)
+    both = [(len(set(a) & set(b)), len(b)) for a, b in pairs]
+    return sum(n for n, _ in both) / sum(n for _, n in both)
+
+
 def test_with_an_ample_budget_it_gives_the_logits_of_stock_on_that_device(model: Path) -> None:
     with on_device(model, store="flat", policy="recency", kv_budget=1.0) as stock:
         expected = read(stock)
@@ -138,19 +162,20 @@ def test_it_serves_every_architecture(architecture: Architecture, tmp_path: Path
     with on_cpu(path, store="auto", kv_budget=1.0, n_ctx=256) as cpu:
         expected = read(cpu, 60, 4)
     with on_device(path, store="auto" if cpu.store == "flat" else "device", n_ctx=256) as session:
-        assert relative_error(read(session, 60, 4), expected) < max(5e-3, architecture.rounding)
+        error = relative_error(read(session, 60, 4), expected)
+    assert error < max(5e-3, architecture.rounding) + 2 * device_rounding(path)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_other_attention_keeps_the_entries_that_the_cpu_keeps(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_known(path, OTHER_ATTENTION[name])
-    rounding = OTHER_ATTENTION[name].rounding
+    rounding = OTHER_ATTENTION[name].rounding + 2 * device_rounding(path)
     options: dict[str, Any] = {"n_ctx": 256, "kv_budget": 48, "n_ubatch": 24, "policy": "uniform"}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         expected, rows = read(cpu, 180, 30), read(session, 180, 30)
         assert session.budgets() == cpu.budgets()
-        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        same = kept_alike(session, cpu)
         assert session.stats().evictions > 0
         # The windows' entries are left out of both counts.
         assert session.stats().evictions == cpu.stats().evictions
@@ -160,7 +185,6 @@ def test_other_attention_keeps_the_entries_that_the_cpu_keeps(name: str, tmp_pat
         more = tokens_for(20, seed=8)
         row = cpu.decode(more)
         assert relative_error(session.decode(more), row) < max(5e-3, rounding)
-    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
     assert same > 0.95
     assert relative_error(rows[:24], expected[:24]) < max(2e-3, rounding)
     assert relative_error(rows, expected) < 5e-2 + 2 * rounding
@@ -173,12 +197,11 @@ def test_with_a_small_budget_it_keeps_the_entries_that_the_cpu_keeps(
     with on_cpu(model, kv_budget=budget) as cpu, on_device(model, kv_budget=budget) as session:
         expected, rows = read(cpu), read(session)
         assert session.budgets() == cpu.budgets()
-        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        same = kept_alike(session, cpu)
         assert session.stats().evictions == cpu.stats().evictions > 0
     # Scores that are nearly equal may be ordered either way.
-    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
     assert same > 0.97
-    assert relative_error(rows[:48], expected[:48]) < 2e-3
+    assert relative_error(rows[:48], expected[:48]) < 2e-3 + 2 * device_rounding(model)
     # Entries that were evicted on the way may have differed, too.
     assert relative_error(rows, expected) < (5e-2 if same > 0.99 else 0.15)
 
@@ -216,6 +239,7 @@ def test_scores_are_predicted_as_on_the_cpu(
 ) -> None:
     path = model_of(name, tmp_path)
     rounding = OTHER_ATTENTION[name].rounding if name in OTHER_ATTENTION else 0.0
+    of_device = device_rounding(path)
     with on_cpu(path, kv_budget=1.0, n_ctx=256) as session:
         if session._store.rope_obstacle:
             pytest.skip("no keys before RoPE")
@@ -224,12 +248,12 @@ def test_scores_are_predicted_as_on_the_cpu(
     options |= {"entropy_config": profile, "kv_type": kv_type}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         expected, rows = read(cpu, 180, 30), read(session, 180, 30)
-        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        same = kept_alike(session, cpu)
         assert session.stats().evictions > 0
-    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
     # The CPU predicts scores from keys and values before they are rounded.
-    assert same > (0.98 if kv_type == "f16" else 0.95)
-    assert relative_error(rows, expected) < (5e-2 if kv_type == "f16" else 1e-1) + 2 * rounding
+    assert same > (0.98 if kv_type == "f16" else 0.95) - of_device
+    allowed = (5e-2 if kv_type == "f16" else 1e-1) + 2 * (rounding + of_device)
+    assert relative_error(rows, expected) < allowed
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
@@ -243,8 +267,7 @@ def test_scores_are_predicted_beyond_the_trained_context(tmp_path: Path, kv_type
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         expected, rows = read(cpu, 300, 40), read(session, 300, 40)
         assert session.stats().rebases == cpu.stats().rebases > 3
-        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
-    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
+        same = kept_alike(session, cpu)
     assert same > 0.95
     assert relative_error(rows, expected) < (5e-2 if kv_type == "f16" else 1e-1)
 
@@ -280,11 +303,12 @@ def test_heads_of_a_layer_have_budgets_of_their_own(tmp_path: Path) -> None:
     entropies = np.array([[1, 1, 2, 2, 1.5, 1.5], [2, 2, 1, 1, 1, 1]], np.float64)
     profile = replace(profile_of(path), head_entropies=entropies)
     options = {"policy": "entropy", "entropy_config": profile, "kv_budget": 0.3}
+    rounding = device_rounding(path)
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         assert len(set(session.budgets()[0])) > 1
         expected, rows = read(cpu), read(session)
-        assert all_entries(session) == all_entries(cpu)
-        assert relative_error(rows, expected) < 2e-3
+        assert kept_alike(session, cpu) >= 1 - rounding
+        assert relative_error(rows, expected) < 2e-3 + 10 * rounding
         held = [[len(session.entries(0, head)) for head in range(3)]]
         assert all(n <= most for n, most in zip(held[0], session.budgets()[0], strict=True))
 
@@ -304,16 +328,16 @@ def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_h
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         assert len(set(session.budgets()[0])) > n_head_kv / 2
         expected, rows = read(cpu), read(session)
-        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
+        same = kept_alike(session, cpu)
         before = session.stats().device_traffic["computed"]
         for token in tokens_for(8):
             session.decode([token])
         computed = (session.stats().device_traffic["computed"] - before) / 8
-    same = sum(len(set(a) & set(b)) for a, b in kept) / sum(len(b) for _, b in kept)
     assert same > 0.98
-    assert relative_error(rows, expected) < 2e-2
+    assert relative_error(rows, expected) < 2e-2 + 5 * device_rounding(path)
     # Masks, at times what queries gave, and moves; or a graph for each of two layers, and moves.
-    assert (computed < 2) == (n_head_kv < 16)
+    # Vulkan's backend orders nodes in another way, in which fewer can be used.
+    assert (computed < 2) == (n_head_kv < (5 if DEVICE == "Vulkan0" else 16))
 
 
 def test_queries_that_are_observed_in_several_blocks_count_as_on_the_cpu(tmp_path: Path) -> None:
@@ -574,7 +598,9 @@ def test_a_text_goes_on_beyond_the_trained_context(
         assert all_entries(session)[0][:4] == [0, 1, 2, 3]
         cpu.load_state(session.save_state())
         more = tokens_for(40, seed=8)
-        assert relative_error(session.decode(more), cpu.decode(more)) < 2e-2
+        # Later tokens evict entries whose scores are nearly equal.
+        allowed = 2e-2 + 20 * device_rounding(path)
+        assert relative_error(session.decode(more), cpu.decode(more)) < allowed
 
 
 def test_learned_positions_end_with_the_trained_context(tmp_path: Path) -> None:
@@ -616,9 +642,22 @@ def test_a_step_copies_to_and_from_a_device_once_for_all_layers(
 )
 def test_heads_with_unlike_budgets_cost_at_most_a_twentieth_more_rows(budgets: list[int]) -> None:
     needed = sum(budget + 512 for budget in budgets)
-    rows = _core.device_rows(budgets, 512, 100_000)
+    shape = _core.LayerShape(len(budgets), len(budgets), 64, 64)
+    rows = _core.device_rows(shape, "f16", budgets, 512, 100_000)
     behind_the_last = 255
     assert needed <= rows <= 1.05 * needed + behind_the_last
+
+
+@pytest.mark.parametrize(("kv_type", "dim"), [("f16", 40), ("f16", 128), ("q8_0", 64)])
+def test_every_head_begins_where_backends_can_read_it(kv_type: str, dim: int) -> None:
+    row_bytes = dim * 2 if kv_type == "f16" else dim // 32 * 34
+    multiple = 128 // math.gcd(128, row_bytes)
+    shape = _core.LayerShape(4, 4, dim, dim)
+    for budget in (100, 101, 163):
+        # The last head has rows up to a multiple of 256.
+        rows = _core.device_rows(shape, kv_type, [budget] * 4, 50, 10_000)
+        of_head = -(-(budget + 50) // multiple) * multiple
+        assert rows == 3 * of_head + 256
 
 
 def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
@@ -827,8 +866,7 @@ def test_of_images_the_entries_stay_that_stay_on_the_cpu(kind: str, tmp_path: Pa
         for each in (cpu, session):
             each.decode(prompt_of(each).tokens)
         assert session.stats().evictions == cpu.stats().evictions > 0
-        kept = list(zip(all_entries(session), all_entries(cpu), strict=True))
-        assert sum(len(set(a) & set(b)) for a, b in kept) > 0.95 * sum(len(b) for _, b in kept)
+        assert kept_alike(session, cpu) > 0.95
         session.save_state()
         assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
 

@@ -97,7 +97,7 @@ class MemoryPlan:
         places = {"devices": 0, "main memory": 0}
         layers = zip(numbers, attention_layers(geometry), self.plan.budgets, strict=True)
         for number, shape, budgets in layers:
-            rows = _core.device_rows(budgets, config.n_ubatch, config.n_ctx)
+            rows = _core.device_rows(shape, config.kv_type, budgets, config.n_ubatch, config.n_ctx)
             row_bytes = shape.entry_values * (_Q8_0_BITS / 8 if config.kv_type == "q8_0" else 2)
             n_bytes = int(rows * row_bytes) * self.n_sequences
             places["devices" if number >= first else "main memory"] += n_bytes
