@@ -185,8 +185,9 @@ test-rpc:
 test-cuda:  ## layers on an NVIDIA GPU (needs nvcc; builds llama.cpp for CUDA)
 	$(call TEST_DEVICE,cuda,CUDA)
 
-# Without a GPU, Mesa's lavapipe is the device, which llama.cpp only takes if it is named. The headers
-# of Debian 12 are too old for llama.cpp.
+# Without a GPU, Mesa's lavapipe is the device, which llama.cpp only takes if it is named. Of Debian 12,
+# the headers are too old for llama.cpp, and lavapipe (Mesa 22.3) ends the process in prompts; Debian 13
+# has what is needed.
 test-vulkan:
 	@if ! command -v glslc >/dev/null || ! vulkaninfo --summary >/dev/null 2>&1 \
 		|| ! echo '#include <vulkan/vulkan_core.h>' | cpp -dM | grep -q VK_EXT_layer_settings; then \
