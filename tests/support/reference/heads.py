@@ -91,7 +91,9 @@ class Rules:
         """
         if self.predicts:
             return 4 * SHARE_ROUNDING
-        return 2e-3 if (self.score, self.kv_type) == ("products", "q8_0") else 1e-4
+        if self.kv_type == "q8_0":
+            return 2e-3 if self.score == "products" else 1e-3
+        return 1e-4
 
     def score_of(self, given: Floats, shares: Floats) -> Floats:
         """Return the scores, from what queries gave to entries and the predicted shares."""
