@@ -126,10 +126,12 @@ class ScorePredictor:
         """Return the JSON object of the predictor: weights are base64 of float32, little-endian."""
         flat = b"".join(of_layer.astype("<f4").tobytes() for of_layer in self.weights)
         trust = {} if self.trust is None else {"trust": rounded(self.trust)}
+        r = self.correlation
         return {
             "n_features": [of_layer.shape[1] for of_layer in self.weights],
             "n_tokens": self.n_tokens,
-            "correlation": self.correlation,
+            # Its last digits depend on the threads of numpy's linear algebra.
+            "correlation": None if r is None else rounded(np.asarray(r)),
             "lookups": None if self.lookups is None else rounded(self.lookups),
             **trust,
             "weights": base64.b64encode(flat).decode("ascii"),
