@@ -22,7 +22,7 @@ from tests.support.tiny_models import write_llama
 pytestmark = pytest.mark.browser
 DEMO = shipped.DEMOS["bitnet"]
 CONTEXT: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
-GONE = "/v1/kv/text"
+ENDED = "/v1/kv/text"
 """The page may ask for a text whose conversation has just ended: that of a reading."""
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 GONE = "net::ERR_"
@@ -92,7 +92,7 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         page.finished()
         assert figures(running)["prompt_tokens"] - read < 60
         assert not page.findings()
-        page.check(GONE)
+        page.check(ENDED)
     finally:
         running.end()
 
@@ -111,7 +111,7 @@ def test_an_answer_whose_attention_was_not_measured_shows_no_passages(
         page.finished()
         assert page.answers()[0]
         assert page.page.locator(".passages").count() == 0
-        page.check(GONE)
+        page.check(ENDED)
     finally:
         running.end()
 
