@@ -58,6 +58,7 @@ public:
     std::string name() const;
     // Returns the least multiple of the memory's alignment that is not less.
     std::size_t aligned(std::size_t bytes) const;
+    bool is_aligned(std::size_t bytes) const { return aligned(bytes) == bytes; }
     // Makes the context of the next graph, whose tensors exist as long as it does.
     std::unique_ptr<ggml_context, FreeContext> graph_context();
     static ggml_cgraph* new_graph(ggml_context* context);

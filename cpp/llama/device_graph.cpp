@@ -302,7 +302,7 @@ ggml_tensor* DeviceGraph::aligned(ggml_tensor* tensor) {
     const auto offset = static_cast<std::size_t>(
         static_cast<const char*>(tensor->data) -
         static_cast<const char*>(ggml_backend_buffer_get_base(of->buffer)));
-    return device_.device_.aligned(offset) == offset ? tensor : ggml_cont(context_, tensor);
+    return device_.device_.is_aligned(offset) ? tensor : ggml_cont(context_, tensor);
 }
 
 // Makes one dimension of the last two, whose indices lie evenly apart.

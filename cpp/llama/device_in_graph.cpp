@@ -1,6 +1,5 @@
 // Lets llama.cpp's own graph compute the attention of a step of a single token.
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "decide/eviction.hpp"
@@ -55,10 +54,8 @@ void DeviceAttention::allocate_for_graph() {
 // Tells whether the queries and the results of every KV head lie where the device uses them.
 bool DeviceAttention::heads_are_aligned(const LayerShape& shape) const {
     const std::size_t bytes = sizeof(float) * index_of(shape.n_head / shape.n_head_kv);
-    const auto is_aligned = [&](int dim) {
-        return device_.aligned(bytes * index_of(dim)) == bytes * index_of(dim);
-    };
-    return is_aligned(shape.k_dim) && is_aligned(shape.v_dim);
+    return device_.is_aligned(bytes * index_of(shape.k_dim)) &&
+           device_.is_aligned(bytes * index_of(shape.v_dim));
 }
 
 bool DeviceAttention::can_be_in_graph(int layer, int slots) const {

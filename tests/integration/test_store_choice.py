@@ -11,9 +11,9 @@ from entropykv.session import model_runner
 from tests.support.tiny_models import write_llama
 
 
-def store_of(path: Path, store: str) -> tuple[str, str | None]:
-    """Return the store that a session gets, and why it is another one than it asked for."""
-    with Session(path, store=store, n_ctx=256, n_gpu_layers=99) as session:
+def store_of(path: Path) -> tuple[str, str | None]:
+    """Return the store that `auto` gives a session, and why it is not the headwise store."""
+    with Session(path, store="auto", n_ctx=256, n_gpu_layers=99) as session:
         session.decode([1, 2, 3])
         return session.stats().store, session.fallback
 
@@ -25,6 +25,6 @@ def test_auto_prefers_headwise_only_where_no_attention_is_on_a_device(
     write_llama(tmp_path / "model.gguf", head_dim=32)
     monkeypatch.setattr(model_runner, "offloaded_layers", lambda n: n)
     monkeypatch.setattr(_core.AttentionNode, "on_device", on_device)
-    store, why = store_of(tmp_path / "model.gguf", "auto")
+    store, why = store_of(tmp_path / "model.gguf")
     assert store == ("device" if on_device else "headwise")
     assert (why is None) == (not on_device)
