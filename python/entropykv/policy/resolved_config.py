@@ -81,6 +81,31 @@ class ResolvedConfig:
         return own_windows(self.policy, self.options.recent_window)
 
     @property
+    def recalls(self) -> bool:
+        """Tell whether frozen entries are searched."""
+        return self.freezing is not None and self.freezing.recall_interval > 0
+
+    @property
+    def recall_prompt(self) -> int:
+        """Return in how many of the last tokens of a prompt frozen entries are searched: in all of
+        them under a schedule, whose steps are equal.
+        """
+        if self.freezing is None or not self.recalls or self.policy.schedule:
+            return self.n_ctx
+        return self.freezing.recall_prompt
+
+    @property
+    def recall_micro_batch(self) -> int:
+        """Return the most tokens that are read at a time while frozen entries are searched.
+
+        With echoes they are as many as otherwise, because an echo finds the needed entries before
+        anything is frozen.
+        """
+        if self.policy.importance.repeats:
+            return self.n_ubatch
+        return min(self.n_ubatch, RECALL_MICRO_BATCH)
+
+    @property
     def variation(self) -> float:
         """Return the variation of the profile's entropies, for position scores; 0 without one."""
         return self.profile.coefficient_of_variation if self.profile else 0.0
@@ -318,13 +343,9 @@ def _largest_micro_batch(
     policy: Policy,
     freezing: Freezing | None,
 ) -> int:
-    """Return the most tokens of a micro-batch, which is small if recall searches frozen entries.
-
-    With echoes it stays large, because an echo finds the needed entries before anything is frozen.
-    """
+    """Return the most tokens of a micro-batch: few under a schedule, whose steps they are."""
     n_ubatch = options.micro_batch
-    recalls = freezing is not None and freezing.recall_interval > 0
-    if recalls and not policy.importance.repeats:
+    if freezing is not None and freezing.recall_interval > 0 and policy.schedule:
         n_ubatch = min(n_ubatch, RECALL_MICRO_BATCH)
     return largest_micro_batch(n_ubatch, n_ctx, geometry.n_ctx_train)
 

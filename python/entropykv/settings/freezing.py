@@ -30,8 +30,10 @@ class Freezing:
     `where`: `ram`, or `disk:DIR` for a file of this process in a directory. `limit`: bytes of cold
     storage, such as `1GiB`; None: as much as the context needs. `kv_type`: the type of frozen
     entries; auto: that of the store. `recall_interval`: frozen entries are searched with every
-    N-th generated token, and with every micro-batch of a prompt (of at most RECALL_MICRO_BATCH
-    tokens); 0: never.
+    N-th generated token, and at the end of a prompt with every RECALL_MICRO_BATCH tokens; 0: never.
+    `recall_prompt`: how many tokens that end has, where questions are. What comes before is read
+    without, because a search compares queries with every frozen key. Policy rolling-freeze searches
+    in whole prompts, and so do tokens whose logits are all wanted.
 
     The other fields are the schedule of policy rolling-freeze (the freeze document, section 3).
     Entries older than the `window` newest tokens are detected if their attention in a step is below
@@ -102,6 +104,14 @@ class Freezing:
         least=0,
         label="the history of freezing",
         of_schedule=True,
+    )
+    recall_prompt: int = option(
+        256,
+        "look for frozen entries in the last N tokens of a prompt; more find more, and take longer",
+        "--recall-prompt",
+        metavar="N",
+        kind=int,
+        least=1,
     )
 
     def __post_init__(self) -> None:
