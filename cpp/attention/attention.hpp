@@ -25,9 +25,9 @@ public:
     // With a shared choice, all heads of a layer rank entries by the sum of what they observed, so
     // that heads with equal budgets keep the same positions.
     void set_shared_choice(bool on) { shared_choice_ = on; }
-    // Recall runs in every micro-batch of several tokens unless begin() says otherwise, and in every
-    // recall_interval-th one of a single token. Setting this makes it run in the next micro-batch
-    // in any case.
+    // Recall runs in every micro-batch of several tokens unless begin() says otherwise, and in
+    // every recall_interval-th one of a single token. Setting this makes it run in the next
+    // micro-batch in any case.
     bool& recalls_now() { return recalls_now_; }
     EntropyMeter& entropies() { return entropies_; }
     const EntropyMeter& entropies() const { return entropies_; }

@@ -491,8 +491,8 @@ class AttentionBatch:
         also to later ones, and there is no echo. `n_drafts`: how many tokens, the last ones, are
         drafts; one token comes before them. Each token attends to what is left after the eviction
         of the one before, as if they were read one by one. HeadwiseStore.settle_drafts() must
-        follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more. `recalls`: whether
-        several tokens may recall frozen entries; single ones do at intervals.
+        follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more. `recalls`:
+        whether several tokens may recall frozen entries; single ones do at intervals.
 
         Raises ColdStorageError, and adds nothing, if cold storage is full.
         """
