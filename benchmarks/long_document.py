@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from entropykv import Session
+from entropykv import Freezing, Session
 from entropykv.evaluation.passkeys import WORDINGS, Fact, split_sentences
 from entropykv.evaluation.reading import read, write
 from inputs import find_model, read_texts
@@ -41,6 +41,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", default="10000,20000,50000,100000")
     parser.add_argument("--freeze", help="as --freeze of `entropykv run`, such as disk:DIR")
+    parser.add_argument("--recall-prompt", type=int, help="as that of `entropykv run`")
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     with Session(
@@ -50,7 +51,8 @@ def main() -> None:
         policy=arguments.policy,
         kv_type=arguments.kv_type,
         n_threads=arguments.threads,
-        freeze=arguments.freeze,
+        freeze=arguments.freeze
+        and Freezing(arguments.freeze, recall_prompt=arguments.recall_prompt),
     ) as session:
         facts = _facts()
         _read(session, _document(session, facts, lengths[-1]), lengths)

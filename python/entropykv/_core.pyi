@@ -8,6 +8,8 @@ import numpy.typing as npt
 _Floats = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 
+RECALL_QUERIES: int
+"""How many queries of a KV head recall considers in a micro-batch, the last ones."""
 SEQUENCE_STATE_VERSION: int
 """The version of llama.cpp's format for the state of a sequence (LLAMA_STATE_SEQ_VERSION)."""
 

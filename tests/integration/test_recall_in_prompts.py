@@ -1,4 +1,4 @@
-"""The end of a prompt recalls frozen entries; what comes before is read without."""
+"""Frozen entries are searched in whole prompts, or at their end alone with `recall_prompt`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import numpy as np
 import pytest
 
 from entropykv import Freezing, Session
-from entropykv.settings.freezing import RECALL_MICRO_BATCH
+from entropykv.settings.freezing import RECALL_MICRO_BATCHES
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.frozen_sessions import check_all_is_there, session_of
 from tests.support.logits import tokens_for
+from tests.support.tiny_models import write_llama
 
-N_UBATCH = 64
-AT_END = Freezing().recall_prompt
-Micro = tuple[int, bool]
+N_UBATCH = 128
+AT_END = 100
+STEP = 64  # tokens of a search with up to three query heads for each KV head
+MicroBatch = tuple[int, bool]
 """The tokens of a micro-batch, and whether they may recall frozen entries."""
 
 
 @pytest.fixture
-def micro_batches(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
+def micro_batches(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
     """List the micro-batches that are read from now on."""
-    seen: list[Micro] = []
+    seen: list[MicroBatch] = []
     before = HeadwiseStore.before
 
     def noted(self: HeadwiseStore, n_tokens: int, *positional: Any, **named: Any) -> None:
@@ -35,8 +37,9 @@ def micro_batches(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
     return seen
 
 
-def session_for(path: Path, n_tokens: int, **options: Any) -> Session:
-    return session_of(path, n_ctx=max(512, 2 * n_tokens), n_ubatch=N_UBATCH, **options)
+def session_for(path: Path, **options: Any) -> Session:
+    defaults = {"n_ctx": 2200, "n_ubatch": N_UBATCH, "freeze": Freezing(recall_prompt=AT_END)}
+    return session_of(path, **{**defaults, **options})
 
 
 def recalled_after_each(session: Session, tokens: list[int]) -> Iterator[int]:
@@ -44,28 +47,27 @@ def recalled_after_each(session: Session, tokens: list[int]) -> Iterator[int]:
         yield session.stats().entries_recalled
 
 
-@pytest.mark.parametrize("n_tokens", [2, 16, 17, 255, 256, 257, 272, 500, 1047])
+@pytest.mark.parametrize("n_tokens", [2, 16, 64, 99, 100, 101, 163, 164, 165, 500, 1047])
 def test_only_the_end_is_read_in_small_steps(
-    tiny_llama: Path, micro_batches: list[Micro], n_tokens: int
+    tiny_llama: Path, micro_batches: list[MicroBatch], n_tokens: int
 ) -> None:
-    with session_for(tiny_llama, n_tokens) as session:
+    with session_for(tiny_llama) as session:
         session.decode(tokens_for(n_tokens))
     before = [n for n, recalls in micro_batches if not recalls]
     end = [n for n, recalls in micro_batches if recalls]
     assert micro_batches == [*((n, False) for n in before), *((n, True) for n in end)]
     assert sum(before) + sum(end) == n_tokens
     assert all(n == N_UBATCH for n in before[:-1])
-    assert all(n == RECALL_MICRO_BATCH for n in end[:-1])
-    # The end is not cut into a small rest and small steps.
-    assert min(n_tokens, AT_END) <= sum(end) < AT_END + RECALL_MICRO_BATCH
+    assert all(n == STEP for n in end[:-1])
+    # What is left over before the end is not read in a step of its own.
+    assert min(n_tokens, AT_END) <= sum(end) < AT_END + STEP
 
 
 def test_a_long_prompt_recalls_at_its_end_alone(tiny_llama: Path) -> None:
-    n_tokens = 700
-    with session_for(tiny_llama, n_tokens) as session:
-        recalled = list(recalled_after_each(session, tokens_for(n_tokens)))
+    with session_for(tiny_llama) as session:
+        recalled = list(recalled_after_each(session, tokens_for(700)))
         assert session.stats().frozen_entries > 0
-        n_steps = 7  # of 64 tokens, and one of 48
+        n_steps = 5  # four of 128 tokens, and one of 64
         assert recalled[:n_steps] == [0] * n_steps
         assert recalled[-1] > 0
         check_all_is_there(session)
@@ -74,43 +76,51 @@ def test_a_long_prompt_recalls_at_its_end_alone(tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "all_logits", "size"),
     [
-        ({}, True, RECALL_MICRO_BATCH),  # every prediction may need what was frozen
-        ({"policy": "rolling-freeze"}, False, RECALL_MICRO_BATCH),  # its steps are micro-batches
+        ({"freeze": "ram"}, False, STEP),
+        ({"freeze": Freezing(recall_prompt=10_000)}, False, STEP),
+        ({}, True, STEP),  # Every prediction may need what was frozen.
+        ({"policy": "rolling-freeze"}, False, RECALL_MICRO_BATCHES[0]),
         ({"freeze": Freezing(recall_interval=0)}, False, N_UBATCH),
         ({"freeze": None}, False, N_UBATCH),
     ],
 )
 def test_what_is_read_in_equal_steps(
     tiny_llama: Path,
-    micro_batches: list[Micro],
+    micro_batches: list[MicroBatch],
     options: dict[str, Any],
     all_logits: bool,
     size: int,
 ) -> None:
-    n_tokens = 600
-    with session_for(tiny_llama, n_tokens, **options) as session:
-        session.decode(tokens_for(n_tokens), all_logits=all_logits)
+    with session_for(tiny_llama, **options) as session:
+        session.decode(tokens_for(600), all_logits=all_logits)
     assert {n for n, _ in micro_batches[:-1]} == {size}
     assert all(recalls for _, recalls in micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("n_head", "n_head_kv", "step"),
+    [(2, 2, 64), (6, 2, 64), (8, 2, 48), (8, 1, 24), (16, 1, 16), (32, 1, 16)],
+)
+def test_a_step_is_small_enough_for_its_queries(
+    tmp_path: Path, micro_batches: list[MicroBatch], n_head: int, n_head_kv: int, step: int
+) -> None:
+    """Of each KV head, 128 queries are considered: at least two thirds of those of a step."""
+    write_llama(tmp_path / "m.gguf", n_head=n_head, n_head_kv=n_head_kv)
+    with session_for(tmp_path / "m.gguf", n_ctx=512) as session:
+        session.decode(tokens_for(90))
+    assert micro_batches[0] == (step, True)
 
 
 def test_a_longer_text_departs_where_it_would_be_cut(tiny_llama: Path) -> None:
     """Within the small steps at the end, a longer text has no cut."""
     tokens = tokens_for(600)
-    with session_for(tiny_llama, 600, kv_budget=1.0) as session:
+    with session_for(tiny_llama, kv_budget=1.0) as session:
         session.decode(tokens)
         parts = session._slot.text.parts
-        # 256 tokens at the end, and what was left over before them, are one part.
-        last = (600 - AT_END) // N_UBATCH * N_UBATCH
-        assert [parts.begin_before(p) for p in (63, 64, last, last + 1, 500, 600)] == [
-            0,
-            64,
-            last,
-            last,
-            last,
-            last,
-        ]
+        # 116 tokens, of which 100 are the end, follow three whole micro-batches, and 100 more.
+        departures = [parts.begin_before(n) for n in (127, 128, 384, 385, 450, 599, 600)]
+        assert departures == [0, 128, 384, 384, 384, 384, 384]
         first = session.logits
-        session.truncate(last)
-        session.decode(tokens[last:])
+        session.truncate(384)
+        session.decode(tokens[384:])
         np.testing.assert_array_equal(session.logits, first)

@@ -32,7 +32,7 @@ from entropykv.policy.plan import (
 from entropykv.policy.policy import Policy
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
+from entropykv.settings.freezing import RECALL_MICRO_BATCHES, Freezing, check_freezing
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Recovery
 
@@ -68,6 +68,8 @@ class ResolvedConfig:
     n_ctx: int
     n_ubatch: int
     """The most tokens of text in a micro-batch."""
+    recall_micro_batch: int
+    """The most tokens of text that are read at a time while frozen entries are searched."""
     spec_type: str
     """How tokens are guessed ahead: none, ngram or draft."""
     n_drafts: int
@@ -87,23 +89,11 @@ class ResolvedConfig:
 
     @property
     def recall_prompt(self) -> int:
-        """Return in how many of the last tokens of a prompt frozen entries are searched: in all of
-        them under a schedule, whose steps are equal.
-        """
-        if self.freezing is None or not self.recalls or self.policy.schedule:
+        """Return in how many of the last tokens of a prompt frozen entries are searched."""
+        freezing = self.freezing
+        if freezing is None or freezing.recalls_in_whole_prompt(self.policy.schedule):
             return self.n_ctx
-        return self.freezing.recall_prompt
-
-    @property
-    def recall_micro_batch(self) -> int:
-        """Return the most tokens that are read at a time while frozen entries are searched.
-
-        With echoes they are as many as otherwise, because an echo finds the needed entries before
-        anything is frozen.
-        """
-        if self.policy.importance.repeats:
-            return self.n_ubatch
-        return min(self.n_ubatch, RECALL_MICRO_BATCH)
+        return freezing.recall_prompt or self.n_ctx
 
     @property
     def variation(self) -> float:
@@ -318,6 +308,10 @@ def resolve(
     if freezing is not None:
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
     spec_type = spec_type_for(options, geometry, policy, freezing, store)
+    n_ubatch = largest_micro_batch(options.micro_batch, n_ctx, geometry.n_ctx_train)
+    recall_micro_batch = _recall_micro_batch(n_ubatch, policy, geometry)
+    if freezing is not None and freezing.recalls_in_whole_prompt(policy.schedule):
+        n_ubatch = recall_micro_batch
     config = ResolvedConfig(
         options=options,
         geometry=geometry,
@@ -328,7 +322,8 @@ def resolve(
         freezing=freezing,
         kv_type=kv_type,
         n_ctx=n_ctx,
-        n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
+        n_ubatch=n_ubatch,
+        recall_micro_batch=recall_micro_batch,
         spec_type=spec_type,
         n_drafts=0 if spec_type == "none" else options.draft_max,
     )
@@ -336,18 +331,22 @@ def resolve(
     return config
 
 
-def _largest_micro_batch(
-    options: CacheOptions,
-    geometry: ModelGeometry,
-    n_ctx: int,
-    policy: Policy,
-    freezing: Freezing | None,
-) -> int:
-    """Return the most tokens of a micro-batch: few under a schedule, whose steps they are."""
-    n_ubatch = options.micro_batch
-    if freezing is not None and freezing.recall_interval > 0 and policy.schedule:
-        n_ubatch = min(n_ubatch, RECALL_MICRO_BATCH)
-    return largest_micro_batch(n_ubatch, n_ctx, geometry.n_ctx_train)
+def _recall_micro_batch(n_ubatch: int, policy: Policy, geometry: ModelGeometry) -> int:
+    """Return the most tokens that are read at a time while frozen entries are searched.
+
+    A search considers the last RECALL_QUERIES queries of a KV head. If they are fewer than two
+    thirds of a micro-batch, facts are lost (docs/background/freezing.md). A schedule has one step
+    for each micro-batch, so these are small. With echoes they are as large as others, because an
+    echo finds the needed entries before anything is frozen.
+    """
+    if policy.importance.repeats:
+        return n_ubatch
+    least, most = RECALL_MICRO_BATCHES
+    if policy.schedule:
+        return min(n_ubatch, least)
+    groups = [layer.n_head // layer.n_head_kv for layer in attention_layers(geometry)]
+    fitting = _core.RECALL_QUERIES * 3 // (2 * max(groups, default=1))
+    return min(n_ubatch, max(least, min(most, fitting)))
 
 
 def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:

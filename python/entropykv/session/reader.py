@@ -17,7 +17,6 @@ from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.rollback import Rollback
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.settings.freezing import RECALL_MICRO_BATCH
 from entropykv.store.protocol import Logits, Part
 
 
@@ -174,10 +173,12 @@ class SequenceReader:
 
     def _before_recall(self, n_tokens: int, all_logits: bool) -> int:
         """Return how many of n_tokens tokens to read before frozen entries are searched."""
-        n_before = n_tokens - self._runner.config.recall_prompt
-        if all_logits or n_before < RECALL_MICRO_BATCH:
+        config = self._runner.config
+        n_before = n_tokens - config.recall_prompt
+        if all_logits or n_before <= 0:
             return 0
-        return n_before - n_before % RECALL_MICRO_BATCH
+        # What is left over belongs to the end, since a few tokens take nearly as long as many.
+        return n_before - n_before % config.recall_micro_batch
 
     def _largest_chunk(self, n_tokens: int, n_before: int) -> int:
         """Return how many of n_tokens tokens to read at once; frozen entries are searched after

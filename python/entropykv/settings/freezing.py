@@ -14,9 +14,9 @@ COLD_TYPES = ("f16", "q8_0", "q4_0")
 """The types of frozen entries; the widest is first."""
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
-RECALL_MICRO_BATCH = 16
-"""The most tokens of a prompt that are read at a time if frozen entries are recalled; these tokens
-share the recalled entries.
+RECALL_MICRO_BATCHES = (16, 64)
+"""The fewest and most tokens of a prompt that are read at a time while frozen entries are recalled;
+these tokens share the recalled entries.
 """
 
 LIMITS_OF_RATE = (1e-6, 1e6)
@@ -30,10 +30,11 @@ class Freezing:
     `where`: `ram`, or `disk:DIR` for a file of this process in a directory. `limit`: bytes of cold
     storage, such as `1GiB`; None: as much as the context needs. `kv_type`: the type of frozen
     entries; auto: that of the store. `recall_interval`: frozen entries are searched with every
-    N-th generated token, and at the end of a prompt with every RECALL_MICRO_BATCH tokens; 0: never.
-    `recall_prompt`: how many tokens that end has, where questions are. What comes before is read
-    without, because a search compares queries with every frozen key. Policy rolling-freeze searches
-    in whole prompts, and so do tokens whose logits are all wanted.
+    N-th generated token, and with every micro-batch of a prompt (of RECALL_MICRO_BATCHES tokens);
+    0: never. `recall_prompt`: they are searched in the last N tokens of a prompt, where questions
+    are; what comes before is read as if nothing was frozen. None: in the whole prompt, in time that
+    grows with what is frozen. Policy rolling-freeze searches in whole prompts, and so do tokens
+    whose logits are all wanted.
 
     The other fields are the schedule of policy rolling-freeze (the freeze document, section 3).
     Entries older than the `window` newest tokens are detected if their attention in a step is below
@@ -105,13 +106,15 @@ class Freezing:
         label="the history of freezing",
         of_schedule=True,
     )
-    recall_prompt: int = option(
-        256,
-        "look for frozen entries in the last N tokens of a prompt; more find more, and take longer",
+    recall_prompt: int | None = option(
+        None,
+        "look for frozen entries in the last N tokens of a prompt only: what comes before is read "
+        "as fast as without freezing",
         "--recall-prompt",
         metavar="N",
         kind=int,
         least=1,
+        instead="the whole prompt",
     )
 
     def __post_init__(self) -> None:
@@ -144,6 +147,12 @@ class Freezing:
     def limit_bytes(self) -> int | None:
         """Return the `limit` in bytes; None without a limit."""
         return None if self.limit is None else _bytes(self.limit)
+
+    def recalls_in_whole_prompt(self, schedule: bool) -> bool:
+        """Tell whether frozen entries are searched in whole prompts, and not at their end alone;
+        `schedule`: a schedule says when entries freeze, whose steps are equal.
+        """
+        return self.recall_interval > 0 and (schedule or self.recall_prompt is None)
 
     def type_for(self, kv_type: str) -> str:
         """Return the type of frozen entries in a store with entries of type `kv_type`.
