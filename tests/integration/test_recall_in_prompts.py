@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entropykv import Freezing, Session
-from entropykv.settings.freezing import RECALL_MICRO_BATCHES
+from entropykv.settings.freezing import RECALL_END, RECALL_MICRO_BATCHES
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.frozen_sessions import check_all_is_there, session_of
 from tests.support.logits import tokens_for
@@ -18,7 +18,7 @@ from tests.support.tiny_models import write_llama
 
 N_UBATCH = 128
 AT_END = 100
-STEP = 64  # tokens of a search with up to three query heads for each KV head
+STEP, LARGE_STEP = RECALL_MICRO_BATCHES
 MicroBatch = tuple[int, bool]
 """The tokens of a micro-batch, and whether they may recall frozen entries."""
 
@@ -47,7 +47,7 @@ def recalled_after_each(session: Session, tokens: list[int]) -> Iterator[int]:
         yield session.stats().entries_recalled
 
 
-@pytest.mark.parametrize("n_tokens", [2, 16, 64, 99, 100, 101, 163, 164, 165, 500, 1047])
+@pytest.mark.parametrize("n_tokens", [2, 16, 17, 99, 100, 101, 115, 116, 117, 500, 1047])
 def test_only_the_end_is_read_in_small_steps(
     tiny_llama: Path, micro_batches: list[MicroBatch], n_tokens: int
 ) -> None:
@@ -63,23 +63,42 @@ def test_only_the_end_is_read_in_small_steps(
     assert min(n_tokens, AT_END) <= sum(end) < AT_END + STEP
 
 
-def test_a_long_prompt_recalls_at_its_end_alone(tiny_llama: Path) -> None:
-    with session_for(tiny_llama) as session:
+@pytest.mark.parametrize(("n_ubatch", "n_steps"), [(128, 5), (16, 37), (10, 60)])
+def test_a_long_prompt_recalls_at_its_end_alone(
+    tiny_llama: Path, n_ubatch: int, n_steps: int
+) -> None:
+    with session_for(tiny_llama, n_ubatch=n_ubatch) as session:
         recalled = list(recalled_after_each(session, tokens_for(700)))
         assert session.stats().frozen_entries > 0
-        n_steps = 5  # four of 128 tokens, and one of 64
         assert recalled[:n_steps] == [0] * n_steps
         assert recalled[-1] > 0
         check_all_is_there(session)
 
 
+@pytest.mark.parametrize("n_tokens", [2, 255, 256, 271, 272, 273, 900])
+def test_the_whole_prompt_recalls_unless_told_otherwise(
+    tiny_llama: Path, micro_batches: list[MicroBatch], n_tokens: int
+) -> None:
+    with session_for(tiny_llama, freeze="ram") as session:
+        session.decode(tokens_for(n_tokens))
+    assert all(recalls for _, recalls in micro_batches)
+    before = (n_tokens - RECALL_END) // STEP * STEP if n_tokens > RECALL_END else 0
+    sizes = [LARGE_STEP] * (before // LARGE_STEP)
+    if before % LARGE_STEP:
+        sizes.append(before % LARGE_STEP)
+    end = n_tokens - before
+    sizes += [STEP] * (end // STEP)
+    if end % STEP:
+        sizes.append(end % STEP)
+    assert [n for n, _ in micro_batches] == sizes
+
+
 @pytest.mark.parametrize(
     ("options", "all_logits", "size"),
     [
-        ({"freeze": "ram"}, False, STEP),
-        ({"freeze": Freezing(recall_prompt=10_000)}, False, STEP),
         ({}, True, STEP),  # Every prediction may need what was frozen.
-        ({"policy": "rolling-freeze"}, False, RECALL_MICRO_BATCHES[0]),
+        ({"policy": "rolling-freeze"}, False, STEP),  # Its steps are micro-batches.
+        ({"freeze": Freezing(recall_prompt=10_000)}, False, STEP),
         ({"freeze": Freezing(recall_interval=0)}, False, N_UBATCH),
         ({"freeze": None}, False, N_UBATCH),
     ],
@@ -106,8 +125,8 @@ def test_a_step_is_small_enough_for_its_queries(
 ) -> None:
     """Of each KV head, 128 queries are considered: at least two thirds of those of a step."""
     write_llama(tmp_path / "m.gguf", n_head=n_head, n_head_kv=n_head_kv)
-    with session_for(tmp_path / "m.gguf", n_ctx=512) as session:
-        session.decode(tokens_for(90))
+    with session_for(tmp_path / "m.gguf", n_ctx=512, freeze="ram") as session:
+        session.decode(tokens_for(400))
     assert micro_batches[0] == (step, True)
 
 
@@ -117,7 +136,7 @@ def test_a_longer_text_departs_where_it_would_be_cut(tiny_llama: Path) -> None:
     with session_for(tiny_llama, kv_budget=1.0) as session:
         session.decode(tokens)
         parts = session._slot.text.parts
-        # 116 tokens, of which 100 are the end, follow three whole micro-batches, and 100 more.
+        # Three whole micro-batches come before 216 tokens, of which the last 104 are the end.
         departures = [parts.begin_before(n) for n in (127, 128, 384, 385, 450, 599, 600)]
         assert departures == [0, 128, 384, 384, 384, 384, 384]
         first = session.logits

@@ -32,8 +32,8 @@ from entropykv.policy.plan import (
 from entropykv.policy.policy import Policy
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.freezing import RECALL_MICRO_BATCHES, Freezing, check_freezing
-from entropykv.settings.options import Budget
+from entropykv.settings.freezing import RECALL_END, RECALL_MICRO_BATCHES, Freezing, check_freezing
+from entropykv.settings.options import MOST_TOKENS, Budget
 from entropykv.settings.recovery import Recovery
 
 Q8_0_BLOCK = 32
@@ -69,7 +69,11 @@ class ResolvedConfig:
     n_ubatch: int
     """The most tokens of text in a micro-batch."""
     recall_micro_batch: int
-    """The most tokens of text that are read at a time while frozen entries are searched."""
+    """The most tokens of text in a micro-batch at the end of a prompt, or if all logits are wanted:
+    fewer if frozen entries are searched.
+    """
+    recall_end: int
+    """How many tokens of a prompt are its end."""
     spec_type: str
     """How tokens are guessed ahead: none, ngram or draft."""
     n_drafts: int
@@ -83,17 +87,9 @@ class ResolvedConfig:
         return own_windows(self.policy, self.options.recent_window)
 
     @property
-    def recalls(self) -> bool:
-        """Tell whether frozen entries are searched."""
-        return self.freezing is not None and self.freezing.recall_interval > 0
-
-    @property
-    def recall_prompt(self) -> int:
-        """Return in how many of the last tokens of a prompt frozen entries are searched."""
-        freezing = self.freezing
-        if freezing is None or freezing.recalls_in_whole_prompt(self.policy.schedule):
-            return self.n_ctx
-        return freezing.recall_prompt or self.n_ctx
+    def recalls_before_end(self) -> bool:
+        """Tell whether frozen entries are also searched before the end of a prompt."""
+        return self.freezing is None or self.freezing.recall_prompt is None
 
     @property
     def variation(self) -> float:
@@ -309,9 +305,13 @@ def resolve(
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
     spec_type = spec_type_for(options, geometry, policy, freezing, store)
     n_ubatch = largest_micro_batch(options.micro_batch, n_ctx, geometry.n_ctx_train)
-    recall_micro_batch = _recall_micro_batch(n_ubatch, policy, geometry)
-    if freezing is not None and freezing.recalls_in_whole_prompt(policy.schedule):
-        n_ubatch = recall_micro_batch
+    recall_micro_batch, recall_end = n_ubatch, n_ctx
+    # An echo finds what is needed before anything is frozen, so that micro-batches stay large.
+    if freezing is not None and freezing.recall_interval > 0 and not policy.importance.repeats:
+        n_ubatch = min(n_ubatch, _most_between_recalls(freezing, policy, geometry))
+        recall_micro_batch = min(n_ubatch, RECALL_MICRO_BATCHES[0])
+        if not policy.schedule:
+            recall_end = freezing.recall_prompt or RECALL_END
     config = ResolvedConfig(
         options=options,
         geometry=geometry,
@@ -324,6 +324,7 @@ def resolve(
         n_ctx=n_ctx,
         n_ubatch=n_ubatch,
         recall_micro_batch=recall_micro_batch,
+        recall_end=recall_end,
         spec_type=spec_type,
         n_drafts=0 if spec_type == "none" else options.draft_max,
     )
@@ -331,22 +332,21 @@ def resolve(
     return config
 
 
-def _recall_micro_batch(n_ubatch: int, policy: Policy, geometry: ModelGeometry) -> int:
-    """Return the most tokens that are read at a time while frozen entries are searched.
+def _most_between_recalls(freezing: Freezing, policy: Policy, geometry: ModelGeometry) -> int:
+    """Return how many tokens of a prompt may be read at a time before its end.
 
     A search considers the last RECALL_QUERIES queries of a KV head. If they are fewer than two
     thirds of a micro-batch, facts are lost (docs/background/freezing.md). A schedule has one step
-    for each micro-batch, so these are small. With echoes they are as large as others, because an
-    echo finds the needed entries before anything is frozen.
+    for each micro-batch, so these are small.
     """
-    if policy.importance.repeats:
-        return n_ubatch
     least, most = RECALL_MICRO_BATCHES
     if policy.schedule:
-        return min(n_ubatch, least)
+        return least
+    if freezing.recall_prompt is not None:
+        return MOST_TOKENS
     groups = [layer.n_head // layer.n_head_kv for layer in attention_layers(geometry)]
     fitting = _core.RECALL_QUERIES * 3 // (2 * max(groups, default=1))
-    return min(n_ubatch, max(least, min(most, fitting)))
+    return max(least, min(most, fitting))
 
 
 def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:

@@ -88,7 +88,7 @@ class SequenceReader:
         while ids:
             # Echoes may end within the text, once the predictor is fitted.
             repeats = self._echo if echoes else None
-            n_before = self._before_recall(len(ids), all_logits)
+            n_before = self._before_end(len(ids), all_logits)
             image = self._image_part(ids, n_before) if is_placeholder(ids[0]) else None
             if image is None:
                 size = repeats.chunk if repeats else self._largest_chunk(len(ids), n_before)
@@ -98,9 +98,9 @@ class SequenceReader:
             chunk, ids = ids[:size], ids[size:]
             part = self._part(chunk, len(chunk) if all_logits else int(not ids), image)
             part.echo = self._echo_of(chunk) if repeats and len(chunk) >= LEAST_TOKENS else []
-            part.recalls = n_before < len(chunk)
+            part.recalls = config.recalls_before_end or n_before < len(chunk)
             yield self._read_micro_batch(part, arrival, image, continues=continues)
-            continues = config.recalls and not part.echo and len(chunk) < config.n_ubatch
+            continues = config.recall_micro_batch <= len(chunk) < config.n_ubatch
             if ids:
                 self._rollback.note_interval(len(chunk))
                 if gives_way:
@@ -171,23 +171,23 @@ class SequenceReader:
             most -= 1
         return most
 
-    def _before_recall(self, n_tokens: int, all_logits: bool) -> int:
-        """Return how many of n_tokens tokens to read before frozen entries are searched."""
+    def _before_end(self, n_tokens: int, all_logits: bool) -> int:
+        """Return how many of n_tokens tokens come before the end of a prompt, whose micro-batches
+        are small if frozen entries are searched.
+        """
         config = self._runner.config
-        n_before = n_tokens - config.recall_prompt
+        n_before = n_tokens - config.recall_end
         if all_logits or n_before <= 0:
             return 0
         # What is left over belongs to the end, since a few tokens take nearly as long as many.
         return n_before - n_before % config.recall_micro_batch
 
     def _largest_chunk(self, n_tokens: int, n_before: int) -> int:
-        """Return how many of n_tokens tokens to read at once; frozen entries are searched after
-        `n_before` of them.
+        """Return how many of n_tokens tokens to read at once; the first `n_before` come before the
+        end of the prompt.
         """
         config = self._runner.config
-        most = config.n_ubatch
-        if config.recalls:
-            most = min(most, n_before) or config.recall_micro_batch
+        most = min(config.n_ubatch, n_before) or config.recall_micro_batch
         return min(most, self._store.whole_before(self._slot.text.position, n_tokens))
 
     def _image_part(self, ids: list[int], n_before: int) -> ImagePart:

@@ -15,9 +15,11 @@ COLD_TYPES = ("f16", "q8_0", "q4_0")
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
 RECALL_MICRO_BATCHES = (16, 64)
-"""The fewest and most tokens of a prompt that are read at a time while frozen entries are recalled;
-these tokens share the recalled entries.
+"""How many tokens are read at a time while frozen entries are searched: at the end of a prompt, and
+at most before it. These tokens share the recalled entries.
 """
+RECALL_END = 256
+"""How many tokens are the end of a prompt, where questions are."""
 
 LIMITS_OF_RATE = (1e-6, 1e6)
 MOST_THRESHOLD = 1e9
@@ -31,10 +33,10 @@ class Freezing:
     storage, such as `1GiB`; None: as much as the context needs. `kv_type`: the type of frozen
     entries; auto: that of the store. `recall_interval`: frozen entries are searched with every
     N-th generated token, and with every micro-batch of a prompt (of RECALL_MICRO_BATCHES tokens);
-    0: never. `recall_prompt`: they are searched in the last N tokens of a prompt, where questions
-    are; what comes before is read as if nothing was frozen. None: in the whole prompt, in time that
-    grows with what is frozen. Policy rolling-freeze searches in whole prompts, and so do tokens
-    whose logits are all wanted.
+    0: never. `recall_prompt`: they are searched in the last N tokens of a prompt; what comes before
+    is read as if nothing was frozen. None: in the whole prompt, in time that grows with what is
+    frozen. Policy rolling-freeze, policies that read twice, and tokens whose logits are all wanted
+    search in whole prompts.
 
     The other fields are the schedule of policy rolling-freeze (the freeze document, section 3).
     Entries older than the `window` newest tokens are detected if their attention in a step is below
@@ -147,12 +149,6 @@ class Freezing:
     def limit_bytes(self) -> int | None:
         """Return the `limit` in bytes; None without a limit."""
         return None if self.limit is None else _bytes(self.limit)
-
-    def recalls_in_whole_prompt(self, schedule: bool) -> bool:
-        """Tell whether frozen entries are searched in whole prompts, and not at their end alone;
-        `schedule`: a schedule says when entries freeze, whose steps are equal.
-        """
-        return self.recall_interval > 0 and (schedule or self.recall_prompt is None)
 
     def type_for(self, kv_type: str) -> str:
         """Return the type of frozen entries in a store with entries of type `kv_type`.
