@@ -12,19 +12,18 @@ often as needed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from entropykv import Session
+from entropykv import Freezing, Session
 from entropykv.evaluation.passkeys import WORDINGS, Fact, split_sentences
 from entropykv.evaluation.reading import read, write
 from inputs import find_model, read_texts
 
 _N_FACTS = 16
-_CHUNK = 1000
-"""Tokens that are given to the session at a time; lengths are rounded up to it."""
 _SINGLE = 32
 """Tokens that are read one by one at every length, to measure decode."""
 _ANSWER = 256
@@ -42,16 +41,18 @@ def main() -> None:
     )
     parser.add_argument("--lengths", default="10000,20000,50000,100000")
     parser.add_argument("--freeze", help="as --freeze of `entropykv run`, such as disk:DIR")
+    parser.add_argument("--recall-prompt", type=int, help="as that of `entropykv run`")
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     with Session(
         find_model(arguments.model),
-        n_ctx=lengths[-1] + _CHUNK + _N_FACTS * _ANSWER,
+        n_ctx=lengths[-1] + _N_FACTS * _ANSWER,
         kv_budget=arguments.budget,
         policy=arguments.policy,
         kv_type=arguments.kv_type,
         n_threads=arguments.threads,
-        freeze=arguments.freeze,
+        freeze=arguments.freeze
+        and Freezing(arguments.freeze, recall_prompt=arguments.recall_prompt),
     ) as session:
         facts = _facts()
         _read(session, _document(session, facts, lengths[-1]), lengths)
@@ -68,29 +69,25 @@ def _facts() -> list[Fact]:
     ]
 
 
-def _document(session: Session, facts: Sequence[Fact], n_tokens: int) -> Iterator[list[int]]:
-    """Yield chunks of the document; fact number i is planted at (i + 0.5) / 16 of its tokens."""
+def _document(session: Session, facts: Sequence[Fact], n_tokens: int) -> Iterator[int]:
+    """Yield the tokens of the document; fact number i is planted at (i + 0.5) / 16 of them."""
     sentences = [
         session.tokenize(sentence, add_bos=False)
         for text in read_texts("heldout_prose_*").values()
         for sentence in split_sentences(text)
     ]
-    chunk = session.tokenize("", add_bos=None)
-    n_done, n_planted, number = 0, 0, 0
-    while True:
-        position = n_done + len(chunk)
+    yield from (start := session.tokenize("", add_bos=None))
+    position, n_planted = len(start), 0
+    for sentence in itertools.cycle(sentences):
+        part = sentence
         if n_planted < len(facts) and position >= (n_planted + 0.5) / len(facts) * n_tokens:
-            chunk += session.tokenize(f"{facts[n_planted].statement} ", add_bos=False)
+            part = session.tokenize(f"{facts[n_planted].statement} ", add_bos=False) + sentence
             n_planted += 1
-        chunk += sentences[number % len(sentences)]
-        number += 1
-        while len(chunk) >= _CHUNK:
-            yield chunk[:_CHUNK]
-            chunk = chunk[_CHUNK:]
-            n_done += _CHUNK
+        yield from part
+        position += len(part)
 
 
-def _read(session: Session, chunks: Iterator[list[int]], lengths: Sequence[int]) -> None:
+def _read(session: Session, document: Iterator[int], lengths: Sequence[int]) -> None:
     print(
         "| tokens | prefill, CPU ms a token | decode, CPU ms a token | KV MiB | frozen MiB | "
         "memory MiB | peak MiB | rebases |"
@@ -99,13 +96,10 @@ def _read(session: Session, chunks: Iterator[list[int]], lengths: Sequence[int])
     for length in lengths:
         # The figure of a length is that of the tokens since the length before it.
         before, start = session.position, time.process_time()
-        while session.position < length - _CHUNK:
-            session.decode(next(chunks))
-        last = next(chunks)
-        session.decode(last[:-_SINGLE])
+        session.decode(list(itertools.islice(document, length - before - _SINGLE)))
         prefill = (time.process_time() - start) / (session.position - before)
         start = time.process_time()
-        for token in last[-_SINGLE:]:
+        for token in itertools.islice(document, _SINGLE):
             session.decode([token])
         decode = (time.process_time() - start) / _SINGLE
         stats = session.stats()

@@ -72,7 +72,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
 }
 
 void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_position,
-                      int n_echo, bool see_all, int n_drafts) {
+                      int n_echo, bool see_all, int n_drafts, bool recalls) {
     if (see_all && n_echo > 0)
         throw std::invalid_argument("tokens that all see each other have no echo");
     if (n_drafts < 0 || (n_drafts > 0 && (n_text != 1 + n_drafts || n_echo > 0 || see_all ||
@@ -87,7 +87,7 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     const auto& freezing = store_.settings().freezing;
     const int interval = freezing ? freezing->recall_interval : 0;
     step_.recalling = interval > 0 && n_text > 0 && FrozenFigures(store_.components()).now() > 0 &&
-                      (n_tokens > 1 || recalls_now_ || base_position % interval == 0);
+                      (recalls_now_ || (n_tokens > 1 ? recalls : base_position % interval == 0));
     store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo, n_drafts);
     recalls_now_ = false;
     store_.components().inverse_ropes.prepare(rope_position, n_text);

@@ -25,8 +25,9 @@ public:
     // With a shared choice, all heads of a layer rank entries by the sum of what they observed, so
     // that heads with equal budgets keep the same positions.
     void set_shared_choice(bool on) { shared_choice_ = on; }
-    // Recall runs in every micro-batch of several tokens, and in every recall_interval-th one of a
-    // single token. Setting this makes it run in the next micro-batch in any case.
+    // Recall runs in every micro-batch of several tokens unless begin() says otherwise, and in
+    // every recall_interval-th one of a single token. Setting this makes it run in the next
+    // micro-batch in any case.
     bool& recalls_now() { return recalls_now_; }
     EntropyMeter& entropies() { return entropies_; }
     const EntropyMeter& entropies() const { return entropies_; }
@@ -46,8 +47,11 @@ public:
     // has one token before them and no echo; each of its tokens attends to what is left after the
     // commit of the one before, as if they were read one by one: see HeadStore::commit_token().
     // settle_drafts() must follow. n_drafts must not exceed most_drafts().
+    //
+    // recalls: whether several tokens may recall frozen entries; a long text that is only read on
+    // needs none, and recall compares its queries with every frozen key.
     void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0,
-               bool see_all = false, int n_drafts = 0);
+               bool see_all = false, int n_drafts = 0, bool recalls = true);
     // Returns how many drafts may follow the next token, at most `wanted`.
     int most_drafts(int wanted) const;
     void settle_drafts(int n_accepted) { store_.settle_drafts(n_accepted); }

@@ -12,7 +12,8 @@ void AttentionBatch::clear() {
 }
 
 void AttentionBatch::add(Attention& sequence, int n_text, std::int32_t base_position,
-                         std::int32_t rope_position, int n_echo, bool see_all, int n_drafts) {
+                         std::int32_t rope_position, int n_echo, bool see_all, int n_drafts,
+                         bool recalls) {
     for (const Part& part : parts_)
         if (part.sequence == &sequence)
             throw std::invalid_argument("a sequence has one part of a micro-batch");
@@ -28,7 +29,7 @@ void AttentionBatch::add(Attention& sequence, int n_text, std::int32_t base_posi
     if (n_tokens == 1 && n_pages_ >= staging.single_pages())
         throw std::invalid_argument("sequences with a single token come first");
     parts_.reserve(parts_.size() + 1);
-    sequence.begin(n_text, base_position, rope_position, n_echo, see_all, n_drafts);
+    sequence.begin(n_text, base_position, rope_position, n_echo, see_all, n_drafts, recalls);
     sequence.store().stage_at(n_pages_);
     parts_.push_back({&sequence, n_tokens_});
     n_tokens_ += n_tokens;

@@ -10,6 +10,7 @@
 namespace entropykv::bind {
 
 void register_freeze_settings(py::module_& m) {
+    m.attr("RECALL_QUERIES") = kMostQueryRows;
     py::register_exception<ColdStorageError>(m, "ColdStorageError", PyExc_OSError);
     py::class_<FreezeSchedule>(m, "FreezeSchedule")
         .def(py::init([](int window, float threshold, float rate, int history) {

@@ -6,6 +6,7 @@
 // means of clusters of keys select far too many pages: nearly every page would have to be read.)
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -84,10 +85,11 @@ public:
     void products(const KernelTable& kernels, int page, const QueryRows& queries,
                   float* out) const noexcept;
 
-    // Calls change(page, slot, position) for every entry that has a record, and writes the entry
-    // back. buffer: has room for a page of storage and layout.page.bytes.
-    template <typename Change>
-    void rewrite(const KernelTable& kernels, std::byte* buffer, Change change);
+    // Calls change(page, slot, position) for every entry that has a record and for which
+    // changes(position) is true, and writes its page back; pages without such an entry are not
+    // read. buffer: has room for a page of storage and layout.page.bytes.
+    template <typename Changes, typename Change>
+    void rewrite(const KernelTable& kernels, std::byte* buffer, Changes changes, Change change);
 
     // Drops records at positions >= from. Timers end as if time had gone back to `from`.
     void truncate(std::int32_t from);
@@ -190,11 +192,16 @@ private:
     int n_dropped_ = 0;
 };
 
-template <typename Change>
-void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Change change) {
+template <typename Changes, typename Change>
+void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Changes changes,
+                       Change change) {
     for (int page = 0; page < n_pages(); ++page) {
         const bool open = page == open_;
         if (!open && !pages_[index(page)].stored) continue;
+        const std::int32_t* positions = records_.positions(page);
+        const int n = open ? n_open_ : per_page();
+        const auto is_changed = [&](std::int32_t at) { return at != kDead && changes(at); };
+        if (std::none_of(positions, positions + n, is_changed)) continue;
         std::byte* rows = open_rows_.data();
         if (!open) {
             const std::byte* packed = read(page, buffer);
@@ -202,10 +209,8 @@ void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Change cha
             rows = buffer + storage_->page_bytes();
             cold_->codec.unpack(packed, kernels, rows);
         }
-        for (int slot = 0; slot < (open ? n_open_ : per_page()); ++slot) {
-            const std::int32_t at = position(page * per_page() + slot);
-            if (at != kDead) change(rows, slot, at);
-        }
+        for (int slot = 0; slot < n; ++slot)
+            if (is_changed(positions[slot])) change(rows, slot, positions[slot]);
         if (open) continue;
         pack(page, rows, kernels);
         storage_->write(pages_[index(page)].place, packed_.data());

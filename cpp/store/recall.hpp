@@ -12,7 +12,7 @@
 
 namespace entropykv {
 
-constexpr int kMostQueryRows = 128;  // queries that recall considers
+constexpr int kMostQueryRows = 128;  // queries of a KV head that recall considers
 constexpr int kMostRecalled = 2048;  // entries that can come back to a head in one step
 
 class Recall {

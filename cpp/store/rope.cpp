@@ -52,22 +52,25 @@ void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<Rope
         if (rope.n_dims == 0) continue;
         const PageLayout& layout = store.layout(layer);
         float row[kMaxHeadDim];
+        const auto difference_at = [&](std::int32_t position) {
+            return rope_position(position, n_sinks, new_shift) -
+                   rope_position(position, n_sinks, old_shift);
+        };
         const auto rotate_key = [&](std::byte* page, int slot, std::int32_t position) {
-            const std::int32_t difference = rope_position(position, n_sinks, new_shift) -
-                                            rope_position(position, n_sinks, old_shift);
-            if (difference == 0) return;
             load_k(layout, page, slot, row);
-            rotate(rope, angles.of(difference), row);
+            rotate(rope, angles.of(difference_at(position)), row);
             kernels.store_k(layout, page, slot, row);
         };
         std::byte* buffer = components.workspaces.front().page_read.data();
         for (Head& head : components.layers[number].heads) {
             for (int i = 0; i < head.count(); ++i) {
+                if (difference_at(head.position(i)) == 0) continue;
                 const Slot slot = head.place(i);
                 rotate_key(slot.page, slot.index, head.position(i));
             }
             if (head.frozen)
-                head.frozen.cold->rewrite(*components.common.kernels, buffer, rotate_key);
+                head.frozen.cold->rewrite(*components.common.kernels, buffer, difference_at,
+                                          rotate_key);
         }
     }
 }

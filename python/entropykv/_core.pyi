@@ -8,6 +8,8 @@ import numpy.typing as npt
 _Floats = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 
+RECALL_QUERIES: int
+"""How many queries of a KV head recall considers in a micro-batch, the last ones."""
 SEQUENCE_STATE_VERSION: int
 """The version of llama.cpp's format for the state of a sequence (LLAMA_STATE_SEQ_VERSION)."""
 
@@ -482,6 +484,7 @@ class AttentionBatch:
         n_echo: int = 0,
         see_all: bool = False,
         n_drafts: int = 0,
+        recalls: bool = True,
     ) -> None:
         """Add the next tokens, and reserve everything that they need; single tokens must come
         first.
@@ -490,7 +493,8 @@ class AttentionBatch:
         also to later ones, and there is no echo. `n_drafts`: how many tokens, the last ones, are
         drafts; one token comes before them. Each token attends to what is left after the eviction
         of the one before, as if they were read one by one. HeadwiseStore.settle_drafts() must
-        follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more.
+        follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more. `recalls`:
+        whether several tokens may recall frozen entries; single ones do at intervals.
 
         Raises ColdStorageError, and adds nothing, if cold storage is full.
         """

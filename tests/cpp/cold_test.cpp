@@ -321,6 +321,52 @@ void test_going_back() {
     CHECK(frozen.head.n_frozen() == 0 && frozen.head.stored_pages() == 0);
 }
 
+// Pages that hold nothing to change are not read, so that it is not noticed that one is damaged.
+void test_rewriting_reads_what_changes() {
+    const TemporaryFile file;
+    const ColdLayout layout(ColdType::as_stored, make_page_layout(KvType::f16, 24, 40, kPerPage));
+    FileStorage storage(layout.codec.bytes(), file.number, kNonce);
+    ColdHead head(layout, storage, 0, false);
+    const AlignedBytes source = random_page(layout.page, 3);
+    for (int i = 0; i < 5 * kPerPage; ++i) {
+        head.prepare(1);
+        head.add(source.data(), i % kPerPage, {i, 1.0f, i, kNever, {}}, settings_of(0.0f),
+                 kKernelsPortable);
+    }
+    // The first full page lies in place 1, as the last check shows.
+    const std::size_t place = FileStorage::kHeaderBytes + layout.codec.bytes() + 8;
+    const char damage = 17;
+    CHECK(write_at(file.number, &damage, 1, place));
+    AlignedBytes buffer(2 * layout.page.bytes);
+    std::vector<std::int32_t> seen;
+    const std::vector<float> zeros(24, 0.0f);
+    const auto rewrite = [&](std::int32_t from, std::int32_t to) {
+        seen.clear();
+        head.rewrite(
+            kKernelsPortable, buffer.data(),
+            [&](std::int32_t position) { return position >= from && position < to; },
+            [&](std::byte* rows, int slot, std::int32_t position) {
+                kKernelsPortable.store_k(layout.page, rows, slot, zeros.data());
+                seen.push_back(position);
+            });
+    };
+    rewrite(30, 35);
+    CHECK(seen == std::vector<std::int32_t>({30, 31, 32, 33, 34}) && storage.failed() == nullptr);
+    AlignedBytes taken(layout.page.bytes);
+    for (const int record : {29, 30, 34, 35}) {
+        const std::byte* rows = head.read(record / kPerPage, buffer.data());
+        CHECK(rows != nullptr);
+        head.take(rows, record, kKernelsPortable, taken.data(), 3);
+        const bool changed = record >= 30 && record < 35;
+        CHECK(k_row(layout.page, taken.data(), 3) ==
+              (changed ? zeros : k_row(layout.page, source.data(), record % kPerPage)));
+    }
+    rewrite(70, 100);  // the open page has no place in storage
+    CHECK(seen.size() == 10 && storage.failed() == nullptr);
+    rewrite(0, 1);
+    CHECK(seen.empty() && storage.failed() != nullptr);
+}
+
 void test_a_limit_drops_the_least_worthy_page() {
     Frozen frozen(3);
     std::vector<int> records;
@@ -522,6 +568,7 @@ int main() {
     test_storage();
     test_entries_are_frozen_once();
     test_going_back();
+    test_rewriting_reads_what_changes();
     test_a_limit_drops_the_least_worthy_page();
     test_a_page_is_worth_what_is_predicted_of_it_too();
     test_the_document_s_numbers();

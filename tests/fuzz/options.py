@@ -92,6 +92,7 @@ def random_freezing(chance: random.Random, folder: Path, share: float = 0.45) ->
         limit=chance.choice((None, None, None, 30_000, 120_000, "1MiB")),
         kv_type=chance.choice(("auto", "auto", "q8_0", "q4_0", "f16")),
         recall_interval=chance.choice((0, 1, 1, 1, 2, 5)),
+        recall_prompt=chance.choice((1, 20, 100, 256, 10**6)),
         window=chance.choice((32, 32, 1, 7, 200)),
         threshold=chance.choice((None, None, 0.0, 0.3, 2.0, 50.0)),
         rate=chance.choice((2.0, 2.0, 0.5, 0.1)),

@@ -67,6 +67,7 @@ def test_sizes_are_read_as_those_of_a_budget(number: int, unit: str) -> None:
         ({"kv_type": None}, "use one of auto"),
         ({"recall_interval": -1}, "recall_interval cannot be -1; use an integer of 0 or more"),
         ({"recall_interval": 1.0}, "recall_interval"),
+        ({"recall_prompt": 0}, "recall_prompt cannot be 0; use an integer of 1 or more"),
         ({"window": 0}, "window of freezing cannot be 0; use an integer of 1 or more"),
         ({"window": BEYOND}, f"use {BEYOND - 1} or less"),
         ({"history": -1}, "history of freezing"),
@@ -115,8 +116,8 @@ def test_every_option_reaches_its_setting() -> None:
     assert parsed() is None
     assert parsed("--freeze", "ram") == Freezing()
     everything = ("--freeze", "disk:x", "--freeze-limit", "1MiB", "--freeze-type", "q4_0")
-    everything += ("--recall-interval", 3, *SCHEDULE, "--freeze-history", 9)
-    expected = Freezing("disk:x", "1MiB", "q4_0", 3, 8, 0.25, 1.0, 9)
+    everything += ("--recall-interval", 3, *SCHEDULE, "--freeze-history", 9, "--recall-prompt", 70)
+    expected = Freezing("disk:x", "1MiB", "q4_0", 3, 8, 0.25, 1.0, 9, 70)
     assert parsed(*everything, policy="rolling-freeze") == expected
     for field in dataclasses.fields(Freezing):
         assert getattr(expected, field.name) != field.default, field.name
@@ -145,6 +146,7 @@ def test_of_several_policies_all_freeze_or_only_those_that_always_do() -> None:
         (("--freeze-limit", "1MiB"), "--freeze-limit is of no use.*give --freeze ram"),
         (("--freeze-type", "f16"), "--freeze-type is of no use"),
         (("--recall-interval", 0), "--recall-interval is of no use"),
+        (("--recall-prompt", 9), "--recall-prompt is of no use"),
         (("--freeze-history", 0), "--freeze-history is of no use"),
         (
             ("--freeze", "ram", "--freeze-window", 8),

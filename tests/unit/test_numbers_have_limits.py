@@ -77,6 +77,7 @@ def test_budgets_at_their_limits() -> None:
     [
         ("limit", MOST_BYTES),
         ("recall_interval", MOST_TOKENS),
+        ("recall_prompt", MOST_TOKENS),
         ("window", MOST_TOKENS),
         ("history", MOST_TOKENS),
         ("threshold", 1e9),

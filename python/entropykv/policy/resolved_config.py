@@ -32,8 +32,8 @@ from entropykv.policy.plan import (
 from entropykv.policy.policy import Policy
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
-from entropykv.settings.options import Budget
+from entropykv.settings.freezing import RECALL_END, RECALL_MICRO_BATCHES, Freezing, check_freezing
+from entropykv.settings.options import MOST_TOKENS, Budget
 from entropykv.settings.recovery import Recovery
 
 Q8_0_BLOCK = 32
@@ -68,6 +68,12 @@ class ResolvedConfig:
     n_ctx: int
     n_ubatch: int
     """The most tokens of text in a micro-batch."""
+    recall_micro_batch: int
+    """The most tokens of text in a micro-batch at the end of a prompt, or if all logits are wanted:
+    fewer if frozen entries are searched.
+    """
+    recall_end: int
+    """How many tokens of a prompt are its end."""
     spec_type: str
     """How tokens are guessed ahead: none, ngram or draft."""
     n_drafts: int
@@ -79,6 +85,11 @@ class ResolvedConfig:
         below this class.
         """
         return own_windows(self.policy, self.options.recent_window)
+
+    @property
+    def recalls_before_end(self) -> bool:
+        """Tell whether frozen entries are also searched before the end of a prompt."""
+        return self.freezing is None or self.freezing.recall_prompt is None
 
     @property
     def variation(self) -> float:
@@ -293,6 +304,14 @@ def resolve(
     if freezing is not None:
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
     spec_type = spec_type_for(options, geometry, policy, freezing, store)
+    n_ubatch = largest_micro_batch(options.micro_batch, n_ctx, geometry.n_ctx_train)
+    recall_micro_batch, recall_end = n_ubatch, n_ctx
+    # An echo finds what is needed before anything is frozen, so that micro-batches stay large.
+    if freezing is not None and freezing.recall_interval > 0 and not policy.importance.repeats:
+        n_ubatch = min(n_ubatch, _most_between_recalls(freezing, policy, geometry))
+        recall_micro_batch = min(n_ubatch, RECALL_MICRO_BATCHES[0])
+        if not policy.schedule:
+            recall_end = freezing.recall_prompt or RECALL_END
     config = ResolvedConfig(
         options=options,
         geometry=geometry,
@@ -303,7 +322,9 @@ def resolve(
         freezing=freezing,
         kv_type=kv_type,
         n_ctx=n_ctx,
-        n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
+        n_ubatch=n_ubatch,
+        recall_micro_batch=recall_micro_batch,
+        recall_end=recall_end,
         spec_type=spec_type,
         n_drafts=0 if spec_type == "none" else options.draft_max,
     )
@@ -311,22 +332,21 @@ def resolve(
     return config
 
 
-def _largest_micro_batch(
-    options: CacheOptions,
-    geometry: ModelGeometry,
-    n_ctx: int,
-    policy: Policy,
-    freezing: Freezing | None,
-) -> int:
-    """Return the most tokens of a micro-batch, which is small if recall searches frozen entries.
+def _most_between_recalls(freezing: Freezing, policy: Policy, geometry: ModelGeometry) -> int:
+    """Return how many tokens of a prompt may be read at a time before its end.
 
-    With echoes it stays large, because an echo finds the needed entries before anything is frozen.
+    A search considers the last RECALL_QUERIES queries of a KV head. If they are fewer than two
+    thirds of a micro-batch, facts are lost (docs/background/freezing.md). A schedule has one step
+    for each micro-batch, so these are small.
     """
-    n_ubatch = options.micro_batch
-    recalls = freezing is not None and freezing.recall_interval > 0
-    if recalls and not policy.importance.repeats:
-        n_ubatch = min(n_ubatch, RECALL_MICRO_BATCH)
-    return largest_micro_batch(n_ubatch, n_ctx, geometry.n_ctx_train)
+    least, most = RECALL_MICRO_BATCHES
+    if policy.schedule:
+        return least
+    if freezing.recall_prompt is not None:
+        return MOST_TOKENS
+    groups = [layer.n_head // layer.n_head_kv for layer in attention_layers(geometry)]
+    fitting = _core.RECALL_QUERIES * 3 // (2 * max(groups, default=1))
+    return max(least, min(most, fitting))
 
 
 def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:

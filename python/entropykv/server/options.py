@@ -114,6 +114,7 @@ class ModelOptions(ModelSettings):
     freeze_limit: str | None = _declared("freeze_limit")
     freeze_type: str | None = _declared("freeze_type")
     recall_interval: int | None = _declared("recall_interval")
+    recall_prompt: int | None = _declared("recall_prompt")
     freeze_window: int | None = _declared("freeze_window")
     freeze_threshold: float | None = _declared("freeze_threshold")
     freeze_rate: float | None = _declared("freeze_rate")

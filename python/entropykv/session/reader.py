@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -69,6 +70,7 @@ class SequenceReader:
     ) -> Iterator[Logits | None]:
         """Yield the logits of each micro-batch: see Session.decode_micro_batches()."""
         self._runner.check_usable(self._slot)
+        config = self._runner.config
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
         text = [token for token in ids if not is_placeholder(token)]
@@ -82,21 +84,25 @@ class SequenceReader:
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
+        continues = False  # whether a longer text would not be cut before the next micro-batch
         while ids:
             # Echoes may end within the text, once the predictor is fitted.
             repeats = self._echo if echoes else None
-            image = self._image_part(ids) if is_placeholder(ids[0]) else None
+            n_before = self._before_end(len(ids), all_logits)
+            image = self._image_part(ids, n_before) if is_placeholder(ids[0]) else None
             if image is None:
-                size = repeats.chunk if repeats else self._largest_chunk(len(ids))
+                size = repeats.chunk if repeats else self._largest_chunk(len(ids), n_before)
                 size = text_before_image(ids, size)
             else:
                 repeats, size = None, image.n_tokens
-            part, ids = ids[:size], ids[size:]
-            echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
-            n_rows = len(part) if all_logits else int(not ids)
-            yield self._read_micro_batch(part, n_rows, echo, arrival, image)
+            chunk, ids = ids[:size], ids[size:]
+            part = self._part(chunk, len(chunk) if all_logits else int(not ids), image)
+            part.echo = self._echo_of(chunk) if repeats and len(chunk) >= LEAST_TOKENS else []
+            part.recalls = config.recalls_before_end or n_before < len(chunk)
+            yield self._read_micro_batch(part, arrival, image, continues=continues)
+            continues = config.recall_micro_batch <= len(chunk) < config.n_ubatch
             if ids:
-                self._rollback.note_interval(len(part))
+                self._rollback.note_interval(len(chunk))
                 if gives_way:
                     arrival = self._runner.scheduler.arrive()
 
@@ -165,18 +171,33 @@ class SequenceReader:
             most -= 1
         return most
 
-    def _largest_chunk(self, n_tokens: int) -> int:
-        """Return how many of n_tokens tokens to read at once."""
-        position = self._slot.text.position
-        return min(self._runner.config.n_ubatch, self._store.whole_before(position, n_tokens))
+    def _before_end(self, n_tokens: int, all_logits: bool) -> int:
+        """Return how many of n_tokens tokens come before the end of a prompt, whose micro-batches
+        are small if frozen entries are searched.
+        """
+        config = self._runner.config
+        n_before = n_tokens - config.recall_end
+        if all_logits or n_before <= 0:
+            return 0
+        # What is left over belongs to the end, since a few tokens take nearly as long as many.
+        return n_before - n_before % config.recall_micro_batch
 
-    def _image_part(self, ids: list[int]) -> ImagePart:
+    def _largest_chunk(self, n_tokens: int, n_before: int) -> int:
+        """Return how many of n_tokens tokens to read at once; the first `n_before` come before the
+        end of the prompt.
+        """
+        config = self._runner.config
+        most = min(config.n_ubatch, n_before) or config.recall_micro_batch
+        return min(most, self._store.whole_before(self._slot.text.position, n_tokens))
+
+    def _image_part(self, ids: list[int], n_before: int) -> ImagePart:
         """Return the rows of an image that are read next, in the place of the first tokens."""
         images, text = self._runner.images, self._slot.text
         if images is None:
             raise no_projector()
         n_ubatch = self._runner.config.n_ubatch
-        return images.next_part(ids, text.position, text.images, n_ubatch, self._largest_chunk)
+        most = partial(self._largest_chunk, n_before=n_before)
+        return images.next_part(ids, text.position, text.images, n_ubatch, most)
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
@@ -195,25 +216,23 @@ class SequenceReader:
                 f"{store.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
             )
 
-    def _read_micro_batch(
-        self,
-        tokens: list[int],
-        n_rows: int,
-        echo: list[int],
-        arrival: int,
-        image: ImagePart | None = None,
-    ) -> Logits | None:
-        slot, text = self._slot, self._slot.text
+    def _part(self, tokens: list[int], n_rows: int, image: ImagePart | None) -> Part:
+        text = self._slot.text
         embedded = None if image is None else image.embedded
         lag = text.images.lag if image is None else image.lag
-        part = Part(self._store, tokens, text.position, n_rows, echo, embedded, lag)
+        return Part(self._store, tokens, text.position, n_rows, embedded=embedded, lag=lag)
+
+    def _read_micro_batch(
+        self, part: Part, arrival: int, image: ImagePart | None = None, *, continues: bool = False
+    ) -> Logits | None:
+        slot, text = self._slot, self._slot.text
         logits = self._decode(part, arrival)
         if image is not None:
             text.add_image(image.first, image.n_tokens, image.behind)
-        elif echo:
-            text.echoed = text.position + len(tokens)
+        elif part.echo:
+            text.echoed = text.position + len(part.tokens)
         last = None if logits is None else logits[-1].copy()
-        text.add(tokens, last, is_prompt=not slot.writes)
+        text.add(part.tokens, last, is_prompt=not slot.writes, continues=continues)
         slot.note_evictions()
         if slot.trajectory:
             counters = self._store.counters()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,13 +44,22 @@ class TokenSequence:
         self.evicted_before = 0
         """How many entries had been evicted at the last check."""
 
-    def add(self, tokens: list[int], logits: Logits | None, *, is_prompt: bool) -> None:
+    def add(
+        self,
+        tokens: Sequence[int],
+        logits: Logits | None,
+        *,
+        is_prompt: bool,
+        continues: bool = False,
+    ) -> None:
         """Add a micro-batch that was read; `logits` are those of its last token.
 
-        `is_prompt`: the tokens belong to a prompt, and were not written.
+        `is_prompt`, `continues`: as in ReadParts.note().
         """
         self.logits = logits
-        self.parts.note(self.position, len(tokens), logits, is_prompt=is_prompt)
+        self.parts.note(
+            self.position, len(tokens), logits, is_prompt=is_prompt, continues=continues
+        )
         self.position += len(tokens)
         self.tokens.extend(tokens)
 
@@ -120,10 +129,14 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class _Part:
-    """Hold the positions of one micro-batch: `begin` is the first, `end` follows the last."""
+    """Hold the positions of one micro-batch: `begin` is the first, `end` follows the last.
+
+    It is full if a longer text is cut behind it, too.
+    """
 
     begin: int
     end: int
+    full: bool = False
 
 
 class ReadParts:
@@ -147,14 +160,19 @@ class ReadParts:
         logits: npt.NDArray[np.float32] | None,
         *,
         is_prompt: bool = False,
+        continues: bool = False,
     ) -> None:
         """Record a micro-batch read at `position`, and the logits of its last token, if any.
 
         `is_prompt`: the tokens belong to a prompt, and were not written. The last micro-batch of a
-        prompt may also have only one token.
+        prompt may also have only one token. `continues`: a longer text would not be cut before it,
+        since only the end of a text is read in small micro-batches.
         """
-        if n_tokens > 1:
-            self._parts.append(_Part(position, position + n_tokens))
+        if continues and self._parts and self._parts[-1].end == position:
+            self._parts[-1] = _Part(self._parts[-1].begin, position + n_tokens)
+        elif n_tokens > 1:
+            full = n_tokens == self._n_ubatch
+            self._parts.append(_Part(position, position + n_tokens, full))
         if n_tokens > 1 or is_prompt:
             self._end_of_prompt, self._logits = position + n_tokens, logits
 
@@ -201,8 +219,7 @@ class ReadParts:
         """
         for part in reversed(self._parts):
             if part.begin < position <= part.end:
-                full = position == part.end and part.end - part.begin == self._n_ubatch
-                return position if full else part.begin
+                return position if part.full and position == part.end else part.begin
             if part.end < position:
                 break
         return position

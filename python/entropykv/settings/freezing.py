@@ -14,10 +14,12 @@ COLD_TYPES = ("f16", "q8_0", "q4_0")
 """The types of frozen entries; the widest is first."""
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
-RECALL_MICRO_BATCH = 16
-"""The most tokens of a prompt that are read at a time if frozen entries are recalled; these tokens
-share the recalled entries.
+RECALL_MICRO_BATCHES = (16, 64)
+"""How many tokens are read at a time while frozen entries are searched: at the end of a prompt, and
+at most before it. These tokens share the recalled entries.
 """
+RECALL_END = 256
+"""How many tokens are the end of a prompt, where questions are."""
 
 LIMITS_OF_RATE = (1e-6, 1e6)
 MOST_THRESHOLD = 1e9
@@ -30,8 +32,11 @@ class Freezing:
     `where`: `ram`, or `disk:DIR` for a file of this process in a directory. `limit`: bytes of cold
     storage, such as `1GiB`; None: as much as the context needs. `kv_type`: the type of frozen
     entries; auto: that of the store. `recall_interval`: frozen entries are searched with every
-    N-th generated token, and with every micro-batch of a prompt (of at most RECALL_MICRO_BATCH
-    tokens); 0: never.
+    N-th generated token, and with every micro-batch of a prompt (of RECALL_MICRO_BATCHES tokens);
+    0: never. `recall_prompt`: they are searched in the last N tokens of a prompt; what comes before
+    is read as if nothing was frozen. None: in the whole prompt, in time that grows with what is
+    frozen. Policy rolling-freeze, policies that read twice, and tokens whose logits are all wanted
+    search in whole prompts.
 
     The other fields are the schedule of policy rolling-freeze (the freeze document, section 3).
     Entries older than the `window` newest tokens are detected if their attention in a step is below
@@ -102,6 +107,16 @@ class Freezing:
         least=0,
         label="the history of freezing",
         of_schedule=True,
+    )
+    recall_prompt: int | None = option(
+        None,
+        "look for frozen entries in the last N tokens of a prompt only: what comes before is read "
+        "as fast as without freezing",
+        "--recall-prompt",
+        metavar="N",
+        kind=int,
+        least=1,
+        instead="the whole prompt",
     )
 
     def __post_init__(self) -> None:

@@ -162,6 +162,7 @@ class DeviceStore(PooledStore):
         n_drafts: int = 0,
         *,
         embedded: Embedded | None = None,
+        recalls: bool = True,  # noqa: ARG002
     ) -> None:
         """Choose the rows of the micro-batch."""
         shift = self.rope.shift_for(self.shift, position, n_tokens)

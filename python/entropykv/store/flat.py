@@ -145,6 +145,7 @@ class FlatStore(Store):
         n_drafts: int = 0,  # noqa: ARG002
         *,
         embedded: Embedded | None = None,
+        recalls: bool = True,  # noqa: ARG002
     ) -> None:
         """Compact if holes would cost attention time; rotate keys if positions run out."""
         if embedded is not None and embedded.positions is not None:

@@ -123,6 +123,7 @@ class HeadwiseStore(PooledStore):
         n_drafts: int = 0,
         *,
         embedded: Embedded | None = None,
+        recalls: bool = True,
     ) -> None:
         """Reserve pages for everything that the micro-batch may leave behind.
 
@@ -139,11 +140,16 @@ class HeadwiseStore(PooledStore):
         self.sharing.prepare(n_tokens - n_drafts, position, n_echo)
         with self.cold.growing():
             rope_position = self.rope_position(position)
-            batch = self._shared_context.batch
-            if embedded is not None and embedded.sees_all:
-                batch.add(self._store, n_tokens, position, rope_position, see_all=True)
-            else:
-                batch.add(self._store, n_tokens, position, rope_position, n_echo, n_drafts=n_drafts)
+            self._shared_context.batch.add(
+                self._store,
+                n_tokens,
+                position,
+                rope_position,
+                n_echo,
+                see_all=embedded is not None and embedded.sees_all,
+                n_drafts=n_drafts,
+                recalls=recalls,
+            )
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow a token: only as long as nothing else would change.

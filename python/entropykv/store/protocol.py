@@ -146,14 +146,14 @@ class Store(ABC):
         n_drafts: int = 0,
         *,
         embedded: Embedded | None = None,
+        recalls: bool = True,
     ) -> None:
         """Make room for a micro-batch, within the positions that RoPE may see.
 
         `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then. The last
         `n_drafts` of the tokens are drafts, at most most_drafts(): settle() follows the decode.
-        `embedded`:
-        embeddings that are read instead of tokens; raises UnsupportedModelError if the store cannot
-        read them.
+        `embedded`: embeddings that are read instead of tokens; raises UnsupportedModelError if the
+        store cannot read them. `recalls`: whether several tokens may recall frozen entries.
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:  # noqa: ARG002
@@ -346,6 +346,8 @@ class Part:
     """Embeddings that are read instead of tokens, without an echo."""
     lag: int = 0
     """By how much RoPE's position is less than the text position, because of earlier images."""
+    recalls: bool = True
+    """Whether frozen entries may be recalled for several tokens."""
     n_drafts: int = 0
     """How many of the tokens, the last ones, are drafts; all tokens get logits then."""
     verify: Callable[[Logits], int] | None = None
@@ -440,6 +442,7 @@ def _made_room(part: Part, model_name: str) -> bool:
             len(part.echo),
             part.n_drafts,
             embedded=part.embedded,
+            recalls=part.recalls,
         )
     except (FreezeError, PoolError, UnsupportedModelError) as error:
         part.error = error
