@@ -48,8 +48,8 @@ public:
     // commit of the one before, as if they were read one by one: see HeadStore::commit_token().
     // settle_drafts() must follow. n_drafts must not exceed most_drafts().
     //
-    // recalls: whether several tokens may recall frozen entries; a long text that is only read on
-    // needs none, and recall compares its queries with every frozen key.
+    // recalls: whether several tokens may recall frozen entries. A long prompt can do without
+    // before its end, because recall compares queries with every frozen key.
     void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0,
                bool see_all = false, int n_drafts = 0, bool recalls = true);
     // Returns how many drafts may follow the next token, at most `wanted`.
