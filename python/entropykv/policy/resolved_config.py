@@ -33,7 +33,7 @@ from entropykv.policy.policy import Policy
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import RECALL_END, RECALL_MICRO_BATCHES, Freezing, check_freezing
-from entropykv.settings.options import MOST_TOKENS, Budget
+from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Recovery
 
 Q8_0_BLOCK = 32
@@ -304,14 +304,13 @@ def resolve(
     if freezing is not None:
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
     spec_type = spec_type_for(options, geometry, policy, freezing, store)
-    n_ubatch = largest_micro_batch(options.micro_batch, n_ctx, geometry.n_ctx_train)
-    recall_micro_batch, recall_end = n_ubatch, n_ctx
-    # An echo finds what is needed before anything is frozen, so that micro-batches stay large.
-    if freezing is not None and freezing.recall_interval > 0 and not policy.importance.repeats:
-        n_ubatch = min(n_ubatch, _most_between_recalls(freezing, policy, geometry))
-        recall_micro_batch = min(n_ubatch, RECALL_MICRO_BATCHES[0])
-        if not policy.schedule:
-            recall_end = freezing.recall_prompt or RECALL_END
+    n_ubatch, recall_micro_batch, recall_end = _micro_batches(
+        largest_micro_batch(options.micro_batch, n_ctx, geometry.n_ctx_train),
+        n_ctx,
+        geometry,
+        policy,
+        freezing,
+    )
     config = ResolvedConfig(
         options=options,
         geometry=geometry,
@@ -332,21 +331,28 @@ def resolve(
     return config
 
 
-def _most_between_recalls(freezing: Freezing, policy: Policy, geometry: ModelGeometry) -> int:
-    """Return how many tokens of a prompt may be read at a time before its end.
+def _micro_batches(
+    n_ubatch: int, n_ctx: int, geometry: ModelGeometry, policy: Policy, freezing: Freezing | None
+) -> tuple[int, int, int]:
+    """Return n_ubatch, recall_micro_batch and recall_end of the config; `n_ubatch`: the most tokens
+    that may be read at a time.
 
     A search considers the last RECALL_QUERIES queries of a KV head. If they are fewer than two
     thirds of a micro-batch, facts are lost (docs/background/freezing.md). A schedule has one step
-    for each micro-batch, so these are small.
+    for each micro-batch, so these are small. With echoes they stay large, because an echo finds the
+    needed entries before anything is frozen.
     """
-    least, most = RECALL_MICRO_BATCHES
+    if freezing is None or freezing.recall_interval == 0 or policy.importance.repeats:
+        return n_ubatch, n_ubatch, n_ctx
+    at_end, most = RECALL_MICRO_BATCHES
+    small = min(n_ubatch, at_end)
     if policy.schedule:
-        return least
+        return small, small, n_ctx
     if freezing.recall_prompt is not None:
-        return MOST_TOKENS
+        return n_ubatch, small, freezing.recall_prompt
     groups = [layer.n_head // layer.n_head_kv for layer in attention_layers(geometry)]
     fitting = _core.RECALL_QUERIES * 3 // (2 * max(groups, default=1))
-    return max(least, min(most, fitting))
+    return max(small, min(n_ubatch, most, fitting)), small, RECALL_END
 
 
 def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:
