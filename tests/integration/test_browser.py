@@ -77,12 +77,12 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         page.ask(DEMO.question)  # It waits for the document.
         page.finished()
         assert page.answers()[0]
-        assert "tokens read" in chip.inner_text()
         page.page.get_by_text("Passages that this answer looked at").click()
         marks = page.page.locator(".passages mark").all_inner_texts()
         assert len(marks) == 4
         assert all(squeezed(mark) in squeezed(text * 7) for mark in marks)
-        assert chip.get_by_role("progressbar").count() == 0
+        chip.get_by_role("progressbar").wait_for(state="detached")
+        assert "tokens read" in chip.inner_text()
         assert not page.page.locator(".bubble .chip").count(), "the text was sent with the question"
         read = figures(running)["prompt_tokens"]
         page.page.reload()
@@ -161,6 +161,55 @@ def test_stop_edit_and_answers_again(page: Watched) -> None:
     page.finished()
     assert page.page.locator(".plain").all_inner_texts() == ["In the harbour"]
     assert "cut off" in page.page.locator("article.answer small").inner_text()
+
+
+def test_what_is_typed_before_the_page_is_painted_is_kept(page: Watched) -> None:
+    """On a busy machine a page is painted long after a field is there."""
+    page.settings(Longest_answer=4)
+    page.ask("The old garden")
+    page.finished()
+    page.page.evaluate("""async () => {
+        const press = (field, key) =>
+            field.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+        press(document.querySelector(".composer textarea"), "ArrowUp");
+        await null;  // A task of the page redraws it; painting comes after this script.
+        const field = document.querySelector(".edited textarea");
+        field.value = "In the harbour";
+        field.dispatchEvent(new Event("input", { bubbles: true }));
+    }""")
+    field = page.page.get_by_label("Edit this turn")
+    page.page.wait_for_timeout(300)
+    assert field.input_value() == "In the harbour"
+    field.press("Enter")
+    page.finished()
+    assert page.page.locator(".plain").all_inner_texts() == ["In the harbour"]
+
+
+def test_settings_and_files_given_before_the_server_has_said_its_own_are_kept(
+    browser: Any, tmp_path: Path
+) -> None:
+    running = Server("--documents", tmp_path, usual=("-c", 4096, "-t", 1, "--kv-budget", 1024))
+    page = Watched(browser, running.url, **CONTEXT)
+    late: list[Any] = []
+
+    def delay(route: Any) -> None:
+        late.append(route)
+
+    try:
+        page.page.route("**/v1/web/defaults", delay)
+        page.page.reload()
+        page.settings(Longest_answer=4, System_prompt="Be short.")
+        drop(page, "book.txt", DEMO.document.read_text(encoding="utf-8"))
+        page.page.wait_for_timeout(300)
+        for route in late:
+            route.continue_()
+        page.page.get_by_role("group", name="Document book").wait_for()
+        page.page.get_by_role("button", name="Settings").click()
+        assert page.page.get_by_label("Longest answer").input_value() == "4"
+        assert page.page.get_by_label("System prompt").input_value() == "Be short."
+        page.check()
+    finally:
+        running.end()
 
 
 def test_two_conversations_outlive_a_reload(page: Watched) -> None:

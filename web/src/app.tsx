@@ -1,6 +1,6 @@
 // The page: conversations, the chat, and the cache beside it.
 import type { JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useState } from "preact/hooks";
 import { type Connection, connection, keyQuestion, lost } from "./api";
 import { Chat } from "./chat";
 import { defaults, learnDefaults, state } from "./conversations";
@@ -40,7 +40,7 @@ export function App(): JSX.Element {
     const name = model ?? given?.model;
     document.title = name ? `${name} · entropykv` : "entropykv";
   }, [given, model]);
-  useEffect(() => setList(false), [chosen]);
+  useLayoutEffect(() => setList(false), [chosen]);
 
   const togglePanel = (): void => {
     localStorage.setItem("entropykv.panel", hasPanel ? "closed" : "open");

@@ -1,6 +1,6 @@
 // The turns of the conversation that is chosen.
 import type { JSX } from "preact";
-import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { edit, regenerate, say } from "./answers";
 import { Composer, sizeOf } from "./composer";
 import { chosen, defaults, type Message, state } from "./conversations";
@@ -18,7 +18,7 @@ export function Chat(): JSX.Element {
   const atEnd = useRef(true);
   const [editing, setEditing] = useState<number | null>(null);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     setEditing(null);
     atEnd.current = true;
   }, [id]);
@@ -109,45 +109,8 @@ interface QuestionProps {
 }
 
 function Question({ message, isEdited, canEdit, onEdit, onSave }: QuestionProps): JSX.Element {
-  const [text, setText] = useState(message.text);
-  const field = useRef<HTMLTextAreaElement>(null);
-  useEffect(() => {
-    setText(message.text);
-    if (isEdited) field.current?.focus();
-  }, [isEdited, message.text]);
   if (isEdited)
-    return (
-      <form
-        class="turn user edited"
-        onSubmit={(event) => {
-          event.preventDefault();
-          onSave(text);
-        }}
-      >
-        <textarea
-          ref={field}
-          rows={3}
-          aria-label="Edit this turn"
-          value={text}
-          onInput={(event) => setText(event.currentTarget.value)}
-          onKeyDown={(event) => {
-            if (event.key === "Escape") onEdit(false);
-            if (event.key === "Enter" && !event.shiftKey) {
-              event.preventDefault();
-              onSave(text);
-            }
-          }}
-        />
-        <div class="row end">
-          <button type="button" class="button" onClick={() => onEdit(false)}>
-            Cancel
-          </button>
-          <button type="submit" class="button primary">
-            Ask this instead
-          </button>
-        </div>
-      </form>
-    );
+    return <EditedQuestion text={message.text} onCancel={() => onEdit(false)} onSave={onSave} />;
   return (
     <article class="turn user" aria-label="You">
       <div class="bubble">
@@ -169,6 +132,51 @@ function Question({ message, isEdited, canEdit, onEdit, onSave }: QuestionProps)
         />
       </div>
     </article>
+  );
+}
+
+interface EditedQuestionProps {
+  // What the field begins with.
+  text: string;
+  onCancel: () => void;
+  onSave: (text: string) => void;
+}
+
+function EditedQuestion({ text: before, onCancel, onSave }: EditedQuestionProps): JSX.Element {
+  const [text, setText] = useState(before);
+  const field = useRef<HTMLTextAreaElement>(null);
+  useLayoutEffect(() => field.current?.focus(), []);
+  return (
+    <form
+      class="turn user edited"
+      onSubmit={(event) => {
+        event.preventDefault();
+        onSave(text);
+      }}
+    >
+      <textarea
+        ref={field}
+        rows={3}
+        aria-label="Edit this turn"
+        value={text}
+        onInput={(event) => setText(event.currentTarget.value)}
+        onKeyDown={(event) => {
+          if (event.key === "Escape") onCancel();
+          if (event.key === "Enter" && !event.shiftKey) {
+            event.preventDefault();
+            onSave(text);
+          }
+        }}
+      />
+      <div class="row end">
+        <button type="button" class="button" onClick={onCancel}>
+          Cancel
+        </button>
+        <button type="submit" class="button primary">
+          Ask this instead
+        </button>
+      </div>
+    </form>
   );
 }
 

@@ -1,11 +1,12 @@
 // Where one goes on with a conversation: a text, and files that come before it.
 import type { JSX } from "preact";
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { say, stop } from "./answers";
 import { type Attachment, chosen, defaults } from "./conversations";
 import { DocumentChip } from "./document";
 import { MOST_DOCUMENT_BYTES, readDocument } from "./documents";
 import { Button, Icon } from "./icons";
+import { known } from "./store";
 
 const MOST_BYTES = 3_500_000;
 
@@ -35,7 +36,7 @@ export function Composer({
   const field = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
 
-  useEffect(() => field.current?.focus(), []);
+  useLayoutEffect(() => field.current?.focus(), []);
   useLayoutEffect(() => {
     const element = field.current!;
     element.style.height = "auto";
@@ -54,7 +55,7 @@ export function Composer({
     for (const file of chosenFiles ?? []) {
       const content = await file.text().catch(() => "\0");
       if (content.includes("\0")) setProblem(`${file.name} is no text; give a text file.`);
-      else if (isNew && !chosen().document && defaults.value?.documents) {
+      else if (isNew && !chosen().document && (await known(defaults)).documents) {
         if (file.size > MOST_DOCUMENT_BYTES) setProblem(`${file.name} is longer than 8 MiB.`);
         else
           await readDocument(file.name, content).catch((error: Error) => setProblem(error.message));

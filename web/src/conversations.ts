@@ -96,6 +96,17 @@ const emptySettings = (): Settings => {
   };
 };
 
+// Settings whose empty fields have what the server begins with.
+function filled({ system, maxTokens, seed }: Settings): Settings {
+  const given = emptySettings();
+  return {
+    system: system || given.system,
+    sampling: given.sampling,
+    maxTokens: maxTokens ?? given.maxTokens,
+    seed: seed ?? given.seed,
+  };
+}
+
 const made = (settings = emptySettings()): Conversation => ({
   id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`,
   title: "New conversation",
@@ -193,5 +204,5 @@ export async function learnDefaults(): Promise<void> {
   if (!first) return;
   for (const each of state.value.list)
     if (each.messages.length === 0 && !Object.keys(each.settings.sampling).length)
-      change(each.id, () => ({ settings: emptySettings() }));
+      change(each.id, ({ settings }) => ({ settings: filled(settings) }));
 }

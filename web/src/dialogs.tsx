@@ -1,6 +1,6 @@
 // The key of the API, and the settings of a conversation.
 import type { ComponentChildren, JSX } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { setKey } from "./api";
 import { chosen, type SamplingName, type Settings, set } from "./conversations";
 import { Button } from "./icons";
@@ -13,7 +13,7 @@ interface Props {
 
 function Dialog({ title, children, onClose }: Props): JSX.Element {
   const element = useRef<HTMLDialogElement>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     element.current?.showModal();
     return () => element.current?.close();
   }, []);

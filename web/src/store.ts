@@ -1,5 +1,5 @@
 // A value that components follow.
-import { useEffect, useState } from "preact/hooks";
+import { useLayoutEffect, useState } from "preact/hooks";
 
 export class Store<T> {
   private listeners = new Set<() => void>();
@@ -25,8 +25,22 @@ export class Store<T> {
   }
 }
 
+// Wait until a store has a value.
+export function known<T>(store: Store<T | null>): Promise<T> {
+  return new Promise((resolve) => {
+    const look = (): void => {
+      if (store.value === null) return;
+      forget();
+      resolve(store.value);
+    };
+    const forget = store.follow(look);
+    look();
+  });
+}
+
 export function useStore<T>(store: Store<T>): T {
   const [, redraw] = useState(0);
-  useEffect(() => store.follow(() => redraw((n) => n + 1)), [store]);
+  // An ordinary effect runs after the page is painted: changes until then would be missed.
+  useLayoutEffect(() => store.follow(() => redraw((n) => n + 1)), [store]);
   return store.value;
 }

@@ -1,6 +1,6 @@
 // The cache as it works: who holds what, what it costs, and how it changes.
 import type { JSX } from "preact";
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useState } from "preact/hooks";
 import { connection } from "../api";
 import { state } from "../conversations";
 import { useStore } from "../store";
@@ -28,7 +28,7 @@ function useVisible(): boolean {
 function useWanted(conversations: Holder[]): [string | null, (id: string) => void] {
   const { chosen } = useStore(state);
   const [picked, setPicked] = useState<string | null>(null);
-  useEffect(() => setPicked(null), [chosen]);
+  useLayoutEffect(() => setPicked(null), [chosen]);
   const own = conversations
     .filter((each) => each.name === chosen)
     .sort((a, b) => a.idle_seconds - b.idle_seconds)[0];
@@ -50,7 +50,7 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
   const looks = visible && (isOpen || phone.matches) && connected !== "starting";
 
   const asked = model?.shared ? wanted : null;
-  useEffect(() => {
+  useLayoutEffect(() => {
     setRange(WHOLE);
     setAt(null);
   }, [asked]);
