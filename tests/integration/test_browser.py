@@ -207,7 +207,7 @@ def test_settings_and_files_given_before_the_server_has_said_its_own_are_kept(
         page.page.get_by_role("button", name="Settings").click()
         assert page.page.get_by_label("Longest answer").input_value() == "4"
         assert page.page.get_by_label("System prompt").input_value() == "Be short."
-        page.check()
+        page.check(ENDED)
     finally:
         running.end()
 
