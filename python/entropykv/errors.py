@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class EntropyKVError(Exception):
-    """Base class of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose.
+
+    A message may quote a name from a file or a request. What does not print in it, such as a line
+    break or the start of a terminal's command, is escaped as in a literal of Python.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        """Take the message, in one line."""
+        super().__init__("".join(c if c.isprintable() else _escaped(c) for c in message))
 
 
 class BudgetError(EntropyKVError, ValueError):
@@ -73,3 +81,7 @@ class VersionError(EntropyKVError, ImportError):
 
 class MissingExtraError(EntropyKVError, ImportError):
     """Raised if optional packages that a part of this package needs are not installed."""
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
