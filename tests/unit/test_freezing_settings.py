@@ -118,7 +118,8 @@ def test_every_option_reaches_its_setting() -> None:
     everything = ("--freeze", "disk:x", "--freeze-limit", "1MiB", "--freeze-type", "q4_0")
     everything += ("--recall-interval", 3, *SCHEDULE, "--freeze-history", 9, "--recall-prompt", 70)
     expected = Freezing("disk:x", "1MiB", "q4_0", 3, 8, 0.25, 1.0, 9, 70)
-    assert parsed(*everything, policy="rolling-freeze") == expected
+    # Each policy has options that are of no use for the other.
+    assert parsed(*everything, policy=["uniform", "rolling-freeze"]) == expected
     for field in dataclasses.fields(Freezing):
         assert getattr(expected, field.name) != field.default, field.name
 
@@ -152,6 +153,7 @@ def test_of_several_policies_all_freeze_or_only_those_that_always_do() -> None:
             ("--freeze", "ram", "--freeze-window", 8),
             "--freeze-window belongs to --policy rolling-freeze",
         ),
+        (("--freeze", "ram", "--recall-prompt", 9, "--recall-interval", 0), "brings none back"),
         (("--freeze", ""), "freeze cannot be ''"),
         (("--freeze", "ram", "--freeze-limit", "many"), "'many'"),
     ],
@@ -159,6 +161,11 @@ def test_of_several_policies_all_freeze_or_only_those_that_always_do() -> None:
 def test_options_that_change_nothing_are_refused(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         parsed(*arguments)
+
+
+def test_a_schedule_searches_no_prompts() -> None:
+    with pytest.raises(SettingsError, match="--recall-prompt is of no use with --policy rolling"):
+        parsed("--recall-prompt", 9, policy="rolling-freeze")
 
 
 # --- sessions -------------------------------------------------------------------------------------

@@ -80,6 +80,11 @@ def freezing_of(options: Any) -> Freezing | None:
         raise SettingsError(
             f"{_flag(useless)} belongs to --policy rolling-freeze; use that policy, or leave it out"
         )
+    if "recall_prompt" in given and (always or given.get("recall_interval") == 0):
+        raise SettingsError(
+            "--recall-prompt is of no use with --policy rolling-freeze, which brings entries back "
+            "by its schedule, and with --recall-interval 0, which brings none back; leave it out"
+        )
     if options.freeze is None and not always:
         return None
     where = RAM if options.freeze is None else options.freeze
