@@ -12,7 +12,8 @@ class EntropyKVError(Exception):
 
     def __init__(self, message: str = "") -> None:
         """Take the message, in one line."""
-        super().__init__("".join(c if c.isprintable() else _escaped(c) for c in message))
+        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        super().__init__("".join(shown))
 
 
 class BudgetError(EntropyKVError, ValueError):
@@ -83,5 +84,8 @@ class MissingExtraError(EntropyKVError, ImportError):
     """Raised if optional packages that a part of this package needs are not installed."""
 
 
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+def reason_of(error: Exception, most: int = 160) -> str:
+    """Return the message of an error of another package, in one line of at most `most` characters,
+    for a message of ours; its type's name if it says nothing.
+    """
+    return " ".join(str(error).split())[:most] or type(error).__name__

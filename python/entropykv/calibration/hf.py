@@ -12,7 +12,7 @@ import numpy.typing as npt
 from entropykv.calibration.measure import CalibrationSettings, excerpts_of, measure
 from entropykv.calibration.spread import Progress
 from entropykv.calibration.texts import Text
-from entropykv.errors import CalibrationError
+from entropykv.errors import CalibrationError, reason_of
 from entropykv.profile.profile import EntropyProfile
 
 
@@ -76,10 +76,9 @@ def load_eager(name: str, device: str, **options: Any) -> tuple[Any, Any]:
             name, attn_implementation="eager", dtype=torch.float32, **options
         )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise CalibrationError(
-            f"{name}: transformers cannot load it ({reason}); give a model's directory or its "
-            "name on Hugging Face"
+            f"{name}: transformers cannot load it ({reason_of(error, 200)}); give a model's "
+            "directory or its name on Hugging Face"
         ) from error
     return model.to(device).eval(), tokenizer
 

@@ -42,7 +42,7 @@ from entropykv.convert.ternary import (
     quantize_absmean,
     unpack_hf,
 )
-from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
+from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError, reason_of
 
 # gguf maps transformers' tensor names to llama.cpp's; these names of 1bitLLM are missing there.
 _ALIASES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
@@ -180,8 +180,7 @@ def read_hf(path: Path, *, dense: bool = False) -> Source:
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ModelFileError(f"{path}: is damaged ({reason}); {_AGAIN}") from error
+        raise ModelFileError(f"{path}: is damaged ({reason_of(error)}); {_AGAIN}") from error
 
 
 def _tensors(

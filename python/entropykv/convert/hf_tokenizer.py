@@ -9,7 +9,7 @@ from typing import Any
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
 from entropykv.convert.sentencepiece import Piece, read_pieces
-from entropykv.errors import ModelFileError, UnsupportedModelError
+from entropykv.errors import ModelFileError, UnsupportedModelError, reason_of
 
 # llama.cpp's names of the regular expressions by which a tokenizer.json first splits a text.
 _SPLIT = (
@@ -62,8 +62,9 @@ def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
         _add_sentencepiece(writer, directory, read_pieces(path.read_bytes()), n_vocab)
         _add_special(writer, directory, n_vocab, load_merges=False)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ModelFileError(f"{path}: is damaged ({reason}); download it again") from error
+        raise ModelFileError(
+            f"{path}: is damaged ({reason_of(error)}); download it again"
+        ) from error
 
 
 def _add_special(writer: GGUFWriter, directory: Path, n_vocab: int, *, load_merges: bool) -> None:

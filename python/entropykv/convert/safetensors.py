@@ -13,7 +13,7 @@ from gguf.utility import SafetensorsLocal
 
 from entropykv.convert.source import read_bytes
 from entropykv.convert.ternary import Bytes
-from entropykv.errors import ModelFileError
+from entropykv.errors import ModelFileError, reason_of
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
@@ -108,8 +108,7 @@ def _read(path: Path) -> dict[str, StoredTensor]:
         for name, tensor in tensors.items():
             _check(name, tensor, 8 + header_bytes, file_bytes)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ModelFileError(f"{path}: is damaged ({reason}); {_AGAIN}") from error
+        raise ModelFileError(f"{path}: is damaged ({reason_of(error)}); {_AGAIN}") from error
     return tensors
 
 

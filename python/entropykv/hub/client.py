@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from entropykv import _version
-from entropykv.errors import HubError, MissingExtraError
+from entropykv.errors import HubError, MissingExtraError, reason_of
 from entropykv.hub.hub_cache import HubCache
 from entropykv.hub.listing import HubFile, Listing, listing_of
 
@@ -224,7 +224,7 @@ def _clear_errors(repo: str) -> Iterator[None]:
     except OSError as error:
         raise HubError(_disk_error(repo, error)) from None
     except ValueError as error:  # For example, a file that only hf_xet can download.
-        raise HubError(f"{repo}: {_in_a_line(error)}") from None
+        raise HubError(f"{repo}: {reason_of(error)}") from None
 
 
 def _status_error(repo: str, status: int) -> HubError:
@@ -249,7 +249,7 @@ def _status_error(repo: str, status: int) -> HubError:
 def _disk_error(repo: str, error: OSError) -> str:
     # Without an errno, the error is huggingface_hub's, for a file of a wrong size.
     if error.errno is None:
-        return f"{repo}: was not received completely ({_in_a_line(error)}); run it again"
+        return f"{repo}: was not received completely ({reason_of(error)}); run it again"
     where = f"{error.filename}: " if error.filename else ""
     reason = error.strerror
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -258,7 +258,3 @@ def _disk_error(repo: str, error: OSError) -> str:
             "there, or set HF_HUB_CACHE to a folder on another disk"
         )
     return f"{repo}: cannot be kept ({where}{reason}); set HF_HUB_CACHE to a folder of yours"
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
-from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
+from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError, reason_of
 from entropykv.files import NotRegularError, open_regular
 
 I2_S_TYPE = 36
@@ -76,8 +76,9 @@ def damage_named(path: Path) -> Iterator[None]:
     except EntropyKVError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ModelFileError(f"{path}: is truncated or damaged ({reason}); {AGAIN}") from error
+        raise ModelFileError(
+            f"{path}: is truncated or damaged ({reason_of(error)}); {AGAIN}"
+        ) from error
 
 
 def _directory(path: Path) -> ModelFileError:

@@ -16,10 +16,16 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from entropykv import system
-from entropykv.errors import MissingExtraError, SessionFileError, SettingsError, StorageError
+from entropykv.errors import (
+    MissingExtraError,
+    SessionFileError,
+    SettingsError,
+    StorageError,
+    reason_of,
+)
 from entropykv.file_locks import lock_if_possible, remove_unlocked
 from entropykv.session.file import SessionReader
 
@@ -63,7 +69,7 @@ class ObjectStorage:
                 "entropykv[storage], and the package of fsspec for this storage (s3fs, gcsfs)"
             ) from None
         except Exception as error:
-            raise SettingsError(f"{address}: cannot be used ({_reason(error)})") from None
+            raise SettingsError(f"{address}: cannot be used ({reason_of(error, 200)})") from None
 
     def stamp(self, key: str) -> FileStamp | None:
         """Return what distinguishes two versions of a file; None if there is none."""
@@ -138,7 +144,8 @@ class ObjectStorage:
             raise
         except Exception as error:
             raise StorageError(
-                f"{self.address}/{key}: the storage refuses or does not answer ({_reason(error)})"
+                f"{self.address}/{key}: the storage refuses or does not answer "
+                f"({reason_of(error, 200)})"
             ) from error
 
 
@@ -161,8 +168,3 @@ def _replaced(path: Path, mode: int) -> Iterator[Path]:
         system.remove_and_close(part, descriptor)
         raise
     system.rename_and_close(part, path, descriptor)
-
-
-def _reason(error: Exception) -> Any:
-    """Return the reason of an error in one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
