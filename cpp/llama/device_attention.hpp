@@ -183,6 +183,7 @@ private:
     std::size_t looked_up_tokens() const;
     std::size_t most_changed(const LayerShape& shape) const;
     bool heads_are_aligned(const LayerShape& shape) const;
+    bool results_fit_nodes(const Served& served) const;
     void begin_in_graph();
     float oldest_seen(const Served& served) const;
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.

@@ -1,5 +1,6 @@
 // Lets llama.cpp's own graph compute the attention of a step of a single token.
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "decide/eviction.hpp"
@@ -64,7 +65,47 @@ bool DeviceAttention::can_be_in_graph(int layer, int slots) const {
     const int copies = importance_.measure().observes() ? 1 : 0;
     const auto groups = static_cast<int>(served.layer->groups().size());
     return served.slopes.empty() && shape.readers <= kMostReaders &&
-           (groups == 1 || heads_are_aligned(shape)) && groups - 1 + copies <= slots;
+           (groups == 1 || heads_are_aligned(shape)) && groups - 1 + copies <= slots &&
+           results_fit_nodes(served);
+}
+
+// Tells whether attention to any number of a layer's rows writes no further than its results go.
+// The nodes that it becomes have no room behind them; some devices need it for copies of rows in
+// another type.
+bool DeviceAttention::results_fit_nodes(const Served& served) const {
+    const DeviceLayer& layer = *served.layer;
+    const LayerShape& shape = layer.shape();
+    const int of_kv = shape.n_head / shape.n_head_kv;
+    const auto context = device_.graph_context();
+    const auto fits = [&](std::int64_t width, int third, int fourth) {
+        ggml_tensor* q =
+            ggml_new_tensor_4d(context.get(), GGML_TYPE_F32, shape.k_dim, 1, of_kv * third, fourth);
+        ggml_tensor* k =
+            ggml_new_tensor_4d(context.get(), layer.type(), shape.k_dim, width, third, fourth);
+        ggml_tensor* v = shape.latent ? ggml_view_4d(context.get(), k, shape.v_dim, width, third,
+                                                     fourth, k->nb[1], k->nb[2], k->nb[3], 0)
+                                      : ggml_new_tensor_4d(context.get(), layer.type(), shape.v_dim,
+                                                           width, third, fourth);
+        ggml_tensor* mask = ggml_new_tensor_4d(context.get(), GGML_TYPE_F16, width, 1, 1, fourth);
+        ggml_tensor* attended = ggml_flash_attn_ext(context.get(), q, k, v, mask, 1.0f, 0.0f, 0.0f);
+        std::memcpy(attended->op_params, served.params.data(), sizeof attended->op_params);
+        if (served.has_sinks)
+            ggml_flash_attn_ext_add_sinks(
+                attended,
+                ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, std::int64_t{of_kv} * third));
+        // Devices choose their kernels by how many rows there are.
+        for (; width > 0; width -= kDeviceRowStep) {
+            k->ne[1] = v->ne[1] = mask->ne[0] = width;
+            if (ggml_backend_buft_get_alloc_size(device_.memory(), attended) >
+                ggml_nbytes(attended))
+                return false;
+        }
+        return true;
+    };
+    return std::all_of(layer.groups().begin(), layer.groups().end(), [&](const auto& group) {
+        const std::int64_t width = layer.position_stride(group);
+        return fits(width, group.n_heads, 1) && fits(width, 1, group.n_heads);
+    });
 }
 
 std::size_t DeviceAttention::looked_up_tokens() const {

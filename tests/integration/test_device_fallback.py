@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
 import contextlib, json, sys
 from tests.support.refusing_device import RefusingDevice
-path, layers, head_dims, operations, of_views, options = map(json.loads, sys.argv[1:])
-device = RefusingDevice(head_dims, operations, of_views)
+path, layers, *refused, copies_rows, options = map(json.loads, sys.argv[1:])
+device = RefusingDevice(*refused, copies_rows=copies_rows)
 import numpy as np
 from entropykv import Pool, Session
 from tests.support.logits import relative_error, tokens_for
@@ -67,6 +67,7 @@ with contextlib.ExitStack() as stack:
         "within": stats.kv_bytes_peak <= stats.kv_bytes_budget,
         "loaded": loaded,
         "refused": device.refused,
+        "overflows": device.overflows,
     }))
 """
 
@@ -84,6 +85,7 @@ def read_on_device(
     head_dims: Collection[int] = (),
     operations: Collection[str] = (),
     of_views: Collection[str] = (),
+    copies_rows: bool = False,
     layers: int = 99,
     **options: Any,
 ) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def read_on_device(
     Returns what the session says, and compares it with the headwise store on the CPU.
     """
     refused = map(sorted, (head_dims, operations, of_views))
-    arguments = (str(path), layers, *refused, options)
+    arguments = (str(path), layers, *refused, copies_rows, options)
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *map(json.dumps, arguments)],
         capture_output=True,
@@ -104,6 +106,8 @@ def read_on_device(
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     # Nothing was computed on the device that it does not support.
     assert found["refused"] == []
+    # Nothing was written behind the place of a node.
+    assert found["overflows"] == []
     assert found["within"]
     assert found["loaded"]
     return found
@@ -144,6 +148,19 @@ def test_sums_that_a_device_does_not_compute_as_products_are_computed_there(llam
     assert found["on_host"] is None
     assert list(found["devices"]) == ["REFUSING"]
     assert found["error"] < 2e-3
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("options", [{}, {"n_ctx": 2048, "kv_budget": 1400}])
+def test_attention_that_copies_its_rows_gets_the_room_that_it_needs(
+    llama: Path, kv_type: str, options: dict[str, int]
+) -> None:
+    """llama.cpp's own graph was given room for its own, smaller cache."""
+    given: dict[str, Any] = {"kv_budget": 48, "kv_type": kv_type, **options}
+    found = read_on_device(llama, copies_rows=True, **given)
+    assert found["on_host"] is None
+    assert list(found["devices"]) == ["REFUSING"]
+    assert found["error"] < (2e-3 if kv_type == "f16" else 5e-2)
 
 
 def test_of_layers_with_unlike_heads_only_those_that_it_refuses_move(tmp_path: Path) -> None:
