@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from entropykv.server.chat_request import _chunks_with_calls
+from entropykv.server.chat_request import ChatRequest, _chunks_with_calls
 from entropykv.server.errors import RequestError
 from entropykv.server.image_parts import ImageParts
 from entropykv.server.messages import Message, template_messages
@@ -112,39 +112,117 @@ def test_no_system_message_is_dropped_by_formats_that_show_one() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "names"),
-    [
-        ("Just text.", "Just text.", []),
-        ('Well. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "Well.", ["add"]),
-        (
-            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n'
-            '{"name": "walk", "arguments": {"to": "home"}}',
-            "",
-            ["add", "walk"],
-        ),
-        ('{"name": "walk", "parameters": {"to": "home"}}', "", ["walk"]),
-        (
-            '[{"name": "walk", "arguments": {}}, {"name": "add", "arguments": {}}]',
-            "",
-            ["walk", "add"],
-        ),
-        ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
-        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
-        ("[]", "[]", []),
-        ("[1]", "[1]", []),
-        ("{", "{", []),
-    ],
-)
-def test_calls_are_read_whole_and_in_pieces(text: str, content: str, names: list[str]) -> None:
-    rest, calls = USE.read(text)
-    assert (rest, [call["function"]["name"] for call in calls]) == (content, names)
-    for size in (1, 3, 100):
+Call = tuple[str, str]
+ADDED: Call = ("add", '{"a": 1}')
+READ: dict[str, tuple[str, str, list[Call]]] = {
+    "text": ("Just text. ", "Just text. ", []),
+    "a call behind text": (
+        'Well. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "Well.",
+        [ADDED],
+    ),
+    "text behind a call": (
+        'Well.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n\nAnd then.\n',
+        "Well.\nAnd then.",
+        [ADDED],
+    ),
+    "an end tag in an argument": (
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call><tool_call>"}}</tool_call>',
+        "",
+        [("add", '{"a": "</tool_call><tool_call>"}')],
+    ),
+    "line breaks and tabs in an argument": (
+        '<tool_call>{"name": "add", "arguments": {"a": "one\n\ttwo"}}</tool_call>',
+        "",
+        [("add", '{"a": "one\\n\\ttwo"}')],
+    ),
+    "two calls, the second without an end": (
+        '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "walk", "arguments": {"to": "home"}}',
+        "",
+        [("add", "{}"), ("walk", '{"to": "home"}')],
+    ),
+    "a broken call between two": (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "add", '
+        '"arguments": {"a": 1}</tool_call><tool_call>{"name": "walk"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>',
+        [ADDED, ("walk", "{}")],
+    ),
+    "an unknown tool between two": (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n<tool_call>{"name": "fly", '
+        '"arguments": {}}</tool_call>\n<tool_call>{"name": "walk"}</tool_call>',
+        '<tool_call>{"name": "fly", "arguments": {}}</tool_call>',
+        [ADDED, ("walk", "{}")],
+    ),
+    "several calls in one tag": (
+        '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "walk"}]</tool_call>',
+        "",
+        [ADDED, ("walk", "{}")],
+    ),
+    "arguments that are null": ('{"name": "add", "arguments": null}', "", [("add", "{}")]),
+    "arguments that are empty": ('{"name": "add", "arguments": ""}', "", [("add", "{}")]),
+    "arguments as JSON text": (
+        '{"name": "add", "arguments": "{\\"a\\": 1}"}',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    "without a tag": (
+        '{"name": "walk", "parameters": {"to": "home"}}',
+        "",
+        [("walk", '{"to": "home"}')],
+    ),
+    "two without a tag": (
+        '{"name": "add", "arguments": {"a": 1}}\n{"name": "walk", "arguments": {}} Done.',
+        "Done.",
+        [ADDED, ("walk", "{}")],
+    ),
+    "a list": (
+        '[{"name": "walk", "arguments": {}}, {"name": "add", "arguments": {"a": 1}}]',
+        "",
+        [("walk", "{}"), ADDED],
+    ),
+    **{
+        f"no call: {text}": (text, text, [])
+        for text in (
+            '{"name": "other", "arguments": {}}',
+            '{"name": "walk", "age": 30}',
+            '{"name": "walk", "arguments": {}, "age": 30}',
+            '{"name": "walk"}',
+            '[{"name": "walk", "arguments": {}}, {"name": "fly", "arguments": {}}]',
+            '{"say": "<tool_call>{\\"name\\": \\"add\\"}</tool_call>"} and more',
+            'It is {"name": "add", "arguments": {}}',
+            "<tool_call>{broken</tool_call>",
+            '<tool_call>{"name": "add", "arguments": {"a": tru',
+            "<tool_call>",
+            "a <tool",
+            "a <toolbox>",
+            "[]",
+            "[1]",
+            "{",
+            "  ",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_calls_are_read_whole_and_in_pieces(case: str) -> None:
+    text, content, calls = READ[case]
+    for size in (1, 3, 7, 1000):
         reader = CallReader(USE)
-        said = "".join(reader.take(text[i : i + size]) for i in range(0, len(text), size))
-        rest, calls = reader.finish()
-        assert (said + rest).rstrip() == content
-        assert [call["function"]["name"] for call in calls] == names
+        parts = [reader.take(text[i : i + size]) for i in range(0, len(text), size)]
+        parts.append(reader.finish())
+        functions = [call["function"] for part in parts for call in part.calls]
+        assert "".join(part.text for part in parts) == content
+        assert [(each["name"], each["arguments"]) for each in functions] == calls
+    assert USE.read(text)[0] == content
+
+
+def test_a_call_is_passed_on_once_its_json_has_ended() -> None:
+    reader = CallReader(USE)
+    assert reader.take('<tool_call>{"name": "add", "arguments": {"a": 1}').calls == []
+    assert len(reader.take("}").calls) == 1
+    assert reader.take("</tool_call>\nThen").text == "Then"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "<tool_call>" + "[" * 100_000])
@@ -173,11 +251,30 @@ def test_streams_have_calls_by_their_older_name_where_functions_were_sent(legacy
     assert shown[-1]["finish_reason"] == "tool_calls"
 
 
+def test_an_answer_in_json_is_no_call_where_json_was_asked_for() -> None:
+    function = {"name": "add", "parameters": {"type": "object"}}
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    for kind, asks in (
+        (None, False),
+        ({"type": "text"}, False),
+        ({"type": "json_object"}, True),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}, True),
+    ):
+        request = ChatRequest.model_validate({**fields, "response_format": kind})
+        assert request.reads_calls(request.tool_use()) is not asks
+        required = {**fields, "response_format": kind, "tool_choice": "required"}
+        request = ChatRequest.model_validate(required)
+        assert request.reads_calls(request.tool_use())
+
+
 def test_text_that_is_no_call_is_shown_as_it_comes() -> None:
     reader = CallReader(USE)
-    assert reader.take("Hello ") == "Hello "
-    assert reader.take("a <tool") == "a "
-    assert reader.take("box>") == "<toolbox>"
+    assert reader.take("Hello ").text == "Hello"
+    assert reader.take("a <tool").text == " a"
+    assert reader.take("box>").text == " <toolbox>"
 
 
 def test_choices_that_cannot_be() -> None:
