@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import Any
 
-from entropykv.cli.options import integer
+from entropykv.cli.options import integer, utf8
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
+from entropykv.llamacpp.foreign_text import PARSE_SPECIAL
 from entropykv.llamacpp.model_options import (
     LOAD_MODES,
     MOST_DEVICES,
@@ -78,9 +79,13 @@ def add_model_tuning(parser: argparse.ArgumentParser) -> None:
     for flag, (field, text) in _ROPE.items():
         group.add_argument(flag, dest=field, type=float, metavar="X", help=text)
     group.add_argument(
-        "--chat-template", metavar="TEXT", help="Jinja, or a name such as chatml (default: its own)"
+        "--chat-template",
+        type=utf8,
+        metavar="TEXT",
+        help="Jinja, or a name such as chatml (default: its own)",
     )
     group.add_argument("--chat-template-file", metavar="FILE", help="read the template from a file")
+    group.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
     add_template_arguments(group)
 
 
@@ -171,6 +176,7 @@ def model_options_of(options: argparse.Namespace) -> LoadOptions:
         adapters=adapters,
         rope=_rope_of(options),
         chat_template=template,
+        parse_special=options.parse_special,
     )
 
 

@@ -50,6 +50,7 @@ class BudgetArguments:
     on_evict: Callable[[EvictionEvent], object] | None = None
     repeatable: bool = True
     on_climb: Callable[[Climb], object] | None = None
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
         """Raise SettingsError for a ladder that would replace tokens that Llama has already
@@ -65,7 +66,7 @@ class BudgetArguments:
     def keywords(self) -> dict[str, Any]:
         """Return them as keyword arguments of EntropyLlama, without those that Llama has."""
         cache = {name: getattr(self.cache, name) for name in _OURS - _SHARED}
-        ours = ("on_evict", "repeatable", "on_climb")
+        ours = ("on_evict", "repeatable", "on_climb", "parse_special")
         return {**cache, **{name: getattr(self, name) for name in ours}}
 
 
@@ -83,7 +84,7 @@ def split_arguments(
     if unknown:
         raise SettingsError(
             f"{unknown[0]} is no argument of EntropyLlama; use those of llama_cpp.Llama and "
-            f"on_evict, repeatable, on_climb, {', '.join(sorted(_OURS - _SHARED))}"
+            f"on_evict, repeatable, on_climb, parse_special, {', '.join(sorted(_OURS - _SHARED))}"
         )
     said = {} if options is None else {name: getattr(options, name) for name in _SHARED}
     arguments = {**_DEFAULTS, **said, **{n: v for n, v in given.items() if n in _DEFAULTS}}

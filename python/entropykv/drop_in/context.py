@@ -11,7 +11,7 @@ from llama_cpp import _internals as internals
 
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.model_options import apply_adapters
+from entropykv.llamacpp.model_options import LoadOptions, apply_adapters
 from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry
 from entropykv.session.session import Session
@@ -65,9 +65,11 @@ class BorrowedModel(Model):
     Contexts made from it have the Llama's parameters (RoPE, YaRN, ...) and its LoRA adapter.
     """
 
-    def __init__(self, llama: llama_cpp.Llama, geometry: ModelGeometry) -> None:
+    def __init__(
+        self, llama: llama_cpp.Llama, geometry: ModelGeometry, *, parse_special: bool
+    ) -> None:
         """Use the Llama's model, a SharedModel, without loading it again; `geometry` is that of its
-        file.
+        file. `parse_special`: see LoadOptions.
         """
         self.geometry = geometry
         self._weights = SharedModel.of(llama._model).weights.share()
@@ -77,6 +79,7 @@ class BorrowedModel(Model):
         self._parameters = llama.context_params
         self._adapter = llama._lora_adapter
         self._adapter_scale = llama.lora_scale
+        self._options = LoadOptions(parse_special=parse_special)
 
     def context_defaults(self) -> Any:
         """Return a copy of the Llama's own parameters."""

@@ -16,6 +16,7 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, ModelFileError
+from entropykv.llamacpp.foreign_text import MARK, ControlNames, Run
 from entropykv.llamacpp.model_options import (
     NUMA_STRATEGIES,
     LoadOptions,
@@ -25,6 +26,7 @@ from entropykv.llamacpp.model_options import (
 from entropykv.llamacpp.products import reads_blocks
 from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry, read_loadable
+from entropykv.model.header import way_out_of
 from entropykv.model.identity import identity_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
 
@@ -67,9 +69,12 @@ class Model:
             )
         del arrays  # llama.cpp has copied them.
         if not self.handle:
+            reason = last_error(log)
+            way_out = way_out_of(
+                reason, "check that it is complete and of an architecture that llama.cpp knows"
+            )
             raise ModelFileError(
-                f"{self.geometry.path}: llama.cpp cannot load this file ({last_error(log)}); "
-                "check that it is complete and of an architecture that llama.cpp knows"
+                f"{self.geometry.path}: llama.cpp cannot load this file ({reason}); {way_out}"
             )
         self._weights = Weights(functools.partial(llama_cpp.llama_model_free, self.handle))
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
@@ -124,8 +129,33 @@ class Model:
             self._is_closed = True
             self._weights.release()
 
+    @functools.cached_property
+    def control_names(self) -> ControlNames:
+        """Return the names of the control tokens; the vocabulary is searched only once."""
+        with self._weights:
+            return ControlNames.of_vocabulary(self.vocabulary)
+
+    def said(self, text: str) -> str:
+        """Return a text as tokenize() reads it without control tokens, whatever it says.
+
+        The text is unchanged if names of control tokens in it should be read as such tokens.
+        """
+        return text if self._options.parse_special else str(self.control_names.marked(text))
+
     def tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
-        """Return the tokens of a text; `special` recognises control tokens such as <|im_start|>."""
+        """Return the tokens of a text; `special` recognises control tokens such as <|im_start|>,
+        but none within what said() has marked.
+        """
+        if MARK not in text:
+            return self._tokenize(text, add_bos=add_bos, special=special)
+        runs = self.control_names.runs(text) if special else [Run(text.replace(MARK, ""), False)]
+        tokens: list[int] = []
+        for number, run in enumerate(runs):
+            begins = add_bos and number == 0
+            tokens += self._tokenize(run.text, add_bos=begins, special=run.special)
+        return tokens
+
+    def _tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
         data = text.encode("utf-8")
         size = len(data) + 16
         while True:
@@ -179,6 +209,7 @@ class Model:
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
         """Return the prompt of one user turn by the model's chat template; None without a template.
 
+        Control tokens are those of the template: see said(). Only tokenize() reads the result.
         `system` is the system message; with None, the template's own default is used, if it has
         one.
         """
@@ -230,8 +261,9 @@ class Model:
         return None if own is None else own.decode("utf-8", errors="replace")
 
     def _chat(self, messages: list[dict[str, str]]) -> str | None:
+        said = [{**each, "content": self.said(each["content"])} for each in messages]
         with self._weights:
-            return self._rendered(messages)
+            return self._rendered(said)
 
     def _rendered(self, messages: list[dict[str, str]]) -> str | None:
         template = self._template()

@@ -64,7 +64,8 @@ class LoadOptions:
     the name of a template that llama.cpp knows; None takes the model's own. `template_arguments`:
     variables that a Jinja template gets besides the messages. `split_mode` (one of SPLIT_MODES),
     `main_gpu` and `tensor_split` (parts of the model for each device) say how devices share the
-    model. `overrides`: metadata values that replace those of the file.
+    model. `overrides`: metadata values that replace those of the file. `parse_special`: whether
+    names of control tokens in messages and documents become such tokens.
     """
 
     use_mmap: bool = True
@@ -78,6 +79,7 @@ class LoadOptions:
     main_gpu: int | None = None
     tensor_split: Sequence[float] = ()
     overrides: Overrides = field(default_factory=dict)
+    parse_special: bool = False
 
     def apply(self, parameters: Any) -> list[Any]:
         """Set fields of llama_model_params; returns arrays that must live until the model is

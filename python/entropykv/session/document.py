@@ -156,7 +156,7 @@ def _document_tokens(session: Session, text: str, system: str | None) -> list[in
                 "a system message needs a chat template, and the model has none; put the message "
                 "into the document"
             )
-        tokens = session.tokenize(f"{text}\n")
+        tokens = session.tokenize(session.said(f"{text}\n"))
     else:
         tokens = session.tokenize(prompt.rpartition(_MARK)[0], add_bos=False)
     if len(tokens) > session.n_ctx:
@@ -287,7 +287,8 @@ def open_documents(
     ]
     contents = session.load(headers[0].path)
     for header in headers[1:]:
-        session.decode(session.tokenize(f"{header.note.text}\n", add_bos=False))
+        text = session.said(f"{header.note.text}\n")
+        session.decode(session.tokenize(text, add_bos=False))
     return contents
 
 
@@ -312,10 +313,11 @@ def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
 
 def question_text(session: Session, text: str, *, chat: bool = True) -> str:
     """Return what follows a document: the question, the end of the user's turn if it is a
-    chat, and the beginning of the answer.
+    chat, and the beginning of the answer. Only tokenize() reads it.
     """
     prompt = session.chat_prompt(_MARK) if chat else None
-    return text if prompt is None else text.strip() + prompt.rpartition(_MARK)[2]
+    said = session.said(text if prompt is None else text.strip())
+    return said if prompt is None else said + prompt.rpartition(_MARK)[2]
 
 
 def question_tokens(session: Session, text: str) -> list[int]:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from entropykv.errors import ContextError, ImageError
 from entropykv.llamacpp.batch import Embedded
+from entropykv.llamacpp.foreign_text import without_names
 from entropykv.llamacpp.image_header import image_size
 from entropykv.llamacpp.projector import ImageChunk, Projector, TextChunk
 from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpans
@@ -178,6 +179,7 @@ class Images:
         exception to stop that. Raises ImageError for images that cannot be read, and ContextError
         for more than `most_tokens` tokens.
         """
+        text = without_names(text)
         if text.count(self.marker) != len(files):
             raise ImageError(
                 f"the text has {text.count(self.marker)} places for {len(files)} images; give one "

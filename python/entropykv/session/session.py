@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from entropykv import system
 from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, PoolError
+from entropykv.llamacpp.foreign_text import ControlNames
 from entropykv.llamacpp.model import Model
 from entropykv.policy.policy import Policy
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -319,6 +320,15 @@ class Session:
             )
         add = self._model.adds_bos if add_bos is None else add_bos
         return self._model.tokenize(text, add_bos=add, special=special)
+
+    @property
+    def control_names(self) -> ControlNames:
+        """Return the names of the model's control tokens."""
+        return self._model.control_names
+
+    def said(self, text: str) -> str:
+        """Return a foreign text in which tokenize() finds no control tokens: see Model.said()."""
+        return self._model.said(text)
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
         """Return the text of tokens, without images; `special`: with control tokens."""
