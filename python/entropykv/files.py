@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,6 +17,9 @@ from pathlib import Path
 from entropykv import system
 from entropykv.errors import EntropyKVError
 
+NOT_UTF8 = "not a text in UTF-8; convert it first"
+_UTF8 = "utf-8-sig"
+"""UTF-8 with or without the byte order mark that editors of Windows put before it."""
 _TOKEN_BYTES = 4
 """How many random bytes are in the name of a file that is being written."""
 
@@ -64,15 +68,23 @@ def remove_left_overs(target: str | os.PathLike[str]) -> None:
 
 
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
-    """Return the content of a UTF-8 file; raises `refusal`, in one sentence, if it cannot
-    be read.
+    """Return the content of a UTF-8 file, without a byte order mark; raises `refusal`, in one
+    sentence, if it cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding=_UTF8)
     except OSError as error:
         raise refusal(f"{path}: {error.strerror}; give a text file") from None
     except UnicodeDecodeError:
-        raise refusal(f"{path}: not a text in UTF-8; convert it first") from None
+        raise refusal(f"{path}: {NOT_UTF8}") from None
+
+
+def read_standard_input(refusal: type[EntropyKVError]) -> str:
+    """Return the text of standard input; raises `refusal`, in one sentence, for other bytes."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise refusal(f"standard input: {NOT_UTF8}") from None
 
 
 class NotRegularError(OSError):

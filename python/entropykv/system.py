@@ -26,6 +26,14 @@ _LOCKED_BYTE = 0x7FFF_FFFE
 """The place of the byte that is locked on Windows: its C library takes places of 31 bits, and lets
 the holder of the lock read and write there.
 """
+_STREAMS = (
+    ("stdin", os.O_RDONLY, "utf-8-sig", "strict"),
+    ("stdout", os.O_RDONLY, "utf-8", "replace"),
+    ("stderr", os.O_WRONLY, "utf-8", "backslashreplace"),
+)
+"""The standard streams: how the null device takes the place of a closed one, the encoding, and what
+becomes of what it cannot encode. Nothing can be written to the output that takes stdout's place.
+"""
 _SHOWS_ESCAPES = 4
 """The bit ENABLE_VIRTUAL_TERMINAL_PROCESSING of a console's mode."""
 _DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³])", re.IGNORECASE)
@@ -288,12 +296,34 @@ def _console_shows_escapes(stream: TextIO) -> bool:
     return bool(kernel.SetConsoleMode(console, mode.value | _SHOWS_ESCAPES))
 
 
-def use_utf8() -> None:
-    """Read and write UTF-8 on standard streams: Windows has others for pipes."""
-    if WINDOWS:
-        for stream in (sys.stdin, sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(encoding="utf-8")
+def prepare_streams() -> None:
+    """Read and write UTF-8 on standard streams, whatever the locale says, and open closed ones.
+
+    Input may begin with a byte order mark; what is not UTF-8 raises UnicodeDecodeError. A character
+    that cannot be written, half of a surrogate pair, becomes a question mark. If a stream stayed
+    closed, a file would get its number, and whatever a library prints. An output that was closed
+    cannot be written to, which raises OSError, while notes on stderr go nowhere.
+    """
+    for descriptor, (name, flags, encoding, errors) in enumerate(_STREAMS):
+        if not _is_open(descriptor):
+            os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free: this one.
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            opened = open(os.open(os.devnull, flags), mode)  # noqa: SIM115  (until the end)
+            setattr(sys, name, opened)
+            setattr(sys, f"__{name}__", opened)
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=encoding, errors=errors)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _msvcrt() -> Any:

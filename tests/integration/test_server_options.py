@@ -128,6 +128,11 @@ def test_a_second_value_is_refused_in_a_sentence(again: str) -> None:
             {"temperature": 0.6, "top_k": 20, "min_p": 0.0},
         ),
         (["-n", "-1", "-r", "END", "-r", "stop"], {"max_tokens": -1, "stop": ["END", "stop"]}),
+        (["--spec-type", "draft-simple", "-md", "d.gguf"], {"spec_type": "draft"}),
+        *[
+            (["--spec-type", f"ngram-{kind}"], {"spec_type": "ngram"})
+            for kind in ("simple", "map-k", "map-k4v", "mod", "cache")
+        ],
     ],
     ids=str,
 )

@@ -10,7 +10,8 @@ from entropykv.server.choices import Choices, seeds
 
 
 def answer(text: str, n_prompt: int, n_written: int, **more: Any) -> dict[str, Any]:
-    usage = {"prompt_tokens": n_prompt, "completion_tokens": n_written}
+    usage: dict[str, Any] = {"prompt_tokens": n_prompt, "completion_tokens": n_written}
+    usage["prompt_tokens_details"] = {"cached_tokens": n_prompt // 2}
     head = {"id": text, "object": "o", "created": 1, "model": "m"}
     return {**head, "choices": [{"index": 0, "text": text}], "usage": usage, **more}
 
@@ -20,7 +21,9 @@ def test_a_prompt_counts_once_however_many_choices_it_has() -> None:
     joined = Choices(2).whole(parts)
     assert joined["id"] == "a"
     assert [(each["index"], each["text"]) for each in joined["choices"]] == list(enumerate("abcd"))
-    assert joined["usage"] == {"prompt_tokens": 12, "completion_tokens": 10, "total_tokens": 22}
+    details = {"prompt_tokens_details": {"cached_tokens": 5}}
+    numbers = {"prompt_tokens": 12, "completion_tokens": 10, "total_tokens": 22}
+    assert joined["usage"] == {**numbers, **details}
 
 
 @pytest.mark.parametrize("usage", [False, True])
@@ -37,11 +40,12 @@ def test_chunks_have_one_id_in_whatever_order_they_come(usage: bool) -> None:
         return
     assert end is not None
     assert (end["id"], end["choices"]) == ("x", [])
-    assert end["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    details = {"prompt_tokens_details": {"cached_tokens": 2}}
+    numbers = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert end["usage"] == {**numbers, **details}
 
 
 def test_choices_have_seeds_of_their_own() -> None:
     assert seeds(None, 3) == [None] * 3
     assert seeds(7, 3) == [7, 8, 9]
     assert seeds(2**32 - 1, 2) == [2**32 - 1, 0]
-    assert seeds(-1, 2) == [-1, 0]

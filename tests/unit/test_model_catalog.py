@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve import _parser_of_models, add_serve
 from entropykv.cli.served_models import models_of, read_options
-from entropykv.errors import SettingsError
+from entropykv.errors import MissingExtraError, SettingsError
 from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions, create_app
 from entropykv.server.model_catalog import models_in, parts_of
 
@@ -97,6 +98,22 @@ def test_several_models_of_the_command_line(tmp_path: Path) -> None:
         catalog_of("-m", "x.gguf", "--models-dir", tmp_path)
     with pytest.raises(SettingsError, match="--alias"):
         catalog_of("--models-dir", tmp_path, "-a", "name")
+
+
+def test_several_models_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of local models once said that huggingface_hub was missing."""
+    touch(tmp_path, "x.gguf", "y.gguf")
+    file = preset(tmp_path, f"[local]\nmodel = {tmp_path / 'x.gguf'}\n[bitnet]\n")
+    for name in [name for name in sys.modules if name.startswith("entropykv.hub")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    named = catalog_of("-m", tmp_path / "x.gguf", "-m", tmp_path / "y.gguf")
+    assert [each.name for each in named.models] == ["x", "y"]
+    assert [each.name for each in catalog_of("--models-preset", file).models] == ["local", "bitnet"]
+    with pytest.raises(SettingsError, match="says no model"):
+        catalog_of("--models-preset", preset(tmp_path, "[nothing]\n"))
+    with pytest.raises(MissingExtraError, match=r"entropykv\[hub\]"):
+        catalog_of("--models-preset", preset(tmp_path, "[user/model]\n"))
 
 
 def test_models_do_not_come_from_variables_of_one(

@@ -176,14 +176,14 @@ def test_a_system_that_counts_no_preemptions_has_fixed_numbers_of_threads(
         pass
 
 
-@pytest.mark.usefixtures("windows")
-def test_piped_output_is_utf8_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_piped_output_is_utf8(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252"))
-    system.use_utf8()
-    sys.stdout.write("模型")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    system.prepare_streams()
+    sys.stdout.write("模型 \udce9")
     sys.stdout.flush()
-    assert raw.getvalue().decode("utf-8") == "模型"
+    assert raw.getvalue().decode("utf-8") == "模型 ?"
 
 
 def test_a_pipe_or_device_given_as_a_profile_or_model_is_refused_at_once(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ EXIT_BAD_INPUT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 2, and one sentence on stderr, for bad input."""
-    system.use_utf8()
+    system.prepare_streams()
     given = sys.argv[1:] if arguments is None else arguments
     try:
         with deprecations_as_notes():

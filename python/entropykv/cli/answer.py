@@ -164,9 +164,9 @@ def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
     """Yield the pieces of an answer up to the first stop text, which is left out.
 
     Every input piece yields one output piece, which may be empty: text that may be the beginning of
-    a stop text is held back until the next pieces decide.
+    a stop text is held back until the next pieces decide. Empty ones end nothing.
     """
-    held = ""
+    stops, held = [stop for stop in stops if stop], ""
     for piece in pieces:
         held += piece
         ends = [at for at in (held.find(stop) for stop in stops) if at >= 0]

@@ -32,6 +32,7 @@ from entropykv.cli.table import format_rows, stats_rows
 from entropykv.cli.turn_input import BLOCK, TurnInput
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
+from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.session.file import check_target
 
 CONTEXT = 1_000_000
@@ -97,6 +98,8 @@ def _chat(options: argparse.Namespace) -> int:
     use_in_template(options)
     with open_engine(options, goes_back=True) as session:
         open_projector(session, options, files)
+        if not options.no_chat and demo is None and session.chat_prompt("-") is None:
+            say(NO_TEMPLATE)
         conversation = Conversation(
             session,
             ending_never(sampling, session) if options.ignore_eos else sampling,

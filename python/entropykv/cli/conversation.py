@@ -13,6 +13,7 @@ from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.cli.shown_thought import ShownThought
 from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.llamacpp.plain_chat import plain_chat
 from entropykv.session.document import question_text
 from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
@@ -138,7 +139,7 @@ class Conversation:
             return tokens_of(session, prompt, self.files, add_bos=False, poll=poll)
         before = ([] if self._system is None else [self._system]) if first else [""]
         add_bos = None if first else False
-        lines = "\n".join([*before, text])
+        lines = session.said(plain_chat([*before, text]))
         return tokens_of(session, lines, self.files, add_bos=add_bos, poll=poll)
 
     def _tokens_left_out(self, tokens: list[int]) -> int:

@@ -16,6 +16,7 @@ from entropykv.cli.options import (
     fraction,
     integer,
     list_of,
+    utf8,
 )
 from entropykv.errors import ProfileError
 from entropykv.evaluation.combination import EngineSettings
@@ -148,6 +149,7 @@ def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prompt-template",
+        type=utf8,
         default=DEFAULT_TEMPLATE,
         metavar="TEXT",
         help="with {context} and {input} (default: one after the other)",

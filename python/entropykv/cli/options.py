@@ -10,6 +10,7 @@ from typing import Any
 
 from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
+from entropykv.files import NOT_UTF8
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.policy.names import POLICY_SYNTAX, policy_help
 from entropykv.session.learning import LEAST_TOKENS
@@ -214,6 +215,15 @@ def spec_type(text: str) -> str:
 def add_threads_option(group: argparse._ActionsContainer, name: str = "n_threads") -> None:
     """Add -t, or -tb for `n_threads_batch`."""
     add_option(group, CacheOptions, name, type=threads)
+
+
+def utf8(text: str) -> str:
+    """Check that an argument is a text, as an argparse type; names of files may be any bytes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(NOT_UTF8) from None
+    return text
 
 
 def threads(text: str) -> int:

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 
+from entropykv.cli.options import utf8
 from entropykv.errors import ContextError, SettingsError
-from entropykv.files import read_text
+from entropykv.files import read_standard_input, read_text
 
 
 def add_prompt_options(group: argparse._ActionsContainer, what: str) -> None:
     """Add -p, -f and -e; `what` describes their text: the prompt, or the first turn."""
-    group.add_argument("-p", "--prompt", metavar="TEXT", help=f"{what}; after -f's text if both")
+    group.add_argument(
+        *("-p", "--prompt"), type=utf8, metavar="TEXT", help=f"{what}; after -f's text if both"
+    )
     group.add_argument(
         "-f", "--file", metavar="FILE", help=f"read {what} from a file (-: standard input)"
     )
@@ -29,6 +31,7 @@ def add_system_options(group: argparse._ActionsContainer, where: str) -> None:
         "-sys",
         "--system",
         "--system-prompt",
+        type=utf8,
         metavar="TEXT",
         help=f"text before {where}, in the model's chat template",
     )
@@ -55,7 +58,7 @@ def read_prompt(options: argparse.Namespace) -> str:
                 setattr(options, name, _unescaped(getattr(options, name)))
     parts = []
     if options.file == "-":
-        parts.append(sys.stdin.read())
+        parts.append(read_standard_input(ContextError))
     elif options.file is not None:
         parts.append(read_text(options.file, ContextError))
     if options.prompt is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.cli.saved import say_what
 from entropykv.cli.table import format_rows
 from entropykv.errors import ContextError, SessionFileError, SettingsError
-from entropykv.files import read_text
+from entropykv.files import read_standard_input, read_text
 from entropykv.session.document import read_document
 from entropykv.session.document_folder import local_document, written_document
 from entropykv.session.file import check_target, open_session
@@ -102,12 +101,7 @@ def _read_into(options: argparse.Namespace, text: str, path: Path) -> None:
 
 
 def _text_of(name: str) -> str:
-    if name == "-":
-        try:
-            return sys.stdin.read()
-        except UnicodeDecodeError:
-            raise ContextError("standard input: not a text in UTF-8; convert it first") from None
-    return read_text(name, ContextError)
+    return read_standard_input(ContextError) if name == "-" else read_text(name, ContextError)
 
 
 def _progress(

@@ -38,6 +38,7 @@ from entropykv.cli.shown_thought import (
 )
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
+from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.session.asked import freezing_of
 from entropykv.session.document import question_text
 from entropykv.session.file import SavedContents, check_target
@@ -227,10 +228,10 @@ def _prompt_tokens(
                 "-sys belongs before the first turn, which the saved session already has"
             )
         turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
+    if turn is None and not options.no_chat and options.demo is None:
+        say(NO_TEMPLATE)
     if turn is None and options.system is not None:
-        raise SettingsError(
-            "-sys needs a chat template, and the model has none; put the text into -p"
-        )
+        text = plain_chat([options.system, text])
     if loaded:
         check_chat(loaded, turn is not None, options.load_session)
     add_bos = None if turn is None and not loaded else False

@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any
 
-from entropykv.cli.options import integer
+from entropykv.cli.options import integer, utf8
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.schema_converter import grammar_of_schema
@@ -48,7 +48,7 @@ _FLOATS = (
     ("--mirostat-ent", None, "mirostat_tau", "its target entropy"),
 )
 _INTEGERS = (
-    ("--top-k", "top_k", 0, "0: off"),
+    ("--top-k", "top_k", -1, "0 and -1: off"),
     ("--repeat-last-n", "repeat_last_n", -1, "newest tokens that penalties consider, -1: all"),
     ("--dry-allowed-length", "dry_allowed_length", 0, "repetitions of this length are free"),
     ("--dry-penalty-last-n", "dry_penalty_last_n", -1, "newest tokens that it considers, -1: all"),
@@ -76,6 +76,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int | No
         "--reverse-prompt",
         action="append",
         default=[],
+        type=utf8,
         metavar="TEXT",
         help="end an answer before this text; may be given several times",
     )
@@ -124,7 +125,11 @@ def _add_samplers(group: argparse._ArgumentGroup) -> None:
         "--mirostat", type=int, choices=(0, 1, 2), default=0, help="0: off (default: %(default)s)"
     )
     group.add_argument(
-        "--dry-sequence-breaker", action="append", metavar="TEXT", help="none: no breakers"
+        "--dry-sequence-breaker",
+        action="append",
+        type=utf8,
+        metavar="TEXT",
+        help="none: no breakers",
     )
     group.add_argument(
         "--samplers",
@@ -148,10 +153,15 @@ def _add_grammars(group: argparse._ArgumentGroup) -> None:
         help="make a token more or less likely, such as 15043-1; may be given several times",
     )
     forms = group.add_mutually_exclusive_group()
-    forms.add_argument("--grammar", metavar="GBNF", help="a grammar with a rule named root")
+    forms.add_argument(
+        "--grammar", type=utf8, metavar="GBNF", help="a grammar with a rule named root"
+    )
     forms.add_argument("--grammar-file", metavar="FILE", help="read it from a file")
     forms.add_argument(
-        "-j", "--json-schema", metavar="SCHEMA", help="JSON of this schema ({}: any)"
+        *("-j", "--json-schema"),
+        type=utf8,
+        metavar="SCHEMA",
+        help="JSON of this schema ({}: any)",
     )
     forms.add_argument("-jf", "--json-schema-file", metavar="FILE", help="read it from a file")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from entropykv.cli.model_options import device_parts
+from entropykv.cli.options import spec_type
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.model_options import (
@@ -85,6 +86,7 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "rope_scaling_type": _number_or(ROPE_SCALINGS),
     "numa": _number_or({**NUMA_STRATEGIES, "true": 1, "false": 0}),
     "max_tokens": int,
+    "spec_type": spec_type,
 }
 """Parsers of values that llama-server names, and llama_cpp.server numbers."""
 

@@ -80,7 +80,6 @@ def _served(
     """Return one of several models; without a `place`, its preset or its name determines
     the file.
     """
-    from entropykv.hub.model_choice import Reference  # noqa: PLC0415
     from entropykv.server import ModelOptions, ServedModel  # noqa: PLC0415
 
     aliases = [alias.strip() for alias in (given.pop("model_alias", None) or "").split(",")]
@@ -91,7 +90,7 @@ def _served(
     elif "hf_repo" not in given:
         if any(model.name == name for model in local_models()):
             given["model"] = name
-        elif Reference.is_one(name):
+        elif "/" in name and _names_a_repository(name):
             given["hf_repo"] = name
         else:
             raise SettingsError(
@@ -106,6 +105,13 @@ def _served(
     return ServedModel.of(
         name, options, [each for each in aliases if each], load_on_startup=load_on_startup
     )
+
+
+def _names_a_repository(name: str) -> bool:
+    """Tell whether a name is user/model of the hub; raises MissingExtraError without its extra."""
+    from entropykv.hub.model_choice import Reference  # noqa: PLC0415
+
+    return Reference.is_one(name)
 
 
 def read_options(kind: type[Options], options: argparse.Namespace) -> Options:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 
 from entropykv import system
-from entropykv.cli.options import integer
+from entropykv.cli.options import integer, utf8
 from entropykv.errors import SettingsError
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
@@ -47,6 +47,7 @@ def add_thinking_options(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     )
     group.add_argument(
         "--reasoning-budget-message",
+        type=utf8,
         default="",
         metavar="TEXT",
         help="text that ends a thought whose tokens are used up",

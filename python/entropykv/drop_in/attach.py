@@ -81,7 +81,8 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
         llm._ctx.close_session()
         if isinstance(llm.chat_handler, BudgetImageHandler):
             llm.chat_handler = llm.chat_handler.handler
-        llm.__dict__.pop("_image_prompt", None)
+        for name in ("_image_prompt", "_draws_seeds", "_tags"):
+            llm.__dict__.pop(name, None)
         drafts = llm._budget.cache.spec_draft_model
         if callable(drafts):
             llm.draft_model = cast(LlamaDraftModel, drafts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import re
@@ -30,6 +31,7 @@ from entropykv.drop_in.arguments import (
 )
 from entropykv.drop_in.call_guard import CallGuard
 from entropykv.drop_in.chat_schemas import checked_schemas
+from entropykv.drop_in.completion_logprobs import CompletionLogprobs
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
 from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.drop_in.prefix import continuing, control_symbol, spelling
@@ -42,20 +44,27 @@ from entropykv.errors import (
     SessionFileError,
     SettingsError,
 )
+from entropykv.llamacpp.foreign_text import MARK
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
+from entropykv.llamacpp.model import captured_log, last_error
 from entropykv.model.geometry import ModelGeometry, read_loadable
+from entropykv.model.header import way_out_of
 from entropykv.session.document import document_header
 from entropykv.session.file import SavedContents
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, ImagePrompt, Images
+from entropykv.session.logprobs import LogprobRecorder
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb
 from entropykv.session.reuse import Demand, reuse_of
+from entropykv.session.sampling import is_random_seed, new_seed
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
+from entropykv.thinking.tags import tags_of
 
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
+_COMPLETE = inspect.signature(llama_cpp.Llama._create_completion)
 
 
 class EntropyLlama(llama_cpp.Llama):
@@ -83,7 +92,9 @@ class EntropyLlama(llama_cpp.Llama):
     pool of one, in which a turn that is edited or asked again continues from the nearest
     checkpoint, whatever was evicted since.
 
-    `document` is the file of a document, which open_document() opens.
+    `document` is the file of a document, which open_document() opens. `parse_special`: whether
+    names of control tokens in messages, such as <|im_end|>, become control tokens, with which
+    whoever wrote them can end a turn and begin another one.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError, SessionFileError.
@@ -104,6 +115,10 @@ class EntropyLlama(llama_cpp.Llama):
     _document: Sequence[int] = ()
     """The tokens of the document that was opened."""
     _document_path: str | os.PathLike[str] = ""
+    _draws_seeds: bool = True
+    """Whether an answer without a seed gets a random one: the model was given none, or -1."""
+    _logprobs: LogprobRecorder | None = None
+    """Collects the values of the current answer's tokens, if they were asked for."""
     _image_prompt: ImagePrompt | None = None
     """The last prompt with images; it keeps the images alive until they are read."""
     _alike: weakref.WeakSet[EntropyLlama]
@@ -121,21 +136,26 @@ class EntropyLlama(llama_cpp.Llama):
         repeatable: bool = True,
         on_climb: Callable[[Climb], object] | None = None,
         document: str | os.PathLike[str] | None = None,
+        parse_special: bool = False,
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the context of the budget replaces."""
         # It is made first, so that close() works even if the rest raises.
         self._stack = contextlib.ExitStack()
         cache, arguments = split_arguments(options, llama)
-        budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
+        budget = BudgetArguments(cache, on_evict, repeatable, on_climb, parse_special)
         geometry = read_loadable(model_path)
         stub = {"n_ctx": 1, "type_k": None, "type_v": None}
-        try:
-            super().__init__(os.fspath(model_path), **{**arguments, **stub})
-        except (ValueError, RuntimeError) as error:
-            raise ModelFileError(
-                f"{model_path}: {error}; check the file, and the arguments for llama_cpp.Llama"
-            ) from error
+        quiet = not arguments["verbose"]
+        with captured_log() if quiet else contextlib.nullcontext([]) as log:
+            try:
+                super().__init__(os.fspath(model_path), **{**arguments, **stub})
+            except (ValueError, RuntimeError) as error:
+                reason = last_error(log) if log else str(error)
+                way_out = way_out_of(
+                    reason, "check the file, and the arguments for llama_cpp.Llama"
+                )
+                raise ModelFileError(f"{model_path}: {reason}; {way_out}") from error
         if self.lora_path and not self._lora_adapter:  # Llama itself does not report this.
             raise ModelFileError(
                 f"{self.lora_path}: llama.cpp cannot load it; give a LoRA adapter of this model"
@@ -195,7 +215,7 @@ class EntropyLlama(llama_cpp.Llama):
         budget = with_draft_model(budget, self.draft_model)
         self._alike = weakref.WeakSet([self])
         SharedModel.of(self._model)
-        model = BorrowedModel(self, geometry)
+        model = BorrowedModel(self, geometry, parse_special=budget.parse_special)
         try:
             session = self._session_of(model, budget)
         except BaseException:
@@ -210,6 +230,7 @@ class EntropyLlama(llama_cpp.Llama):
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget
+        self._draws_seeds = is_random_seed(self._seed)
         if self.draft_model is not None:
             # The session drafts, and Llama.generate() does not. Llama keeps the logits of all
             # tokens because of a draft model, whether that was asked for or not.
@@ -248,6 +269,10 @@ class EntropyLlama(llama_cpp.Llama):
         self.n_tokens = session.position
         self.input_ids[: session.position] = session.tokens
         self._requires_eval = session.logits is None
+
+    @property
+    def _parse_special(self) -> bool:
+        return self._budget.parse_special
 
     @property
     def pool(self) -> Pool | None:
@@ -330,9 +355,35 @@ class EntropyLlama(llama_cpp.Llama):
         return self._session.images
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """Return a text's tokens, as llama_cpp.Llama does; raises EntropyKVError once closed."""
-        _ = self._session  # raises once closed, where llama-cpp-python would crash
-        return super().tokenize(text, add_bos, special)
+        """Return a text's tokens, as llama_cpp.Llama does; raises EntropyKVError once closed.
+
+        Names of control tokens in the messages of a chat are plain text: see said().
+        """
+        session = self._session  # raises once closed, where llama-cpp-python would crash
+        if not special or MARK.encode() not in text:
+            return super().tokenize(text, add_bos, special)
+        tokens: list[int] = []
+        for number, run in enumerate(session.control_names.runs(text.decode("utf-8"))):
+            begins = add_bos and number == 0
+            tokens += super().tokenize(run.text.encode("utf-8"), begins, run.special)
+        return tokens
+
+    def said(self, value: Any, *, tags: bool = False) -> Any:
+        """Return what others say, a text or texts within lists and objects, with marks by which
+        tokenize() reads names of control tokens in it as plain text.
+
+        `tags`: those of thoughts stay control tokens, as in the answers of a model. Nothing changes
+        with `parse_special`.
+        """
+        if self._parse_special:
+            return value
+        return self._session.control_names.marked(value, self._tags if tags else ())
+
+    @functools.cached_property
+    def _tags(self) -> frozenset[str]:
+        """Return the tags of thoughts that are control tokens."""
+        tags = tags_of(self.metadata.get("tokenizer.chat_template"))
+        return frozenset() if tags is None else frozenset(tags.control)
 
     def detokenize(
         self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
@@ -374,6 +425,10 @@ class EntropyLlama(llama_cpp.Llama):
         with self._alone():
             ahead = self._reader.sampled_ahead()
             token: int = super().sample(*arguments, **options) if ahead is None else ahead
+            if self._logprobs is not None:
+                known = self._logits_all or ahead is None
+                row = self._reader.logits_at(self, -1) if known else self.scores[0]
+                self._logprobs.write(token, row)
             self._reader.note_sampled(token, time.perf_counter() - start)
         return token
 
@@ -421,6 +476,9 @@ class EntropyLlama(llama_cpp.Llama):
         not continue.
         """
         self._reader.begin_answer(self)
+        if self._logprobs is not None and self._logprobs.of_prompt:
+            self.reset()
+            return prompt
         if resets and not self._logits_all:
             prompt = self._continuing(prompt) or prompt
         if resets:
@@ -483,31 +541,40 @@ class EntropyLlama(llama_cpp.Llama):
                     return
                 yield response
 
-    def _completion(
-        self,
-        prompt: str | list[int],
-        suffix: str | None = None,
-        *arguments: Any,
-        **options: Any,
-    ) -> Generator[Any, None, None]:
+    def _completion(self, *given: Any, **named: Any) -> Generator[Any, None, None]:
         """Complete as Llama does, and pass tokens instead of text if the tokens already read can be
         kept.
 
         Then usage, positions of logprobs and the limit of n_ctx refer to the tokens that are read.
+        What is echoed, and the values of tokens, are added here: Llama would need the logits of all
+        tokens, and echoes only texts.
         """
-        given = prompt
-        given_limit = arguments[0] if arguments else options.get("max_tokens")
+        options = dict(_COMPLETE.bind(self, *given, **named).arguments)
+        del options["self"]
+        prompt, suffix = options["prompt"], options.get("suffix")
+        echoes, n_top = bool(options.pop("echo", False)), options.pop("logprobs", None)
+        options["stop"] = stops_of(options.get("stop"))
+        seed = options.get("seed")
+        if (self._draws_seeds and seed is None) or (seed is not None and is_random_seed(seed)):
+            options["seed"] = new_seed()
+        limit = options.get("max_tokens")
         reader = self._reader
-        reader.max_tokens = given_limit if given_limit and given_limit > 0 else None
-        if suffix is None and (isinstance(prompt, list) or options.get("logprobs") is None):
-            prompt = self._continuing(self._tokens_of(prompt)) or prompt
-        echoed = isinstance(given, str) and prompt is not given and options.get("echo")
-        if echoed:  # Llama cannot echo tokens.
-            options["echo"] = False
+        reader.max_tokens = limit if limit and limit > 0 else None
+        recorder = None if n_top is None else LogprobRecorder(n_top, of_prompt=echoes)
+        self._logprobs = recorder
+        text = "" if recorder is None and not echoes else self._prompt_text(prompt)
+        # With logits_all, rows of `scores` belong to the prompt's own tokens.
+        as_given = recorder is not None and (echoes or self._logits_all)
+        if suffix is None and not as_given:
+            options["prompt"] = self._continuing(self._tokens_of(prompt)) or prompt
+        values = None if recorder is None else self._values_of(recorder, text)
+        echo = text if echoes else ""
         try:
-            for response in super()._create_completion(prompt, suffix, *arguments, **options):
-                if echoed and not options.get("stream"):
-                    response["choices"][0]["text"] = f"{given}{response['choices'][0]['text']}"
+            for response in super()._create_completion(**options):
+                (choice,) = response["choices"]
+                if values is not None:
+                    choice["logprobs"] = values.take(choice["text"], choice["finish_reason"])
+                choice["text"], echo = echo + choice["text"], ""
                 yield response
         except ValueError as error:
             if "exceed context window" not in str(error):
@@ -515,7 +582,25 @@ class EntropyLlama(llama_cpp.Llama):
             text = re.sub(r"window of \d+", f"window of {self._n_ctx}", str(error))
             raise ContextError(f"{text}; shorten the prompt or raise n_ctx") from None
         finally:
-            reader.max_tokens = None
+            reader.max_tokens = self._logprobs = None
+
+    def _prompt_text(self, prompt: str | list[int]) -> str:
+        """Return the text of a prompt, without a token that only begins it."""
+        if isinstance(prompt, str):
+            return prompt
+        shown = prompt[1:] if prompt[:1] == [self.token_bos()] else prompt
+        return self.detokenize(shown, special=True).decode("utf-8", errors="replace")
+
+    def _values_of(self, recorder: LogprobRecorder, prompt: str) -> CompletionLogprobs:
+        """Return what puts the values of tokens into an answer; `prompt` is its text."""
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        return CompletionLogprobs(
+            recorder,
+            lambda token: self.detokenize([token]),
+            lambda token: bool(llama_cpp.llama_vocab_is_eog(vocabulary, token)),
+            bos=self.token_bos(),
+            offset=len(prompt),
+        )
 
     def _tokens_of(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens that Llama makes from a prompt; [] if it appends to them."""
@@ -575,10 +660,20 @@ class EntropyLlama(llama_cpp.Llama):
 
         With one of llama-cpp-python's image handlers, images are read inside the budget. Raises
         ImageError for an image that cannot be read, SettingsError for a JSON schema beyond the
-        limits.
+        limits. Content that is null is empty. Control tokens are those of the chat template: names
+        of such tokens in messages and tools are plain text, unless the model was made with
+        `parse_special`.
         """
         self.chat_handler = BudgetImageHandler.of(self.chat_handler)
-        return super().create_chat_completion(**checked_schemas(self, *arguments, **options))
+        given = checked_schemas(self, *arguments, **options)
+        given["messages"] = [
+            self.said(with_content(each), tags=each.get("role") == "assistant")
+            for each in given["messages"]
+        ]
+        for name in ("tools", "functions"):
+            if given.get(name):
+                given[name] = self.said(given[name])
+        return super().create_chat_completion(**given)
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error, because embeddings need no KV cache."""
@@ -688,3 +783,19 @@ def start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:
     llm._requires_eval = True
     llm.input_ids = np.zeros(n_ctx, dtype=np.intc)
     llm.scores = np.empty((score_rows, llm._n_vocab), dtype=np.single)
+
+
+def with_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is empty if it is null, unless there are calls beside it."""
+    calls = message.get("tool_calls") or message.get("function_call")
+    if message.get("content") is None and not calls:
+        return {**message, "content": ""}
+    return dict(message)
+
+
+def stops_of(stop: str | Sequence[str] | None) -> list[str]:
+    """Return the texts that end an answer; an empty text would end every answer before it
+    begins.
+    """
+    given = [stop] if isinstance(stop, str) else stop or ()
+    return [each for each in given if each]

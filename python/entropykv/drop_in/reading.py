@@ -18,6 +18,7 @@ from entropykv.drop_in.read_ahead import ReadAhead
 from entropykv.drop_in.sampler import SamplerOfSequence
 from entropykv.errors import EntropyKVError
 from entropykv.session.drafting import Verification
+from entropykv.session.logprobs import LogprobRecorder, rows_at_a_time
 from entropykv.session.recovery import Watch
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session
@@ -38,6 +39,8 @@ class PromptReader:
         """The last sampled token, until it is read."""
         self._n_sampled = 0
         """How many tokens of the current answer were sampled."""
+        self.n_read = 0
+        """How many tokens of the current prompt were read."""
         self._watch: Watch | None = None
         """The recovery ladder of the current answer."""
         self._ahead = ReadAhead()
@@ -70,6 +73,7 @@ class PromptReader:
             return
         evicted, start = session.evicted, time.perf_counter()
         self._read(llama, ids, written=written and len(ids) == 1)
+        self.n_read += 0 if written else len(ids)
         count = session.count_generated if written else session.count_prompt
         if written and self._watch is not None and session.logits is not None:
             self._watch.wants_rewalk(session.logits, session.position)
@@ -91,15 +95,26 @@ class PromptReader:
         if verifying is not None:
             self._read_ahead(llama, ids[0], verifying)
             return
-        first = llama.n_tokens
-        for logits in session.decode_micro_batches(ids, all_logits=all_logits, writes=written):
-            begin, end = llama.n_tokens, session.position
-            llama.input_ids[begin:end] = ids[begin - first : end - first]
-            if all_logits:
-                llama.scores[begin:end] = logits
-            elif logits is not None:
-                llama.scores[:1] = logits
-            llama.n_tokens = end
+        recorder: LogprobRecorder | None = getattr(llama, "_logprobs", None)
+        if recorder is None or not recorder.of_prompt or written:
+            recorder, size = None, len(ids)
+        else:
+            size = rows_at_a_time(llama._n_vocab)
+        for start in range(0, len(ids), size):
+            piece, first = ids[start : start + size], llama.n_tokens
+            for logits in session.decode_micro_batches(
+                piece, all_logits=all_logits or recorder is not None, writes=written
+            ):
+                begin, end = llama.n_tokens, session.position
+                read = piece[begin - first : end - first]
+                llama.input_ids[begin:end] = read
+                if recorder is not None and logits is not None:
+                    recorder.read(read, logits)
+                if all_logits:
+                    llama.scores[begin:end] = logits
+                elif logits is not None:
+                    llama.scores[:1] = logits[-1:]
+                llama.n_tokens = end
         llama._requires_eval = False
 
     # --- drafts -----------------------------------------------------------------------------------
@@ -171,7 +186,7 @@ class PromptReader:
         """
         self.forget_sampled()
         self._ahead.forget()
-        self._n_sampled = 0
+        self._n_sampled = self.n_read = 0
         recovery = self._session.recovery
         self._watch = Watch(self._session, recovery, llama._n_vocab) if recovery else None
 

@@ -38,6 +38,16 @@ _MAX_NUMBER = (1 << 31) - 1
 _NORM = "norm.weight"
 """The ending of the names of norm weights."""
 AGAIN = "download or convert it again"
+_OF_MEMORY = ("mmap failed", "allocate", "out of memory")
+"""What errors say, in any letters, if there is too little memory."""
+
+
+def way_out_of(reason: str, otherwise: str) -> str:
+    """Return what to do about an error of reading a file, as its words tell: free memory, or
+    `otherwise`.
+    """
+    is_memory = any(word in reason.lower() for word in _OF_MEMORY)
+    return "free memory, or raise the limit of this process (ulimit -v)" if is_memory else otherwise
 
 
 class I2sFileError(UnsupportedModelError):
@@ -75,6 +85,10 @@ def damage_named(path: Path) -> Iterator[None]:
         yield
     except EntropyKVError:
         raise
+    except (MemoryError, OSError) as error:
+        raise ModelFileError(
+            f"{path}: cannot be read ({error}); {way_out_of(str(error), AGAIN)}"
+        ) from error
     except Exception as error:
         raise ModelFileError(
             f"{path}: is truncated or damaged ({reason_of(error)}); {AGAIN}"

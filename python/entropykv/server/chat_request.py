@@ -26,12 +26,14 @@ from entropykv.server.fields import (
     Biases,
     Description,
     Name,
+    RepeatPenalty,
     Seed,
     Stop,
     TemplateArguments,
     ThoughtBudget,
     ThoughtEnding,
-    TokenCount,
+    TokenLimit,
+    TopK,
 )
 from entropykv.server.image_parts import ImageParts
 from entropykv.server.loading import ServedLlama
@@ -43,7 +45,6 @@ from entropykv.server.requests import (
     Request,
     StreamOptions,
     ask_for_passages,
-    check_logprobs,
     sampling_arguments,
 )
 from entropykv.server.schema_grammar import any_object, grammar_of
@@ -110,8 +111,8 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     document: Name | None = DOCUMENT
     passages: int = PASSAGES
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    max_tokens: TokenCount | None = None
-    max_completion_tokens: TokenCount | None = None
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     """OpenAI's newer name of max_tokens."""
     min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     stop: Stop | None = None
@@ -141,7 +142,8 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         default=None, description="What the chat template is told besides the messages."
     )
     user: Name | None = None
-    top_k: int = Field(default=40, ge=0, le=MOST_TOKENS)
+    top_k: TopK = 40
+    repeat_penalty: RepeatPenalty = 1.0
     grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
     stream_options: StreamOptions = StreamOptions()
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(  # type: ignore[assignment]
@@ -161,25 +163,28 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         """Return how many choices are requested."""
         return self.n
 
+    def most_written(self) -> int | None:
+        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
     def document_name(self) -> str | None:
         """Return the document that the request names, also in a message; raises RequestError."""
         return document_named(self.document, (message.content for message in self.messages))
 
     def call(self, llama: ServedLlama) -> Any:
         """Generate one choice, and return a response or its chunks; raises RequestError."""
-        check_logprobs(llama, bool(self.logprobs))
         ask_for_passages(self.passages, llama)
         use = self.tool_use()
         arguments = sampling_arguments(self, llama)
-        asked = self.max_tokens or self.max_completion_tokens
-        arguments["max_tokens"] = asked or arguments["max_tokens"]
+        if self.logprobs:
+            arguments["top_logprobs"] = self.top_logprobs or 0
         images = ImageParts(llama.images)
         arguments["messages"] = self.shown_messages(llama, use, images)
         if llama.asked is not None:
             _check_beside_document(llama, use, images)
             arguments["messages"] = about_document(arguments["messages"], llama.asked.mark)
         llama.template_arguments = self.template_arguments(llama)
-        reader = use
+        reader = use if self.reads_calls(use) else None
         if llama.traits.own_tools:
             reader = None
             arguments.update(self._own_tools(use))
@@ -205,7 +210,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         answer = self._in_parts(answer, thought, reader)
         if self.passages:
             answer = with_passages(answer, llama)
-        return with_usage(answer, llama) if self.stream else answer
+        return with_usage(answer, llama)
 
     def _in_parts(self, answer: Any, thought: ChatThought | None, use: ToolUse | None) -> Any:
         """Return an answer, or its chunks, with thoughts and calls as separate fields."""
@@ -280,6 +285,13 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         choice = {"type": "function", "function": {"name": use.callable_tools[0].name}}
         return {"tools": use.definitions(), "tool_choice": choice}
 
+    def reads_calls(self, use: ToolUse | None) -> bool:
+        """Tell whether the answer may have calls: JSON that was asked for may only look like one,
+        unless a call is required.
+        """
+        asked = self.response_format
+        return use is not None and (use.required or asked is None or isinstance(asked, TextFormat))
+
     def _grammar(self, use: ToolUse | None) -> LlamaGrammar | None:
         grammar = None if use is None else use.grammar()
         asked = self.response_format
@@ -329,24 +341,26 @@ def _with_calls(answer: dict[str, Any], use: ToolUse, *, legacy: bool) -> dict[s
 def _chunks_with_calls(
     chunks: Iterator[dict[str, Any]], use: ToolUse, *, legacy: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of an answer, followed by the calls in its text.
+    """Yield the chunks of an answer, with each call in its text once its JSON has ended.
 
     With `legacy`, the first call is also sent as `function_call`, as in an answer that is not
     streamed.
     """
-    reader = CallReader(use)
+    reader, n_calls = CallReader(use), 0
     for chunk in chunks:
         choice = chunk["choices"][0]
         delta, reason = choice["delta"], choice["finish_reason"]
-        text = reader.take(delta.get("content") or "")
-        if reason is None:
-            if text or delta.keys() - {"content"}:
-                shown = {**delta, **({"content": text} if text else {})}
-                yield {**chunk, "choices": [{**choice, "delta": shown}]}
-            continue
-        rest, calls = reader.finish()
-        deltas = [{"content": text + rest}] if text + rest else []
-        for each in (*deltas, *as_deltas(calls, legacy=legacy)):
+        parts = [reader.take(delta.get("content") or "")]
+        if reason is not None:
+            parts.append(reader.finish())
+        text, calls = "".join(p.text for p in parts), [c for p in parts for c in p.calls]
+        others = {name: value for name, value in delta.items() if name != "content"}
+        shown = {**others, **({"content": text} if text else {})}
+        deltas = [shown] if shown or choice.get("logprobs") else []
+        for each in (*deltas, *as_deltas(calls, first=n_calls, legacy=legacy)):
             yield {**chunk, "choices": [{**choice, "delta": each, "finish_reason": None}]}
-        reason = "tool_calls" if calls else reason
-        yield {**chunk, "choices": [{**choice, "delta": {}, "finish_reason": reason}]}
+            choice = {**choice, "logprobs": None}
+        n_calls += len(calls)
+        if reason is not None:
+            reason = "tool_calls" if n_calls else reason
+            yield {**chunk, "choices": [{**choice, "delta": {}, "finish_reason": reason}]}

@@ -147,8 +147,6 @@ class ChatThought:
 
     def in_whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Return an answer whose thought is in a separate field."""
-        details = {"reasoning_tokens": self.counter.n_tokens}
-        answer = {**answer, "usage": {**answer["usage"], "completion_tokens_details": details}}
         if not self.options.separates:
             return answer
         choice = answer["choices"][0]

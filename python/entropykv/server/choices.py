@@ -22,14 +22,29 @@ def seeds(seed: int | None, n: int) -> list[int | None]:
     return [seed, *((seed + i) % _MOST_SEEDS for i in range(1, n))]
 
 
-def with_usage(chunks: Iterator[dict[str, Any]], llama: ServedLlama) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of one choice, then one with its numbers of tokens."""
+def with_usage(answer: Any, llama: ServedLlama) -> Any:
+    """Return an answer of one choice with its numbers of tokens; its chunks, with another one that
+    has them.
+    """
+    if isinstance(answer, Iterator):
+        return _chunks_with_usage(answer, llama)
+    return {**answer, "usage": {**answer["usage"], **_details_of(llama)}}
+
+
+def _chunks_with_usage(
+    chunks: Iterator[dict[str, Any]], llama: ServedLlama
+) -> Iterator[dict[str, Any]]:
     head: dict[str, Any] = {}
     for chunk in chunks:
         head = head or _head(chunk)
         yield chunk
+    usage = {**_usage(llama.prompt_size, llama.generated), **_details_of(llama)}
+    yield {**head, "choices": [], "usage": usage}
+
+
+def _details_of(llama: ServedLlama) -> dict[str, Any]:
     thought = None if llama.thought is None else llama.thought.counter.n_tokens
-    yield {**head, "choices": [], "usage": _usage(llama.prompt_size, llama.generated, thought)}
+    return _details(llama.cached, thought)
 
 
 def with_passages(answer: Any, llama: ServedLlama) -> Any:
@@ -92,26 +107,32 @@ class Choices:
         prompts = [cost for index, cost in self._costs.items() if index % self.n == 0]
         details = [cost.get("completion_tokens_details") for cost in self._costs.values()]
         thoughts = [each["reasoning_tokens"] for each in details if each is not None]
-        return _usage(
+        usage = _usage(
             sum(cost["prompt_tokens"] for cost in prompts),
             sum(cost["completion_tokens"] for cost in self._costs.values()),
-            sum(thoughts) if thoughts else None,
         )
+        cached = sum(cost["prompt_tokens_details"]["cached_tokens"] for cost in prompts)
+        return {**usage, **_details(cached, sum(thoughts) if thoughts else None)}
 
 
 def _head(chunk: dict[str, Any]) -> dict[str, Any]:
     return {key: chunk[key] for key in ("id", "object", "created", "model")}
 
 
-def _usage(n_prompt: int, n_generated: int, n_thought: int | None) -> dict[str, Any]:
-    """Return OpenAI's numbers of tokens; `n_thought`: tokens of thoughts, None if the model has
-    none.
-    """
-    usage: dict[str, Any] = {
+def _usage(n_prompt: int, n_generated: int) -> dict[str, Any]:
+    """Return OpenAI's numbers of tokens."""
+    return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_generated,
         "total_tokens": n_prompt + n_generated,
     }
+
+
+def _details(n_cached: int, n_thought: int | None) -> dict[str, Any]:
+    """Return how many tokens of a prompt had been read before, and how many tokens of an answer
+    were thoughts; None if the model has none.
+    """
+    details = {"prompt_tokens_details": {"cached_tokens": n_cached}}
     if n_thought is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": n_thought}
-    return usage
+        details["completion_tokens_details"] = {"reasoning_tokens": n_thought}
+    return details

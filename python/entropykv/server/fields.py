@@ -8,12 +8,13 @@ a megabyte can hold hundreds of thousands of invalid items.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from entropykv.server.errors import RequestError
+from entropykv.session.sampling import is_random_seed, new_seed
 from entropykv.thinking.options import MOST_MESSAGE
 
 MOST_NAME = 256
@@ -80,16 +81,60 @@ Stop = Annotated[
         lambda stop: [stop] if isinstance(stop, str) else stop,
         json_schema_input_type=str | list[str],
     ),
+    AfterValidator(lambda stop: [each for each in stop if each]),
 ]
+"""Texts that end an answer; empty ones would end it before it begins."""
 Tokens = Annotated[list[int], FIRST_ERROR]
-Prompt = str | Tokens | Annotated[list[str], FIRST_ERROR] | Annotated[list[Tokens], FIRST_ERROR]
-Biases = Annotated[dict[Name, float], _few(MOST_BIASES)]
+_Mixed = Annotated[list[int | str], FIRST_ERROR]
+Prompt = (
+    str
+    | Tokens
+    | Annotated[list[str], FIRST_ERROR]
+    | Annotated[list[Tokens], FIRST_ERROR]
+    | _Mixed
+    | Annotated[list[str | _Mixed], FIRST_ERROR]
+)
+"""A text, or its tokens, or both mixed; or a list of those. As in llama-server, a list with a token
+in it is one prompt.
+"""
+
+
+def _pairs(given: Any) -> Any:
+    """Return biases as pairs of a token, or a text, and its bias."""
+    return list(given.items()) if isinstance(given, dict) else given
+
+
+Biases = Annotated[
+    list[tuple[int | Name, float | Literal[False]]],
+    Field(max_length=MOST_BIASES),
+    FIRST_ERROR,
+    BeforeValidator(_pairs, json_schema_input_type=dict[str, float | bool] | list[Any]),
+]
+"""What is added to the logits of tokens: an object of tokens by their numbers, as in OpenAI's API,
+or a list of pairs, in which a text stands for all of its tokens, as in llama-server's. False
+forbids a token.
+"""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     _few(MOST_METADATA),
 ]
-Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+Seed = Annotated[
+    int,
+    Field(ge=-(1 << 63), lt=1 << 64),
+    AfterValidator(lambda seed: new_seed() if is_random_seed(seed) else seed),
+]
+"""A seed; -1 means another one every time."""
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+TokenLimit = Annotated[int, Field(ge=-2, le=MOST_TOKENS)]
+"""The most tokens of an answer. 0: the prompt is only read; -1, and llama.cpp's -2: until the model
+or the context ends.
+"""
+TopK = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
+"""How many of the most probable tokens are candidates; 0 and -1: all."""
+RepeatPenalty = Annotated[float, Field(ge=0)]
+"""1 is no penalty, the default as in llama-server: llama_cpp.server's 1.1 forbids repetitions that
+were asked for.
+"""
 
 
 _OF_TEMPLATES = frozenset(

@@ -16,6 +16,10 @@ from typing import Any
 import jinja2
 import llama_cpp
 from llama_cpp import llama_cache, llama_chat_format, llama_tokenizer
+from llama_cpp.llama_chat_format import (
+    ChatFormatterResponse,
+    chat_formatter_to_chat_completion_handler,
+)
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -29,6 +33,7 @@ from entropykv.errors import (
 )
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model_options import read_overrides
+from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.model.geometry import read_chat_template
 from entropykv.model.shipped import path_of_model
 from entropykv.server.asked_document import AskedDocument
@@ -98,6 +103,10 @@ class ServedLlama(EntropyLlama):
     _attention: AttentionSince | None = None
     files: Sequence[bytes] = ()
     """The image files of the next chat; its text has a marker in the place of each image."""
+    reads_only: bool = False
+    """Whether the current request only reads its prompt (max_tokens 0)."""
+    cached: int = 0
+    """How many tokens of the prompt of the latest generation had been read before."""
     generated: int = 0
     """How many tokens the latest generation has written so far, without one that ends a text."""
 
@@ -251,7 +260,8 @@ class ServedLlama(EntropyLlama):
             self.serve_for(caller)
             yield from super()._create_completion(prompt, *arguments, **options)
             return
-        tokens = [] if self._logits_all else list(self._tokens_of(prompt))
+        anew = options.get("echo") and options.get("logprobs") is not None
+        tokens = [] if anew else list(self._tokens_of(prompt))
         asked = self.asked
         try:
             session = self.prefix_cache.take(
@@ -280,7 +290,7 @@ class ServedLlama(EntropyLlama):
             self.prefix_cache.gives_up(session)
             now = session.stats()
             self.totals.add(before, now)
-            if self._logits_all or not session.is_whole:
+            if not session.is_whole:
                 session.close()
             else:
                 self.latest = session
@@ -316,14 +326,22 @@ class ServedLlama(EntropyLlama):
         _check_min_tokens(grammar, logits_processor or ())
         self.prompt_size, self.generated = len(tokens), 0
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
-        for token in super().generate(
+        self.cached = 0
+        written = super().generate(
             tokens, *arguments, logits_processor=logits_processor, grammar=grammar, **options
-        ):
+        )
+        for token in written:
             if self.generated == 0 and self.prefix_cache is not None:
                 self._session.note_turn(writes=True)
                 self.prefix_cache.has_read(self._session)
             if self.generated == 0:
+                self.cached = max(0, self.prompt_size - self._reader.n_read)
                 self.tell_what_is_learnt()
+                if self.reads_only:
+                    written.close()
+                    if self._logprobs is not None:
+                        self._logprobs.written.clear()
+                    return
             is_end = llama_cpp.llama_vocab_is_eog(vocabulary, token)
             self.generated += not is_end
             if self.thought is not None and not is_end:
@@ -385,6 +403,8 @@ def load_llama(
     """
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
+    del arguments["logits_all"]
+    arguments["parse_special"] = options.parse_special
     path, cache = path_of(options), cache_options(options, documents=documents)
     arguments.update(
         kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
@@ -413,6 +433,10 @@ def load_llama(
         _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
+    elif options.chat_format is None and "tokenizer.chat_template" not in llama.metadata:
+        _say(NO_TEMPLATE)
+        llama.chat_format = "plain text"
+        llama.chat_handler = chat_formatter_to_chat_completion_handler(_as_plain_text)
     _set_template_arguments(llama, options)
     _open_projector(llama, options.projector, images)
     if options.cache:
@@ -475,10 +499,6 @@ def cache_options(options: ModelOptions, *, documents: bool = False) -> CacheOpt
 
 def _check_documents(options: ModelOptions) -> None:
     """Raise SettingsError for options of a model that cannot go with documents."""
-    if options.logits_all:
-        raise SettingsError(
-            "files of documents have no logits of all tokens; leave --logits_all or --documents out"
-        )
     if options.chat_template is not None or options.chat_format is not None:
         raise SettingsError(
             "documents are read by the model's own chat template; leave --chat-template and "
@@ -492,7 +512,7 @@ def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> Cach
     The next turn continues from before the last thought; without a checkpoint there, its whole text
     would be read again.
     """
-    other = options.cache or options.logits_all or options.draft_model is not None
+    other = options.cache or options.draft_model is not None
     if cache.in_pool or cache.checkpoints is not None or cache.freeze is not None or other:
         return cache
     if cache.store == "flat" or tags_of(options.chat_template or read_chat_template(path)) is None:
@@ -515,6 +535,12 @@ def _chat_handler(options: ModelOptions) -> Any:
             options.hf_pretrained_model_name_or_path
         )
     return None
+
+
+def _as_plain_text(*, messages: Sequence[Any], **_: Any) -> ChatFormatterResponse:
+    """Return the prompt of a chat with a model that has no chat template."""
+    said = [str(message["content"] or "") for message in messages]
+    return ChatFormatterResponse(prompt=plain_chat(said))
 
 
 def _use_template(llama: ServedLlama, template: str) -> None:
@@ -555,7 +581,8 @@ def _set_template_arguments(llama: ServedLlama, options: ModelOptions) -> None:
         return
 
     def answer(**named: Any) -> Any:
-        return handler(**{**named["llama"].template_arguments, **named})
+        llama = named["llama"]
+        return handler(**{**llama.said(llama.template_arguments), **named})
 
     llama.chat_handler = answer
 

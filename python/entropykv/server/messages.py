@@ -13,6 +13,7 @@ from entropykv.server.errors import RequestError
 from entropykv.server.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
 from entropykv.server.image_parts import KINDS, ImageParts
 from entropykv.server.template_traits import TemplateTraits
+from entropykv.server.tool_calls import as_json
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The field with the text of a content part, by the part's type."""
@@ -36,7 +37,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; `content` is text, a list of text parts, or null with tool calls."""
+    """One message; `content` is text, a list of text parts, or null."""
 
     # Templates may show fields that only some clients add.
     model_config = ConfigDict(extra="allow")
@@ -55,17 +56,14 @@ class Message(BaseModel):
     function_call: CalledFunction | None = None
 
     def text(self, place: str, images: ImageParts) -> str | None:
-        """Return the text, with parts joined by line ends as in llama-server.
+        """Return the text, with parts joined by line ends as in llama-server; content that is null
+        is empty, and stays null beside calls.
 
         `images` collects the images of a user, and returns their markers for the text. `place`
-        names the message in a RequestError, for parts of another kind, or missing content.
+        names the message in a RequestError, for parts of another kind.
         """
         if self.content is None:
-            if self.role == "assistant" and (self.tool_calls or self.function_call):
-                return None
-            raise RequestError(
-                400, f"{place}.content: a message of role {self.role} needs text", param=place
-            )
+            return None if self.role == "assistant" and self.calls() else ""
         if isinstance(self.content, str):
             return self.content
         parts = [(part, f"{place}.content.{i}") for i, part in enumerate(self.content)]
@@ -150,7 +148,7 @@ def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str,
         }
         for call in message.calls()
     ]
-    lines = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+    lines = [f"<tool_call>\n{as_json(call)}\n</tool_call>" for call in calls]
     return {"role": role, "content": "\n".join([*([text] if text else []), *lines])}
 
 
@@ -159,7 +157,7 @@ def _arguments(arguments: str | dict[str, Any], *, as_object: bool) -> Any:
     unchanged.
     """
     if not as_object:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return arguments if isinstance(arguments, str) else as_json(arguments)
     if isinstance(arguments, str):
         try:
             return json.loads(arguments) if arguments else {}

@@ -24,6 +24,7 @@ from entropykv.server.fields import (
     Seed,
     Stop,
     Tokens,
+    TopK,
 )
 from entropykv.server.loading import ServedLlama
 from entropykv.server.requests import DOCUMENT, CompletionRequest, Request
@@ -48,7 +49,7 @@ class OllamaOptions(Request):
     num_predict: int | None = Field(default=None, ge=-2, le=MOST_TOKENS)
     num_ctx: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=1000)
-    top_k: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    top_k: TopK | None = None
     top_p: float | None = Field(default=None, ge=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: Seed | None = None
@@ -149,7 +150,7 @@ class OllamaMessage(BaseModel):
     """Hold one message of a chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = ""
     thinking: str | None = None
     images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
     tool_calls: Annotated[list[OllamaCall], FIRST_ERROR] | None = Field(
@@ -159,7 +160,7 @@ class OllamaMessage(BaseModel):
 
     def as_ours(self) -> dict[str, Any]:
         """Return the message in OpenAI's form."""
-        content = _content(self.content, self.images)
+        content = _content(self.content or "", self.images)
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.thinking:
             message["reasoning_content"] = self.thinking
@@ -245,7 +246,9 @@ class OllamaGenerate(OllamaRequest):
             schema = self.format
             found = any_object() if isinstance(schema, str) else grammar_of(schema, "format")
             grammar = None if found is None else found._grammar
-        fields = {"max_tokens": None, **self.options.fields(), "prompt": self.prompt}
+        limit = llama.request_defaults.get("max_tokens")
+        fields = {"max_tokens": -1 if limit is None else limit, **self.options.fields()}
+        fields["prompt"] = self.prompt
         fields |= {"suffix": self.suffix, "grammar": grammar, "stream": True}
         return _validated(CompletionRequest, fields)
 

@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
 from entropykv.errors import SettingsError
+from entropykv.llamacpp.foreign_text import PARSE_SPECIAL
 from entropykv.server.admission import Limits
 from entropykv.server.fields import MOST_NAME, MOST_STOP, MOST_STOPS
 from entropykv.settings.cache_options import CacheOptions
@@ -100,7 +101,8 @@ class ModelOptions(ModelSettings):
     draft_kv_budget: str = _declared("draft_kv_budget")
     draft_p_min: float = _declared("draft_p_min")
     logits_all: bool = Field(
-        default=False, description="Keep the logits of every token; logprobs need it."
+        default=False,
+        description="Changes nothing: logprobs are computed while tokens are read and written.",
     )
     verbose: bool = Field(default=False, description="Whether to print llama.cpp's own log.")
     kv_budget: str = _declared("kv_budget")
@@ -151,6 +153,10 @@ class ModelOptions(ModelSettings):
         max_length=MOST_TEMPLATE,
         description="Chat template in Jinja that takes the place of the model's own.",
     )
+    parse_special: bool = Field(
+        default=False,
+        description=f"Whether {PARSE_SPECIAL}.",
+    )
     reasoning: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Whether the chat template is told to let the model think, or not to; auto: as "
@@ -184,7 +190,7 @@ class ModelOptions(ModelSettings):
     top_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)  # noqa: UP045
     min_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)  # noqa: UP045
     top_k: Optional[int] = Field(  # noqa: UP045
-        default=None, ge=0, le=MOST_TOKENS, description=_OF_REQUESTS
+        default=None, ge=-1, le=MOST_TOKENS, description=_OF_REQUESTS
     )
     repeat_penalty: Optional[float] = Field(  # noqa: UP045
         default=None, ge=0, le=_MOST, description=_OF_REQUESTS

@@ -5,13 +5,14 @@ llama-cpp-python.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
 from llama_cpp.llama_grammar import LlamaGrammar
-from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
+from llama_cpp.server.types import CreateCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from entropykv.drop_in.entropy_llama import EntropyLlama
@@ -25,12 +26,17 @@ from entropykv.server.fields import (
     Biases,
     Name,
     Prompt,
+    RepeatPenalty,
     Seed,
     Stop,
-    TokenCount,
+    TokenLimit,
+    TopK,
 )
 from entropykv.server.loading import ServedLlama
 from entropykv.session.passages import MOST_PASSAGES
+
+if TYPE_CHECKING:
+    from entropykv.server.chat_request import ChatRequest
 
 MOST_CHOICES = 128
 """The most choices of one prompt, as in OpenAI's API."""
@@ -91,14 +97,15 @@ class CompletionRequest(Request, CreateCompletionRequest):
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    max_tokens: TokenCount | None = 16
+    max_tokens: TokenLimit | None = 16
     min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     stop: Stop | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     logit_bias: Biases | None = None
     seed: Seed | None = None
     user: Name | None = None
-    top_k: int = Field(default=40, ge=0, le=MOST_TOKENS)
+    top_k: TopK = 40
+    repeat_penalty: RepeatPenalty = 1.0
     grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
     stream_options: StreamOptions = StreamOptions()
 
@@ -106,11 +113,14 @@ class CompletionRequest(Request, CreateCompletionRequest):
         """Return the document that the request names."""
         return self.document
 
+    def most_written(self) -> int | None:
+        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+        return self.max_tokens if "max_tokens" in self.model_fields_set else None
+
     @property
     def n_jobs(self) -> int:
         """Return how many choices all of its prompts have together."""
-        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return self.n if one else self.n * len(self.prompt)
+        return self.n * (1 if _is_one(self.prompt) else len(self.prompt))
 
     def call(self, llama: ServedLlama) -> Any:
         """Generate one choice of one prompt; returns a response or its chunks. Raises
@@ -120,17 +130,11 @@ class CompletionRequest(Request, CreateCompletionRequest):
         llama.thought = None
         ask_for_passages(self.passages, llama)
         prompt = self._behind_document(_checked(only, llama), llama)
-        check_logprobs(llama, self.logprobs is not None)
         arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}
-        if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo only texts.
-            shown = prompt[1:] if prompt[0] == llama.token_bos() else prompt
-            text = llama.detokenize(shown, special=True).decode("utf-8", errors="replace")
-            answer = _echoed(text, llama.create_completion(**{**arguments, "echo": False}))
-        else:
-            answer = llama.create_completion(**arguments)
+        answer = llama.create_completion(**arguments)
         if self.passages:
             answer = with_passages(answer, llama)
-        return with_usage(answer, llama) if self.stream else answer
+        return with_usage(answer, llama)
 
     def _behind_document(self, prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
         """Return the prompt with the document before it, if the request names one; raises
@@ -156,18 +160,32 @@ class CompletionRequest(Request, CreateCompletionRequest):
             for seed in seeds(self.seed, self.n)
         ]
 
-    def _prompts(self) -> Sequence[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise RequestError(400, "prompt: the list is empty", param="prompt")
+    def _prompts(self) -> Sequence[str | list[int | str]]:
         prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt[0], int) else prompt
+        if not isinstance(prompt, str) and not prompt:
+            raise RequestError(400, "prompt: the list is empty", param="prompt")
+        return [prompt] if _is_one(prompt) else prompt
 
 
-def _checked(prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
-    """Return a prompt with at least one token, all in the vocabulary; raises RequestError."""
+def _is_one(prompt: Any) -> bool:
+    """Tell whether this is one prompt, not a list of prompts: a text, or a list with a token."""
+    return isinstance(prompt, str) or any(isinstance(each, int) for each in prompt)
+
+
+def _checked(prompt: str | list[int | str], llama: ServedLlama) -> str | list[int]:
+    """Return a prompt with at least one token, all in the vocabulary; texts in a list become their
+    tokens. Raises RequestError.
+    """
     if isinstance(prompt, list):
+        tokens: list[int] = []
+        for index, part in enumerate(prompt):
+            begins = index == 0 and llama._model.add_bos_token()
+            tokens += (
+                [part]
+                if isinstance(part, int)
+                else llama.tokenize(part.encode("utf-8"), add_bos=begins, special=True)
+            )
+        prompt = tokens
         check_tokens(prompt, llama, "prompt")
     begins = llama._model.add_bos_token() and llama.token_bos() != -1
     if not prompt and not (isinstance(prompt, str) and begins):
@@ -193,29 +211,19 @@ def check_tokens(tokens: list[int], llama: EntropyLlama, param: str) -> None:
         raise RequestError(400, f"{param}: tokens are 0 to {n_vocab - 1}", param=param)
 
 
-def _echoed(text: str, answer: Any) -> Any:
-    """Prepend the prompt's text to an answer, whole or in chunks."""
-    if not isinstance(answer, Iterator):
-        choice = answer["choices"][0]
-        return {**answer, "choices": [{**choice, "text": text + choice["text"]}]}
-    return _echoed_chunks(text, answer)
-
-
-def _echoed_chunks(text: str, chunks: Iterator[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        choice = chunk["choices"][0]
-        yield {**chunk, "choices": [{**choice, "text": text + choice["text"]}]}
-        text = ""
-
-
 def sampling_arguments(
-    request: CompletionRequest | CreateChatCompletionRequest, llama: ServedLlama
+    request: CompletionRequest | ChatRequest, llama: ServedLlama
 ) -> dict[str, Any]:
     """Return the sampling arguments for llama-cpp-python, without prompt and seed."""
     arguments = request.model_dump(include=set(_ARGUMENTS))
     for name, value in llama.request_defaults.items():
         if name not in request.model_fields_set:
             arguments[name] = value
+    limit = request.most_written()
+    if limit is None:
+        limit = arguments["max_tokens"]
+    llama.reads_only = limit == 0
+    arguments["max_tokens"] = limit if limit is not None and limit > 0 else None
     arguments["model"] = request.model or llama.served_name
     processors = []
     if request.logit_bias:
@@ -230,36 +238,34 @@ def sampling_arguments(
     return arguments
 
 
-def check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
-    """Raise RequestError if logprobs are requested and the server does not keep logits."""
-    if wanted and not llama._logits_all:
-        raise RequestError(
-            400, "logprobs: only a server started with --logits_all true has them", param="logprobs"
-        )
-
-
 def _token_biases(
-    request: CompletionRequest | CreateChatCompletionRequest, llama: EntropyLlama
+    request: CompletionRequest | ChatRequest, llama: EntropyLlama
 ) -> dict[int, float]:
     """Return the values to add to the logits of tokens; raises RequestError for unknown tokens."""
     biases: dict[int, float] = {}
-    for key, bias in (request.logit_bias or {}).items():
-        if request.logit_bias_type == "tokens":
-            ids = llama.tokenize(key.encode("utf-8"), add_bos=False, special=True)
-        else:
-            ids = [int(key)] if key.isascii() and key.isdigit() and len(key) < 10 else [-1]
+    for key, bias in request.logit_bias or ():
+        ids = _biased_tokens(key, llama, as_text=request.logit_bias_type == "tokens")
         if not all(0 <= token < llama.n_vocab() for token in ids):
             raise RequestError(
                 400,
                 f"logit_bias: {key!r} is not a token; tokens are 0 to {llama.n_vocab() - 1}",
                 param="logit_bias",
             )
-        if not math.isfinite(bias) or abs(bias) > 1000.0:
+        if not abs(bias) <= 1000.0:
             raise RequestError(
                 400, f"logit_bias: {bias} is not between -1000 and 1000", param="logit_bias"
             )
-        biases.update(dict.fromkeys(ids, bias))
+        biases.update(dict.fromkeys(ids, -math.inf if bias is False else bias))
     return biases
+
+
+def _biased_tokens(key: int | str, llama: EntropyLlama, *, as_text: bool) -> list[int]:
+    """Return the tokens of a key of logit_bias: a number, or with `as_text` always a text."""
+    if isinstance(key, int):
+        return [key]
+    if not as_text and re.fullmatch("-?[0-9]+", key):
+        return [int(key)] if len(key) < 10 else [-1]
+    return llama.tokenize(key.encode("utf-8"), add_bos=False, special=True)
 
 
 def _bias(biases: dict[int, float]) -> Any:

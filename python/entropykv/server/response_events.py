@@ -62,7 +62,7 @@ def with_end(
         "output": output,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": details,
             "total_tokens": usage["total_tokens"],

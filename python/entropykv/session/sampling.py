@@ -28,6 +28,7 @@ SAMPLERS = (
 )
 """The names of the samplers in their default order, as in llama-cli."""
 
+_MOST_SEED = 0xFFFFFFFF
 _MIROSTAT_CANDIDATES = 100
 _IN_UNIT = ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
 _NUMBERS = (
@@ -44,18 +45,28 @@ _NUMBERS = (
 )
 
 
+def is_random_seed(seed: int | None) -> bool:
+    """Tell whether a seed means another one every time, as llama.cpp's -1 does."""
+    return seed is None or seed & _MOST_SEED == _MOST_SEED
+
+
+def new_seed() -> int:
+    """Return a seed that nobody can guess."""
+    return secrets.randbelow(_MOST_SEED)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Hold how the next token is chosen; names and defaults are llama-cli's, except that sampling
     is greedy by default.
 
     With temperature 0 or less, the most probable token after penalties and grammar is chosen.
-    Values that switch a sampler off: top_k 0, top_p 1, min_p 0, typical_p 1, top_n_sigma -1,
+    Values that switch a sampler off: top_k 0 or -1, top_p 1, min_p 0, typical_p 1, top_n_sigma -1,
     xtc_probability 0, dynatemp_range 0, mirostat 0, repeat_penalty 1, the other penalties 0,
     dry_multiplier 0. `repeat_last_n`: how many of the newest tokens penalties consider (0: none,
     -1: the whole context). `samplers`: the names of samplers in order. `grammar`: GBNF, whose rule
     `grammar_root` is the answer. `logit_bias`: pairs of a token and the value to add to its logit.
-    seed None: a random one. Raises SettingsError for impossible values.
+    seed None or -1: a random one. Raises SettingsError for impossible values.
     """
 
     temperature: float = 0.0
@@ -99,7 +110,7 @@ class Sampling:
                     f"{name} cannot be {getattr(self, name)!r}; use a number"
                     + (", 0 for the most probable token" if name == "temperature" else "")
                 )
-        at_least("top_k", self.top_k, 0)
+        at_least("top_k", self.top_k, -1)
         at_least("mirostat", self.mirostat, 0, 2)
         at_least("repeat_last_n", self.repeat_last_n, -1)
         at_least("dry_allowed_length", self.dry_allowed_length, 0)
@@ -143,7 +154,8 @@ class SamplerChain:
         self._trie = trie
         self._grammar: GrammarSampler | None = None
         self._n_vocab, self._n_ctx, self._vocabulary = n_vocab, n_ctx, vocabulary
-        self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+        given = new_seed() if is_random_seed(sampling.seed) else sampling.seed
+        self._seed = (given or 0) & _MOST_SEED
         parameters = llama_cpp.llama_sampler_chain_default_params()
         self.handle: Any = llama_cpp.llama_sampler_chain_init(parameters)
         self._remembering: list[Any] = []

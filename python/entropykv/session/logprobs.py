@@ -1,0 +1,75 @@
+"""Compute how probable the tokens of a text were, from the logits that each was chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.llamacpp.distributions import log_softmax
+
+Row = npt.NDArray[np.float32]
+MOST_LOGIT_BYTES = 32 << 20
+"""The most bytes of logits that a prompt whose tokens are asked for takes at a time."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Hold the logarithm of a token's probability, and the most probable tokens in its place."""
+
+    token: int
+    logprob: float | None
+    """None for the first token of a text, before which there are no logits."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens with their values, the first one first."""
+
+
+def logprob_of(logits: Row, token: int, n_top: int) -> TokenLogprob:
+    """Return the value of a token by the logits before it, (n_vocab,), and those of `n_top`
+    others.
+
+    Penalties, biases and temperature do not change what the model itself holds for probable.
+    """
+    values = log_softmax(logits[None])[0]
+    n_top = min(n_top, len(values))
+    best = np.argpartition(-values, n_top - 1)[:n_top] if n_top else np.zeros(0, dtype=np.intp)
+    ranked = sorted(best.tolist(), key=lambda each: (-values[each], each))
+    top = tuple((each, float(values[each])) for each in ranked)
+    return TokenLogprob(token, float(values[token]), top)
+
+
+def rows_at_a_time(n_vocab: int) -> int:
+    """Return how many tokens of a prompt are read together if their logits are asked for."""
+    return max(1, MOST_LOGIT_BYTES // (n_vocab * np.dtype(np.float32).itemsize))
+
+
+@dataclass
+class LogprobRecorder:
+    """Collect the values of the tokens of one text while it is read and written."""
+
+    n_top: int
+    of_prompt: bool = False
+    """Whether the tokens of the prompt are wanted, too; then all of it must be read."""
+    prompt: list[TokenLogprob] = field(default_factory=list)
+    written: list[TokenLogprob] = field(default_factory=list)
+    _before: Row | None = None
+    """The logits behind the last token of the prompt so far."""
+
+    def read(self, tokens: Sequence[int], logits: Row) -> None:
+        """Add tokens of the prompt; `logits`: those behind each, (tokens, n_vocab)."""
+        for token, behind in zip(tokens, logits, strict=True):
+            before = self._before
+            self.prompt.append(
+                TokenLogprob(token, None)
+                if before is None
+                else logprob_of(before, token, self.n_top)
+            )
+            self._before = behind
+        # Otherwise a row would keep the logits of all the others.
+        self._before = None if self._before is None else self._before.copy()
+
+    def write(self, token: int, logits: Row) -> None:
+        """Add a token that was chosen by these logits, (n_vocab,)."""
+        self.written.append(logprob_of(logits, token, self.n_top))
