@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_white_space_beside_tokens_goes_where_the_vocabulary_says_so() -> None:
     said = NAMES.marked(" a <unk> b ")
     assert plain(NAMES.runs(f"<|end|>{said}<|begin|>")) == "a <unk> b"
     assert plain(NAMES.runs(f"<|begin|>{said}<|end|>")) == " a <unk> b "
+
+
+def test_every_name_of_a_large_vocabulary_is_found_and_the_longest_wins() -> None:
+    kinds = [(f"<unused{i}>", CONTROL) for i in range(300)]
+    kinds += [("<a>", CONTROL), ("<a><b>", CONTROL), ("<a", CONTROL), ("[x*]", CONTROL)]
+    names = ControlNames(kinds)
+    for name, _ in kinds:
+        assert names.marked(f"x{name}y") == f"x{name[0]}{MARK}{name[1:]}y"
+        assert names.runs(f"x{name}y") == [Run(f"x{name}y", True)]
+    assert plain(names.runs(f"<a><b>{MARK}x<unused12>")) == "x"
+
+
+def test_a_hostile_text_is_searched_in_a_moment() -> None:
+    names = ControlNames([(f"<unused{i}>", CONTROL) for i in range(6000)])
+    start = time.process_time()
+    names.marked("<unused" * 100_000)
+    assert time.process_time() - start < 2.0
 
 
 def test_a_vocabulary_without_control_tokens_marks_nothing() -> None:
