@@ -194,7 +194,11 @@ def test_entropy_llama_draws_a_seed_where_it_gets_minus_one(tiny_llama: Path) ->
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_max_tokens_of_zero_and_below(tiny_llama: Path, parallel: int, stream: bool) -> None:
     """0 only reads the prompt; -1 and -2 write until the model or the context ends."""
-    common = {"temperature": 0.0, "stream": stream, "stream_options": {"include_usage": True}}
+    common: dict[str, Any] = {
+        "temperature": 0.0,
+        "stream": stream,
+        "stream_options": {"include_usage": True},
+    }
     bodies = [(COMPLETION, {"prompt": "the land"}), (CHAT, {"messages": SAID})]
     asked = [
         (path, {**body, **common, "max_tokens": limit})

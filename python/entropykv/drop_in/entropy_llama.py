@@ -44,7 +44,7 @@ from entropykv.errors import (
     SessionFileError,
     SettingsError,
 )
-from entropykv.llamacpp.foreign_text import MARK
+from entropykv.llamacpp.foreign_text import MARK, without_names
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model import captured_log, last_error
 from entropykv.model.geometry import ModelGeometry, read_loadable
@@ -146,8 +146,10 @@ class EntropyLlama(llama_cpp.Llama):
         budget = BudgetArguments(cache, on_evict, repeatable, on_climb, parse_special)
         geometry = read_loadable(model_path)
         stub = {"n_ctx": 1, "type_k": None, "type_v": None}
-        quiet = not arguments["verbose"]
-        with captured_log() if quiet else contextlib.nullcontext([]) as log:
+        log: list[tuple[int, str]] = []
+        with contextlib.ExitStack() as stack:
+            if not arguments["verbose"]:
+                log = stack.enter_context(captured_log())
             try:
                 super().__init__(os.fspath(model_path), **{**arguments, **stub})
             except (ValueError, RuntimeError) as error:
@@ -362,6 +364,9 @@ class EntropyLlama(llama_cpp.Llama):
         session = self._session  # raises once closed, where llama-cpp-python would crash
         if not special or MARK.encode() not in text:
             return super().tokenize(text, add_bos, special)
+        if not isinstance(self.tokenizer_, LlamaTokenizer):  # Others find names in any text.
+            plain = without_names(text.decode("utf-8")).encode("utf-8")
+            return super().tokenize(plain, add_bos, special)
         tokens: list[int] = []
         for number, run in enumerate(session.control_names.runs(text.decode("utf-8"))):
             begins = add_bos and number == 0
@@ -571,7 +576,7 @@ class EntropyLlama(llama_cpp.Llama):
         echo = text if echoes else ""
         try:
             for response in super()._create_completion(**options):
-                (choice,) = response["choices"]
+                choice: Any = response["choices"][0]
                 if values is not None:
                     choice["logprobs"] = values.take(choice["text"], choice["finish_reason"])
                 choice["text"], echo = echo + choice["text"], ""

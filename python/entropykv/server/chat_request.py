@@ -117,7 +117,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     stop: Stop | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    logit_bias: Biases | None = None
+    logit_bias: Biases | None = None  # type: ignore[assignment]
     seed: Seed | None = None
     reasoning_format: ThoughtFormat | None = Field(
         default=None, description="Where thoughts are shown, as llama-server's --reasoning-format."

@@ -101,7 +101,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
     min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     stop: Stop | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    logit_bias: Biases | None = None
+    logit_bias: Biases | None = None  # type: ignore[assignment]
     seed: Seed | None = None
     user: Name | None = None
     top_k: TopK = 40
@@ -176,21 +176,22 @@ def _checked(prompt: str | list[int | str], llama: ServedLlama) -> str | list[in
     """Return a prompt with at least one token, all in the vocabulary; texts in a list become their
     tokens. Raises RequestError.
     """
-    if isinstance(prompt, list):
-        tokens: list[int] = []
-        for index, part in enumerate(prompt):
-            begins = index == 0 and llama._model.add_bos_token()
-            tokens += (
-                [part]
-                if isinstance(part, int)
-                else llama.tokenize(part.encode("utf-8"), add_bos=begins, special=True)
-            )
-        prompt = tokens
-        check_tokens(prompt, llama, "prompt")
     begins = llama._model.add_bos_token() and llama.token_bos() != -1
-    if not prompt and not (isinstance(prompt, str) and begins):
+    if isinstance(prompt, str):
+        if not prompt and not begins:
+            raise RequestError(400, "prompt: it is empty", param="prompt")
+        return prompt
+    tokens: list[int] = []
+    for index, part in enumerate(prompt):
+        if isinstance(part, int):
+            tokens.append(part)
+        else:
+            first = begins and index == 0
+            tokens += llama.tokenize(part.encode("utf-8"), add_bos=first, special=True)
+    check_tokens(tokens, llama, "prompt")
+    if not tokens:
         raise RequestError(400, "prompt: it is empty", param="prompt")
-    return prompt
+    return tokens
 
 
 def ask_for_passages(n: int, llama: ServedLlama) -> None:
