@@ -22,6 +22,7 @@ from tests.support.answers import (
     completed,
     pieces_of,
 )
+from tests.support.command import entropykv
 from tests.support.running_server import MODEL
 
 PROMPT = "The old garden"
@@ -365,6 +366,15 @@ def test_a_model_without_a_template_continues_what_is_said(
     assert NO_TEMPLATE in capfd.readouterr().err
     plain = completed(tiny_llama, prompt="in the\nthe land\nand\nthe win")
     assert chat["choices"][0]["message"]["content"] == plain["text"]
+
+
+def test_the_command_line_says_the_same_and_answers_the_same(tiny_llama: Path) -> None:
+    words = ("-m", tiny_llama, "-t", 1, "-n", 6, "--temp", 0, "-sys", "in the")
+    expected = completed(tiny_llama, prompt="in the\nthe land", repeat_penalty=1.0)["text"]
+    for command in (("run", "-p", "the land"), ("chat", "-p", "the land", "-st")):
+        result = entropykv(*command, *words)
+        assert result.stderr.count(NO_TEMPLATE) == 1, result.stderr
+        assert result.stdout.strip() == expected.strip()
 
 
 def test_tools_reach_the_model_with_the_characters_of_all_languages() -> None:

@@ -52,6 +52,7 @@ class Server:
             assert line, "it ended: " + "".join(self.log)
             self.log.append(line)
             found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        self._n_starting = len(self.log)
         self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
         self._reader.start()  # Read the log, because the server would block on a full pipe.
         self.url = found[0]
@@ -82,7 +83,7 @@ class Server:
 
     def end(self, number: int | None = None) -> tuple[int, str]:
         """Ask the server to end, or send a signal; returns the exit code, and the output after the
-        first line.
+        line that says where it serves.
         """
         if number is None:
             ask_to_end(self.process)
@@ -92,4 +93,4 @@ class Server:
         self._reader.join()
         assert self.process.stderr is not None
         self.process.stderr.close()
-        return code, "".join(self.log[1:])
+        return code, "".join(self.log[self._n_starting :])

@@ -108,7 +108,7 @@ def test_recovery_between_limits(name: str) -> None:
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"temperature": "hot"},
-        {"top_k": -1},
+        {"top_k": -2},
         {"top_k": 2**31},
         {"top_k": 1.5},
         {"repeat_penalty": math.nan},

@@ -228,9 +228,12 @@ def _prompt_tokens(
                 "-sys belongs before the first turn, which the saved session already has"
             )
         turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
-    if turn is None and not options.no_chat and options.demo is None:
-        say(NO_TEMPLATE)
     if turn is None and options.system is not None:
+        if options.no_chat:
+            raise SettingsError(
+                "-sys belongs to a chat; leave --no-chat out, or put the text into -p"
+            )
+        say(NO_TEMPLATE)
         text = plain_chat([options.system, text])
     if loaded:
         check_chat(loaded, turn is not None, options.load_session)
