@@ -154,6 +154,13 @@ def test_a_conversation(session: Session, special: bool) -> None:
     assert_turns(session.tokens, text, n_turns=4, n_evil=3, special=special)
 
 
+@pytest.mark.usefixtures("capsys")
+def test_a_text_that_is_the_whole_prompt_may_have_control_tokens(session: Session) -> None:
+    conversation = Conversation(session, Sampling(), max_tokens=1, use_template=False)
+    conversation.ask(EVIL)
+    assert session.tokens.count(0) == 1
+
+
 def test_a_document_and_its_question(session: Session, special: bool, tmp_path: Path) -> None:
     read_document(session, EVIL, tmp_path / "one.kv")
     n_document = len(session.tokens)

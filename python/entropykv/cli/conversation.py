@@ -139,7 +139,9 @@ class Conversation:
             return tokens_of(session, prompt, self.files, add_bos=False, poll=poll)
         before = ([] if self._system is None else [self._system]) if first else [""]
         add_bos = None if first else False
-        lines = session.said(plain_chat([*before, text]))
+        lines = plain_chat([*before, text])
+        if self._answers:  # Otherwise the user writes all of the prompt, also control tokens.
+            lines = session.said(lines)
         return tokens_of(session, lines, self.files, add_bos=add_bos, poll=poll)
 
     def _tokens_left_out(self, tokens: list[int]) -> int:

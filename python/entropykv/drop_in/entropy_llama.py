@@ -92,6 +92,9 @@ class EntropyLlama(llama_cpp.Llama):
     pool of one, in which a turn that is edited or asked again continues from the nearest
     checkpoint, whatever was evicted since.
 
+    `logprobs` need no `logits_all`, which keeps the logits of every token beside the budget, up to
+    n_ctx times the vocabulary in float32, as llama_cpp.Llama does.
+
     `document` is the file of a document, which open_document() opens. `parse_special`: whether
     names of control tokens in messages, such as <|im_end|>, become control tokens, with which
     whoever wrote them can end a turn and begin another one.
