@@ -43,6 +43,9 @@ void register_hooks(py::module_& m) {
     graph_hook
         .def(py::init<int, int, bool, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
              py::arg("batch_invariant") = false, py::arg("on_devices") = false)
+        .def(
+            "help", [](GraphHook& self, int n) { self.products().help(n); }, py::arg("n_threads"),
+            py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
         .def_property_readonly("rope_obstacle", &GraphHook::rope_obstacle)

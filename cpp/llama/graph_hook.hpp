@@ -75,6 +75,7 @@ public:
     // Does the same with device stores; `batch` must outlive the last decode, too.
     void serve_on_devices(DeviceBatch& batch);
 
+    ProductHook& products() { return weights_.products(); }
     const ProductHook& products() const { return weights_.products(); }
     NodeTimes& times() { return weights_.times(); }
 

@@ -104,7 +104,8 @@ bool ProductHook::take(ggml_tensor* node) noexcept {
     if (*type == WeightType::f16 && !serves_halves_) return false;
     if (!batch_invariant_ && stock_is_faster(*type, node->src[1]->ne[1])) return false;
     try {
-        products_->reserve(*type, static_cast<int>(node->src[0]->ne[0]),
+        products_->reserve(*type, static_cast<int>(node->src[0]->ne[1]),
+                           static_cast<int>(node->src[0]->ne[0]),
                            static_cast<int>(node->src[1]->ne[1]));
     } catch (const std::bad_alloc&) {
         return false;

@@ -28,6 +28,10 @@ public:
     // Returns what computed the products, by the type of the weights: the name of our kernels,
     // "llama.cpp", or both, for example "avx2, llama.cpp".
     std::map<std::string, std::string> computed_by() const;
+    // See Products::help().
+    void help(int n) {
+        if (products_) products_->help(n);
+    }
     std::size_t scratch_bytes() const { return products_ ? products_->scratch_bytes() : 0; }
 
 private:

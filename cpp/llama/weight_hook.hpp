@@ -44,6 +44,7 @@ public:
     void check_step() const {
         if (gates_) gates_->check_step();
     }
+    ProductHook& products() { return products_; }
     const ProductHook& products() const { return products_; }
     NodeTimes& times() { return times_; }
 

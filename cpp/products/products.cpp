@@ -24,18 +24,34 @@ std::size_t Products::scratch_bytes() const {
     std::size_t bytes = rounded_.size();
     for (const AlignedBytes& token : token_) bytes += token.size();
     for (const AlignedBytes& tile : tiles_) bytes += tile.size();
-    return bytes;
+    return helpers_ ? bytes + helpers_->bytes() : bytes;
 }
 
-void Products::reserve(WeightType type, int n_values, int n_tokens) {
+// Helpers must not read what is allocated anew.
+void Products::reserve(WeightType type, int n_rows, int n_values, int n_tokens) {
     const std::size_t token = kernels_.of(type).token_bytes(n_values);
     if (n_tokens > 1) {
-        if (rounded_.size() < token * size(n_tokens))
-            rounded_ = AlignedBytes(token * size(n_tokens));
+        const int n_pieces = ProductPieces::count(kernels_, n_rows, n_tokens);
+        const bool grows = rounded_.size() < token * size(n_tokens);
+        if (!grows && n_pieces <= most_pieces_) return;
+        const int helping = helpers_ ? helpers_->awake() : 0;
+        if (helping > 0) helpers_->rest();
+        if (grows) rounded_ = AlignedBytes(token * size(n_tokens));
+        most_pieces_ = std::max(most_pieces_, n_pieces);
+        if (helping > 0) helpers_->wake(helping, most_pieces_);
         return;
     }
     for (AlignedBytes& own : token_)
         if (own.size() < token) own = AlignedBytes(token);
+}
+
+void Products::help(int n) {
+    if (!helpers_ && n > 0) helpers_ = std::make_unique<ProductHelpers>(kernels_);
+    if (!helpers_) return;
+    if (n > 0)
+        helpers_->wake(n, most_pieces_);
+    else
+        helpers_->rest();
 }
 
 void Products::multiply(const ProductTask& task, int thread, int n_threads) noexcept {
@@ -67,37 +83,38 @@ void Products::multiply_many(const ProductTask& task, int thread, int n_threads)
     for (int t = thread; t < task.n_tokens; t += n_threads)
         kernels.quantise(task.tokens + size(t) * task.token_stride, task.weights.n_values,
                          rounded_.data() + size(t) * stride);
-    const int n_tiles = parts_of(task.weights.n_rows, kernels_.tile_rows);
-    const int n_parts = parts_of(task.n_tokens, kTileTokens);
-    wait_for_all(n_threads, n_tiles * n_parts);
-    for (;;) {
-        const int piece = pieces_.take(thread, n_threads);
-        if (piece < 0) return;
-        multiply_tile(task, piece / n_parts, piece % n_parts * kTileTokens, thread);
-    }
+    const ProductPieces pieces(kernels_, task, rounded_.data());
+    wait_for_all(n_threads, pieces);
+    multiply_pieces(pieces, thread, n_threads);
 }
 
-void Products::multiply_tile(const ProductTask& task, int tile, int first_token,
-                             int thread) noexcept {
-    const ProductKernels& kernels = kernels_.of(task.type);
-    const std::size_t stride = kernels.token_bytes(task.weights.n_values);
-    const int first_row = tile * kernels_.tile_rows;
-    WeightRows rows = task.weights;
-    rows.data += size(first_row) * rows.stride;
-    rows.n_rows = std::min(kernels_.tile_rows, rows.n_rows - first_row);
-    const RoundedTokens tokens{rounded_.data() + size(first_token) * stride, stride,
-                               std::min(kTileTokens, task.n_tokens - first_token)};
-    kernels.many(rows, tokens, tiles_[size(thread)].data(),
-                 task.out + size(first_token) * task.out_stride + first_row, task.out_stride);
+// What helpers have begun and not finished in the end is not waited for, but computed here.
+void Products::multiply_pieces(const ProductPieces& pieces, int thread, int n_threads) noexcept {
+    if (helped_) helpers_->note_core();
+    for (int i = pieces_.take(thread, n_threads); i >= 0; i = pieces_.take(thread, n_threads)) {
+        if (!helped_ || helpers_->claim(i)) multiply_piece(pieces, i, thread);
+        if (helped_) helpers_->collect(pieces);
+    }
+    if (!helped_) return;
+    for (int i = pieces.size() - 1; i >= 0; --i)
+        if (helpers_->take_back(pieces, i)) multiply_piece(pieces, i, thread);
+}
+
+void Products::multiply_piece(const ProductPieces& pieces, int number, int thread) noexcept {
+    const ProductPiece piece = pieces[number];
+    kernels_.of(pieces.task.type)
+        .many(piece.rows, piece.tokens, tiles_[size(thread)].data(), piece.out,
+              pieces.task.out_stride);
 }
 
 // The last thread that arrives deals out the pieces and opens the next round. A thread gets
 // consecutive tiles, because the kernels prefetch the tile that follows into its own cache.
-void Products::wait_for_all(int n_threads, int n_pieces) noexcept {
+void Products::wait_for_all(int n_threads, const ProductPieces& pieces) noexcept {
     const unsigned round = rounds_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
         arrived_.store(0, std::memory_order_relaxed);
-        pieces_.deal(n_pieces, n_threads);
+        pieces_.deal(pieces.size(), n_threads);
+        helped_ = helpers_ && helpers_->offer(pieces);
         rounds_.store(round + 1, std::memory_order_release);
     } else {
         wait_until([&] { return rounds_.load(std::memory_order_acquire) != round; });

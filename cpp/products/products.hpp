@@ -4,24 +4,15 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "platform/aligned_bytes.hpp"
 #include "platform/stealing_ranges.hpp"
+#include "products/product_helpers.hpp"
 #include "products/product_kernels.hpp"
 
 namespace entropykv {
-
-// Describes out[token * out_stride + row] = weights[row] . tokens[token]; strides are in floats.
-struct ProductTask {
-    WeightType type;
-    WeightRows weights;
-    const float* tokens;
-    std::size_t token_stride;
-    int n_tokens;
-    float* out;
-    std::size_t out_stride;
-};
 
 // Belongs to one context, whose ops run one after the other.
 class Products {
@@ -36,7 +27,11 @@ public:
     std::size_t scratch_bytes() const;
 
     // Allocates memory for tasks of this size; no op may be running. Throws std::bad_alloc.
-    void reserve(WeightType type, int n_values, int n_tokens);
+    void reserve(WeightType type, int n_rows, int n_values, int n_tokens);
+    // Lets n threads help with products of several tokens until help(0); the threads of an op do
+    // not wait for them. No op may be running. After help(0), no helper reads weights any more.
+    // Throws std::bad_alloc.
+    void help(int n);
     // Every thread of an op calls this with the same task and its own number; threads beyond
     // n_threads() do nothing. The results do not depend on the number of threads.
     void multiply(const ProductTask& task, int thread, int n_threads) noexcept;
@@ -44,8 +39,9 @@ public:
 private:
     void multiply_one(const ProductTask& task, int thread, int n_threads) noexcept;
     void multiply_many(const ProductTask& task, int thread, int n_threads) noexcept;
-    void multiply_tile(const ProductTask& task, int tile, int first_token, int thread) noexcept;
-    void wait_for_all(int n_threads, int n_pieces) noexcept;
+    void multiply_pieces(const ProductPieces& pieces, int thread, int n_threads) noexcept;
+    void multiply_piece(const ProductPieces& pieces, int number, int thread) noexcept;
+    void wait_for_all(int n_threads, const ProductPieces& pieces) noexcept;
 
     const ProductTable& kernels_;
     AlignedBytes rounded_;             // rounded tokens of a task
@@ -54,6 +50,9 @@ private:
     std::atomic<int> arrived_{0};      // threads that have rounded their tokens
     std::atomic<unsigned> rounds_{0};  // tasks whose tokens all threads have rounded
     StealingRanges pieces_;            // pieces of rows and tokens that threads take
+    int most_pieces_ = 0;              // of a task
+    bool helped_ = false;              // whether helpers may take pieces of the current task
+    std::unique_ptr<ProductHelpers> helpers_;  // unset until they were asked for
 };
 
 }  // namespace entropykv

@@ -389,6 +389,12 @@ class GraphHook:
     def serve_on_devices(self, batch: DeviceBatch) -> None:
         """Begin to leave attention out of graphs; the store computes it on the layers' devices."""
 
+    def help(self, n_threads: int) -> None:
+        """Let so many more threads help with products of several tokens until help(0).
+
+        The threads of an op do not wait for them. After help(0), none reads weights any more.
+        """
+
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
         """Raise RuntimeError unless attention of every layer was replaced since begin_step()."""

@@ -2,11 +2,15 @@
 // bits whatever is read together, with any number of threads and every instruction set.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <thread>
 
 #include "platform/instruction_sets.hpp"
 #include "platform/stealing_ranges.hpp"
+#include "products/product_helpers.hpp"
 #include "products/products.hpp"
 #include "testing.hpp"
 #include "weight_blocks.hpp"
@@ -39,17 +43,20 @@ struct Problem {
     }
     float token(int t, int i) const { return tokens[index(t * shape.values + i)]; }
 
+    ProductTask task(int first, int n, std::vector<float>& out) const {
+        return {format.type,
+                {weights.data(), row_bytes(), shape.rows, shape.values},
+                tokens.data() + index(first * shape.values),
+                index(shape.values),
+                n,
+                out.data(),
+                index(shape.rows)};
+    }
     // Computes tokens [first, first + n) with n_threads threads.
     std::vector<float> product(Products& products, int first, int n, int n_threads) const {
         std::vector<float> out(index(n * shape.rows), NAN);
-        const ProductTask task{format.type,
-                               {weights.data(), row_bytes(), shape.rows, shape.values},
-                               tokens.data() + index(first * shape.values),
-                               index(shape.values),
-                               n,
-                               out.data(),
-                               index(shape.rows)};
-        products.reserve(format.type, shape.values, n);
+        const ProductTask task = this->task(first, n, out);
+        products.reserve(format.type, shape.rows, shape.values, n);
         run_node(n_threads, [&](int t) { products.multiply(task, t, n_threads); });
         return out;
     }
@@ -116,6 +123,80 @@ void test_all() {
         }
 }
 
+// Helpers have the bits of the op's threads, whatever they finish, and also after an op was larger
+// than all before.
+void test_helpers_have_the_same_bits() {
+    std::mt19937 random(9);
+    const BlockFormat& format = block_formats().front();
+    const Problem small(format, {70, 512, 261}, random), large(format, {700, 1024, 600}, random);
+    for (const ProductTable* table : available_products()) {
+        Products products(*table, 4), alone(*table, 4);
+        const std::vector<float> of_small = small.product(alone, 0, 261, 2);
+        const std::vector<float> of_large = large.product(alone, 0, 600, 2);
+        CHECK(small.product(products, 0, 261, 1) == of_small);
+        for (const int n_helpers : {1, 3, 0, 2}) {
+            products.help(n_helpers);
+            for (int round = 0; round < 8; ++round)
+                for (const int n_threads : {1, 2, 4}) {
+                    CHECK(small.product(products, 0, 261, n_threads) == of_small);
+                    CHECK(large.product(products, 0, 600, n_threads) == of_large);
+                }
+        }
+        CHECK(products.scratch_bytes() > alone.scratch_bytes());
+    }
+}
+
+// Waits until helpers have computed all they can without a thread of the op; false after a while.
+bool all_done(const std::function<bool()>& done) {
+    for (int i = 0; i < 2000 && !done(); ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return done();
+}
+
+// Nobody waits for a helper, so these are the paths that timing decides otherwise.
+void test_what_helpers_finish_is_copied() {
+    std::mt19937 random(10);
+    const Problem problem(block_formats().front(), {200, 512, 300}, random);
+    for (const ProductTable* table : available_products()) {
+        Products alone(*table, 1);
+        const std::vector<float> expected = problem.product(alone, 0, 300, 1);
+        std::vector<float> out(expected.size(), NAN);
+        const ProductTask task = problem.task(0, 300, out);
+        const ProductKernels& kernels = table->of(task.type);
+        const std::size_t stride = kernels.token_bytes(512);
+        AlignedBytes rounded(stride * 300);
+        for (int t = 0; t < 300; ++t)
+            kernels.quantise(problem.tokens.data() + index(t * 512), 512,
+                             rounded.data() + index(t) * stride);
+        const ProductPieces pieces(*table, task, rounded.data());
+        ProductHelpers helpers(*table);
+        CHECK(!helpers.offer(pieces));  // nobody would take them
+        helpers.wake(2, pieces.size() - 1);
+        CHECK(!helpers.offer(pieces));  // no room
+        helpers.wake(2, pieces.size());
+        CHECK(helpers.offer(pieces));
+        CHECK(all_done([&] { return helpers.collect(pieces), out == expected; }));
+        bool left = false;
+        for (int i = 0; i < pieces.size(); ++i)
+            left = left || helpers.claim(i) || helpers.take_back(pieces, i);
+        CHECK(!left);
+
+        // Without a copy, each helper ends with its buffers full, which are copied when taken back.
+        std::fill(out.begin(), out.end(), NAN);
+        CHECK(helpers.offer(pieces));
+        const int last = pieces.size() - 1;
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        helpers.rest();
+        CHECK(!helpers.claim(last));
+        CHECK(!helpers.take_back(pieces, last));
+        CHECK(out.back() == expected.back());
+        CHECK(helpers.claim(0));
+        CHECK(!helpers.claim(0));
+        CHECK(!helpers.take_back(pieces, 0));
+        CHECK(!helpers.offer(pieces));
+    }
+}
+
 // Zeros give zeros. Values that are not numbers stay so, and the reader of the logits can see it.
 void test_special_values() {
     std::mt19937 random(8);
@@ -173,6 +254,8 @@ int main() {
     test_instruction_sets();
     test_every_piece_is_taken_once();
     test_all();
+    test_helpers_have_the_same_bits();
+    test_what_helpers_finish_is_copied();
     test_special_values();
     return summary();
 }
