@@ -229,16 +229,6 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def preemptions() -> int | None:
-    """Return how often the system has taken a core from a thread of this process; None on Windows,
-    which does not count it.
-    """
-    if WINDOWS:
-        return None
-    resource: Any = importlib.import_module("resource")
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
-
-
 class _MemoryCounters(ctypes.Structure):
     """Repeat PROCESS_MEMORY_COUNTERS of Windows."""
 

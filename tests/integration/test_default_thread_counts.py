@@ -6,18 +6,21 @@ import io
 import sys
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 
 from entropykv import Session
 from entropykv.cli import main
 from entropykv.drop_in.arguments import split_arguments
-from entropykv.llamacpp.threads import ThreadChoice
+from entropykv.llamacpp.thread_choice import ThreadChoice, Way
 from entropykv.server import ModelOptions
+from entropykv.session.step_costs import StepCosts
 from entropykv.settings import cores
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.cores import usable_cores
+from entropykv.settings.cores import OtherWork, usable_cores
 from tests.support.logits import Logits, tokens_for
+from tests.support.tiny_models import write_llama
 
 TOLD = "entropykv: 2 threads were asked for, but 1 core is there for this process"
 
@@ -74,24 +77,63 @@ def test_without_an_option_the_number_of_threads_is_chosen() -> None:
     assert split_arguments(None, {"n_threads": 7})[0].threads == 7
 
 
-def test_steps_with_other_numbers_of_threads_compute_the_same(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+WAYS = (Way(1), Way(1, 2), Way(2), Way(2, 1), Way(3))
+
+
+def test_steps_with_other_threads_and_helpers_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = tokens_for(90)
+    path = tmp_path / "llama.gguf"
+    write_llama(path, n_layer=2, n_head=6, n_head_kv=2, head_dim=64, weight_type="Q8_0")
+    tokens = tokens_for(310)
 
     def read() -> Logits:
-        with Session(tiny_llama, n_ctx=128, kv_budget=0.5, n_ubatch=16, n_threads=3) as session:
-            rows = [session.decode(tokens[:80], all_logits=True)]
-            rows += [session.decode([token]) for token in tokens[80:]]
+        with Session(path, n_ctx=512, kv_budget=0.5, n_ubatch=50, n_threads=3) as session:
+            rows = [session.decode(tokens[:300], all_logits=True)]
+            rows += [session.decode([token]) for token in tokens[300:]]
             return np.concatenate(rows)
 
+    monkeypatch.setattr(ThreadChoice, "add", lambda *_: None)
+    monkeypatch.setattr(ThreadChoice, "note_others", lambda *_: None)
     expected = read()
-    used: set[int] = set()
+    used: list[Way] = []
 
     def add(choice: ThreadChoice, *_: object) -> None:
-        used.add(choice.n)
-        choice.n = choice.n % choice.most + 1
+        used.append(choice.way)
+        choice.way = WAYS[len(used) % len(WAYS)]
 
     monkeypatch.setattr(ThreadChoice, "add", add)
     assert np.array_equal(read(), expected)
-    assert used == {1, 2, 3}
+    assert {*used} == {*WAYS}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_switch_keeps_all_threads(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, fixed: bool
+) -> None:
+    counts: set[int] = set()
+    set_threads = llama_cpp.llama_set_n_threads
+
+    def note(context: object, single: int, several: int) -> None:
+        counts.update((single, several))
+        set_threads(context, single, several)
+
+    monkeypatch.setattr(llama_cpp, "llama_set_n_threads", note)
+    monkeypatch.setattr(OtherWork, "wanted", lambda *_: 9.0)
+    with Session(tiny_llama, n_ctx=64, n_threads=3, fixed_threads=fixed) as session:
+        session.decode(tokens_for(20))
+    assert counts == (set() if fixed else {1})
+
+
+def test_steps_of_a_trial_say_nothing_of_what_drafts_cost(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(StepCosts, "note", lambda _, n_tokens, __: noted.append(n_tokens))
+    for tries, expected in ((True, []), (False, [1])):
+        monkeypatch.setattr(ThreadChoice, "tries", tries)
+        with Session(tiny_llama, n_ctx=64, n_threads=2, spec_type="ngram") as session:
+            session.decode(tokens_for(20))
+            noted.clear()
+            session.decode([3])
+        assert noted == expected

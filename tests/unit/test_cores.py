@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from entropykv.settings import cores
-from entropykv.settings.cores import Machine, too_many_threads
+from entropykv.settings.cores import Machine, OtherWork, too_many_threads
 
 
 def write(path: Path, text: str) -> None:
@@ -98,3 +98,69 @@ def test_who_asks_for_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 5)
     assert too_many_threads(5, "-t") is None
     assert "but 5 cores are" in (too_many_threads(6, "-t") or "")
+
+
+def test_threads_of_one_core_run_at_the_same_time(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert machine.threads() == 12
+    write(machine.own_cgroups, "0::/")
+    write(machine.cgroups / "cpu.max", "250000 100000")
+    assert machine.threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert machine.threads() == 1
+
+
+class Times:
+    """Simulate the times of two CPUs and of this process."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.now = self.own = self.others = 0.0
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("time.process_time", lambda: self.own)
+        self.machine = Machine(path, path / "own", path, path / "stat")
+        self.pass_by(0.0)
+
+    def pass_by(self, seconds: float, own: float = 0.0, others: float = 0.0) -> None:
+        """Let time pass, in which this process and others use so many cores."""
+        self.now += seconds
+        self.own += seconds * own
+        self.others += seconds * others
+        second = round((self.own + self.others) * os.sysconf("SC_CLK_TCK"))
+        lines = (
+            "cpu  9999 0 0 0 0 0 0 0 0 0",
+            "cpu0 0 0 0 777 777 0 0 0 0 0",
+            f"cpu1 {second} 0 0 777 777 0 0 0 {second} 0",
+            "cpu2 12345 0 0 0 0 0 0 0 0 0",
+            "intr 1 2 3",
+        )
+        write(self.path / "stat", "\n".join(lines))
+
+
+@pytest.mark.needs("os.sysconf")
+def test_what_others_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Times(tmp_path, monkeypatch)
+    others = OtherWork(times.machine)
+    times.pass_by(0.05, own=1.0)
+    assert others.wanted(2) is None
+    times.pass_by(0.95, own=1.0)
+    assert others.wanted(2) == pytest.approx(0.0, abs=0.02)
+    times.pass_by(1.0, own=1.0, others=1.0)
+    assert others.wanted(1) == pytest.approx(1.0, abs=0.02)
+    times.pass_by(1.0, own=1.5, others=0.5)
+    assert others.wanted(2) == pytest.approx(1.0, abs=0.02)
+    times.pass_by(1.0, own=0.2, others=0.1)
+    assert others.wanted(2) == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.parametrize("text", ["", "cpu0 1 2", "cpu0 a b c d e f g h", "cpu 1 2 3 4 5 6 7 8"])
+def test_a_system_that_does_not_say_what_others_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    times = Times(tmp_path, monkeypatch)
+    write(tmp_path / "stat", text)
+    others = OtherWork(times.machine)
+    times.now += 1.0
+    assert others.wanted(2) is None

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import llama_cpp
 import pytest
 
 from entropykv import system
@@ -24,13 +23,11 @@ from entropykv.cli.interrupts import EXIT_TERMINATED, orderly_termination
 from entropykv.errors import ModelFileError, ProfileError
 from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
-from entropykv.llamacpp.threads import Threads
 from entropykv.model.header import check_prefix
 from entropykv.profile.profile import EntropyProfile
 from entropykv.server.conversations import Conversations
 from entropykv.server.users import Caller
 from entropykv.session import document
-from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.cold_file import ColdFile
 from tests.support.systems import OF_POSIX, absent_imports, is_there, left_out
 
@@ -162,18 +159,6 @@ def test_a_missing_function_of_the_c_library_is_none() -> None:
 def test_windows_is_asked_for_the_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "_peak_on_windows", lambda: 7)
     assert system.peak_rss_bytes() == 7
-
-
-def test_a_system_that_counts_no_preemptions_has_fixed_numbers_of_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert system.preemptions() is not None
-    monkeypatch.setattr(system, "WINDOWS", True)
-    assert system.preemptions() is None
-    threads = Threads(CacheOptions(n_threads=2))
-    monkeypatch.setattr(llama_cpp, "llama_set_n_threads", lambda *_: pytest.fail("it was set"))
-    with threads.step(None, 1):
-        pass
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])

@@ -159,6 +159,7 @@ def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
         kv_budget=options.budgets[-1],
         policy=options.policy,
         n_threads=options.threads,
+        fixed_threads=True,
         spec_type=options.spec_type,
         **{name: getattr(options, name) for name in DRAFT_OPTIONS},
     )

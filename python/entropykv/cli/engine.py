@@ -13,6 +13,7 @@ import llama_cpp
 from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
+    add_fixed_threads_option,
     add_freeze_options,
     add_learn_option,
     add_option,
@@ -48,6 +49,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         help="a micro-batch is never larger (default: %(default)s)",
     )
     add_threads_option(group, "n_threads_batch")
+    add_fixed_threads_option(group)
     for flag, name in (("-ctk", "K"), ("-ctv", "V")):
         group.add_argument(
             flag,

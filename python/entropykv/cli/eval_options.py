@@ -247,6 +247,7 @@ def engine_of(options: argparse.Namespace) -> EngineSettings:
         entropy_config=given_profile(options.entropy_config),
         n_ubatch=options.ubatch_size,
         n_threads=options.threads,
+        fixed_threads=True,
         n_sinks=options.sinks,
         recent_window=options.recent_window,
         freeze=freezing_of(options),

@@ -226,6 +226,12 @@ def utf8(text: str) -> str:
     return text
 
 
+def add_fixed_threads_option(group: argparse._ActionsContainer) -> None:
+    """Add --fixed-threads, which is None if it is not given."""
+    declared = declared_options(CacheOptions)["fixed_threads"]
+    group.add_argument(*declared.flags, action="store_const", const=True, help=declared.help)
+
+
 def threads(text: str) -> int:
     """Read a number of threads, as an argparse type; llama.cpp's -1 means 0."""
     return max(0, integer(-1, MOST_THREADS)(text))

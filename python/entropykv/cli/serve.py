@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
+    add_fixed_threads_option,
     add_freeze_options,
     add_learn_option,
     add_option,
@@ -63,6 +64,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_protection_options(budget, default=None)
     add_freeze_options(parser)
     add_recovery_options(parser, rewalks=False)
+    add_fixed_threads_option(parser.add_argument_group("threads"))
     ours = {action.dest for action in parser._actions}  # noqa: SLF001
     group = parser.add_argument_group("server")
     _add_fields(group, ServerOptions, {"max_body", "show_text"})

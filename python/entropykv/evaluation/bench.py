@@ -210,6 +210,7 @@ def _contestants(
                 policy=settings.policy,
                 store="headwise",
                 n_threads=settings.n_threads,
+                fixed_threads=True,
             )
             yield _Contestant(f"{kv_type} {budget:g}", session)
 

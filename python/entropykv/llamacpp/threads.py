@@ -1,148 +1,79 @@
-"""Compute with fewer threads while other processes use the cores.
+"""Compute steps with fewer threads while other processes use the cores.
 
-The threads of a graph wait for each other after every node. On a busy machine, one of them often
-has no core, and the others wait for it; then fewer threads are faster. Nobody knows how long the
-other processes will run, so numbers of threads are tried. The results do not depend on the number
-of threads.
+The results do not depend on the number of threads, nor on who helps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import llama_cpp
 
-from entropykv import system
+from entropykv.llamacpp.thread_choice import ThreadChoice
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.cores import OtherWork, threads_at_a_time
 
-SHORTEST_LOOK = 0.2
-"""The shortest measurement, in seconds of steps."""
-SHORTEST_TRIAL = 0.05
-"""Seconds after which a number of threads that is clearly slower is given up."""
-PREEMPTIONS = 120.0
-"""Preemptions per second, of all threads; more mean that other processes want the cores.
-
-Measured with two threads on two cores: 20 to 55 alone, 180 to 370 beside one to three busy loops.
-"""
-CALM = 60.0
-"""Preemptions per second; fewer mean that the other processes are gone."""
-CLEARLY_FASTER, CLEARLY_SLOWER = 0.95, 1.5
-"""Ratios of the time per token to the time before: a number of threads is kept below the first, and
-given up above the second.
-"""
-FIRST_PAUSE, LONGEST_PAUSE = 2.0, 16.0
-"""Seconds between trials: the first pause, doubled after every trial without success, and the
-longest.
-
-If other processes seem to be gone, a quarter of the pause is enough.
-"""
-
-
-@dataclass
-class Steps:
-    """Sum up tokens, times and preemptions of some steps."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    """Processor time of all threads; it is less than their elapsed time if they waited for
-    a core.
-    """
-    preemptions: int = 0
-
-    def add(self, tokens: int, seconds: float, cpu_seconds: float, preemptions: int) -> None:
-        """Count one more step."""
-        self.tokens += tokens
-        self.seconds += seconds
-        self.cpu_seconds += cpu_seconds
-        self.preemptions += preemptions
-
-
-class ThreadChoice:
-    """Choose how many of the requested threads compute."""
-
-    def __init__(self, most: int) -> None:
-        """Start with all threads."""
-        self.most = most
-        self.n = most
-        self._steps = Steps()
-        self._before: tuple[int, float] | None = None
-        """During a trial: the previous number of threads, and its seconds per token."""
-        self._pause = FIRST_PAUSE
-        self._waited = FIRST_PAUSE
-        """Seconds since the last trial; the initial value starts the first trial at once."""
-        self._upward = False
-
-    def add(self, tokens: int, seconds: float, cpu_seconds: float, preemptions: int) -> None:
-        """Count a step, and choose the number of threads again if enough was measured."""
-        self._steps.add(tokens, seconds, cpu_seconds, preemptions)
-        steps, before = self._steps, self._before
-        slower = before and steps.seconds > CLEARLY_SLOWER * before[1] * steps.tokens
-        if steps.seconds < (SHORTEST_TRIAL if slower else SHORTEST_LOOK):
-            return
-        self._steps, self._before = Steps(), None
-        if before is not None:
-            self._end_trial(steps, *before)
-        else:
-            self._consider(steps)
-
-    def _end_trial(self, steps: Steps, n_before: int, pace_before: float) -> None:
-        if steps.seconds / steps.tokens < CLEARLY_FASTER * pace_before:
-            self._pause = FIRST_PAUSE
-        else:
-            self.n = n_before
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self._upward = not self._upward
-        self._waited = 0.0
-
-    def _consider(self, steps: Steps) -> None:
-        """Start a trial with another number if other processes want the cores, or no longer want
-        them.
-        """
-        self._waited += steps.seconds
-        contended = steps.preemptions > PREEMPTIONS * steps.seconds
-        calm = steps.preemptions < CALM * steps.seconds
-        if self.n == self.most and not contended:
-            return
-        if self._waited < (self._pause / 4 if calm else self._pause):
-            return
-        upward = self.n < self.most and (self._upward or not contended or self.n == 1)
-        self._before = self.n, steps.seconds / steps.tokens
-        running = int(steps.cpu_seconds / steps.seconds)
-        self.n = self.most if upward else max(1, min(running, self.n - 1))
+FEWEST_HELPED = 32
+"""Tokens of a step from which on helpers can be worth it: they compute pieces of several tokens."""
 
 
 class Threads:
-    """Set the number of threads of a context before every step, based on the times of earlier
-    steps.
-    """
+    """Set the threads of a context before every step, by the times of earlier steps."""
 
-    def __init__(self, options: CacheOptions, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        options: CacheOptions,
+        *,
+        let_help: Callable[[int], None] | None = None,
+        others: OtherWork | None = None,
+        fixed: bool = False,
+    ) -> None:
         """Use `options`' numbers of threads for one token and for several: as maxima, or always if
-        `fixed`.
+        `fixed`, or if the options say so.
 
-        The result of llama.cpp's own attention may depend on the number of threads; ours does not.
+        `let_help(n)` lets n more threads help until `let_help(0)`; None if none can. `others` has
+        looked at what other processes do, such as while the model was loaded. The result of
+        llama.cpp's own attention may depend on the number of threads; ours does not.
         """
-        self._fixed = fixed or system.preemptions() is None
-        self._single = ThreadChoice(options.threads)
-        self._batch = ThreadChoice(options.threads_batch)
+        self._fixed = fixed or options.fixed_threads or options.most_threads == 1
+        self._let_help = let_help
+        cores = threads_at_a_time()
+        self._single = ThreadChoice(options.threads, cores)
+        self._few = ThreadChoice(options.threads_batch, cores)
+        self._many = ThreadChoice(options.threads_batch, cores, helps=let_help is not None)
+        self.tried = False
+        """Whether the last step was to find out how fast it is with other threads."""
+        self._n_running = 0
+        self._others = others or OtherWork()
 
     @contextlib.contextmanager
     def step(self, context: Any, n_tokens: int) -> Iterator[None]:
         """Set the threads for a step of `n_tokens` tokens, and measure the step, which the caller
         performs within `with`.
         """
-        choice = self._single if n_tokens == 1 else self._batch
-        if self._fixed or choice.most == 1:
+        choices = (self._single, self._few, self._many)
+        choice = choices[(n_tokens > 1) + (n_tokens >= FEWEST_HELPED)]
+        if self._fixed:
             yield
             return
-        llama_cpp.llama_set_n_threads(context, self._single.n, self._batch.n)
-        before = system.preemptions() or 0
-        cpu, start = time.process_time(), time.perf_counter()
-        yield
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        choice.add(n_tokens, seconds, cpu_seconds, (system.preemptions() or 0) - before)
+        wanted = self._others.wanted(self._n_running)
+        if wanted is not None:
+            for each in choices:
+                each.note_others(wanted)
+        self.tried = choice.tries
+        threads, helpers = choice.way
+        self._n_running = threads + helpers
+        llama_cpp.llama_set_n_threads(context, threads, threads)
+        if helpers and self._let_help is not None:
+            self._let_help(helpers)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            if helpers and self._let_help is not None:
+                self._let_help(0)
+        choice.add(n_tokens, seconds)

@@ -95,6 +95,7 @@ class ModelOptions(ModelSettings):
     )
     n_threads: int = _declared("n_threads")
     n_threads_batch: int = _declared("n_threads_batch")
+    fixed_threads: bool | None = _declared("fixed_threads")
     spec_type: str = _declared("spec_type")
     draft_max: int = _declared("draft_max")
     spec_draft_model: Optional[str] = _declared("spec_draft_model")  # noqa: UP045

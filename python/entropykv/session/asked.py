@@ -45,6 +45,7 @@ def cache_options_of(
     return CacheOptions(
         **{**same, **others},
         learn=bool(getattr(options, "learn", False)),
+        fixed_threads=bool(getattr(options, "fixed_threads", False)),
         freeze=freezing_of(options),
         recovery=recovery_of(options, rungs),
     )

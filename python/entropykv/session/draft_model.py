@@ -92,6 +92,7 @@ def _options_for(options: CacheOptions) -> CacheOptions:
         n_ctx=options.n_ctx,
         n_threads=options.n_threads,
         n_threads_batch=options.n_threads_batch,
+        fixed_threads=options.fixed_threads,
         n_gpu_layers=options.n_gpu_layers,
         n_sequences=options.n_sequences,
         swap=options.swap,

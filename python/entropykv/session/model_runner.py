@@ -42,6 +42,7 @@ from entropykv.session.step_costs import StepCosts
 from entropykv.session.swap_space import SwapSpace
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.cores import OtherWork
 from entropykv.settings.options import Budget, is_number
 from entropykv.store.device import DeviceStore
 from entropykv.store.device_context import DeviceContext
@@ -72,6 +73,7 @@ class ModelRunner:
         self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
     ) -> None:
         """Load the model; everything is checked before the weights are read."""
+        others = OtherWork()
         self.n_sequences = options.n_sequences or 1
         swap_space = SwapSpace(options.swap, options.swap_limit)
         self.checkpoints = Checkpoints(swap_space, options.checkpoint_limit)
@@ -109,7 +111,7 @@ class ModelRunner:
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self.step_costs = StepCosts()
-        self._threads = Threads(options, fixed=self.config.store != "headwise")
+        self._threads = self._make_threads(others)
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
@@ -128,6 +130,12 @@ class ModelRunner:
         if isinstance(self._context, DeviceContext):
             return self._context if self.config.options.in_pool else None
         return self._context.pool if self._context else None
+
+    def _make_threads(self, others: OtherWork) -> Threads:
+        options, context = self.config.options, self._context
+        if isinstance(context, HeadwiseContext):
+            return Threads(options, let_help=context.hook.help, others=others)
+        return Threads(options, fixed=True)
 
     # --- stores -----------------------------------------------------------------------------------
 
@@ -453,7 +461,8 @@ class ModelRunner:
         finally:
             self._in_step = False
         now = time.monotonic()
-        if self.config.n_drafts and all(p.is_single and p.error is None for p in parts):
+        as_usual = not self._threads.tried and all(p.error is None for p in parts)
+        if self.config.n_drafts and as_usual and all(p.is_single for p in parts):
             self.step_costs.note(sum(len(part.tokens) for part in parts), now - start)
         n_writing = sum(part.is_single for part in parts)
         for work in works:

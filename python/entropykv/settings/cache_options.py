@@ -90,6 +90,7 @@ class SessionArguments(CacheArguments, total=False):
     n_ubatch: int | None
     n_threads: int
     n_threads_batch: int
+    fixed_threads: bool
     n_gpu_layers: int
     spec_type: str
     draft_max: int
@@ -211,8 +212,8 @@ class CacheOptions:
     )
     n_threads: int = option(
         0,
-        "threads that write; 0: one for every core that this process may use (physical cores, "
-        "affinity, CPU quota of the cgroup)",
+        "the most threads that write; 0: one for every core that this process may use (physical "
+        "cores, affinity, CPU quota of the cgroup)",
         *("-t", "--threads"),
         setting="n_threads",
         kind=int,
@@ -221,13 +222,20 @@ class CacheOptions:
     )
     n_threads_batch: int = option(
         0,
-        "threads that read prompts; 0: as many as write",
+        "the most threads that read prompts; 0: as many as write",
         *("-tb", "--threads-batch"),
         setting="n_threads_batch",
         metavar="N",
         kind=int,
         least=0,
         most=MOST_THREADS,
+    )
+    fixed_threads: bool = option(
+        False,
+        "always compute with all of these threads, also while other processes use the cores",
+        "--fixed-threads",
+        kind=bool,
+        at_server=None,
     )
     n_gpu_layers: int = option(
         0,

@@ -7,6 +7,7 @@ stops all. Therefore one thread too many is slower than one too few.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ class Machine:
     cgroups: Path = Path("/sys/fs/cgroup")
     own_cgroups: Path = Path("/proc/self/cgroup")
     cpus: Path = Path("/sys/devices/system/cpu")
+    times: Path = Path("/proc/stat")
 
     def cores(self) -> int:
         """Return how many threads can compute at the same time: 1 or more.
@@ -29,6 +31,27 @@ class Machine:
         """
         cores = len({self._siblings(cpu) for cpu in _allowed_cpus()})
         return max(1, int(min([cores, *self._quotas()])))
+
+    def threads(self) -> int:
+        """Return how many threads can run at the same time, those of one core included: what the
+        affinity and the quota allow, 1 or more.
+        """
+        return max(1, int(min([len(_allowed_cpus()), *self._quotas()])))
+
+    def busy_seconds(self) -> float | None:
+        """Return for how long the CPUs that the affinity allows have worked for anybody, summed up
+        since the machine was started; None if the system does not say.
+
+        Linux counts in steps of 10 ms. For a virtual machine, what the host took counts, too.
+        """
+        allowed = {f"cpu{cpu}" for cpu in _allowed_cpus()}
+        ticks = found = 0
+        for line in _read(self.times).splitlines():
+            name, *counts = line.split()
+            if name in allowed and len(counts) >= _N_TIMES and all(map(str.isdecimal, counts)):
+                found += 1
+                ticks += sum(int(counts[i]) for i in range(_N_TIMES) if i not in _IDLE)
+        return ticks / os.sysconf("SC_CLK_TCK") if found else None
 
     def _siblings(self, cpu: int) -> str:
         """Return the CPUs that share a core with this one, in Linux's notation."""
@@ -49,6 +72,13 @@ class Machine:
                     for folder in _folders(root, path):
                         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
                         yield from _quota(*(_read(folder / name) for name in names))
+
+
+_N_TIMES = 8
+"""Times of a CPU in /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; what follows
+is counted in user and nice, too.
+"""
+_IDLE = (3, 4)
 
 
 def _allowed_cpus() -> set[int]:
@@ -85,6 +115,45 @@ def _read(path: Path) -> str:
 def usable_cores() -> int:
     """Return how many threads can compute at the same time on this machine."""
     return Machine().cores()
+
+
+def threads_at_a_time() -> int:
+    """Return how many threads can run at the same time on this machine."""
+    return Machine().threads()
+
+
+class OtherWork:
+    """Tell how many cores other processes want of those that this process may use."""
+
+    _LOOK = 0.1
+    """Seconds between two looks, at least, because times are counted in steps of 10 ms."""
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        """Begin to look."""
+        self._machine = machine or Machine()
+        self._at = self._now()
+
+    def wanted(self, n_threads: int) -> float | None:
+        """Return how many cores others wanted on average since the last answer; None if that was
+        just now, or the system does not say.
+
+        `n_threads`: how many threads of this process would have computed all the time. What they
+        missed, others got: a core that two share gives each a half.
+        """
+        elapsed = time.perf_counter() - self._at[0]
+        if elapsed < self._LOOK:
+            return None
+        before, self._at = self._at, self._now()
+        if before[1] is None or self._at[1] is None:
+            return None
+        own = self._at[2] - before[2]
+        others = max(0.0, self._at[1] - before[1] - own)
+        missed = max(0.0, n_threads * elapsed - own)
+        return (others + min(others, missed)) / elapsed
+
+    def _now(self) -> tuple[float, float | None, float]:
+        """Return the time, that of all CPUs, and that of this process, in seconds."""
+        return time.perf_counter(), self._machine.busy_seconds(), time.process_time()
 
 
 def too_many_threads(asked: int, option: str) -> str | None:

@@ -1,0 +1,165 @@
+"""Choose how many threads compute a step, by what steps have cost lately.
+
+The threads of a graph wait for each other after every node. If another process takes the core of
+one of them, all stand still, and fewer threads are faster. The other threads can help then: they
+take pieces of products, and nobody waits for them. What others do changes at any time, so ways to
+divide the threads are tried, and one is kept only if it makes steps faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LOOK = 0.15
+"""Seconds of steps that are looked at together, at least."""
+SHORTEST_TRIAL = 0.04
+"""Seconds after which a way that is clearly slower is given up."""
+CLEARLY_FASTER, CLEARLY_SLOWER = 0.96, 1.4
+"""Ratios of the time per work to the time before: a way is kept below the first, and given up at
+once above the second.
+"""
+FIRST_PAUSE, LONGEST_PAUSE = 4.0, 32.0
+"""Seconds of steps between trials: at first, doubled after every trial without success, and at
+most.
+"""
+LOST = 0.02
+"""The share of the time that trials may lose; it makes pauses longer after those that lost much."""
+SHORTEST_PAUSE = 0.5
+"""Seconds of steps between trials if others have just begun or ended to use cores."""
+WANTED = 0.5
+"""Cores that other processes want, from which on fewer threads are tried."""
+
+
+class Way(NamedTuple):
+    """Say how threads are divided."""
+
+    threads: int
+    """Threads that compute all nodes, and wait for each other after each."""
+    helpers: int = 0
+    """Threads that take pieces of products, for which nobody waits."""
+
+
+@dataclass
+class Steps:
+    """Sum up some steps."""
+
+    work: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, work: float, seconds: float) -> None:
+        """Count one more step."""
+        self.work += work
+        self.seconds += seconds
+
+
+def work_of(n_tokens: int) -> float:
+    """Return about how much work a step of so many tokens is, in units of one of a single token."""
+    return 1.0 + 0.12 * (n_tokens - 1)
+
+
+class ThreadChoice:
+    """Choose how the threads are divided for steps of one kind.
+
+    It is told what steps cost, and how many cores others want, and knows no clock: the same calls
+    make the same choices.
+    """
+
+    def __init__(self, most: int, cores: int, *, helps: bool = False) -> None:
+        """Divide at most `most` threads on `cores` cores; `helps` if there may be helpers."""
+        self.most = most
+        self._cores = max(1, min(most, cores))
+        """The threads that can compute at the same time; more are tried, but not expected."""
+        self._helps = helps
+        self.way = self._expected(0.0)
+        self._hint = self.way
+        """What the cores that others want let expect."""
+        self._told = False
+        self._steps = Steps()
+        self._before: tuple[Way, float] | None = None
+        """During a trial: the way before, and its seconds per work."""
+        self._pause = FIRST_PAUSE
+        self._waited = 0.0
+        """Seconds of steps since the last trial."""
+        self._n_trials = self._next_way = 0
+        self._fresh = True
+
+    @property
+    def tries(self) -> bool:
+        """Tell whether the current way is only tried."""
+        return self._before is not None
+
+    def note_others(self, wanted: float) -> None:
+        """Take down how many cores other processes wanted lately."""
+        self._told = True
+        hint = self._expected(wanted)
+        if hint == self._hint:
+            return
+        self._hint = hint
+        self._pause = FIRST_PAUSE
+        if self._fresh:
+            self.way = hint
+        else:
+            self._waited = max(self._waited, FIRST_PAUSE - SHORTEST_PAUSE)
+
+    def add(self, n_tokens: int, seconds: float) -> None:
+        """Count a step, and choose again if enough was seen."""
+        self._fresh = False
+        self._steps.add(work_of(n_tokens), seconds)
+        steps, before = self._steps, self._before
+        slower = before and steps.seconds > CLEARLY_SLOWER * before[1] * steps.work
+        if steps.seconds < (SHORTEST_TRIAL if slower else LOOK):
+            return
+        self._steps, self._before = Steps(), None
+        if before is not None:
+            self._end_trial(steps, *before)
+        else:
+            self._waited += steps.seconds
+            self._begin_trial(steps)
+
+    def _end_trial(self, steps: Steps, way: Way, pace: float) -> None:
+        self._waited = 0.0
+        expected = pace * steps.work
+        if steps.seconds < CLEARLY_FASTER * expected:
+            self._pause = FIRST_PAUSE
+        else:
+            self.way = way
+            pause = max(2 * self._pause, (steps.seconds - expected) / LOST)
+            self._pause = min(pause, LONGEST_PAUSE)
+
+    def _begin_trial(self, steps: Steps) -> None:
+        """Try another way, unless all threads compute and are known to have their cores."""
+        if self._told and self.way == self._hint == Way(self.most):
+            return
+        if self._waited < self._pause:
+            return
+        ways = self._neighbours()
+        if not ways:
+            return
+        self._n_trials += 1
+        self._before = self.way, steps.seconds / steps.work
+        if self.way != self._hint and self._n_trials % 2 == 1:
+            self.way = self._hint
+        else:
+            self.way = ways[self._next_way % len(ways)]
+            self._next_way += 1
+
+    def _expected(self, wanted: float) -> Way:
+        """Return the way that should be the fastest while others want so many cores."""
+        taken = 0 if wanted < WANTED else max(1, round(wanted))
+        threads = max(1, self._cores - taken)
+        return Way(threads, self._cores - threads if self._helps else 0)
+
+    def _neighbours(self) -> list[Way]:
+        """Return the ways with one thread more or less, or half of them, with and without
+        helpers.
+        """
+        threads = self.way.threads
+        found = [Way(threads - 1), Way(threads + 1), Way(threads), Way(threads // 2)]
+        if self._helps:
+            found += [Way(n, self._cores - n) for n in (threads - 1, threads, threads + 1)]
+        return [
+            way
+            for way in dict.fromkeys(found)
+            if 1 <= way.threads <= self.most and way.helpers >= 0 and way != self.way
+        ]
