@@ -120,6 +120,17 @@ def test_costs_decide_and_not_what_others_use() -> None:
     assert share(machine.run(120.0), Way(2)) > 0.95
 
 
+def test_work_of_others_that_comes_and_goes_is_not_followed_at_once() -> None:
+    choice = ThreadChoice(2, 2)
+    lost = 0.0
+    for i in range(3000):
+        choice.note_others(1.0 if i % 40 < 4 else 0.0)
+        seconds = 0.02 if choice.way == Way(1) else 0.01
+        lost += seconds - 0.01
+        choice.add(1, seconds)
+    assert 0.0 < lost < 0.03 * 30.0
+
+
 def test_trials_lose_little_where_no_other_way_is_faster() -> None:
     machine = Machine(ThreadChoice(2, 2, helps=True), cores=2)
     machine.others = 1
@@ -135,7 +146,7 @@ def test_all_threads_compute_again_soon_after_the_others_have_gone() -> None:
     machine.run(100.0)
     assert machine.choice.way == Way(1)
     machine.others = 0
-    machine.run(1.5)
+    machine.run(2.5)
     assert machine.run(60.0).keys() == {Way(2)}
 
 
@@ -160,6 +171,7 @@ def test_more_threads_than_cores_are_tried_rarely() -> None:
 def test_a_trial_says_so() -> None:
     choice = ThreadChoice(2, 2)
     choice.add(1, 0.2)
+    choice.note_others(0.5)
     choice.note_others(0.5)
     while not choice.tries:
         choice.add(1, FIRST_PAUSE / 4)

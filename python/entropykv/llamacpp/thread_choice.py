@@ -74,6 +74,10 @@ class ThreadChoice:
         self.way = self._expected(0.0)
         self._hint = self.way
         """What the cores that others want let expect."""
+        self._seen = self.way
+        """What was expected when others were looked at last."""
+        self._rejected: Way | None = None
+        """The way whose trial has failed last."""
         self._told = False
         self._steps = Steps()
         self._before: tuple[Way, float] | None = None
@@ -92,15 +96,16 @@ class ThreadChoice:
     def note_others(self, wanted: float) -> None:
         """Take down how many cores other processes wanted lately."""
         self._told = True
-        hint = self._expected(wanted)
-        if hint == self._hint:
-            return
-        self._hint = hint
-        self._pause = FIRST_PAUSE
+        hint, before = self._expected(wanted), self._seen
+        self._seen = hint
         if self._fresh:
-            self.way = hint
-        else:
-            self._waited = max(self._waited, FIRST_PAUSE - SHORTEST_PAUSE)
+            self.way = self._hint = hint
+        # What was told once may be over by now.
+        elif hint == before and hint != self._hint:
+            self._hint = hint
+            if hint != self._rejected:
+                self._pause = FIRST_PAUSE
+                self._waited = max(self._waited, FIRST_PAUSE - SHORTEST_PAUSE)
 
     def add(self, n_tokens: int, seconds: float) -> None:
         """Count a step, and choose again if enough was seen."""
@@ -122,8 +127,9 @@ class ThreadChoice:
         expected = pace * steps.work
         if steps.seconds < CLEARLY_FASTER * expected:
             self._pause = FIRST_PAUSE
+            self._rejected = None
         else:
-            self.way = way
+            self.way, self._rejected = way, self.way
             pause = max(2 * self._pause, (steps.seconds - expected) / LOST)
             self._pause = min(pause, LONGEST_PAUSE)
 

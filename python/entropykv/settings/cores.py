@@ -125,7 +125,7 @@ def threads_at_a_time() -> int:
 class OtherWork:
     """Tell how many cores other processes want of those that this process may use."""
 
-    _LOOK = 0.1
+    _LOOK = 0.2
     """Seconds between two looks, at least, because times are counted in steps of 10 ms."""
 
     def __init__(self, machine: Machine | None = None) -> None:
