@@ -77,7 +77,7 @@ class ThreadChoice:
         self._seen = self.way
         """What was expected when others were looked at last."""
         self._rejected: Way | None = None
-        """The way whose trial has failed last."""
+        """The expected way whose trial has failed last."""
         self._told = False
         self._steps = Steps()
         self._before: tuple[Way, float] | None = None
@@ -129,7 +129,9 @@ class ThreadChoice:
             self._pause = FIRST_PAUSE
             self._rejected = None
         else:
-            self.way, self._rejected = way, self.way
+            if self.way == self._hint:
+                self._rejected = self.way
+            self.way = way
             pause = max(2 * self._pause, (steps.seconds - expected) / LOST)
             self._pause = min(pause, LONGEST_PAUSE)
 
