@@ -1,10 +1,14 @@
-// Tests the threads that share the host's decisions of the device store.
+// Tests the threads that share the host's decisions of the device store, and those that help with
+// products.
 #include "platform/worker_threads.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
+#include "platform/helper_threads.hpp"
 #include "testing.hpp"
 
 namespace {
@@ -59,11 +63,54 @@ void test_an_error_ends_no_thread_and_reaches_who_asked() {
     }
 }
 
+void sleep_for(int milliseconds) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+}
+
+void test_helpers_work_until_they_rest() {
+    std::vector<std::atomic<int>> helped(3);
+    std::atomic<int> within{0};
+    std::atomic<bool> there_is_work{true};
+    {
+        HelperThreads helpers([&](int helper) {
+            ++within;
+            if (there_is_work) ++helped[static_cast<std::size_t>(helper)];
+            --within;
+            return there_is_work.load();
+        });
+        helpers.rest();  // nobody is there
+        for (const int n : {3, 1, 2}) {
+            for (std::atomic<int>& times : helped) times = 0;
+            there_is_work = true;
+            helpers.wake(n);
+            for (int i = 0; i < 2000; ++i) {
+                bool all = true;
+                for (int h = 0; h < n; ++h) all = all && helped[static_cast<std::size_t>(h)] > 10;
+                if (all) break;
+                sleep_for(5);
+            }
+            for (int h = 0; h < 3; ++h)
+                CHECK((helped[static_cast<std::size_t>(h)] > 10) == (h < n));
+            there_is_work = false;
+            sleep_for(20);  // They sleep, look again and sleep.
+            there_is_work = true;
+            helpers.rest();
+            CHECK(within == 0);
+            const int before = helped[0];
+            sleep_for(20);
+            CHECK(helped[0] == before);
+        }
+        helpers.wake(3);  // They end while they work.
+    }
+    CHECK(within == 0);
+}
+
 }  // namespace
 
 int main() {
     test_every_piece_is_done_once();
     test_a_thread_does_one_piece_at_a_time();
     test_an_error_ends_no_thread_and_reaches_who_asked();
+    test_helpers_work_until_they_rest();
     return summary();
 }
