@@ -112,6 +112,13 @@ def test_what_others_do_before_the_first_step_is_known_in_it() -> None:
     assert choice.way == Way(4)
 
 
+def test_cores_that_nobody_uses_are_left_to_others() -> None:
+    choice = ThreadChoice(4, 8, helps=True)
+    for wanted, threads in ((4.0, 4), (5.0, 3), (20.0, 1)):
+        choice.note_others(wanted)
+        assert choice.way == Way(threads, 4 - threads)
+
+
 def test_costs_decide_and_not_what_others_use() -> None:
     """Other processes may be of those that use only what is left over."""
     machine = Machine(ThreadChoice(2, 2), cores=2)

@@ -66,10 +66,13 @@ class ThreadChoice:
     """
 
     def __init__(self, most: int, cores: int, *, helps: bool = False) -> None:
-        """Divide at most `most` threads on `cores` cores; `helps` if there may be helpers."""
+        """Divide at most `most` threads; `helps` if there may be helpers.
+
+        `cores`: how many threads can run at the same time. More are tried, but not expected to be
+        worth it.
+        """
         self.most = most
-        self._cores = max(1, min(most, cores))
-        """The threads that can compute at the same time; more are tried, but not expected."""
+        self._cores = max(1, cores)
         self._helps = helps
         self.way = self._expected(0.0)
         self._hint = self.way
@@ -78,7 +81,8 @@ class ThreadChoice:
         """What was expected when others were looked at last."""
         self._rejected: Way | None = None
         """The expected way whose trial has failed last."""
-        self._told = False
+        self._calm = False
+        """Whether nobody else wants a core, as far as the system tells."""
         self._steps = Steps()
         self._before: tuple[Way, float] | None = None
         """During a trial: the way before, and its seconds per work."""
@@ -95,7 +99,7 @@ class ThreadChoice:
 
     def note_others(self, wanted: float) -> None:
         """Take down how many cores other processes wanted lately."""
-        self._told = True
+        self._calm = wanted < WANTED
         hint, before = self._expected(wanted), self._seen
         self._seen = hint
         if self._fresh:
@@ -137,9 +141,7 @@ class ThreadChoice:
 
     def _begin_trial(self, steps: Steps) -> None:
         """Try another way, unless all threads compute and are known to have their cores."""
-        if self._told and self.way == self._hint == Way(self.most):
-            return
-        if self._waited < self._pause:
+        if self._waited < self._pause or (self._calm and self.way == Way(self.most)):
             return
         ways = self._neighbours()
         if not ways:
@@ -155,8 +157,12 @@ class ThreadChoice:
     def _expected(self, wanted: float) -> Way:
         """Return the way that should be the fastest while others want so many cores."""
         taken = 0 if wanted < WANTED else max(1, round(wanted))
-        threads = max(1, self._cores - taken)
-        return Way(threads, self._cores - threads if self._helps else 0)
+        threads = max(1, min(self.most, self._cores - taken))
+        return Way(threads, self._others_than(threads) if self._helps else 0)
+
+    def _others_than(self, threads: int) -> int:
+        """Return how many threads are left to help."""
+        return min(self.most, self._cores) - threads
 
     def _neighbours(self) -> list[Way]:
         """Return the ways with one thread more or less, or half of them, with and without
@@ -165,7 +171,7 @@ class ThreadChoice:
         threads = self.way.threads
         found = [Way(threads - 1), Way(threads + 1), Way(threads), Way(threads // 2)]
         if self._helps:
-            found += [Way(n, self._cores - n) for n in (threads - 1, threads, threads + 1)]
+            found += [Way(n, self._others_than(n)) for n in (threads - 1, threads, threads + 1)]
         return [
             way
             for way in dict.fromkeys(found)
