@@ -146,6 +146,23 @@ def test_logprobs_end_where_a_stop_text_ends_the_answer(words: EntropyLlama, str
     assert not "".join(names[:-1]).startswith(shown)
 
 
+def test_values_of_logprobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from entropykv.session import logprobs  # noqa: PLC0415
+
+    monkeypatch.setattr(logprobs, "MOST_VALUES", 100)
+    long = {"prompt": f"{PROMPT} and " * 10, "max_tokens": 40, "logprobs": 4}
+    asked = [
+        (COMPLETION, long),
+        (COMPLETION, {**long, "echo": True, "max_tokens": 1}),
+        (COMPLETION, {**long, "stream": True}),
+        (COMPLETION, {**long, "max_tokens": 5}),
+    ]
+    answers = answers_of(MODEL, asked)
+    assert [answer.status_code for answer in answers] == [400, 400, 200, 200]
+    assert all("ask for fewer" in answer.json()["error"]["message"] for answer in answers[:2])
+    assert "error" not in answers[2].text
+
+
 # --- seeds ----------------------------------------------------------------------------------------
 
 HOT = {"prompt": "the land", "max_tokens": 24, "temperature": 1.5, "top_k": 0, "top_p": 1.0}

@@ -33,14 +33,12 @@ class CompletionLogprobs:
         self._recorder = recorder
         self._text_of = text_of
         self._is_end = is_end
-        self._n_given = 0
         self._n_bytes = 0
         """How many bytes the tokens have that were handed out."""
         self._n_shown = 0
         """How many bytes of the answer were shown."""
         self._offset = offset
         self._bos = bos
-        self._begun = False
 
     def take(self, text: str, reason: str | None) -> dict[str, Any] | None:
         """Return the values of the tokens that begin in the next piece of the answer, if any do.
@@ -50,28 +48,21 @@ class CompletionLogprobs:
         values of the prompt's tokens, if they were recorded.
         """
         self._n_shown += len(text.encode("utf-8"))
-        written, tokens = self._recorder.written, []
-        complete = reason == "length" or (
-            reason is not None and len(written) > 0 and self._is_end(written[-1].token)
-        )
-        while self._n_given < len(written) and (complete or self._n_bytes < self._n_shown):
-            each = written[self._n_given]
-            if self._is_end(each.token):
+        recorder = self._recorder
+        ended = recorder.last is not None and self._is_end(recorder.last)
+        complete = reason == "length" or (reason is not None and ended)
+        n_taken, n_prompt = 0, len(recorder.prompt)
+        for each in recorder.written:
+            if self._is_end(each.token) or not (complete or self._n_bytes < self._n_shown):
                 break
-            self._n_given += 1
+            n_taken += 1
             self._n_bytes += len(self._text_of(each.token))
-            tokens.append(each)
-        if not self._begun and self._recorder.of_prompt:
-            tokens = [*self._prompt(), *tokens]
+        tokens = recorder.take(n_taken)
+        if n_prompt:  # The text begins with the prompt; its first token has none, as at OpenAI.
+            tokens = tokens[1:] if tokens[0].token == self._bos else tokens
+            tokens = [*(TokenLogprob(each.token, None) for each in tokens[:1]), *tokens[1:]]
             self._offset = 0
-        self._begun = True
         return self._shown(tokens) if tokens else None
-
-    def _prompt(self) -> list[TokenLogprob]:
-        """Return the values of the prompt's tokens; the first has none, as in OpenAI's API."""
-        tokens = self._recorder.prompt
-        tokens = tokens[1:] if tokens and tokens[0].token == self._bos else tokens
-        return [*(TokenLogprob(each.token, None) for each in tokens[:1]), *tokens[1:]]
 
     def _shown(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the values as the field `logprobs` of a completion has them."""

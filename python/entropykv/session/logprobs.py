@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from entropykv.errors import SettingsError
 from entropykv.llamacpp.distributions import log_softmax
 
 Row = npt.NDArray[np.float32]
 MOST_LOGIT_BYTES = 32 << 20
 """The most bytes of logits that a prompt whose tokens are asked for takes at a time."""
+MOST_VALUES = 131_072
+"""The most values of one text that wait to be shown, some 250 bytes each: those of a whole answer,
+and of a stream those that come before its next piece.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,22 +59,44 @@ class LogprobRecorder:
     """Whether the tokens of the prompt are wanted, too; then all of it must be read."""
     prompt: list[TokenLogprob] = field(default_factory=list)
     written: list[TokenLogprob] = field(default_factory=list)
+    last: int | None = None
+    """The token that was written last."""
+    _n_values: int = 0
     _before: Row | None = None
     """The logits behind the last token of the prompt so far."""
 
     def read(self, tokens: Sequence[int], logits: Row) -> None:
-        """Add tokens of the prompt; `logits`: those behind each, (tokens, n_vocab)."""
+        """Add tokens of the prompt; `logits`: those behind each, (tokens, n_vocab).
+
+        Raises SettingsError for more values than MOST_VALUES, as write() does.
+        """
         for token, behind in zip(tokens, logits, strict=True):
             before = self._before
-            self.prompt.append(
-                TokenLogprob(token, None)
-                if before is None
-                else logprob_of(before, token, self.n_top)
-            )
+            first = before is None
+            value = TokenLogprob(token, None) if first else logprob_of(before, token, self.n_top)
+            self.prompt.append(self._counted(value))
             self._before = behind
         # Otherwise a row would keep the logits of all the others.
         self._before = None if self._before is None else self._before.copy()
 
     def write(self, token: int, logits: Row) -> None:
         """Add a token that was chosen by these logits, (n_vocab,)."""
-        self.written.append(logprob_of(logits, token, self.n_top))
+        self.last = token
+        self.written.append(self._counted(logprob_of(logits, token, self.n_top)))
+
+    def take(self, n_written: int) -> list[TokenLogprob]:
+        """Hand out the prompt's values, and those of the first written tokens."""
+        taken = [*self.prompt, *self.written[:n_written]]
+        self._n_values -= sum(1 + len(each.top) for each in taken)
+        self.prompt, self.written = [], self.written[n_written:]
+        return taken
+
+    def _counted(self, value: TokenLogprob) -> TokenLogprob:
+        """Return a value that is held from now on; raises SettingsError if there are too many."""
+        self._n_values += 1 + len(value.top)
+        if self._n_values > MOST_VALUES:
+            raise SettingsError(
+                f"logprobs: {self.n_top} for each token are more than {MOST_VALUES:,} values "
+                "together; ask for fewer of them, for fewer tokens, or for a stream"
+            )
+        return value
