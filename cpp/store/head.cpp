@@ -24,17 +24,24 @@ void Head::append(const StagedEntries& staged, const KernelTable& kernels) noexc
     int i = 0;
     if (count_ % per_page == 0)
         for (; i + per_page <= staged.count; i += per_page)
-            std::memcpy(pages[layout_->page_of(count_ + i)], staged.pages[i / per_page],
+            std::memcpy(writable_place(count_ + i).page, staged.pages[i / per_page],
                         layout_->bytes);
     EntryCopies copies(*layout_, kernels);
     for (; i < staged.count; ++i) {
         const Slot from = place(count_ + i, staged);
-        const Slot to = place(count_ + i);
+        const Slot to = writable_place(count_ + i);
         copies.add(from.page, from.index, to.page, to.index);
         copy_metadata(*layout_, from.page, from.index, to.page, to.index);
     }
     for (i = 0; i < staged.count; ++i) frozen.begin(count_ + i);
     count_ += staged.count;
+}
+
+// Between micro-batches, a shared page is copied before it is written to. Within one, its other
+// owners have left, but it is not the head's own yet, which then has the importance of its entries.
+Slot Head::writable_place(int i) noexcept {
+    pages.own(layout_->page_of(i));
+    return place(i);
 }
 
 void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
@@ -43,11 +50,6 @@ void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
     const auto copy = [&](const Slot& from, const Slot& to) {
         copies.add(from.page, from.index, to.page, to.index);
         copy_metadata(*layout_, from.page, from.index, to.page, to.index);
-    };
-    // Between micro-batches, a shared page is copied before it is written to.
-    const auto writable_place = [&](int i) {
-        pages.own(layout_->page_of(i));
-        return place(i);
     };
     if (undo && undo->records()) undo->save_dropped(*this, mask, kernels);
     // Staged survivors fill the holes among the stored entries first.

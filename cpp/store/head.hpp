@@ -108,6 +108,8 @@ public:
     std::unique_ptr<UndoLog> undo{};         // is set once draft tokens are read
 
 private:
+    Slot writable_place(int i) noexcept;
+
     const LayerShape* shape_;
     const PageLayout* layout_;
     int count_ = 0;

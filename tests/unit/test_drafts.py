@@ -105,6 +105,19 @@ def test_right_drafts_are_as_tokens_that_were_read_alone(
         assert one.store.evicted > 100
 
 
+def test_drafts_are_appended_to_pages_whose_other_owners_have_left() -> None:
+    """The first token of a run evicts, so that the others come into a page that was shared."""
+    one, other = (Text(KERNELS[-1], "f16", [60, 75, 80], 1, "mass") for _ in "12")
+    np.testing.assert_array_equal(one.read(200), other.read(200))
+    while one.position < 400:
+        for text in (one, other):
+            text.store.checkpoint().drop()
+        drafted = other.read(4, 2, drafts=True)
+        alone = np.concatenate([one.read(1) for _ in range(4)])
+        np.testing.assert_array_equal(alone, drafted)
+        assert one.held() == other.held()
+
+
 @pytest.mark.parametrize("window", [8, 40])
 def test_a_window_evicts_nothing_while_drafts_are_read(window: int) -> None:
     """What has left a window could not come back, so fewer drafts are read before an eviction."""
