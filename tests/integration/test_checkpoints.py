@@ -104,6 +104,32 @@ def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -
         assert not session.return_to_checkpoint(PROMPTS[1])
 
 
+def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint of a tight pool comes back into a smaller share, in which its windows lose what
+    they would see from an earlier position.
+    """
+    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+    path = tmp_path / "windows.gguf"
+    write_known(path, models["gemma3"])
+    given = {"n_sequences": 2, "kv_budget": 90, "kv_type": "f16", "n_ubatch": 8}
+    with pool_of(path, **given, policy="recency") as pool:
+        first = pool.session()
+        text = PROMPTS[4][:56]
+        first.decode(text)
+        first.decode([77])
+        asked = [*text[:-5], *PROMPTS[3]]
+        second = pool.session()
+        assert not second.return_to_checkpoint(asked)
+        third = pool.session_for(asked)
+        for session in (second, third):
+            assert session.position == 0
+            assert session.tokens == []
+        assert first.tokens == [*text, 77]
+        assert np.isfinite(second.decode(asked)).all()
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("llama", 96), ("jamba", N_CTX)])
 def test_within_a_prompt_they_are_kept_at_intervals(
     name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

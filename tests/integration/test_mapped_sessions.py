@@ -45,6 +45,7 @@ def of_version_7(data: bytes, session: Session) -> bytes:
     start = sections_start(data)
     header = json.loads(data[16 : start - 16])
     contents = header["contents"]
+    del contents["whole_from"]
     body = start + 4 * (contents["n_tokens"] + contents["n_logits"])
     parts, at = [data[start:body]], body
     core = session._store.core  # type: ignore[attr-defined]

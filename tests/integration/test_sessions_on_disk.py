@@ -16,11 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv import ContextError, Session
+from tests.architectures import ARCHITECTURES
 from tests.support.logits import relative_error, tokens_for
+from tests.support.releases import write_known
 from tests.support.saved_sessions import (
     all_entries,
+    assert_load_refused,
     future,
     session_of,
+    with_contents,
 )
 
 STORES = [
@@ -70,6 +74,28 @@ def test_saving_changes_nothing(tiny_llama: Path) -> None:
                 session.load_state(session.save_state())
             results.append(future(session))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("n_tokens", [50, 199])
+def test_windows_go_back_as_far_as_before(n_tokens: int, tmp_path: Path) -> None:
+    """A file says from which position on its windows are whole; one of version 7 does not."""
+    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+    path = tmp_path / "windows.gguf"
+    write_known(path, models["gemma3"])
+    with session_of(path, kv_budget=1.0, policy="recency") as session:
+        session.decode(tokens_for(n_tokens))
+        lengths = range(n_tokens + 1)
+        before = [session.can_return_to(n) for n in lengths]
+        assert all(before) == (n_tokens == 50)
+        data = session.save_state()
+        session.load_state(data)
+        assert [session.can_return_to(n) for n in lengths] == before
+        session.load_state(with_contents(data, lambda contents: contents.pop("whole_from")))
+        assert [n for n in lengths if session.can_return_to(n)] == [0, n_tokens]
+        with pytest.raises(ContextError, match=f"what they see only from position {n_tokens} on"):
+            session.truncate(n_tokens - 1)
+        changed = with_contents(data, lambda contents: contents.update(whole_from=n_tokens + 1))
+        assert_load_refused(session, changed, "windows beyond its text")
 
 
 STEPS = st.lists(

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropykv import (
-    ContextError,
-    PoolError,
-)
+from entropykv import ContextError, Pool, PoolError
 from entropykv.session import sequence_slot
 from tests.architectures import ARCHITECTURES
+from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together, written
 from tests.support.releases import write_known
 from tests.support.threads import in_threads
@@ -59,26 +57,64 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
                 np.testing.assert_array_equal(row, other)
 
 
-def test_parked_windows_go_back_no_further_than_they_can(tmp_path: Path) -> None:
-    """Entries outside a window are not swapped: the text must be read again, and the session says
-    so.
-    """
+def leave_pool(pool: Pool) -> None:
+    """Let everything that is swapped out leave the pool."""
+    with pool.runner.scheduler.between_steps():
+        while pool.runner.shared.swap_space.make_room():
+            pass
+
+
+@pytest.fixture
+def windows(tmp_path: Path) -> Path:
+    """Write a model whose layers see 32 tokens, but for every second one."""
     models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / "windows.gguf"
     write_known(path, models["gemma3"])
-    with pool_of(path, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
+    return path
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_parked_windows_go_back_as_far_as_they_could(windows: Path, leaves: bool) -> None:
+    """Where nothing has left a window, everything comes back."""
+    with pool_of(windows, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
         first, second = pool.session(), pool.session()
-        written(first, PROMPTS[4], 2)
+        written(first, PROMPTS[1], 2)
+        lengths = range(first.position + 1)
+        before = [first.can_return_to(n) for n in lengths]
+        assert before == [True] * len(before)
         second.decode([1])
         assert not first.is_live
+        if leaves:
+            leave_pool(pool)
         other = first.fork()
         for session in (first, other):
-            assert session.can_return_to(session.position)
-            assert not session.can_return_to(session.position - 1)
-            assert session.can_return_to(0)
+            assert [session.can_return_to(n) for n in lengths] == before
+        second.close()
+        for session in (first, other):
+            session.truncate(20)
+            rows = session.decode(PROMPTS[1][20:30])
+            session.rest()
+            with pool_of(windows, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as alone:
+                expected = alone.session().decode(PROMPTS[1][:30])
+            assert relative_error(rows, expected) < 1e-2
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_parked_windows_go_back_no_further_than_they_can(windows: Path, leaves: bool) -> None:
+    """What has left a window is gone, and the session says from where on it is whole."""
+    options = {"n_sequences": 1, "kv_type": "f16", "kv_budget": 60, "policy": "recency"}
+    with pool_of(windows, **options) as pool:
+        first, second = pool.session(), pool.session()
+        written(first, PROMPTS[4], 2)
+        before = [first.can_return_to(n) for n in range(first.position + 1)]
+        assert not all(before)
+        second.decode([1])
+        if leaves:
+            leave_pool(pool)
+        assert [first.can_return_to(n) for n in range(first.position + 1)] == before
         second.close()
         first.decode([5])
-        with pytest.raises(ContextError, match="sliding window"):
+        with pytest.raises(ContextError, match="hold what they see only from position"):
             first.truncate(100)
 
 

@@ -132,6 +132,7 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
         {"chat": 1},
         {"sections": [[7]]},
         {"sections": [-7, 7, 9]},
+        {"whole_from": -1},
         {"surprise": 1},
     ],
 )

@@ -15,7 +15,7 @@ SECTIONS = [b"first", b"", b"the third one"]
 
 def state() -> StoreState:
     sizes = [len(section) for section in SECTIONS]
-    return StoreState([[1, 2]], 3, sizes, iter(SECTIONS), recalls_now=True)
+    return StoreState([[1, 2]], 3, sizes, iter(SECTIONS), recalls_now=True, whole_from=9)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -29,6 +29,7 @@ def test_what_is_parked_comes_back_as_often_as_it_is_taken(on_disk: bool, tmp_pa
         assert [bytes(section) for section in taken.sections] == SECTIONS
         assert (taken.position, taken.shift, taken.evicted, taken.entries) == (17, 4, 3, [[1, 2]])
         assert taken.recalls_now
+        assert taken.whole_from == swapped.whole_from == 9
         taken.sections[0][:1] = b"F"  # The code that loads it may change it.
     assert list(tmp_path.iterdir()) == []  # The file has no name.
     copy = swap_space.copy(swapped)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import llama_cpp
 from llama_cpp import _internals as internals
 
-from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
+from entropykv.errors import ContextError, EntropyKVError, ModelFileError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.model_options import LoadOptions, apply_adapters
 from entropykv.llamacpp.weights import Weights
@@ -179,7 +179,10 @@ class BudgetContext(internals.LlamaContext):
         if not ends or not self.session.can_return_to(first):
             return False
         if first < self.session.position:
-            self.session.truncate(first)
+            try:
+                self.session.truncate(first)
+            except ContextError:  # Its pool has given it a smaller share since it last read.
+                return False
         return True
 
     def kv_cache_seq_cp(self, *_: Any) -> NoReturn:

@@ -16,7 +16,7 @@ from entropykv.drop_in.arguments import BudgetArguments, EvictionEvent
 from entropykv.drop_in.context import BudgetContext
 from entropykv.drop_in.read_ahead import ReadAhead
 from entropykv.drop_in.sampler import SamplerOfSequence
-from entropykv.errors import EntropyKVError
+from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.drafting import Verification
 from entropykv.session.logprobs import LogprobRecorder, rows_at_a_time
 from entropykv.session.recovery import Watch
@@ -60,15 +60,15 @@ class PromptReader:
             self._advance(llama, ids[0], self._ahead.next_row())
             return
         self._ahead.forget()
-        if not session.can_return_to(llama.n_tokens):
+        if not _went_back(session, llama.n_tokens):
             ids = llama.input_ids[: llama.n_tokens].tolist() + ids
             found = not llama._logits_all and session.return_to_checkpoint(
                 ids[:-1], LEAST_SPARED - 1, repeatable=self._budget.repeatable
             )
             llama.n_tokens = session.position if found else 0
             ids = ids[llama.n_tokens :]
-        if session.position != llama.n_tokens or llama.n_tokens == 0:
-            session.truncate(llama.n_tokens)
+            if not found:
+                session.truncate(0)
         if not ids:
             return
         evicted, start = session.evicted, time.perf_counter()
@@ -239,3 +239,17 @@ class PromptReader:
         llama.n_tokens = position
         llama._requires_eval = False
         return True
+
+
+def _went_back(session: Session, position: int) -> bool:
+    """Roll back to a position; returns False if the session holds too little for that, at the
+    latest when the pool has given it a smaller share.
+    """
+    if not session.can_return_to(position):
+        return False
+    if session.position != position or position == 0:
+        try:
+            session.truncate(position)
+        except ContextError:
+            return False
+    return True

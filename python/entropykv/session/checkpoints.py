@@ -54,9 +54,7 @@ class Checkpoint:
         return reuse_of(held, tokens, Demand(is_cut=repeatable))
 
     def _can_return_to(self, position: int) -> bool:
-        pages = self.swapped.pages
-        whole_from = self.swapped.whole_from if pages is None else pages.whole_from
-        return self.goes_back and whole_from is not None and whole_from <= position
+        return self.goes_back and self.swapped.whole_from <= position
 
 
 class Checkpoints:

@@ -136,6 +136,10 @@ class SavedContents:
     """The fields of every ImageSpan; the header contains them only if there are images."""
     document: DocumentNote | None = None
     """The document that was read; the header contains it only if there is one."""
+    whole_from: int | None = None
+    """The position from which on layers with a window hold everything that they see; None in
+    version 7.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for the JSON header of the file."""
@@ -409,7 +413,7 @@ class SessionReader:
 
 
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
-_MAY_BE_NONE = {"chat", "document", "freeze", "recent_window", "sequence_state"}
+_MAY_BE_NONE = {"chat", "document", "freeze", "recent_window", "sequence_state", "whole_from"}
 _TYPES: dict[str, type] = {"fingerprint": dict, "chat": bool, "recalls_now": bool}
 _LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 

@@ -68,7 +68,10 @@ class Rollback:
         logits = self._slot.text.parts.logits_at(position)
         if logits is None or not self.held().leads_back_to_prompt(position, end):
             return False
-        self.truncate(position)
+        try:
+            self.truncate(position)
+        except ContextError:  # A smaller share has dropped what was outside of the windows.
+            return False
         self._slot.text.logits = logits
         return True
 
@@ -146,7 +149,9 @@ class Rollback:
         if position < slot.text.position:
             try:
                 self.truncate(position)
-            except PoolError:  # There is no room to be live, and waiting for it may take long.
+            except (PoolError, ContextError):
+                # There is no room to be live, and waiting for it may take long; or a smaller share
+                # has dropped what was outside of the windows.
                 self.truncate(0)
                 return False
         return True

@@ -85,6 +85,7 @@ def write_state(
         evicted=state.evicted,
         shift=store.shift,
         recalls_now=state.recalls_now,
+        whole_from=state.whole_from,
         chat=chat,
         sections=state.section_bytes,
         images=[[span.start, span.n_tokens, span.behind] for span in sequence.images],
@@ -110,6 +111,8 @@ def load_state(
             f"{settings.n_ctx}; raise -c (n_ctx)"
         )
     _check_shift(reader, settings, store)
+    if (contents.whole_from or 0) > contents.position:
+        raise reader.damaged("windows beyond its text")
     tokens, logits, *sections = reader.sections()
     sequence = _sequence(reader, tokens, logits, n_vocab, n_ubatch)
     state = SavedState(
@@ -119,6 +122,7 @@ def load_state(
         contents.shift,
         sections,
         contents.recalls_now,
+        contents.whole_from,
         reader.mapped,
     )
     try:

@@ -689,9 +689,10 @@ class Session:
 
         It may be a checkpoint of any session of its tenant in the pool, whatever was evicted since.
         If it covers the whole text, its logits are restored, too. Returns False, and changes
-        nothing, if there is none; a session without a pool keeps none. `repeatable`: only roll back
-        to a position where a reading from 0 also starts a micro-batch, or to a checkpoint itself,
-        so that asking again gives the same numbers.
+        nothing, if there is none; a session without a pool keeps none. If the pool has no room to
+        cut the checkpoint, it returns False, too, and the session is empty. `repeatable`: only roll
+        back to a position where a reading from 0 also starts a micro-batch, or to a checkpoint
+        itself, so that asking again gives the same numbers.
         """
         return self._rollback.return_to_checkpoint(tokens, beyond, repeatable=repeatable)
 

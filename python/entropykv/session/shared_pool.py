@@ -130,7 +130,7 @@ class SharedPool:
             return
         swapped = self._kept(slot)
         self._vacate(slot)
-        slot.pooled.rollback.await_state(slot.position)
+        slot.pooled.rollback.begin_from(swapped.whole_from)
         slot.swapped = swapped
 
     def _kept(self, slot: SequenceSlot) -> SwappedSequence:
@@ -140,10 +140,7 @@ class SharedPool:
         store = slot.pooled
         pages = store.checkpoint()
         if pages is None:
-            whole_from = store.rollback.whole_from if store.copies_checkpoints else None
-            return self.swap_space.put(
-                slot.position, store.shift, store.state(), whole_from=whole_from
-            )
+            return self.swap_space.put(slot.position, store.shift, store.state())
         return self.swap_space.hold(slot.position, pages, store.state_of)
 
     def _check_shared(self, what: str) -> None:
@@ -196,8 +193,6 @@ class SharedPool:
         if not done:  # Its pages are needed to shrink it.
             self.swap_space.leave_pool(swapped)
             store.load_state(self.swap_space.take(swapped))
-            if swapped.whole_from is not None:
-                store.rollback.begin_from(swapped.whole_from)
         if swapped.awaits_prediction:
             store.predict_held(swapped.position)
         slot.given_up += n_swapped - store.n_entries
@@ -218,7 +213,7 @@ class SharedPool:
         self.evicted_by_gone += slot.evicted
         store = slot.pooled
         slot.swapped, slot.position = swapped, swapped.position
-        store.rollback.await_state(slot.position)
+        store.rollback.begin_from(swapped.whole_from)
         store.set_evicted(swapped.evicted)
         slot.inherited = swapped.evicted
 
@@ -248,13 +243,7 @@ class SharedPool:
         state = store.state() if slot.live else None
         if state is None or sum(state.section_bytes) > most_bytes:
             return None
-        return self.swap_space.put(
-            slot.position,
-            store.shift,
-            state,
-            spare=True,
-            whole_from=store.rollback.whole_from,
-        )
+        return self.swap_space.put(slot.position, store.shift, state, spare=True)
 
     def status_of(self, slot: SequenceSlot) -> PoolStatus:
         """Return the status of a sequence in the pool."""

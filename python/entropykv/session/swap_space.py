@@ -46,10 +46,8 @@ class SwappedSequence:
     """
     spare: bool = False
     """True if it may be dropped, as checkpoints may; its owner applies a limit of its own."""
-    whole_from: int | None = None
-    """The position from which on layers with a window hold everything that they see; None: not
-    known of what has left the pool.
-    """
+    whole_from: int = 0
+    """The position from which on layers with a window hold everything that they see."""
     left_lost: bool = False
     """True if pages were lost before it left the pool, so that `state` is of no use."""
 
@@ -139,14 +137,13 @@ class SwapSpace:
         state: StoreState,
         *,
         spare: bool = False,
-        whole_from: int | None = None,
     ) -> SwappedSequence:
         """Keep the state of a store; without room for it, raises PoolError and changes nothing.
 
-        `spare` and `whole_from` are those of the SwappedSequence.
+        `spare` is that of the SwappedSequence.
         """
         swapped = _swapped(position, state)
-        swapped.spare, swapped.whole_from = spare, whole_from
+        swapped.spare = spare
         self._check_limit(swapped)
         self._write(swapped, shift, state)
         self._swapped.append(swapped)
@@ -166,11 +163,15 @@ class SwapSpace:
             return self.hold(swapped.position, pages, swapped.leave, spare=spare)
         state = self.take(swapped)
         sections = (bytes(section) for section in state.sections)
-        sizes = swapped.section_bytes
-        held = StoreState(state.entries, state.evicted, sizes, sections, state.recalls_now)
-        return self.put(
-            state.position, state.shift, held, spare=spare, whole_from=swapped.whole_from
+        held = StoreState(
+            state.entries,
+            state.evicted,
+            swapped.section_bytes,
+            sections,
+            state.recalls_now,
+            swapped.whole_from,
         )
+        return self.put(state.position, state.shift, held, spare=spare)
 
     def await_prediction(self) -> None:
         """Mark all swapped out sequences, including checkpoints, as older than the predictor."""
@@ -226,7 +227,13 @@ class SwapSpace:
 
     def _write(self, swapped: SwappedSequence, shift: int, state: StoreState) -> None:
         saved = SavedState(
-            swapped.position, state.entries, state.evicted, shift, [], state.recalls_now
+            swapped.position,
+            state.entries,
+            state.evicted,
+            shift,
+            [],
+            state.recalls_now,
+            state.whole_from,
         )
         if self._directory is None:
             saved = replace(saved, sections=[bytearray(section) for section in state.sections])
@@ -277,4 +284,6 @@ class SwapSpace:
 
 def _swapped(position: int, state: StoreState) -> SwappedSequence:
     n_entries = sum(map(sum, state.entries))
-    return SwappedSequence(position, state.section_bytes, n_entries, state.evicted)
+    return SwappedSequence(
+        position, state.section_bytes, n_entries, state.evicted, whole_from=state.whole_from
+    )

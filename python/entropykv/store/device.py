@@ -298,6 +298,7 @@ class DeviceStore(PooledStore):
             evicted=self._store.evicted,
             section_bytes=[self._store.state_bytes(*head) for head in self._heads()],
             sections=(self._store.save_head(*head) for head in self._heads()),
+            whole_from=self.rollback.whole_from,
         )
 
     def check_state(self, state: SavedState) -> None:
@@ -320,7 +321,7 @@ class DeviceStore(PooledStore):
         self._store.load(counts, list(state.sections))
         self._store.evicted += state.evicted - evicted_before
         self.shift = state.shift
-        self.rollback.await_state(state.position)
+        self.rollback.begin_with(state)
 
     # --- in a pool --------------------------------------------------------------------------------
 

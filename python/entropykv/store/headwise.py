@@ -260,7 +260,7 @@ class HeadwiseStore(PooledStore):
 
     def state(self) -> StoreState:
         """Return the content to save: a section for every KV head."""
-        return self._state.save()
+        return self._state.save(self.rollback.whole_from)
 
     def check_state(self, state: SavedState) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
@@ -273,7 +273,7 @@ class HeadwiseStore(PooledStore):
         with self.sharing.expecting(state.position):
             self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
-        self.rollback.await_state(state.position)
+        self.rollback.begin_with(state)
 
     def predict_held(self, n_tokens: int) -> None:
         """Predict the scores of all entries that are held, for a text of n_tokens.

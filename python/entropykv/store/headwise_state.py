@@ -84,9 +84,9 @@ class HeadwiseState:
         self._online = online
         self._recurrent = recurrent
 
-    def save(self) -> StoreState:
+    def save(self, whole_from: int) -> StoreState:
         """Return the sections; those of the KV heads are made when they are read, and are padded
-        so that a file of them can be mapped.
+        so that a file of them can be mapped. `whole_from` is that of the StoreState.
         """
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
@@ -105,6 +105,7 @@ class HeadwiseState:
                 (self._section(i, head) for i, head, _ in _per_head(entries)), rest
             ),
             recalls_now=self._cold.recalls_now,
+            whole_from=whole_from,
         )
 
     def checkpoint(self, shift: int, whole_from: int) -> StoreCheckpoint:
@@ -151,6 +152,7 @@ class HeadwiseState:
             sections=itertools.chain(
                 (store.save_checkpoint_head(core, layer, head) for layer, head in heads), rest
             ),
+            whole_from=checkpoint.whole_from,
         )
 
     def _section_bytes(self, layer: int, kv_head: int) -> int:

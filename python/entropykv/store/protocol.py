@@ -47,6 +47,8 @@ class StoreState:
     sections: Iterator[bytes]
     recalls_now: bool = False
     """True if the next token searches frozen entries, as after thaw()."""
+    whole_from: int = 0
+    """The position from which on layers with a window hold everything that they see."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class SavedState:
     """The sections, as in StoreState; load_state() may change or discard their bytes."""
     recalls_now: bool
     """As in StoreState."""
+    whole_from: int | None
+    """As in StoreState; None: a file of an earlier version does not say it."""
     file: _core.MappedFile | None = None
     """The file that the sections are mapped from; None if they are in memory of their own."""
 

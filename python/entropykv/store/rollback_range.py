@@ -8,6 +8,7 @@ from entropykv import _core
 from entropykv.errors import ContextError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import RecurrentState, cannot_go_back
+from entropykv.store.protocol import SavedState
 
 
 class RollbackRange:
@@ -32,15 +33,14 @@ class RollbackRange:
         """Return the first position whose window is complete."""
         return max(self._loaded, self._core.windows_whole_from)
 
-    def await_state(self, position: int) -> None:
-        """Record that a state up to `position` will be loaded, without the entries outside its
-        windows.
-        """
-        self._loaded = position if self._windowed else 0
-
     def begin_from(self, whole_from: int) -> None:
-        """Record the range of a checkpoint that was loaded."""
+        """Record the range of what was loaded, or will be."""
         self._loaded = whole_from
+
+    def begin_with(self, state: SavedState) -> None:
+        """Record the range of a state that was loaded."""
+        unknown = state.position if self._windowed else 0
+        self.begin_from(unknown if state.whole_from is None else state.whole_from)
 
     def leads_to(self, position: int) -> bool:
         """Tell whether the store holds everything that it held when the text ended at
@@ -57,8 +57,8 @@ class RollbackRange:
         if not self.leads_to(position):
             raise ContextError(
                 f"{self._model.name}: cannot go back to position {position}: layers with a sliding "
-                f"window have dropped what they would see from there, but not from position "
-                f"{self.whole_from} on; call reset() and read the text again"
+                f"window are sure to hold what they see only from position {self.whole_from} on; "
+                "call reset() and read the text again"
             )
 
     def note_truncated(self, position: int) -> None:
