@@ -81,6 +81,17 @@ def write_at(descriptor: int, data: bytes, offset: int) -> int:
     return os.write(descriptor, data)
 
 
+def set_times(
+    path: str | os.PathLike[str], descriptor: int, *, used_ns: int, changed_ns: int
+) -> None:
+    """Set the times of an open file, even if another file has got its name; raises OSError.
+
+    On Windows, no file gets the name of an open one.
+    """
+    target = descriptor if os.utime in os.supports_fd else path
+    os.utime(target, ns=(used_ns, changed_ns))
+
+
 def number_of(descriptor: int) -> int:
     """Return the number of an open file that the extension uses: on Windows, that of its handle."""
     return int(_msvcrt().get_osfhandle(descriptor)) if WINDOWS else descriptor

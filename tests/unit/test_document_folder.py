@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from entropykv.errors import SessionFileError
-from entropykv.session.document_folder import DocumentFolder
+from entropykv.session.document_folder import DocumentFolder, last_use, note_use
 
 OTHER_PROCESS = """
 import sys
@@ -100,3 +101,33 @@ def test_a_document_that_was_replaced_while_in_use_is_held_as_it_is_now(tmp_path
         assert folder.hold(path)
         assert not DocumentFolder(tmp_path, None).remove(path)
     assert DocumentFolder(tmp_path, None).remove(path)
+
+
+@pytest.mark.needs("fcntl.flock")
+def test_a_use_is_noted_in_the_file_that_was_used_though_it_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has mapped the new file would lose it if it got the time of the old one."""
+    path = write(tmp_path, "book", 1)
+    new = write(tmp_path, "new", 2)
+    changed = new.stat().st_mtime_ns
+
+    with monkeypatch.context() as patch:
+
+        def replaced_after(function: Any) -> Any:
+            def called(*arguments: Any, **named: Any) -> Any:
+                result = function(*arguments, **named)
+                patch.undo()
+                new.replace(path)
+                return result
+
+            return called
+
+        for name in ("stat", "fstat"):
+            patch.setattr(os, name, replaced_after(getattr(os, name)))
+        note_use(path)
+    assert not new.exists()
+    assert path.stat().st_mtime_ns == changed
+    note_use(path)
+    assert path.stat().st_mtime_ns == changed
+    assert (last_use(path) or 0) > 1e9

@@ -19,7 +19,7 @@ from entropykv.session.document_folder import (
     partial_of,
     written_document,
 )
-from entropykv.session.object_storage import ObjectStorage, is_address
+from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -78,7 +78,7 @@ def test_a_copy_is_fetched_once_and_again_for_another_version(
     fetched: list[str] = []
     fetch = ObjectStorage.fetch
 
-    def noted(storage: ObjectStorage, key: str, path: Path) -> bool:
+    def noted(storage: ObjectStorage, key: str, path: Path) -> FileStamp | None:
         fetched.append(key)
         return fetch(storage, key, path)
 
@@ -89,6 +89,55 @@ def test_a_copy_is_fetched_once_and_again_for_another_version(
     assert contents(two) == b"second version"
     assert contents(one) == b"second version"
     assert fetched == ["user/book.kv"] * 2
+
+
+def test_a_copy_that_another_process_replaces_by_an_older_one_is_fetched_again(
+    machines: list[DocumentFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes of a machine fetch a document while it is replaced: one has begun before."""
+    one, two = machines
+    write(one, "book", b"first")
+    fetch = ObjectStorage.fetch
+
+    def slow(storage: ObjectStorage, key: str, path: Path) -> FileStamp | None:
+        """Copy the first version; before it appears, the other process has the second one."""
+        monkeypatch.setattr(ObjectStorage, "fetch", fetch)
+        get_file = storage._files.get_file
+
+        def slowly(source: str, part: str) -> None:
+            get_file(source, part)
+            monkeypatch.setattr(storage._files, "get_file", get_file)
+            write(one, "book", b"second")
+            other = DocumentFolder(two.directory, None, ObjectStorage(storage.address))
+            assert contents(other) == b"second"
+
+        monkeypatch.setattr(storage._files, "get_file", slowly)
+        copy = fetch(storage, key, path)
+        noted.append(origin.read_text(encoding="utf-8"))
+        return copy
+
+    noted: list[str] = []
+    origin = two.directory / "user" / "book.kv.origin"
+    monkeypatch.setattr(ObjectStorage, "fetch", slow)
+    contents(two)
+    origin.write_text(noted[0], encoding="utf-8")  # The other process notes its origin later.
+    assert contents(two) == b"second"
+
+
+def test_a_document_that_another_machine_replaces_while_it_is_stored_is_not_taken_for_its_copy(
+    machines: list[DocumentFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machines
+    store = ObjectStorage.store
+
+    def then_replaced(storage: ObjectStorage, path: Path, key: str) -> None:
+        store(storage, path, key)
+        monkeypatch.setattr(ObjectStorage, "store", store)
+        write(two, "book", b"second")
+
+    monkeypatch.setattr(ObjectStorage, "store", then_replaced)
+    write(one, "book", b"first")
+    assert contents(one) == b"second"
 
 
 KILLED_WHILE_FETCHING = """

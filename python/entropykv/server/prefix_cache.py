@@ -12,9 +12,8 @@ from typing import TypeVar
 
 from entropykv.errors import ContextError, EntropyKVError, PoolError
 from entropykv.server.users import Caller
-from entropykv.session.document_folder import stamp_of
 from entropykv.session.file import SavedContents
-from entropykv.session.object_storage import FileStamp
+from entropykv.session.object_storage import FileStamp, stamp_of
 from entropykv.session.pool import Pool
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, common_prefix, reuse_of
 from entropykv.session.session import Session

@@ -4,7 +4,9 @@ A process that uses a document holds a shared lock on its file, and only a proce
 exclusive lock removes it. So a document in use stays, whichever process uses it.
 
 The documents themselves may be in object storage. Then the directory has copies of those that this
-machine uses, each with a small file that says which version it is a copy of.
+machine uses, each with a small file that says which version it is a copy of. It also says which
+file is that copy: processes that fetch a document while it is replaced may leave the copy of one
+with the small file of another, and such a copy is fetched again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from entropykv import system
 from entropykv.errors import DocumentBusyError, SessionFileError, StorageError
 from entropykv.file_locks import is_at, lock_if_possible
 from entropykv.session.file import SessionReader, open_session
-from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address
+from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address, stamp_of
 
 SUFFIX = ".kv"
 """The ending of the file of a document."""
@@ -105,8 +107,12 @@ class DocumentFolder:
         try:
             # While it is locked, no process takes it for a copy of a document that was removed.
             with _locked_for_reading(path):
+                copy = stamp_of(path)
                 self._storage.store(path, key)
-                self._note_origin(path, self._storage.stamp(key))
+                stamp = self._storage.stamp(key)
+                # Another machine may have replaced it between the two.
+                if self._storage.ends_as(key, path):
+                    self._note_origin(path, stamp, copy)
         except StorageError:
             os.replace(path, partial_of(path))
             raise
@@ -123,13 +129,14 @@ class DocumentFolder:
             with suppress(OSError):  # It was removed from another machine.
                 _removed(path)
             return False
-        if path.exists() and self._origin_of(path) == str(stamp):
+        copy = stamp_of(path)
+        if copy is not None and self._origin_of(path) == _origin_text(stamp, copy):
             return True
         make_folder(path.parent)
-        _origin(path).unlink(missing_ok=True)
-        if not self._storage.fetch(key, path):
+        copy = self._storage.fetch(key, path)
+        if copy is None:
             return False
-        self._note_origin(path, stamp)
+        self._note_origin(path, stamp, copy)
         self._make_room(path)
         return True
 
@@ -145,8 +152,8 @@ class DocumentFolder:
             return None
 
     @staticmethod
-    def _note_origin(path: Path, stamp: FileStamp | None) -> None:
-        _origin(path).write_text(str(stamp), encoding="utf-8")
+    def _note_origin(path: Path, stamp: FileStamp | None, copy: FileStamp | None) -> None:
+        _origin(path).write_text(_origin_text(stamp, copy), encoding="utf-8")
 
     @contextmanager
     def in_use(self, path: Path) -> Iterator[None]:
@@ -340,15 +347,9 @@ def _origin(path: Path) -> Path:
     return path.with_name(path.name + _ORIGIN)
 
 
-def stamp_of(path: Path) -> FileStamp | None:
-    """Return when a file was changed last in nanoseconds, its bytes and its inode; None if there is
-    none.
-    """
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+def _origin_text(stamp: FileStamp | None, copy: FileStamp | None) -> str:
+    """Say that the file with the stamp `copy` is a copy of the version with the other stamp."""
+    return f"{stamp} {copy}"
 
 
 def last_use(path: Path) -> float | None:
@@ -363,8 +364,13 @@ def last_use(path: Path) -> float | None:
 def note_use(path: Path) -> None:
     """Record the time of a use in the file itself, for all processes that share it."""
     with suppress(OSError):
-        status = os.stat(path)
-        os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
+        descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
+        try:
+            # Another process may replace the document, whose new file must keep its time.
+            changed_ns = os.fstat(descriptor).st_mtime_ns
+            system.set_times(path, descriptor, used_ns=time.time_ns(), changed_ns=changed_ns)
+        finally:
+            os.close(descriptor)
 
 
 def _removed(path: Path) -> bool:

@@ -27,7 +27,7 @@ from entropykv.errors import (
     reason_of,
 )
 from entropykv.file_locks import lock_if_possible, remove_unlocked
-from entropykv.session.file import SessionReader
+from entropykv.session.file import DIGEST_BYTES, SessionReader
 
 FileStamp = tuple[int, int, int]
 """Distinguishes two versions of a file; the second number is its bytes."""
@@ -36,6 +36,17 @@ _COPIED = ".copied"
 """The ending of a file that is being copied from a storage, or to a storage of files."""
 _HEADER_BLOCK = 1 << 18
 """Bytes that are asked for at a time where only the header of a document is read."""
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """Return when a file was changed last in nanoseconds, its bytes and its inode; None if there is
+    none.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
@@ -101,15 +112,23 @@ class ObjectStorage:
         ):
             yield SessionReader(cast(io.BufferedReader, file), key)
 
-    def fetch(self, key: str, path: Path) -> bool:
-        """Copy a file to the disk, where it appears complete; returns False if there is none."""
+    def fetch(self, key: str, path: Path) -> FileStamp | None:
+        """Copy a file to the disk, where it appears complete; returns the stamp of the copy, or
+        None if there is no such file.
+        """
         with self._answers(key):
             try:
                 with _replaced(path, 0o600) as part:
                     self._files.get_file(self._path(key), str(part))
+                    return stamp_of(part)
             except FileNotFoundError:
-                return False
-        return True
+                return None
+
+    def ends_as(self, key: str, path: Path) -> bool:
+        """Tell whether a document ends with the digest with which a file on the disk ends."""
+        with self._answers(key), path.open("rb") as file:
+            file.seek(-min(DIGEST_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return bool(self._files.cat_file(self._path(key), start=-DIGEST_BYTES) == file.read())
 
     def store(self, path: Path, key: str) -> None:
         """Copy a file from the disk to the storage, where it appears complete.
