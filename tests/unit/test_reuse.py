@@ -100,3 +100,14 @@ def test_tokens_in_common_are_found_in_lists_and_arrays() -> None:
         other = [*long[:n], -1]
         assert common_prefix(long, other) == n
         assert common_prefix(array("i", long), array("i", other)) == n
+
+
+@pytest.mark.parametrize("position", [0, 1, 19, 20])
+def test_a_text_rolls_back_to_every_position_including_its_own(position: int) -> None:
+    row = np.zeros(4, np.float32)
+    text = TokenSequence(N_UBATCH)
+    text.add(TEXT[:20], row, is_prompt=True)
+    text.truncate(position, 64)
+    assert text.tokens.tolist() == TEXT[:position]
+    assert text.position == position
+    assert (text.logits is row) == (position == 20)

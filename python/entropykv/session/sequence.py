@@ -79,9 +79,10 @@ class TokenSequence:
         self.evicted_before = evicted
 
     def truncate(self, position: int, n_ctx: int) -> None:
-        """Roll back to an earlier position, or to 0."""
-        del self.tokens[position - self.position :]
-        self.position, self.logits = position, None
+        """Roll back to a position; logits stay if it is that of the last token."""
+        del self.tokens[position:]
+        if position < self.position:
+            self.position, self.logits = position, None
         self.parts.truncate(position)
         self.images.truncate(position)
         self.echoed = min(self.echoed, position)
