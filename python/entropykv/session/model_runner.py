@@ -304,6 +304,8 @@ class ModelRunner:
         If it is that of a session alone, the model is freed, too. Another thread that reads it gets
         an EntropyKVError, at the latest with its next micro-batch.
         """
+        if self.scheduler.is_forked:
+            return  # The memory is the system's to free, and nothing else is this process's.
         self.refuse(slot)
         self.remove_slot_later(slot)
         with self.scheduler.between_steps(even_closed=True):
@@ -316,6 +318,8 @@ class ModelRunner:
         next step, so everything is freed at once.
         """
         slot.gone = True
+        if self.scheduler.is_forked:
+            return
         self._leaving.append(slot)
         if self.shared.is_private:
             self.close()
@@ -512,6 +516,8 @@ class ModelRunner:
         Other threads that read or wait get an EntropyKVError. If the garbage collector calls this
         within a step, everything is freed at its end.
         """
+        if self.scheduler.is_forked:
+            return
         self._ends = True
         with self.scheduler.between_steps(even_closed=True):
             pass  # Entering and leaving the block closes the runner.

@@ -9,6 +9,7 @@ than those of one.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -84,6 +85,7 @@ class Scheduler:
         self._tidy = tidy
         self._closed: str | None = None
         """The message for calls after close()."""
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Wakes the thread that gathers the works of a step, and those that wait for the end of
@@ -110,6 +112,7 @@ class Scheduler:
 
     def arrive(self) -> int:
         """Return the number of a new text: earlier ones are read first."""
+        self._check_process()
         with self._changed:
             self._arrivals += 1
             return self._arrivals
@@ -117,8 +120,9 @@ class Scheduler:
     def submit(self, owner: Hashable, part: Part, arrival: int) -> None:
         """Submit a part; returns when it was read, with or without an error.
 
-        Raises EntropyKVError after close().
+        Raises EntropyKVError after close(), and in a process that was forked.
         """
+        self._check_process()
         work = Work(owner, part, arrival, threading.Condition(self._lock))
         with self._lock:
             self._check_open()
@@ -169,6 +173,21 @@ class Scheduler:
             self._closed = why
             self._drop(lambda _: True, EntropyKVError(why))
 
+    @property
+    def is_forked(self) -> bool:
+        """Tell whether this process was forked from the one that made the scheduler.
+
+        It has none of the threads that compute steps, and perhaps a lock that nobody frees.
+        """
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self.is_forked:
+            raise EntropyKVError(
+                "this process was forked from the one that loaded the model, and has none of its "
+                "threads; load the model here, or start processes by spawn"
+            )
+
     def _check_open(self) -> None:
         if self._closed is not None:
             raise EntropyKVError(self._closed)
@@ -196,8 +215,9 @@ class Scheduler:
     def between_steps(self, *, even_closed: bool = False) -> Iterator[None]:
         """Change the pool in the `with` block, between two steps; it may be nested.
 
-        Raises EntropyKVError after close(), unless `even_closed`.
+        Raises EntropyKVError after close(), unless `even_closed`, and in a process that was forked.
         """
+        self._check_process()
         if self.leads():
             yield
             return
