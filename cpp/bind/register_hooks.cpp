@@ -32,7 +32,8 @@ void register_hooks(py::module_& m) {
     register_callback(stock_hook);
     register_times(stock_hook);
     py::class_<WeightHook> weight_hook(m, "WeightHook");
-    weight_hook.def(py::init<int, int>(), py::arg("relu2_layers"), py::arg("n_threads"));
+    weight_hook.def(py::init<int, int, int>(), py::arg("relu2_layers"), py::arg("n_threads"),
+                    py::arg("few_tokens") = 1);
     register_hook(weight_hook);
     register_products(weight_hook);
     register_times(weight_hook);
@@ -41,8 +42,9 @@ void register_hooks(py::module_& m) {
     register_products(graph_hook);
     register_times(graph_hook);
     graph_hook
-        .def(py::init<int, int, bool, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
-             py::arg("batch_invariant") = false, py::arg("on_devices") = false)
+        .def(py::init<int, int, int, bool, std::string>(), py::arg("relu2_layers"),
+             py::arg("n_threads"), py::arg("few_tokens") = 1, py::arg("on_devices") = false,
+             py::arg("products") = "")
         .def(
             "help", [](GraphHook& self, int n) { self.products().help(n); }, py::arg("n_threads"),
             py::call_guard<py::gil_scoped_release>())

@@ -44,8 +44,9 @@ bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
 
 }  // namespace
 
-GraphHook::GraphHook(int relu2_layers, int n_threads, bool batch_invariant, bool on_devices)
-    : on_devices_(on_devices), weights_(relu2_layers, n_threads, batch_invariant) {}
+GraphHook::GraphHook(int relu2_layers, int n_threads, int few_tokens, bool on_devices,
+                     const std::string& kernels)
+    : on_devices_(on_devices), weights_(relu2_layers, n_threads, few_tokens, kernels) {}
 
 // llama.cpp calls this, so no exception may leave it.
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {

@@ -47,8 +47,8 @@ class GraphHook {
 public:
     // The parameters are those of its WeightHook, whose gates are changed while probing, too.
     // on_devices: the device store will serve, so attention may be on any device.
-    GraphHook(int relu2_layers, int n_threads, bool batch_invariant = false,
-              bool on_devices = false);
+    GraphHook(int relu2_layers, int n_threads, int few_tokens = 1, bool on_devices = false,
+              const std::string& kernels = "");
     GraphHook(const GraphHook&) = delete;
     GraphHook& operator=(const GraphHook&) = delete;
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <stdexcept>
 
 #include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
@@ -56,21 +57,13 @@ bool is_served(const ggml_tensor* node) {
            is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;
 }
 
-// For f16, only these kernels are faster than llama.cpp's: see docs/background/products.md.
-bool serves_halves(const ProductTable* table) {
-    return table != nullptr && std::strcmp(table->name, "avx512vnni") == 0;
-}
-
-// This was measured: see docs/background/products.md.
-bool stock_is_faster(WeightType type, std::int64_t n_tokens) {
-    constexpr int kManyTokens = 16;
-    if (type == WeightType::f16) return n_tokens > 1 && n_tokens < kManyTokens;
-    return type == WeightType::q6_k && n_tokens == 1;
-}
-
-const ProductTable* fastest_products() {
+// Returns the kernels of a name, or the fastest ones; null if the machine can run none.
+const ProductTable* products_by(const std::string& name) {
     const auto tables = available_products();
-    return tables.empty() ? nullptr : tables.back();
+    if (name.empty()) return tables.empty() ? nullptr : tables.back();
+    for (const ProductTable* table : tables)
+        if (table->name == name) return table;
+    throw std::invalid_argument("kernels that this machine does not have");
 }
 
 // Tells whether a tensor has contiguous f32 values.
@@ -91,34 +84,41 @@ void scale_op(ggml_tensor* node, int thread, int n_threads, void*) {
 
 }  // namespace
 
-ProductHook::ProductHook(int n_threads, bool batch_invariant) : batch_invariant_(batch_invariant) {
-    const ProductTable* table = fastest_products();
-    if (table != nullptr) products_.emplace(*table, n_threads);
-    serves_halves_ = serves_halves(table);
+ProductHook::ProductHook(int n_threads, int few_tokens, const std::string& kernels)
+    : few_tokens_(few_tokens), stock_(n_threads) {
+    const ProductTable* table = products_by(kernels);
+    if (table == nullptr) return;
+    products_.emplace(*table, n_threads);
+    has_avx512_ = std::strcmp(table->name, "avx512vnni") == 0;
+}
+
+// What is faster was measured: see docs/background/products.md. Throws std::bad_alloc.
+void ProductHook::take(ggml_tensor* node, Seen& seen) {
+    const auto type = type_of(node->src[0]->type);
+    const std::int64_t n_tokens = node->src[1]->ne[1];
+    const bool is_served_here =
+        products_ && type && is_served(node) && (*type != WeightType::f16 || has_avx512_);
+    if (is_served_here && !stock_is_faster(*type, n_tokens)) {
+        products_->reserve(*type, static_cast<int>(node->src[0]->ne[1]),
+                           static_cast<int>(node->src[0]->ne[0]), static_cast<int>(n_tokens));
+        make_custom(node, multiply_op, this);
+        seen.ours = true;
+        return;
+    }
+    if (is_served_here) stock_.take(node);
+    seen.stock = true;
 }
 
 // If there is no memory, the node is not changed.
-bool ProductHook::take(ggml_tensor* node) noexcept {
-    const auto type = type_of(node->src[0]->type);
-    if (!products_ || !type || !is_served(node)) return false;
-    if (*type == WeightType::f16 && !serves_halves_) return false;
-    if (!batch_invariant_ && stock_is_faster(*type, node->src[1]->ne[1])) return false;
-    try {
-        products_->reserve(*type, static_cast<int>(node->src[0]->ne[1]),
-                           static_cast<int>(node->src[0]->ne[0]),
-                           static_cast<int>(node->src[1]->ne[1]));
-    } catch (const std::bad_alloc&) {
-        return false;
-    }
-    make_custom(node, multiply_op, this);
-    return true;
-}
-
 void ProductHook::change(ggml_tensor* node) noexcept {
     if (node->op != GGML_OP_MUL_MAT || !is_weight(node->src[0])) return;
     if (node->src[1]->ne[1] == 0) return;  // A chunk without logits: nothing is computed.
     Seen& seen = seen_[node->src[0]->type];
-    (take(node) ? seen.ours : seen.stock) = true;
+    try {
+        take(node, seen);
+    } catch (const std::bad_alloc&) {
+        seen.stock = true;
+    }
 }
 
 std::map<std::string, std::string> ProductHook::computed_by() const {
@@ -149,7 +149,9 @@ void ProductHook::multiply_op(ggml_tensor* node, int thread, int n_threads, void
 
 bool is_product(const ggml_tensor* node) {
     return node->op == GGML_OP_MUL_MAT ||
-           (node->op == GGML_OP_CUSTOM && custom_op_of(node).function == ProductHook::multiply_op);
+           (node->op == GGML_OP_CUSTOM &&
+            (custom_op_of(node).function == ProductHook::multiply_op ||
+             custom_op_of(node).function == TokenProducts::multiply_op));
 }
 
 void change_scaling(ggml_tensor* node) {

@@ -10,15 +10,18 @@
 #include <optional>
 #include <string>
 
+#include "llama/token_products.hpp"
 #include "products/products.hpp"
 
 namespace entropykv {
 
 class ProductHook {
 public:
-    // n_threads: the most threads of an op. batch_invariant: tokens of several sequences are read
-    // together, so a token must get the same bits alone as beside others.
-    explicit ProductHook(int n_threads, bool batch_invariant = false);
+    // n_threads: the most threads of an op. few_tokens: products of up to so many tokens are left
+    // to llama.cpp's kernel where that is faster for one; 0: none are, because the tokens of
+    // several sequences are read together, and may be more. kernels: a name in
+    // available_products(); empty: the fastest ones. Throws std::invalid_argument for another name.
+    explicit ProductHook(int n_threads, int few_tokens = 1, const std::string& kernels = "");
     ProductHook(const ProductHook&) = delete;
     ProductHook& operator=(const ProductHook&) = delete;
 
@@ -32,20 +35,27 @@ public:
     void help(int n) {
         if (products_) products_->help(n);
     }
-    std::size_t scratch_bytes() const { return products_ ? products_->scratch_bytes() : 0; }
+    std::size_t scratch_bytes() const {
+        return (products_ ? products_->scratch_bytes() : 0) + stock_.scratch_bytes();
+    }
 
 private:
     struct Seen {
         bool ours = false;
         bool stock = false;
     };
-    bool take(ggml_tensor* node) noexcept;
+    bool stock_is_faster(WeightType type, std::int64_t n_tokens) const {
+        return TokenProducts::kPossible && type == WeightType::q6_k && !has_avx512_ &&
+               n_tokens <= few_tokens_;
+    }
+    void take(ggml_tensor* node, Seen& seen);
     static void multiply_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
     friend bool is_product(const ggml_tensor* node);
 
-    bool batch_invariant_;
-    bool serves_halves_ = false;
+    int few_tokens_;
+    bool has_avx512_ = false;
     std::optional<Products> products_;  // unset if the machine can run none of our kernels
+    TokenProducts stock_;
     // Says what computed products, by the type of their weights.
     std::array<Seen, GGML_TYPE_COUNT> seen_{};
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 
 #include "llama/node_times.hpp"
 #include "llama/product_hook.hpp"
@@ -13,9 +14,9 @@ namespace entropykv {
 class WeightHook {
 public:
     // relu2_layers: the number of layers of a model with squared ReLU, or 0. n_threads: the most
-    // threads of an op. batch_invariant: see ProductHook.
-    WeightHook(int relu2_layers, int n_threads, bool batch_invariant = false)
-        : products_(n_threads, batch_invariant) {
+    // threads of an op. few_tokens, kernels: see ProductHook.
+    WeightHook(int relu2_layers, int n_threads, int few_tokens = 1, const std::string& kernels = "")
+        : products_(n_threads, few_tokens, kernels) {
         if (relu2_layers > 0) gates_.emplace(relu2_layers);
     }
 

@@ -287,11 +287,12 @@ def product_kernels() -> list[str]:
 class WeightHook:
     """Compute the products with quantized weights in the graphs of one llama_context."""
 
-    def __init__(self, relu2_layers: int, n_threads: int) -> None:
+    def __init__(self, relu2_layers: int, n_threads: int, few_tokens: int = 1) -> None:
         """Make a hook.
 
         `relu2_layers`: number of layers whose gates become squared ReLU, all or 0. `n_threads`: the
-        most threads of the context.
+        most threads of the context. `few_tokens`: products of up to so many tokens are left to
+        llama.cpp's kernel where that is faster for one; 0: none are.
         """
 
     @property
@@ -332,14 +333,14 @@ class GraphHook:
         self,
         relu2_layers: int,
         n_threads: int,
-        batch_invariant: bool = False,
+        few_tokens: int = 1,
         on_devices: bool = False,
+        products: str = "",
     ) -> None:
-        """Make a hook; for the first two arguments see WeightHook.
+        """Make a hook; for the first three arguments see WeightHook.
 
-        `batch_invariant`: when tokens of several sequences are read together, each gets exactly the
-        bits that it gets alone. `on_devices`: a DeviceStore will serve, so attention may be on any
-        device.
+        `on_devices`: a DeviceStore will serve, so attention may be on any device. `products`: a
+        name in product_kernels(); empty: the last one.
         """
 
     @property

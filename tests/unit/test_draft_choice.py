@@ -1,30 +1,22 @@
-"""Whether `auto` reads drafts, by what the products of a model's weights then cost."""
+"""Whether `auto` reads drafts, by who computes the products of a model's weights."""
 
 from __future__ import annotations
 
 import pytest
 
-from entropykv.policy.drafts import drafts_pay
+from entropykv.policy.drafts import products_are_ours
 
 AVX2, AVX512 = ["avx2"], ["avx2", "avx512vnni"]
-Q4_K_M = [("Q4_K", 74), ("Q6_K", 26)]
-TERNARY = [("TQ2_0", 67), ("Q6_K", 33)]
-
-
-@pytest.mark.parametrize("types", [Q4_K_M, TERNARY])
-def test_a_part_in_q6_k_ends_drafts_only_where_its_product_is_slow(
-    types: list[tuple[str, int]],
-) -> None:
-    assert drafts_pay(types, AVX512)
-    assert not drafts_pay(types, AVX2)
 
 
 @pytest.mark.parametrize("kernels", [AVX2, AVX512])
-@pytest.mark.parametrize("name", ["Q6_K", "F16"])
-def test_a_whole_model_of_a_slow_type_is_read_without_drafts(name: str, kernels: list[str]) -> None:
-    assert not drafts_pay([(name, 1000)], kernels)
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "TQ2_0", "F32"])
+def test_quantised_weights_are_read_with_drafts(name: str, kernels: list[str]) -> None:
+    assert products_are_ours([(name, 1000)], kernels)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q4_K", "TQ2_0", "F32"])
-def test_other_types_are_read_with_drafts(name: str) -> None:
-    assert drafts_pay([(name, 1000)], AVX2)
+@pytest.mark.parametrize(("n_halves", "ours"), [(0, True), (7, True), (8, False), (100, False)])
+def test_halves_are_llama_cpps_without_avx512(n_halves: int, ours: bool) -> None:
+    types = [("Q4_K", 100 - n_halves), ("F16", n_halves)]
+    assert products_are_ours(types, AVX2) == ours
+    assert products_are_ours(types, AVX512)

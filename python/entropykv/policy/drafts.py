@@ -11,26 +11,22 @@ from entropykv.policy.policy import Policy
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import Freezing
 
-_LOSSES = {"Q6_K": 0.4, "F16": 0.4}
-"""By type of weights, by how much ours take longer than llama.cpp's product of a single token, or
-of a few for F16: see docs/background/products.md. With drafts, as in a pool, ours computes it, so
-that a token has the same bits whatever is read with it.
+_MOST_HALVES = 0.075
+"""The largest part of the weights that may be in F16 where drafts are read without being asked for,
+and llama.cpp computes its products.
 """
-_LOSSES_AVX512 = {"Q6_K": 0.08, "F16": 0.1}
-_MOST_LOSS = 0.03
-"""So much longer may a step of one token take where drafts are read without being asked for."""
 
 
-def drafts_pay(weight_types: Iterable[tuple[str, int]], kernels: Sequence[str]) -> bool:
-    """Tell whether the products that drafts need are about as fast as those without drafts.
+def products_are_ours(weight_types: Iterable[tuple[str, int]], kernels: Sequence[str]) -> bool:
+    """Tell whether llama.cpp computes hardly any products in F16, in which a token among drafts
+    gets other bits than alone.
 
     `weight_types`: types and bytes of a model's weights; `kernels`: those of this CPU, the fastest
     last, as _core.product_kernels() returns them.
     """
-    losses = _LOSSES_AVX512 if "avx512vnni" in kernels else _LOSSES
     sizes = dict(weight_types)
-    lost = sum(n_bytes * losses.get(name, 0.0) for name, n_bytes in sizes.items())
-    return lost <= _MOST_LOSS * sum(sizes.values())
+    few = sizes.get("F16", 0) <= _MOST_HALVES * sum(sizes.values())
+    return few or "avx512vnni" in kernels
 
 
 def spec_type_for(
@@ -44,8 +40,8 @@ def spec_type_for(
 
     `auto` without a draft model becomes none where wrong guesses could not be undone; on the flat
     and device stores, where attention to several tokens has other bits than that to one; and for
-    one conversation whose products would become slower, see drafts_pay(). What is asked for by name
-    raises SettingsError where it is not possible.
+    one conversation where the same is true of products, see products_are_ours(). What is asked for
+    by name raises SettingsError where it is not possible.
     """
     asked = options.spec_type
     if asked == "none":
@@ -53,8 +49,9 @@ def spec_type_for(
     obstacle = _obstacle(geometry, policy, freezing, store)
     kind = "ngram" if options.spec_draft_model is None else "draft"
     if asked == "auto" and kind == "ngram":
-        pays = options.in_pool or drafts_pay(geometry.weight_types, _core.product_kernels())
-        return "none" if obstacle is not None or store != "headwise" or not pays else kind
+        ours = products_are_ours(geometry.weight_types, _core.product_kernels())
+        keeps = store == "headwise" and (options.in_pool or ours)
+        return kind if obstacle is None and keeps else "none"
     if obstacle is not None:
         raise SettingsError(
             f"{geometry.name}: wrong guesses could not be undone {obstacle}, so no tokens are "

@@ -81,7 +81,7 @@ class FlatStore(Store):
         self.n_kv_heads = sum(geometry.kv_heads_per_layer)
         self.bytes_full_per_token = 2 * geometry.cached_values
         n_gates = relu2_layers(model, options)
-        self.hook = _core.WeightHook(n_gates, options.most_threads)
+        self.hook = _core.WeightHook(n_gates, options.most_threads, 1 + options.draft_max)
         self._hooked = n_gates > 0 or serves_products()
         plan = self._plan(budget)
         self._cells = plan.cells

@@ -36,7 +36,8 @@ class HeadwiseContext:
         self.hook = _core.GraphHook(
             relu2_layers(model, options),
             options.most_threads,
-            batch_invariant=options.in_pool or config.n_drafts > 0,
+            # In a pool, tokens of several sequences are read together.
+            few_tokens=0 if options.in_pool else 1 + options.draft_max,
         )
         n_tokens = n_ubatch + self.n_sequences * config.n_drafts
         self.handle: Any = hooked_context(model, options, self.hook, n_tokens, self.n_sequences)
