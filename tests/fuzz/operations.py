@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from entropykv import Session
@@ -62,6 +64,14 @@ def _freeze_and_restore(session: Session) -> None:
     assert core.entries + core.frozen == sum(before), (before, core.entries, core.frozen)
 
 
+def _map(session: Session) -> None:
+    """Save the session to a file, and load it into itself: its pages stay in the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "session.kv"
+        session.save(path)
+        session.load(path)
+
+
 def _reload(session: Session) -> None:
     """Save the session, and load it into itself."""
     session.load_state(session.save_state())
@@ -76,12 +86,14 @@ OPERATIONS: dict[str, Callable[..., None]] = {
     "thaw": lambda session, rung, window: session.thaw(rung, window),
     "freeze_and_restore": _freeze_and_restore,
     "reload": _reload,
+    "map": _map,
 }
 
 
 def random_operation(chance: random.Random, model: FuzzModel, session: Session) -> Operation:
     """Return an operation that is possible at the session's position."""
-    kinds = ["decode"] * 8 + ["generate"] * 3 + ["resize"] * 2 + ["truncate"] * 2 + ["reload"]
+    kinds = ["decode"] * 8 + ["generate"] * 3 + ["resize"] * 2 + ["truncate"] * 2
+    kinds += ["reload", "map"]
     kinds += ["reset"] if chance.random() < 0.2 else []
     kinds += ["thaw"] * 2 if session.freezing else []
     if session.freezing and session.freezing.limit is None:

@@ -10,12 +10,14 @@ end no page, slot or byte may be left.
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from entropykv import EntropyKVError, Pool, Session
 from entropykv.errors import UnsupportedModelError
-from tests.fuzz.models import FuzzModel, llama_model, random_model
+from tests.architectures import ARCHITECTURES
+from tests.fuzz.models import FuzzModel, architecture_model, llama_model, random_model
 from tests.fuzz.operations import topic
 from tests.fuzz.options import random_drafts
 from tests.fuzz.oracle import Oracle
@@ -34,6 +36,8 @@ def run_pool(seed: int, folder: Path) -> str:
     chance = random.Random(f"pool {seed}")
     ample = chance.random() < 0.6
     model = random_model(chance, folder) if ample else _model_of_oracle(chance, folder)
+    if chance.random() < 0.3:
+        model = architecture_model(chance.choice(ARCHITECTURES["windowed"]), folder)
     options = _options(chance, model, folder, ample=ample)
     say(f"{model.name}: {options}")
     try:
@@ -115,7 +119,8 @@ class _Run:
             + ("write",) * 4
             + ("truncate", "truncate", "fork", "fork", "swap", "swap", "checkpoint", "checkpoint")
             + ("go back",) * 3
-            + ("save", "load", "new", "begin as another", "close", "resize", "reset")
+            + ("save", "load", "map", "new", "begin as another", "close", "resize", "reset")
+            + ("leave the pool",) * 2
         )
         say(f"session {session.number} of {len(self._sessions)} at {session.position}: {name}")
         text = self._texts[session.number]
@@ -213,6 +218,8 @@ class _Run:
         if session.return_to_checkpoint(asked, repeatable=repeatable):
             text[:] = asked[: session.position]
             self._compare(session, text)
+        elif session.position == 0:
+            text.clear()
 
     def _begin_as_another(self, _session: Session, text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:
@@ -229,6 +236,20 @@ class _Run:
             session.load_state(data)
             text[:] = saved
             self._compare(session, text)
+
+    def _map(self, session: Session, text: list[int]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "session.kv"
+            session.save(path)
+            session.load(path)
+        self._compare(session, text)
+
+    def _leave_the_pool(self, _session: Session, _text: list[int]) -> None:
+        """Let what is swapped out leave the pool, as if its pages were needed."""
+        runner = self._pool.runner
+        with runner.scheduler.between_steps():
+            while self._chance.random() < 0.8 and runner.shared.swap_space.make_room():
+                pass
 
     def _new(self, _session: Session, _text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:

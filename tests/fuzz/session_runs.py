@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +120,8 @@ class Run:
                 self._take_forgery()
             elif kind < 0.4 and self.oracle:
                 self._compare_with_oracle()
+            elif kind < 0.5:
+                self._compare_with_drafts()
 
     def do(self, operation: Operation) -> None:
         """Execute an operation, and check the promises; a refused one must change nothing."""
@@ -163,10 +168,7 @@ class Run:
         session = self.session
         tokens = self._next_tokens()
         data = session.save_state()
-        options = {**self.options, "kv_budget": str(session._runner.budget)}
-        # `auto` could choose another type with this budget.
-        options["kv_type"] = session.stats().kv_type
-        with Session(self.model.path, **options) as loaded:
+        with self._another() as loaded:
             loaded.load_state(data)
             require(loaded.save_state() == data, "what is loaded is saved again as it was")
             ours, theirs = observable(session)[:6], observable(loaded)[:6]
@@ -180,6 +182,38 @@ class Run:
                 observable(loaded)[:6] == observable(session)[:6],
                 "a loaded session goes on with the same entries",
             )
+
+    def _another(self) -> Session:
+        """Open a session with the settings that this one has now."""
+        options = {**self.options, "kv_budget": str(self.session._runner.budget)}
+        # `auto` could choose another type with this budget.
+        options["kv_type"] = self.session.stats().kv_type
+        return Session(self.model.path, **options)
+
+    def _compare_with_drafts(self) -> None:
+        """Check that right drafts leave what single tokens leave, where pages stay in a file."""
+        session, chance = self.session, self.chance
+        tokens = topic(chance, chance.randrange(2, 12), self.model)
+        if session.position + len(tokens) > session.n_ctx or not _computes_all_products(session):
+            return
+        say(f"compare with {len(tokens) - 1} drafts")
+        right = chance.randrange(len(tokens))
+        n_right, states = 0, []
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "session.kv"
+            session.save(path)
+            for drafts in (tokens[1:], ()):
+                with self._another() as other:
+                    other.load(path)
+                    if drafts:
+                        n_right = other.decode_drafts(
+                            tokens[0], drafts, lambda rows: min(right, len(rows) - 1)
+                        )
+                    else:
+                        for token in tokens[: n_right + 1]:
+                            other.decode([token])
+                    states.append((other.evicted, other.save_state()))
+        require(states[0] == states[1], f"{n_right} right drafts leave what single tokens leave")
 
     def _reads(self, tokens: tuple[int, ...]) -> bool:
         n_refused = self.n_refused
@@ -277,9 +311,10 @@ class Run:
         """Check that another number of threads gives the same bits for the same operations."""
         ours = self.session
         n_threads = self.chance.choice([n for n in (1, 2, 3, 5) if n != self.options["n_threads"]])
-        say(f"compare with {n_threads} threads")
+        is_busy = self.chance.random() < 0.3
+        say(f"compare with {n_threads} threads{' of a busy machine' if is_busy else ''}")
         options = {**self.options, "n_threads": n_threads, "n_threads_batch": 0}
-        with Session(self.model.path, **options) as other:
+        with Session(self.model.path, **options) as other, busy_machine(is_busy):
             for operation in self.done:
                 operation.do(other)
             require(same_bits(ours.logits, other.logits), "any number of threads, the same logits")
@@ -287,6 +322,22 @@ class Run:
                 observable(ours)[:6] == observable(other)[:6],
                 "any number of threads, the same entries",
             )
+
+
+def _computes_all_products(session: Session) -> bool:
+    """Tell whether drafts are read, and whether a token has the same bits among them as alone."""
+    by = session.stats().products.values()
+    return session.drafting is not None and not any("llama.cpp" in name for name in by)
+
+
+@contextlib.contextmanager
+def busy_machine(is_busy: bool) -> Iterator[None]:
+    """Let another process take the time of a core, if `is_busy`."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    with contextlib.ExitStack() as stack:
+        if is_busy:
+            stack.callback(stack.enter_context(subprocess.Popen(command)).kill)
+        yield
 
 
 def _shown(options: dict[str, Any]) -> str:
