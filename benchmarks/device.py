@@ -1,16 +1,19 @@
 """Measure prompt and decode of the device store against llama.cpp's own full cache on that device.
 
 python benchmarks/device.py --lengths 2048,8192,32768
-python benchmarks/device.py --shape 8b --lengths 2048,32768,131072
+python benchmarks/device.py --shape 8b --lengths 2048,32768,131072 --policies recency,auto
+python benchmarks/device.py --shape 8b --lengths 8192 --sequences 8
 PYTHONPATH=. build/device/bin/python benchmarks/device.py --rpc --lengths 512
 
 Both run in one process, one after the other, with all layers on the device and the same
-micro-batches. Prints for each length: tokens per second of the prompt and of single tokens after
-it, the ratio to llama.cpp's own cache, the bytes that the device store holds on the device, how
-much of them are rows beyond the budget and one micro-batch, and for each of the single tokens, how
-many graphs the store computed on the device and how many copies it made between host and device.
-With --shape, the model has random weights of that shape, whose rows repeat. With --rpc, the device
-is a process on this machine's CPU, whose figures say nothing of a GPU.
+micro-batches. Prints for each length and policy: tokens per second of the prompt and of single
+tokens after it, the ratio to llama.cpp's own cache, the bytes that the device store holds on the
+device, how much of them are rows beyond the budget and one micro-batch, and for each of the single
+tokens, how many graphs the store computed on the device and how many copies it made between host
+and device. With --sequences, only single tokens are measured, of so many sequences that each have
+read a prompt and then read a token each in every step. With --shape, the model has random weights
+of that shape, whose rows repeat. With --rpc, the device is a process on this machine's CPU, whose
+figures say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -19,15 +22,19 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from entropykv import Session
+from entropykv import Pool, Session
+from entropykv.llamacpp.batch import BatchPart, MicroBatch
+from entropykv.llamacpp.model import Model
 from inputs import find_model
 from tests.support.rpc_device import use_rpc_device
 from tests.support.tiny_writer import FloatArray, TinyShape, TinyWriter
@@ -84,11 +91,16 @@ def model_of(options: argparse.Namespace) -> Iterator[Path]:
         yield path
 
 
+def tokens_of(length: int) -> list[int]:
+    """Return the tokens of a prompt."""
+    return [3 + i * 7 % 250 for i in range(length)]
+
+
 def measure(session: Session, length: int, written: int) -> tuple[float, float, dict[str, float]]:
     """Return the tokens per second of a prompt, and of single tokens after it, and what the device
     store did for each of these.
     """
-    tokens = [3 + i * 7 % 250 for i in range(length)]
+    tokens = tokens_of(length)
     session.decode(tokens[:64])
     session.reset()
     start = time.perf_counter()
@@ -112,6 +124,106 @@ def padding_of(session: Session, n_ubatch: int) -> float:
     return (stats.kv_bytes_budget + stats.kv_bytes_staging) / rows - 1
 
 
+def measure_together(sessions: Sequence[Session], length: int, written: int) -> float:
+    """Return the tokens per second of sessions that each have read a prompt, and then read single
+    tokens at the same time.
+    """
+    for session in sessions:
+        session.decode(tokens_of(length))
+
+    def write(session: Session) -> None:
+        for token in tokens_of(written):
+            session.decode([token])
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(sessions)) as threads:
+        list(threads.map(write, sessions))
+    return len(sessions) * written / (time.perf_counter() - start)
+
+
+def measure_own_together(path: Path, options: argparse.Namespace, length: int) -> float:
+    """Return the same for llama.cpp's own cache, whose sequences read a token each in one step."""
+    model = Model(path, n_gpu_layers=-1, verbose=False)
+    parameters = model.context_defaults()
+    n, n_ubatch = options.sequences, options.n_ubatch
+    parameters.n_ctx = n * (-(-(length + options.written) // 256) * 256)
+    parameters.n_batch = parameters.n_ubatch = n_ubatch
+    parameters.n_seq_max, parameters.kv_unified = n, False
+    parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    context = model.new_context(parameters)
+    batch = MicroBatch(n_ubatch, model.n_vocab)
+    tokens = tokens_of(length)
+    for i in range(n):
+        for first in range(0, length, n_ubatch):
+            part = tokens[first : first + n_ubatch]
+            batch.decode_parts(context, [BatchPart(part, first, 0, sequence=i)])
+    start = time.perf_counter()
+    for step, token in enumerate(tokens_of(options.written)):
+        batch.decode_parts(
+            context, [BatchPart([token], length + step, 1, sequence=i) for i in range(n)]
+        )
+    speed = n * options.written / (time.perf_counter() - start)
+    batch.close()
+    llama_cpp.llama_free(context)
+    model.close()
+    return speed
+
+
+def compare_together(path: Path, options: argparse.Namespace, length: int) -> None:
+    """Print a row for every policy about several sequences that decode at the same time."""
+    own = measure_own_together(path, options, length)
+    for policy in options.policies.split(","):
+        with Pool(
+            path,
+            store="device",
+            policy=policy,
+            n_sequences=options.sequences,
+            **common_options(options, length, options.kv_budget),
+        ) as pool:
+            sessions = [pool.session() for _ in range(options.sequences)]
+            ours = measure_together(sessions, length, options.written)
+        print(
+            f"{length:8} {policy:10} {options.sequences} sequences {ours:12.1f}"
+            f" ({own:.1f}, {ours / own:.2f}x)",
+            flush=True,
+        )
+
+
+def common_options(options: argparse.Namespace, length: int, kv_budget: float) -> dict[str, Any]:
+    """Return the options of all sessions."""
+    return {
+        "kv_budget": kv_budget,
+        "n_ctx": length + options.written,
+        "n_gpu_layers": -1,
+        "n_ubatch": options.n_ubatch,
+        "kv_type": "f16",
+    }
+
+
+def compare(path: Path, options: argparse.Namespace, length: int) -> None:
+    """Print a row for every policy."""
+    with Session(
+        path, store="flat", policy="recency", **common_options(options, length, 1.0)
+    ) as own:
+        prompt, decode, _ = measure(own, length, options.written)
+    for policy in options.policies.split(","):
+        with Session(
+            path,
+            store="device",
+            policy=policy,
+            **common_options(options, length, options.kv_budget),
+        ) as ours:
+            our_prompt, our_decode, traffic = measure(ours, length, options.written)
+            held = sum(ours.stats().kv_bytes_on_devices.values()) / 2**20
+            padding = padding_of(ours, options.n_ubatch)
+        print(
+            f"{length:8} {policy:10} {our_prompt:9.1f} ({prompt:.1f}, {our_prompt / prompt:.2f}x)"
+            f" {our_decode:12.1f} ({decode:.1f}, {our_decode / decode:.2f}x) {held:12.1f}"
+            f" {padding:17.1%}   " + ", ".join(f"{n:.2f}" for _, n in sorted(traffic.items())),
+            flush=True,
+        )
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -120,7 +232,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--folder", help="where a random model is written")
     parser.add_argument("--lengths", default="2048,8192,32768")
-    parser.add_argument("--policy", default="uniform")
+    parser.add_argument("--policies", default="uniform")
+    parser.add_argument("--sequences", type=int, default=1, help="that decode at the same time")
     parser.add_argument("--kv-budget", type=float, default=0.2)
     parser.add_argument("--written", type=int, default=64)
     parser.add_argument("--n-ubatch", type=int, default=512)
@@ -128,33 +241,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.rpc:
         use_rpc_device()
-    print(
-        "  tokens  prompt, tok/s (own, ratio)   decode, tok/s (own, ratio)   MiB on the device"
-        "   padding   graphs, downloads, uploads a token"
-    )
+    if options.sequences == 1:
+        print(
+            "  tokens policy     prompt, tok/s (own, ratio)   decode, tok/s (own, ratio)"
+            "   MiB on the device   padding   graphs, downloads, uploads a token"
+        )
     with model_of(options) as path:
         for length in map(int, options.lengths.split(",")):
-            common = {
-                "n_ctx": length + options.written,
-                "n_gpu_layers": -1,
-                "n_ubatch": options.n_ubatch,
-                "kv_type": "f16",
-            }
-            with Session(path, store="flat", policy="recency", kv_budget=1.0, **common) as own:
-                prompt, decode, _ = measure(own, length, options.written)
-            budget = options.kv_budget
-            with Session(
-                path, store="device", policy=options.policy, kv_budget=budget, **common
-            ) as ours:
-                our_prompt, our_decode, traffic = measure(ours, length, options.written)
-                held = sum(ours.stats().kv_bytes_on_devices.values()) / 2**20
-                padding = padding_of(ours, options.n_ubatch)
-            print(
-                f"{length:8} {our_prompt:9.1f} ({prompt:.1f}, {our_prompt / prompt:.2f}x)"
-                f" {our_decode:12.1f} ({decode:.1f}, {our_decode / decode:.2f}x) {held:12.1f}"
-                f" {padding:17.1%}   " + ", ".join(f"{n:.2f}" for _, n in sorted(traffic.items())),
-                flush=True,
-            )
+            if options.sequences > 1:
+                compare_together(path, options, length)
+            else:
+                compare(path, options, length)
 
 
 if __name__ == "__main__":
