@@ -61,6 +61,7 @@ std::size_t Device::aligned(std::size_t bytes) const {
 }
 
 std::unique_ptr<ggml_context, FreeContext> Device::graph_context() {
+    wait();  // graphs have the same working memory
     return std::unique_ptr<ggml_context, FreeContext>(
         ggml_init({graph_memory_.size(), graph_memory_.data(), true}));
 }
@@ -87,9 +88,21 @@ void Device::place(ggml_cgraph* graph) {
 }
 
 void Device::compute(ggml_cgraph* graph) {
+    launch(graph);
+    wait();
+}
+
+void Device::launch(ggml_cgraph* graph) {
     ++traffic.computed;
-    if (ggml_backend_graph_compute(backend_.get(), graph) != GGML_STATUS_SUCCESS)
+    in_flight_ = true;
+    if (ggml_backend_graph_compute_async(backend_.get(), graph) != GGML_STATUS_SUCCESS)
         throw std::runtime_error("a device could not compute the attention of a layer");
+}
+
+void Device::wait() {
+    if (!in_flight_) return;
+    ggml_backend_synchronize(backend_.get());
+    in_flight_ = false;
 }
 
 std::size_t Device::scratch_bytes() const {
@@ -97,8 +110,20 @@ std::size_t Device::scratch_bytes() const {
            relay_->bytes();
 }
 
+void HostMemory::resize(std::size_t bytes) {
+    size_ = bytes;
+    if (bytes <= capacity_) return;
+    ggml_backend_buffer_type_t memory =
+        ggml_backend_dev_host_buffer_type(device_of(device_.memory()));
+    if (memory == nullptr) memory = ggml_backend_cpu_buffer_type();
+    buffer_.reset(ggml_backend_buft_alloc_buffer(memory, bytes));
+    if (buffer_ == nullptr) throw std::bad_alloc();
+    data_ = static_cast<std::uint8_t*>(ggml_backend_buffer_get_base(buffer_.get()));
+    capacity_ = bytes;
+}
+
 DeviceMemory::DeviceMemory(Device& device, std::size_t bytes)
-    : context_(ggml_init({ggml_tensor_overhead(), nullptr, true})), traffic_(device.traffic) {
+    : context_(ggml_init({ggml_tensor_overhead(), nullptr, true})), device_(device) {
     if (context_ == nullptr) throw std::bad_alloc();
     all_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I8, static_cast<std::int64_t>(bytes));
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device.memory()));
@@ -116,13 +141,15 @@ ggml_tensor* DeviceMemory::tensor(ggml_context* context, ggml_type type, std::si
 }
 
 void DeviceMemory::write(std::size_t offset, const void* values, std::size_t bytes) {
-    ++traffic_.uploads;
+    ++device_.traffic.uploads;
     ggml_backend_tensor_set(all_, values, offset, bytes);
 }
 
-void DeviceMemory::read(std::size_t offset, void* values, std::size_t bytes) {
-    ++traffic_.downloads;
-    ggml_backend_tensor_get(all_, values, offset, bytes);
+void DeviceMemory::begin_read(HostMemory& to) {
+    if (to.size() == 0) return;
+    ++device_.traffic.downloads;
+    device_.in_flight_ = true;
+    ggml_backend_tensor_get_async(device_.backend_.get(), all_, to.data(), 0, to.size());
 }
 
 Device& Devices::of(ggml_backend_buffer_type_t memory) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "llama/device_layer.hpp"
+#include "platform/background_thread.hpp"
 #include "platform/worker_threads.hpp"
 
 namespace entropykv {
@@ -59,7 +60,8 @@ public:
     // Returns the least multiple of the memory's alignment that is not less.
     std::size_t aligned(std::size_t bytes) const;
     bool is_aligned(std::size_t bytes) const { return aligned(bytes) == bytes; }
-    // Makes the context of the next graph, whose tensors exist as long as it does.
+    // Makes the context of the next graph, whose tensors exist as long as it does. Waits for the
+    // graphs before it.
     std::unique_ptr<ggml_context, FreeContext> graph_context();
     static ggml_cgraph* new_graph(ggml_context* context);
     // Tells whether the context of a graph has room for n more tensors.
@@ -70,6 +72,11 @@ public:
     void place(ggml_cgraph* graph);
     // Computes a graph whose tensors have places. Throws std::runtime_error if the device fails.
     void compute(ggml_cgraph* graph);
+    // Begins to compute a graph after those that were begun before, and does not wait for its end.
+    // Throws as compute() does.
+    void launch(ggml_cgraph* graph);
+    // Waits for everything that was begun.
+    void wait();
     // Counts the working memory, on the device and on the host.
     std::size_t scratch_bytes() const;
 
@@ -81,6 +88,28 @@ private:
     std::unique_ptr<ggml_gallocr, FreeAllocator> allocator_;
     std::vector<std::uint8_t> graph_memory_;
     std::unique_ptr<DeviceRelay> relay_;
+    bool in_flight_ = false;  // whether something was begun that nobody has waited for
+    friend class DeviceMemory;
+};
+
+// Is memory of the host that a device copies to while the host does something else, if the device
+// has such memory.
+class HostMemory {
+public:
+    explicit HostMemory(const Device& device) : device_(device) {}
+
+    std::uint8_t* data() const { return data_; }
+    std::size_t size() const { return size_; }
+    std::size_t capacity() const { return capacity_; }
+    // Its content is lost if it grows; nothing may be copied to it then. Throws std::bad_alloc.
+    void resize(std::size_t bytes);
+
+private:
+    const Device& device_;
+    std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
+    std::uint8_t* data_ = nullptr;
+    std::size_t size_ = 0;
+    std::size_t capacity_ = 0;
 };
 
 // Is memory of a device in which tensors of several graphs have their places.
@@ -93,14 +122,16 @@ public:
     ggml_tensor* tensor(ggml_context* context, ggml_type type, std::size_t offset, std::int64_t a,
                         std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1) const;
     void write(std::size_t offset, const void* values, std::size_t bytes);
-    void read(std::size_t offset, void* values, std::size_t bytes);
+    // Begins to copy the first bytes to the host, as many as fit, after what was begun before; they
+    // are there after Device::wait().
+    void begin_read(HostMemory& to);
     std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
 
 private:
     std::unique_ptr<ggml_context, FreeContext> context_;
     std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
     ggml_tensor* all_;
-    DeviceTraffic& traffic_;
+    Device& device_;
 };
 
 // Holds the devices that the stores of one context share, whose graphs are never computed at the
@@ -118,6 +149,8 @@ public:
     const std::map<int, std::string>& on_host() const { return on_host_; }
     // Returns threads for the decisions of the host, which devices need no threads for.
     WorkerThreads& workers() { return workers_; }
+    // Returns a thread that decides while the devices compute; it may ask workers().
+    BackgroundThread& background() { return background_; }
     // Returns the sum over all devices.
     DeviceTraffic traffic() const;
     std::size_t scratch_bytes() const;
@@ -127,6 +160,7 @@ public:
 private:
     int n_threads_;
     WorkerThreads workers_;
+    BackgroundThread background_;
     std::vector<std::unique_ptr<Device>> devices_;
     std::map<int, std::string> on_host_;
 };

@@ -36,19 +36,20 @@ float DevicePredictor::share(int head, float sum, float key_squares, float value
 }
 
 int DeviceAttention::add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks,
-                         const DevicePredictor& predictor) {
+                         const DevicePredictor& predictor, int slots) {
     float max_bias = 0.0f;
     std::memcpy(&max_bias, params.data() + 1, sizeof max_bias);
     layers_.push_back(
         {&layer, params,
          max_bias > 0.0f ? alibi_slopes(layer.shape().n_head, max_bias) : std::vector<float>{},
-         has_sinks, predictor});
+         has_sinks, predictor, slots});
     if (predictor) most_predicted_heads_ = std::max(most_predicted_heads_, layer.shape().n_head_kv);
     return static_cast<int>(layers_.size()) - 1;
 }
 
-void DeviceAttention::allocate(int max_tokens, bool in_graph) {
+void DeviceAttention::allocate(int max_tokens, bool in_graph, bool several, bool alike) {
     max_tokens_ = max_tokens;
+    several_ = several;
     const std::size_t n = index_of(max_tokens);
     std::size_t input = device_.aligned(n * sizeof(float)) +
                         device_.aligned(n * index_of(most_predicted_heads_) * sizeof(std::int32_t));
@@ -83,6 +84,7 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph) {
     place_predictors();
     place_sinks();
     place_ones();
+    if (alike) allocate_masks_of_alike();
     if (in_graph) allocate_for_graph();
 }
 
@@ -119,6 +121,7 @@ std::size_t DeviceAttention::most_changed(const LayerShape& shape) const {
 
 void DeviceAttention::lay_out_positions(bool packed) {
     packed_ = packed;
+    masks_known_ = false;
     position_bytes_ = 0;
     for (Served& served : layers_) {
         served.layer->lay_out_positions(packed);
@@ -196,8 +199,9 @@ void DeviceAttention::keep_sinks(Served& served, int reader, const ggml_tensor* 
 
 std::size_t DeviceAttention::scratch_bytes() const {
     std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
-    for (const auto* memory : {&input_, &positions_, &findings_, &predictors_, &sinks_,
-                               &row_numbers_, &moves_, &ones_, &masks_, &queries_, &looked_up_})
+    for (const auto* memory :
+         {&input_, &positions_, &findings_, &predictors_, &sinks_, &row_numbers_, &moves_, &ones_,
+          &masks_of_alike_, &masks_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
     for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
@@ -227,6 +231,7 @@ std::string DeviceAttention::unsupported(int layer, int n_tokens) {
 
 void DeviceAttention::forget_positions(int layer) {
     layers_.at(index_of(layer)).positions_known = false;
+    masks_known_ = false;
 }
 
 // Adds what the graph of a layer needs.
@@ -234,20 +239,38 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
     DeviceLayer& layer = *served.layer;
     const LayerShape& shape = layer.shape();
     std::vector<std::int64_t> rows;
-    std::vector<std::int64_t> changed;
-    std::vector<float> new_positions;
     std::vector<float> seen_rows;
     for (const DeviceHead& head : layer.heads()) {
         for (int token = 0; token < head.staged; ++token) {
             rows.push_back(head.first_row + head.count + token);
             seen_rows.push_back(static_cast<float>(head.count + step_.last_seen(token)));
         }
+    }
+    Places& places = served.places;
+    places.rows = input.add(rows);
+    places.seen_rows = input.add(seen_rows);
+    places.slopes = input.add(served.slopes);
+    add_changed_positions(served, input);
+    if (shape.window == 0) return;
+    std::vector<float> oldest;
+    for (int token = 0; token < step_.n_tokens; ++token)
+        oldest.push_back(static_cast<float>(shape.oldest_seen(step_.position + token)));
+    places.oldest = input.add(oldest);
+}
+
+// Adds the positions that have changed since the device was told, or writes all of them.
+void DeviceAttention::add_changed_positions(Served& served, StepInput& input) {
+    DeviceLayer& layer = *served.layer;
+    std::vector<std::int64_t> changed;
+    std::vector<float> new_positions;
+    for (DeviceHead& head : layer.heads()) {
         for (const int row : head.changed) {
             changed.push_back(head.first_position + row);
             new_positions.push_back(head.positions[index_of(row)]);
         }
+        head.changed.clear();
     }
-    if (changed.size() > most_changed(shape)) served.positions_known = false;
+    if (changed.size() > most_changed(layer.shape())) served.positions_known = false;
     if (!served.positions_known) {
         std::vector<float> all(index_of(layer.n_positions()));
         copy_positions(served, all.data());
@@ -256,42 +279,39 @@ void DeviceAttention::add_inputs(Served& served, StepInput& input) {
         changed.clear();
         new_positions.clear();
     }
-    for (DeviceHead& head : layer.heads()) head.changed.clear();
-    Places& places = served.places;
-    places.n_changed = static_cast<int>(changed.size());
-    places.rows = input.add(rows);
-    places.changed = input.add(changed);
-    places.new_positions = input.add(new_positions);
-    places.seen_rows = input.add(seen_rows);
-    places.slopes = input.add(served.slopes);
-    if (shape.window == 0) return;
-    std::vector<float> oldest;
-    for (int token = 0; token < step_.n_tokens; ++token)
-        oldest.push_back(static_cast<float>(shape.oldest_seen(step_.position + token)));
-    places.oldest = input.add(oldest);
+    served.places.n_changed = static_cast<int>(changed.size());
+    served.places.changed = input.add(changed);
+    served.places.new_positions = input.add(new_positions);
 }
 
 void DeviceAttention::begin_step(const DeviceStep& step) {
     step_ = step;
-    if (step.in_graph) return begin_in_graph();
+    if (step.is_single_in_graph()) return begin_single();
+    if (step.alike) return begin_alike();
     if (packed_) lay_out_positions(false);
     StepInput input(device_, written_);
-    std::vector<float> positions;
-    for (int token = 0; token < step.n_tokens; ++token)
-        positions.push_back(static_cast<float>(step.position + step.last_seen(token)));
-    token_positions_ = input.add(positions);
-    std::vector<std::int32_t> turns;
-    for (int head = 0; head < most_predicted_heads_; ++head)
-        for (int token = 0; token < step.n_tokens; ++token)
-            turns.push_back(-(step.rope_position + token));
-    turns_ = input.add(turns);
+    token_positions_ = input.add(positions_of_tokens());
+    turns_ = input.add(turns_of_tokens());
     for (Served& served : layers_) add_inputs(served, input);
     input_->write(0, written_.data(), written_.size());
     place_findings(step.n_tokens, step.observing);
 }
 
-float DeviceAttention::oldest_seen(const Served& served) const {
-    return static_cast<float>(std::max(0, served.layer->shape().oldest_seen(step_.position)));
+// Returns by how many positions the keys of this step's tokens are turned back: [KV head][token].
+std::vector<std::int32_t> DeviceAttention::turns_of_tokens() const {
+    std::vector<std::int32_t> turns;
+    for (int head = 0; head < most_predicted_heads_; ++head)
+        for (int token = 0; token < step_.n_tokens; ++token)
+            turns.push_back(-(step_.rope_position + token));
+    return turns;
+}
+
+// Returns the positions that the tokens of this step see last.
+std::vector<float> DeviceAttention::positions_of_tokens() const {
+    std::vector<float> positions;
+    for (int token = 0; token < step_.n_tokens; ++token)
+        positions.push_back(static_cast<float>(step_.position + step_.last_seen(token)));
+    return positions;
 }
 
 void DeviceAttention::copy_positions(const Served& served, float* to) {
@@ -319,18 +339,16 @@ void DeviceAttention::place_findings(int n_tokens, bool observed) {
     found_.resize(end);
 }
 
-void DeviceAttention::run(int layer, int reader, const DeviceNode& node) {
-    const auto context = device_.graph_context();
+void DeviceAttention::add_attention(int layer, int reader, const DeviceNode& node,
+                                    ggml_context* context, ggml_cgraph* graph) {
     Served& served = layers_.at(index_of(layer));
     keep_sinks(served, reader, node.sinks);
-    ggml_cgraph* graph = Device::new_graph(context.get());
-    DeviceGraph(context.get(), graph, *this, served, reader, node, step_).add_step();
-    device_.place(graph);
-    device_.compute(graph);
+    DeviceGraph(context, graph, *this, served, reader, node, step_).add_step();
 }
 
 void DeviceAttention::end_step() {
-    if (!found_.empty()) findings_->read(0, found_.data(), found_.size());
+    findings_->begin_read(found_);
+    device_.wait();
 }
 
 const float* DeviceAttention::observed(int layer, int head) const {

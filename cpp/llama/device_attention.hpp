@@ -3,12 +3,14 @@
 // KV heads, attends to these rows, and sums up what the queries gave to each of them. The host
 // writes once before a step what the graphs of all layers need, and reads once after it what they
 // have found out.
-// A step of a single token computes attention in llama.cpp's own graph, so that its device need not
-// wait between layers: nodes of the graph become others, which write to and read our rows.
+// Most steps compute attention in llama.cpp's own graph, so that its device need not wait between
+// layers: nodes of the graph become others, which write to and read our rows. Those are steps of a
+// single token, and steps of several tokens if all KV heads of a layer hide the same rows.
 #pragma once
 
 #include <ggml.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +37,11 @@ struct DeviceStep {
     std::int32_t rope_position = 0;  // where RoPE sees the first token
     bool see_all = false;            // whether its tokens attend to later ones, too
     bool in_graph = false;           // whether llama.cpp's own graph computes its attention
+    // Whether all KV heads of a layer hide the same rows from a token, and those of all layers with
+    // equally many rows. A single token in llama.cpp's own graph does not ask for it.
+    bool alike = false;
 
+    bool is_single_in_graph() const { return in_graph && n_tokens == 1; }
     // Returns the last of its tokens that one of them attends to.
     int last_seen(int token) const { return see_all ? n_tokens - 1 : token; }
 };
@@ -77,15 +83,21 @@ public:
     DeviceAttention(const DeviceAttention&) = delete;
     DeviceAttention& operator=(const DeviceAttention&) = delete;
 
-    // Adds a layer, which must outlive this object, and returns its number here.
+    // Adds a layer, which must outlive this object, and returns its number here. slots: how many
+    // nodes of llama.cpp's graph, which would compute nothing, there are for each of its readers.
     int add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks,
-            const DevicePredictor& predictor);
-    // Must be called once, after all layers were added. in_graph: there will be steps in
-    // llama.cpp's own graph. Throws std::bad_alloc.
-    void allocate(int max_tokens, bool in_graph);
-    // Tells whether nodes of llama.cpp's graph can compute a layer: `slots` of them, which would
-    // compute nothing, and its attention node.
-    bool can_be_in_graph(int layer, int slots) const;
+            const DevicePredictor& predictor, int slots);
+    // Must be called once, after all layers were added. in_graph: there will be steps of single
+    // tokens in llama.cpp's own graph. several: also steps of several tokens. alike: there will be
+    // steps with heads that are alike. Throws std::bad_alloc.
+    void allocate(int max_tokens, bool in_graph, bool several, bool alike);
+    // Tells whether nodes of llama.cpp's graph can compute a layer for a single token.
+    bool can_be_in_graph(int layer) const;
+    // Tells whether they can compute all layers for several tokens, if heads are alike.
+    bool can_read_several_in_graph(int max_tokens) const;
+    // Tells whether heads can be alike, and whether they are now.
+    bool can_be_alike(int max_tokens) const;
+    bool are_alike() const;
     // Returns the name of an operation that the device cannot compute for a layer, or an empty
     // string.
     std::string unsupported(int layer, int n_tokens);
@@ -94,23 +106,30 @@ public:
     std::string unsupported_rotation(int layer, const RopeParams& rope);
 
     // Writes to the device what the layers' graphs need for a step, for which all heads have chosen
-    // their rows. Throws as run() does.
+    // their rows. Throws as add_attention() does.
     void begin_step(const DeviceStep& step);
     // Change nodes of llama.cpp's graph in a step that is computed there: a node that writes K or V
     // of a layer, and the attention node of one of its readers with nodes that compute nothing.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
     void change_attention(int layer, int reader, const DeviceNode& node, ggml_tensor* target,
                           const std::vector<ggml_tensor*>& slots, NodeChanges& changes);
-    // Computes what such a step has found out, for end_step(): what its queries gave to the rows,
-    // and what the host must know of unknown tokens. Throws as run() does.
+    // Begins to compute what such a step has found out: what its queries gave to the rows, and what
+    // the host must know of unknown tokens. It is there after end_look_up(), which must be called
+    // before another step begins. Throws as add_attention() does.
     void look_up(const UnknownTokens& unknown, bool observed);
-    // Computes the attention of one of the layers that read its K and V; the first one writes them.
-    // Throws std::runtime_error if the device fails, std::bad_alloc if it has no memory.
-    void run(int layer, int reader, const DeviceNode& node);
+    void end_look_up() { device_.wait(); }
+    // Adds to a graph the attention of one of the layers that read its K and V; the first one
+    // writes them. Throws std::runtime_error if the device fails, std::bad_alloc if it has no
+    // memory.
+    void add_attention(int layer, int reader, const DeviceNode& node, ggml_context* context,
+                       ggml_cgraph* graph);
     // Reads from the device what its layers have found out in a step.
     void end_step();
     // Returns about how many tokens end_step() has read something.
     int n_found() const { return n_found_; }
+    // Tells whether the next single token leaves the positions of rows where they are, and so what
+    // was observed before it.
+    bool keeps_places() const { return packed_ && positions_fit(); }
     // Return what queries gave to the rows of a head in the last step, and the squared norms of V
     // of those tokens; null if that was not asked for.
     const float* observed(int layer, int head) const;
@@ -119,7 +138,7 @@ public:
     // the layer has no predictor.
     float predicted(int layer, int head, int token) const;
 
-    // Moves rows of all layers, as their heads say. Throws as run() does.
+    // Moves rows of all layers, as their heads say. Throws as add_attention() does.
     void move_rows();
     // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
     void rotate(int layer, const RopeParams& rope,
@@ -139,13 +158,14 @@ private:
         std::size_t new_positions;  // [n_changed], f32
         std::size_t seen_rows;      // [KV head][token], f32: the last row that a query sees
         std::size_t oldest;         // [token], f32: the oldest position that a query sees
+        std::size_t mask;           // of a step with heads that are alike, f16
         std::size_t slopes;         // [query head], f32: those of ALiBi
         std::size_t positions;      // [position of all heads], f32
         std::size_t observed;       // as positions
         std::size_t value_squares;  // [KV head][token], f32
         std::size_t key_squares;    // as value_squares
         std::size_t sums;           // as value_squares: the products of a prediction
-        std::size_t queries;        // [reader][query head][k_dim], f32: of a single token
+        std::size_t queries;        // [reader][query head][token][k_dim], f32: kept ones
         std::size_t sinks;          // [reader][KV head][query head], f32, each KV head's aligned
         // Are in the memory of the predictors, by KV head: the weights of values that RoPE leaves
         // out before the others, of all others, of the norms of pairs, and of V; and the layer's
@@ -163,13 +183,23 @@ private:
         std::vector<float> slopes;  // by query head; empty: no ALiBi
         bool has_sinks;
         DevicePredictor predictor;
+        int slots;
+        std::size_t alike = 0;            // number in alike_
+        std::int32_t oldest_seen = 0;     // by the single token that the masks are for
         bool positions_known = false;     // to the device
         std::vector<char> sinks_known{};  // to the device, by reader
         Places places{};
     };
+    // Layers whose KV heads have equally many rows: those have one input and one mask in a step
+    // with heads that are alike.
+    struct Alike {
+        const Served* first;
+        std::size_t mask;  // its place
+    };
     friend class DeviceGraph;
 
     void add_inputs(Served& served, StepInput& input);
+    void add_changed_positions(Served& served, StepInput& input);
     void place_findings(int n_tokens, bool observed);
     void place_predictors();
     void place_sinks();
@@ -179,18 +209,32 @@ private:
     void lay_out_positions(bool packed);
     bool positions_fit() const;
     void allocate_for_graph();
+    void allocate_masks_of_alike();
+    std::size_t mask_bytes(const Served& served, int max_tokens) const;
+    template <typename Visit>
+    void for_each_alike(Visit visit) const;
+    std::size_t query_bytes(const Served& served, int n_observed) const;
+    int tensors_of_observation(const Served& served) const;
+    std::vector<float> positions_of_tokens() const;
+    std::vector<std::int32_t> turns_of_tokens() const;
     int most_heads() const;
-    std::size_t looked_up_tokens() const;
+    int looked_up_tokens() const;
+    // Returns how many of n tokens are observed, the last ones.
+    int observed_of(int n) const { return std::min(n, importance_.observation_window); }
     std::size_t most_changed(const LayerShape& shape) const;
     bool heads_are_aligned(const LayerShape& shape) const;
-    bool results_fit_nodes(const Served& served) const;
-    void begin_in_graph();
-    float oldest_seen(const Served& served) const;
+    bool results_fit_nodes(const Served& served, int n_tokens) const;
+    void begin_single();
+    void begin_alike();
+    bool writes_masks_in_graph() const;
+    void write_all_masks();
+    void change_masks(const std::vector<std::int64_t>& changed, const std::vector<float>& values,
+                      StepInput& input);
+    ggml_tensor* write_masks(ggml_context* context, std::size_t rows_at, std::size_t values_at,
+                             std::size_t n) const;
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
     static void copy_positions(const Served& served, float* to);
-    void write_all_positions();
     bool has_moves() const;
-    void compute_masks(std::int64_t n_changed, std::size_t changed_at, std::size_t new_at);
     bool needs_findings(const Served& served) const {
         return served.predictor || needs_value_squares(served);
     }
@@ -213,15 +257,22 @@ private:
     std::unique_ptr<DeviceMemory> row_numbers_;  // [row], f32
     std::unique_ptr<DeviceMemory> moves_;        // from which rows to which ones
     std::unique_ptr<DeviceMemory> ones_;  // in f32; null: the device does not multiply by them
+    std::unique_ptr<DeviceMemory> masks_of_alike_;  // [token][row], f16; null: they never are
     // Are for steps in llama.cpp's own graph, and null if there are none: masks by row in f16,
-    // placed as the positions are; queries; and which rows findings are computed for.
+    // placed as the positions are; kept queries; and which rows findings are computed for.
     std::unique_ptr<DeviceMemory> masks_;
     std::unique_ptr<DeviceMemory> queries_;
     std::unique_ptr<DeviceMemory> looked_up_;
+    std::vector<Alike> alike_;
     std::vector<std::uint8_t> node_memory_;
     std::unique_ptr<ggml_context, FreeContext> node_context_;  // of what nodes become
     // Positions are packed if heads have as many as attention reads, and not one for every row.
     bool packed_ = false;
+    bool masks_known_ = false;  // to the device, for packed positions
+    bool is_mask_due_ = false;  // whether this step has yet to let its token see itself
+    std::size_t own_rows_ = 0;  // offset in the input: [KV head of all layers], i64
+    std::size_t visible_ = 0;   // is another one: as own_rows_, f32, all 0
+    std::size_t n_own_rows_ = 0;
     std::size_t position_bytes_ = 0;
     std::size_t token_positions_ = 0;  // offset in the input: [token], f32
     // Is another one: [KV head][token], i32, by how many positions keys are turned back, for as
@@ -229,11 +280,12 @@ private:
     std::size_t turns_ = 0;
     int most_predicted_heads_ = 0;
     int max_tokens_ = 0;  // of a micro-batch
+    bool several_ = false;
     DeviceStep step_;
     int n_found_ = 0;
     bool has_observed_ = false;
     std::vector<std::uint8_t> written_;  // the input of a step
-    std::vector<std::uint8_t> found_;    // the findings of a step
+    HostMemory found_{device_};          // the findings of a step
 };
 
 }  // namespace entropykv

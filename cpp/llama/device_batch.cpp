@@ -6,6 +6,12 @@
 #include <stdexcept>
 
 namespace entropykv {
+namespace {
+
+// A sequence needs so many tensors at most for the attention of a layer.
+constexpr int kTensorsOfStore = 4096;
+
+}  // namespace
 
 void DeviceBatch::clear() {
     parts_.clear();
@@ -60,10 +66,19 @@ void DeviceBatch::change_attention(int layer, const DeviceNode& node, ggml_tenso
 void DeviceBatch::attend(int layer, const DeviceNode& node) noexcept {
     guarded([&] {
         check_tokens(node);
-        DeviceRelay& relay = parts_.front()->device_of(layer).relay();
-        const DeviceNode there = relay.bring(node);
-        for (DeviceStore* store : parts_) store->attend(layer, there);
-        relay.give_back();
+        Device& device = parts_.front()->device_of(layer);
+        const DeviceNode there = device.relay().bring(node);
+        // One graph serves as many sequences as it has room for.
+        for (auto store = parts_.begin(); store != parts_.end();) {
+            const auto context = device.graph_context();
+            ggml_cgraph* graph = Device::new_graph(context.get());
+            do {
+                (*store++)->add_attention(layer, there, context.get(), graph);
+            } while (store != parts_.end() && Device::has_room_for(context.get(), kTensorsOfStore));
+            device.place(graph);
+            device.compute(graph);
+        }
+        device.relay().give_back();
     });
 }
 

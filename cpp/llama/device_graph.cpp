@@ -62,11 +62,26 @@ ggml_tensor* DeviceGraph::write_of(bool keys, const ggml_tensor* values) {
     refer_to_rows();
     ggml_tensor* to = keys ? k_ : v_;
     ggml_tensor* from = leaf_of(context_, values);
+    const int n_head_kv = layer_.shape().n_head_kv;
     from->ne[0] = to->ne[0];
-    from->ne[1] = layer_.shape().n_head_kv;
     from->nb[1] = from->nb[0] * index_of(static_cast<int>(to->ne[0]));
-    from->nb[2] = from->nb[3] = from->nb[1] * index_of(layer_.shape().n_head_kv);
-    return ggml_set_rows(context_, to, from, rows_of_tokens());
+    const std::size_t token_bytes = from->nb[1] * index_of(n_head_kv);
+    if (step_.n_tokens == 1 || values->nb[1] == token_bytes) {
+        from->ne[1] = std::int64_t{n_head_kv} * step_.n_tokens;
+        from->nb[2] = from->nb[3] = token_bytes * index_of(step_.n_tokens);
+        return ggml_set_rows(context_, to, from, rows_of_tokens());
+    }
+    // Tokens lie apart, so each is an index of the third dimension, and all are written to the same
+    // rows.
+    from->ne[1] = n_head_kv;
+    from->ne[2] = to->ne[2] = step_.n_tokens;
+    from->nb[2] = values->nb[1];
+    from->nb[3] = from->nb[2] * index_of(step_.n_tokens);
+    to->nb[3] = to->nb[2] * index_of(step_.n_tokens);
+    ggml_tensor* written = ggml_set_rows(
+        context_, to, from, ggml_reshape_2d(context_, rows_of_tokens(), n_head_kv, step_.n_tokens));
+    for (ggml_tensor* all : {to, written}) all->nb[2] = all->nb[3] = 0;
+    return written;
 }
 
 std::vector<ggml_tensor*> DeviceGraph::attention_of() {
@@ -74,13 +89,16 @@ std::vector<ggml_tensor*> DeviceGraph::attention_of() {
     output_ = leaf_of(context_, node_.output);
     refer_to_rows();
     std::vector<ggml_tensor*> all;
+    const bool single = step_.n_tokens == 1;
     for (const DeviceGroup& group : layer_.groups()) {
-        const std::int64_t width = layer_.position_stride(group);
-        ggml_tensor* mask = stored_mask(group);
-        if (is_plain(group)) mask->ne[3] = 1;  // that of the first head
-        ggml_tensor* attended = attended_by(
-            group, rows_of(k_, layer_.shape().k_dim, group, width),
-            rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width), mask, 0, 1);
+        const std::int64_t width =
+            single ? layer_.position_stride(group) : layer_.width_of(group, step_.n_tokens);
+        ggml_tensor* mask = single ? stored_mask(group) : mask_of_alike(width);
+        if (single && is_plain(group)) mask->ne[3] = 1;  // that of the first head
+        ggml_tensor* attended =
+            attended_by(group, rows_of(k_, layer_.shape().k_dim, group, width),
+                        rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width), mask,
+                        0, step_.n_tokens);
         attended->buffer = output_->buffer;
         attended->data = static_cast<char*>(output_->data) +
                          output_->nb[1] * index_of(query_heads() * group.first_head);
@@ -114,6 +132,26 @@ ggml_tensor* DeviceGraph::stored_mask(const DeviceGroup& group) {
                                   layer_.position_stride(group), 1, 1, group.n_heads);
 }
 
+// Returns the mask of the tokens for heads that are alike, [token][row].
+ggml_tensor* DeviceGraph::mask_of_alike(std::int64_t width) {
+    return device_.masks_of_alike_->tensor(context_, GGML_TYPE_F16, served_.places.mask, width,
+                                           step_.n_tokens);
+}
+
+// Returns the part of n tokens from `first` on.
+ggml_tensor* DeviceGraph::mask_of_alike(std::int64_t width, int first, int n) {
+    ggml_tensor* all = mask_of_alike(width);
+    return ggml_view_2d(context_, all, width, n, all->nb[1], all->nb[1] * index_of(first));
+}
+
+void DeviceGraph::add_mask() {
+    const DeviceGroup& group = layer_.groups().front();
+    const int width = layer_.width_of(group, step_.n_tokens);
+    const Order order = order_of(group, width);
+    ggml_tensor* values = mask(group, order, newer(order, 0, step_.n_tokens), 0, step_.n_tokens);
+    ggml_build_forward_expand(graph_, ggml_cpy(context_, values, mask_of_alike(width)));
+}
+
 ggml_tensor* DeviceGraph::of_tokens(std::size_t offset) {
     return device_.input_->tensor(context_, GGML_TYPE_F32, offset, 1, step_.n_tokens);
 }
@@ -129,6 +167,11 @@ void DeviceGraph::write_tokens() {
     find_out(keys, values);
     k_ = set_rows(k_, keys, rows);
     if (v_ != nullptr) v_ = set_rows(v_, values, rows);
+    add_positions();
+}
+
+void DeviceGraph::add_positions() {
+    if (positions_ == nullptr) refer_to_positions();
     const std::int64_t n = served_.places.n_changed;
     if (n == 0) return;  // The host has written all positions.
     positions_ = set_rows(
@@ -178,9 +221,9 @@ bool DeviceGraph::is_plain(const DeviceGroup& group) const {
 DeviceGraph::Order DeviceGraph::order_of(const DeviceGroup& group, std::int64_t width) {
     if (!is_plain(group)) return positions_of(group, width);
     ggml_tensor* rows = device_.row_numbers_->tensor(context_, GGML_TYPE_F32, 0, width);
-    ggml_tensor* seen =
-        device_.input_->tensor(context_, GGML_TYPE_F32, served_.places.seen_rows, 1,
-                               std::int64_t{step_.n_tokens} * layer_.shape().n_head_kv);
+    ggml_tensor* seen = device_.input_->tensor(
+        context_, GGML_TYPE_F32, served_.places.seen_rows, 1,
+        std::int64_t{step_.n_tokens} * (step_.alike ? 1 : layer_.shape().n_head_kv));
     return {rows, of_queries(seen, step_.n_tokens * group.first_head, step_.n_tokens)};
 }
 
@@ -242,10 +285,10 @@ ggml_tensor* DeviceGraph::by_row(ggml_tensor* all, const DeviceGroup& group, std
 // Returns the queries of a group: [KV head][query head of the KV head][token][k_dim].
 ggml_tensor* DeviceGraph::queries_of(const DeviceGroup& group, int first, int n) {
     const int of_kv = query_heads();
-    return ggml_view_4d(
-        context_, q_, q_->ne[0], n, of_kv, group.n_heads, q_->nb[1], q_->nb[2],
-        q_->nb[2] * index_of(of_kv),
-        q_->nb[1] * index_of(first) + q_->nb[2] * index_of(of_kv * group.first_head));
+    return ggml_view_4d(context_, q_, q_->ne[0], n, of_kv, group.n_heads, q_->nb[1], q_->nb[2],
+                        q_->nb[2] * index_of(of_kv),
+                        q_->nb[1] * index_of(first - first_query_) +
+                            q_->nb[2] * index_of(of_kv * group.first_head));
 }
 
 // Returns the sinks of a group's query heads, or null.
@@ -320,7 +363,9 @@ ggml_tensor* DeviceGraph::with_heads_third(const ggml_tensor* tensor) {
 void DeviceGraph::attend_part(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
                               const Order& order, int first, int n) {
     ggml_tensor* mask_of_part =
-        ggml_cast(context_, mask(group, order, newer(order, first, n), first, n), GGML_TYPE_F16);
+        step_.alike ? mask_of_alike(keys->ne[1], first, n)
+                    : ggml_cast(context_, mask(group, order, newer(order, first, n), first, n),
+                                GGML_TYPE_F16);
     ggml_tensor* attended = attended_by(group, keys, values, mask_of_part, first, n);
     const int of_kv = query_heads();
     const std::size_t head_bytes = output_->nb[1];

@@ -43,28 +43,43 @@ public:
     // Adds the attention of a step between two nodes.
     void add_step();
 
-    // Returns an operation that writes K or V of a single token, [n_head_kv * dim] in f32, to the
-    // rows of its KV heads.
+    // Adds the mask of all heads of the layer, which are alike.
+    void add_mask();
+    // Adds the write of the positions that have changed.
+    void add_positions();
+
+    // Returns an operation that writes K or V of the tokens, [token][n_head_kv * dim] in f32, to
+    // the rows of their KV heads.
     ggml_tensor* write_of(bool keys, const ggml_tensor* values);
 
-    // Returns the operations that attend with a single token, one for every group, whose results
-    // lie in the output of the node.
+    // Returns the operations that attend, one for every group, whose results lie in the output of
+    // the node.
     std::vector<ggml_tensor*> attention_of();
 
-    // Returns an operation that keeps the queries of a single token for add_observation().
+    // Returns an operation that keeps the queries that are observed for add_observation().
     ggml_tensor* copy_of_queries();
 
-    // Adds what the kept queries of a single token gave to all rows.
+    // Adds what the kept queries gave to all rows.
     void add_observation();
 
     // Adds what add_step() finds out about K and V of tokens, for n tokens whose rows are given.
     void add_findings(int n, std::size_t rows_offset);
 
 private:
+    // Says which rows are older than a query: numbers of rows and of tokens that are compared.
+    struct Order {
+        ggml_tensor* rows;    // [KV head][row], or [row] for all heads
+        ggml_tensor* tokens;  // [token]
+    };
+
     void refer_to_rows();
     void refer_to_positions();
     ggml_tensor* rows_of_tokens();
     ggml_tensor* stored_mask(const DeviceGroup& group);
+    ggml_tensor* mask_of_alike(std::int64_t width);
+    ggml_tensor* mask_of_alike(std::int64_t width, int first, int n);
+    ggml_tensor* mask_of_observed(const DeviceGroup& group, const Order& order, int first, int n);
+    int n_kept_queries() const { return device_.observed_of(step_.n_tokens); }
     ggml_tensor* kept_queries();
     ggml_tensor* of_tokens(std::size_t offset);
     void write_tokens();
@@ -79,12 +94,6 @@ private:
     void keep(ggml_tensor* result, std::size_t offset);
     ggml_tensor* for_queries(ggml_tensor* row_positions, int n);
     ggml_tensor* of_queries(ggml_tensor* input, int first, int n);
-
-    // Says which rows are older than a query: numbers of rows and of tokens that are compared.
-    struct Order {
-        ggml_tensor* rows;    // [KV head][row], or [row] for all heads
-        ggml_tensor* tokens;  // [token]
-    };
 
     Order positions_of(const DeviceGroup& group, std::int64_t width);
     bool is_plain(const DeviceGroup& group) const;
@@ -135,6 +144,7 @@ private:
     ggml_tensor* output_ = nullptr;
     ggml_tensor* k_ = nullptr;
     ggml_tensor* v_ = nullptr;      // null: V is a part of K
+    int first_query_ = 0;           // that q_ has
     ggml_tensor* turns_ = nullptr;  // by how many positions keys are turned back
     ggml_tensor* token_positions_ = nullptr;
     ggml_tensor* oldest_ = nullptr;  // null: queries see everything before them

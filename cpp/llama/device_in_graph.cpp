@@ -1,7 +1,10 @@
-// Lets llama.cpp's own graph compute the attention of a step of a single token.
+// Lets llama.cpp's own graph compute the attention of a step.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 #include "decide/eviction.hpp"
 #include "llama/device_attention.hpp"
@@ -19,28 +22,48 @@ constexpr int kLookedUpTokens = kDecodeRoom;
 constexpr std::size_t kTensorsOfWrites = 12;
 constexpr std::size_t kTensorsOfReader = 10;
 constexpr std::size_t kTensorsOfGroup = 12;
-// So many tensors at most compute what such a step has found out: about a group of heads that
-// reads, and about the tokens of a layer.
-constexpr int kTensorsOfObservation = 40;
+// So many tensors at most compute what such a step has found out: about the tokens of a layer.
 constexpr int kTensorsOfFindings = 64;
 // If more layers read the K and V of one layer, attention is computed between two nodes.
 constexpr int kMostReaders = 24;
+// If the masks of layers with unlike budgets, or the kept queries, take more bytes, several tokens
+// attend between two nodes.
+constexpr std::size_t kMostMaskBytes = std::size_t{1} << 26;
+constexpr std::size_t kMostQueryBytes = std::size_t{1} << 28;
+// In f16, the mask of a hidden row is -infinity.
+constexpr float kHidden = -1e30f;
+
+bool has_left(const DeviceHead& head, int row, std::int32_t oldest) {
+    return head.positions[index_of(row)] < static_cast<float>(oldest);
+}
+
+// Tells whether the newest token sees a row, if no position before `oldest` is seen.
+bool is_seen(const DeviceHead& head, int row, std::int32_t oldest) {
+    return head.positions[index_of(row)] < kFreeRow && !has_left(head, row, oldest);
+}
+
+// Tells whether the KV heads of two layers of one shape have equally many rows.
+bool has_rows_of(const DeviceLayer& a, const DeviceLayer& b) {
+    return a.shape().n_head == b.shape().n_head && a.heads().size() == b.heads().size() &&
+           a.shape().k_dim == b.shape().k_dim && a.shape().v_dim == b.shape().v_dim &&
+           a.shape().latent == b.shape().latent &&
+           a.heads().front().rows() == b.heads().front().rows();
+}
 
 }  // namespace
 
 // Allocates what steps in llama.cpp's own graph need.
 void DeviceAttention::allocate_for_graph() {
     std::size_t queries = 0;
-    std::size_t rows =
-        device_.aligned(looked_up_tokens() * index_of(most_heads()) * sizeof(std::int32_t));
-    std::size_t n_tensors = 0;
+    const std::size_t looked_up = index_of(looked_up_tokens());
+    std::size_t rows = device_.aligned(looked_up * index_of(most_heads()) * sizeof(std::int32_t));
+    std::size_t n_tensors = kTensorsOfWrites;
+    const int n_observed = several_ ? observed_of(max_tokens_) : 1;
     for (Served& served : layers_) {
         const LayerShape& shape = served.layer->shape();
         served.places.queries = queries;
-        queries += device_.aligned(sizeof(float) * index_of(shape.readers) *
-                                   index_of(shape.n_head) * index_of(shape.k_dim));
-        rows +=
-            device_.aligned(looked_up_tokens() * index_of(shape.n_head_kv) * sizeof(std::int32_t));
+        queries += query_bytes(served, n_observed);
+        rows += device_.aligned(looked_up * index_of(shape.n_head_kv) * sizeof(std::int32_t));
         n_tensors += kTensorsOfWrites +
                      index_of(shape.readers) *
                          (kTensorsOfReader + kTensorsOfGroup * served.layer->groups().size());
@@ -52,6 +75,74 @@ void DeviceAttention::allocate_for_graph() {
     node_memory_.resize(n_tensors * ggml_tensor_overhead());
 }
 
+void DeviceAttention::allocate_masks_of_alike() {
+    std::size_t masks = 0;
+    alike_.clear();
+    for (Served& served : layers_) {
+        const auto same = [&](const Alike& alike) {
+            return has_rows_of(*alike.first->layer, *served.layer);
+        };
+        const auto found = std::find_if(alike_.begin(), alike_.end(), same);
+        served.alike = static_cast<std::size_t>(found - alike_.begin());
+        if (found != alike_.end()) continue;
+        alike_.push_back({&served, masks});
+        masks += mask_bytes(served, max_tokens_);
+    }
+    masks_of_alike_ = std::make_unique<DeviceMemory>(device_, masks);
+}
+
+// Returns how many bytes the mask of a layer takes if its heads are alike.
+std::size_t DeviceAttention::mask_bytes(const Served& served, int max_tokens) const {
+    const int width = rows_of_layer({served.layer->heads().front().rows()});
+    return device_.aligned(sizeof(ggml_fp16_t) * index_of(width) * index_of(max_tokens));
+}
+
+// Returns how many bytes the kept queries of a layer take.
+std::size_t DeviceAttention::query_bytes(const Served& served, int n_observed) const {
+    const LayerShape& shape = served.layer->shape();
+    return index_of(shape.readers) * device_.aligned(sizeof(float) * index_of(shape.n_head) *
+                                                     index_of(shape.k_dim) * index_of(n_observed));
+}
+
+bool DeviceAttention::can_be_alike(int max_tokens) const {
+    std::size_t masks = 0;
+    for_each_alike([&](const Served& served) { masks += mask_bytes(served, max_tokens); });
+    return masks <= kMostMaskBytes &&
+           std::all_of(layers_.begin(), layers_.end(), [](const Served& served) {
+               return served.layer->groups().size() == 1 && served.layer->shape().window == 0 &&
+                      served.slopes.empty();
+           });
+}
+
+bool DeviceAttention::can_read_several_in_graph(int max_tokens) const {
+    std::size_t queries = 0;
+    bool can = can_be_alike(max_tokens);
+    const bool observes = importance_.measure().observes();
+    for (const Served& served : layers_) {
+        can = can && served.layer->shape().readers <= kMostReaders;
+        if (!observes) continue;
+        can = can && served.slots > 0;
+        queries += query_bytes(served, observed_of(max_tokens));
+    }
+    if (!can || queries > kMostQueryBytes) return false;
+    for_each_alike([&](const Served& served) {
+        // Devices choose their kernels by how many tokens there are, too.
+        for (int n = 2; can && n < 2 * max_tokens; n *= 2)
+            can = results_fit_nodes(served, std::min(n, max_tokens));
+    });
+    return can;
+}
+
+// Calls visit(layer) for one of all layers with equally many rows.
+template <typename Visit>
+void DeviceAttention::for_each_alike(Visit visit) const {
+    for (auto served = layers_.begin(); served != layers_.end(); ++served)
+        if (std::none_of(layers_.begin(), served, [&](const Served& other) {
+                return has_rows_of(*other.layer, *served->layer);
+            }))
+            visit(*served);
+}
+
 // Tells whether the queries and the results of every KV head lie where the device uses them.
 bool DeviceAttention::heads_are_aligned(const LayerShape& shape) const {
     const std::size_t bytes = sizeof(float) * index_of(shape.n_head / shape.n_head_kv);
@@ -59,34 +150,35 @@ bool DeviceAttention::heads_are_aligned(const LayerShape& shape) const {
            device_.is_aligned(bytes * index_of(shape.v_dim));
 }
 
-bool DeviceAttention::can_be_in_graph(int layer, int slots) const {
+bool DeviceAttention::can_be_in_graph(int layer) const {
     const Served& served = layers_.at(index_of(layer));
     const LayerShape& shape = served.layer->shape();
     const int copies = importance_.measure().observes() ? 1 : 0;
     const auto groups = static_cast<int>(served.layer->groups().size());
     return served.slopes.empty() && shape.readers <= kMostReaders &&
-           (groups == 1 || heads_are_aligned(shape)) && groups - 1 + copies <= slots &&
-           results_fit_nodes(served);
+           (groups == 1 || heads_are_aligned(shape)) && groups - 1 + copies <= served.slots &&
+           results_fit_nodes(served, 1);
 }
 
-// Tells whether attention to any number of a layer's rows writes no further than its results go.
-// The nodes that it becomes have no room behind them; some devices need it for copies of rows in
-// another type.
-bool DeviceAttention::results_fit_nodes(const Served& served) const {
+// Tells whether attention of n_tokens to any number of a layer's rows writes no further than its
+// results go. The nodes that it becomes have no room behind them; some devices need it for copies
+// of rows in another type.
+bool DeviceAttention::results_fit_nodes(const Served& served, int n_tokens) const {
     const DeviceLayer& layer = *served.layer;
     const LayerShape& shape = layer.shape();
     const int of_kv = shape.n_head / shape.n_head_kv;
     const auto context = device_.graph_context();
     const auto fits = [&](std::int64_t width, int third, int fourth) {
-        ggml_tensor* q =
-            ggml_new_tensor_4d(context.get(), GGML_TYPE_F32, shape.k_dim, 1, of_kv * third, fourth);
+        ggml_tensor* q = ggml_new_tensor_4d(context.get(), GGML_TYPE_F32, shape.k_dim, n_tokens,
+                                            of_kv * third, fourth);
         ggml_tensor* k =
             ggml_new_tensor_4d(context.get(), layer.type(), shape.k_dim, width, third, fourth);
         ggml_tensor* v = shape.latent ? ggml_view_4d(context.get(), k, shape.v_dim, width, third,
                                                      fourth, k->nb[1], k->nb[2], k->nb[3], 0)
                                       : ggml_new_tensor_4d(context.get(), layer.type(), shape.v_dim,
                                                            width, third, fourth);
-        ggml_tensor* mask = ggml_new_tensor_4d(context.get(), GGML_TYPE_F16, width, 1, 1, fourth);
+        ggml_tensor* mask =
+            ggml_new_tensor_4d(context.get(), GGML_TYPE_F16, width, n_tokens, 1, fourth);
         ggml_tensor* attended = ggml_flash_attn_ext(context.get(), q, k, v, mask, 1.0f, 0.0f, 0.0f);
         std::memcpy(attended->op_params, served.params.data(), sizeof attended->op_params);
         if (served.has_sinks)
@@ -104,103 +196,174 @@ bool DeviceAttention::results_fit_nodes(const Served& served) const {
     };
     return std::all_of(layer.groups().begin(), layer.groups().end(), [&](const auto& group) {
         const std::int64_t width = layer.position_stride(group);
-        return fits(width, group.n_heads, 1) && fits(width, 1, group.n_heads);
+        return fits(width, group.n_heads, 1) && (n_tokens > 1 || fits(width, 1, group.n_heads));
     });
 }
 
-std::size_t DeviceAttention::looked_up_tokens() const {
-    return index_of(std::min(kLookedUpTokens, max_tokens_));
+int DeviceAttention::looked_up_tokens() const {
+    return several_ ? max_tokens_ : std::min(kLookedUpTokens, max_tokens_);
 }
 
-// Writes the rows of a single token, and computes the masks of all layers from the positions that
-// have changed. All inputs have the same places in every such step, and so have the sources of the
-// changed nodes: then a backend that records graphs need not record them again.
-void DeviceAttention::begin_in_graph() {
-    if (!packed_ || !positions_fit()) lay_out_positions(true);
-    bool known = true;
-    for (const Served& served : layers_) known = known && served.positions_known;
+// Tells whether the first layer has a node that shows the rows of a single token to it.
+bool DeviceAttention::writes_masks_in_graph() const {
+    const Served& first = layers_.front();
+    const auto groups = static_cast<int>(first.layer->groups().size());
+    return groups + (queries_ != nullptr ? 1 : 0) <= first.slots;
+}
+
+// Writes the rows of a single token, and which rows the others hide from it since the last one. All
+// inputs have the same places in every such step, and so have the sources of the changed nodes:
+// then a backend that records graphs need not record them again.
+void DeviceAttention::begin_single() {
+    device_.wait();  // what observes the kept queries of the step before
+    if (!keeps_places()) lay_out_positions(true);
     StepInput input(device_, written_);
-    token_positions_ = input.add(std::vector<float>{static_cast<float>(step_.position)});
+    std::vector<std::int64_t> own_rows;
     std::vector<std::int64_t> changed;
-    std::vector<float> new_positions;
+    std::vector<float> values;
     std::size_t most = 0;
     for (Served& served : layers_) {
         DeviceLayer& layer = *served.layer;
         most += most_changed(layer.shape());
+        const std::int32_t oldest = std::max(0, layer.shape().oldest_seen(step_.position));
+        const std::int32_t oldest_before = std::exchange(served.oldest_seen, oldest);
+        if (oldest < oldest_before) masks_known_ = false;  // the text was shortened
         std::vector<std::int64_t> rows;
         for (DeviceHead& head : layer.heads()) {
-            const std::size_t first =
-                served.places.positions / sizeof(float) + index_of(head.first_position);
+            const std::int64_t first =
+                static_cast<std::int64_t>(served.places.positions / sizeof(float)) +
+                head.first_position;
             const auto change = [&](int row) {
-                changed.push_back(static_cast<std::int64_t>(first) + row);
-                new_positions.push_back(head.positions[index_of(row)]);
+                changed.push_back(first + row);
+                values.push_back(is_seen(head, row, oldest) ? 0.0f : kHidden);
             };
             rows.push_back(head.first_row + head.count);
-            if (known) std::for_each(head.changed.begin(), head.changed.end(), change);
+            own_rows.push_back(first + head.count);
+            for (const int row : head.changed)
+                if (masks_known_ && row != head.count) change(row);
             head.changed.clear();
+            for (int row = 0; masks_known_ && oldest > oldest_before && row < head.count; ++row)
+                if (has_left(head, row, oldest) && !has_left(head, row, oldest_before)) change(row);
         }
         served.places.rows = input.add(rows);
-        served.places.oldest = input.add(std::vector<float>{oldest_seen(served)});
+        served.positions_known = false;
     }
-    if (!known || changed.size() > most) {
-        write_all_positions();
+    n_own_rows_ = own_rows.size();
+    own_rows_ = input.add(own_rows);
+    visible_ = input.add(std::vector<float>(n_own_rows_, 0.0f));
+    const bool written_by_graph = writes_masks_in_graph();
+    if (!masks_known_ || changed.size() + n_own_rows_ > most) {
+        write_all_masks();
         changed.clear();
-        new_positions.clear();
+    } else if (!written_by_graph) {
+        changed.insert(changed.end(), own_rows.begin(), own_rows.end());
+        values.insert(values.end(), n_own_rows_, 0.0f);
     }
-    const std::size_t changed_at = input.add(changed);
-    const std::size_t new_at = input.add(new_positions);
-    input_->write(0, written_.data(), written_.size());
-    compute_masks(static_cast<std::int64_t>(changed.size()), changed_at, new_at);
-    place_findings(0, false);
+    is_mask_due_ = written_by_graph;
+    values.resize(changed.size());
+    change_masks(changed, values, input);
     node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
     if (node_context_ == nullptr) throw std::bad_alloc();
 }
 
-void DeviceAttention::write_all_positions() {
-    std::vector<float> all(position_bytes_ / sizeof(float), kFreeRow);
-    for (Served& served : layers_) {
-        copy_positions(served, all.data() + served.places.positions / sizeof(float));
-        served.positions_known = true;
-    }
-    positions_->write(0, all.data(), all.size() * sizeof(float));
+// Writes to the device which rows a single token sees, and the input of its step.
+void DeviceAttention::write_all_masks() {
+    std::vector<ggml_fp16_t> all(position_bytes_ / sizeof(float), ggml_fp32_to_fp16(-INFINITY));
+    const ggml_fp16_t seen = ggml_fp32_to_fp16(0.0f);
+    for (const Served& served : layers_)
+        for (const DeviceHead& head : served.layer->heads())
+            for (int row = 0; row < head.used(); ++row)
+                if (is_seen(head, row, served.oldest_seen))
+                    all[served.places.positions / sizeof(float) +
+                        index_of(head.first_position + row)] = seen;
+    masks_->write(0, all.data(), all.size() * sizeof(ggml_fp16_t));
+    masks_known_ = true;
 }
 
-void DeviceAttention::compute_masks(std::int64_t n_changed, std::size_t changed_at,
-                                    std::size_t new_at) {
+// Writes the input of a step, and changes values of masks.
+void DeviceAttention::change_masks(const std::vector<std::int64_t>& changed,
+                                   const std::vector<float>& values, StepInput& input) {
+    const std::size_t changed_at = input.add(changed);
+    const std::size_t values_at = input.add(values);
+    input_->write(0, written_.data(), written_.size());
+    if (changed.empty()) return;
     const auto context = device_.graph_context();
     ggml_cgraph* graph = Device::new_graph(context.get());
-    if (n_changed > 0) {
-        ggml_tensor* all =
-            positions_->tensor(context.get(), GGML_TYPE_F32, 0, 1,
-                               static_cast<std::int64_t>(position_bytes_ / sizeof(float)));
-        ggml_build_forward_expand(
-            graph,
-            ggml_set_rows(context.get(), all,
-                          input_->tensor(context.get(), GGML_TYPE_F32, new_at, 1, n_changed),
-                          input_->tensor(context.get(), GGML_TYPE_I64, changed_at, n_changed)));
-    }
-    // Neighbouring layers that see equally far back have one mask.
-    for (std::size_t first = 0, next = 0; first < layers_.size(); first = next) {
-        const float oldest = oldest_seen(layers_[first]);
-        while (next < layers_.size() && oldest_seen(layers_[next]) == oldest) ++next;
-        const std::size_t begin = layers_[first].places.positions;
-        const std::size_t end =
-            next < layers_.size() ? layers_[next].places.positions : position_bytes_;
-        const auto n = static_cast<std::int64_t>((end - begin) / sizeof(float));
-        ggml_tensor* positions = positions_->tensor(context.get(), GGML_TYPE_F32, begin, n);
-        const auto beyond = [&](float sign, float position) {
-            ggml_tensor* below = ggml_scale_bias(context.get(), positions, -sign * kMaskSlope,
-                                                 sign * kMaskSlope * position);
-            return ggml_clamp(context.get(), below, -1e30f, 0.0f);
-        };
-        ggml_tensor* mask = beyond(1.0f, static_cast<float>(step_.position));
-        if (oldest > 0.0f) mask = ggml_add(context.get(), mask, beyond(-1.0f, oldest));
-        ggml_build_forward_expand(
-            graph, ggml_cpy(context.get(), mask,
-                            masks_->tensor(context.get(), GGML_TYPE_F16, begin / 2, n)));
-    }
+    ggml_build_forward_expand(graph,
+                              write_masks(context.get(), changed_at, values_at, changed.size()));
     device_.place(graph);
     device_.compute(graph);
+}
+
+// Returns an operation that writes n values of masks, from two places of the input.
+ggml_tensor* DeviceAttention::write_masks(ggml_context* context, std::size_t rows_at,
+                                          std::size_t values_at, std::size_t n) const {
+    const auto n_values = static_cast<std::int64_t>(n);
+    return ggml_set_rows(context,
+                         masks_->tensor(context, GGML_TYPE_F16, 0, 1,
+                                        static_cast<std::int64_t>(position_bytes_ / sizeof(float))),
+                         input_->tensor(context, GGML_TYPE_F32, values_at, 1, n_values),
+                         input_->tensor(context, GGML_TYPE_I64, rows_at, n_values));
+}
+
+bool DeviceAttention::are_alike() const {
+    return std::all_of(layers_.begin(), layers_.end(), [this](const Served& served) {
+        const DeviceLayer& layer = *served.layer;
+        return layer.is_even(layer.groups().front()) &&
+               layer.heads().front().count ==
+                   alike_[served.alike].first->layer->heads().front().count;
+    });
+}
+
+// Writes the rows of the tokens, and computes the masks of all layers.
+void DeviceAttention::begin_alike() {
+    device_.wait();
+    if (packed_) lay_out_positions(false);
+    const int n = step_.n_tokens;
+    StepInput input(device_, written_);
+    std::vector<std::pair<std::size_t, std::size_t>> places;  // of rows, and of what is seen
+    for (const Alike& alike : alike_) {
+        const std::vector<DeviceHead>& heads = alike.first->layer->heads();
+        std::vector<std::int64_t> rows;
+        std::vector<float> seen;
+        for (int token = 0; token < n; ++token) {
+            for (const DeviceHead& head : heads)
+                if (step_.in_graph) rows.push_back(head.first_row + head.count + token);
+            seen.push_back(static_cast<float>(heads.front().count + step_.last_seen(token)));
+        }
+        // llama.cpp's cells are read by KV head.
+        for (const DeviceHead& head : heads)
+            for (int token = 0; token < n && !step_.in_graph; ++token)
+                rows.push_back(head.first_row + head.count + token);
+        places.emplace_back(input.add(rows), input.add(seen));
+    }
+    // Only queries near the first one may have an entry in their neighbourhood.
+    const bool by_position = step_.observing && n - observed_of(n) < kNeighbourhood;
+    token_positions_ = input.add(positions_of_tokens());
+    if (!step_.in_graph) turns_ = input.add(turns_of_tokens());
+    for (Served& served : layers_) {
+        std::tie(served.places.rows, served.places.seen_rows) = places[served.alike];
+        served.places.mask = alike_[served.alike].mask;
+        served.places.n_changed = 0;
+        if (by_position) {
+            add_changed_positions(served, input);
+        } else {
+            served.positions_known = false;
+            for (DeviceHead& head : served.layer->heads()) head.changed.clear();
+        }
+    }
+    input_->write(0, written_.data(), written_.size());
+    const auto context = device_.graph_context();
+    ggml_cgraph* graph = Device::new_graph(context.get());
+    for (const Alike& alike : alike_)
+        DeviceGraph(context.get(), graph, *this, *alike.first, 0, {}, step_).add_mask();
+    for (const Served& served : layers_)
+        DeviceGraph(context.get(), graph, *this, served, 0, {}, step_).add_positions();
+    device_.place(graph);
+    device_.compute(graph);
+    if (!step_.in_graph) return place_findings(n, step_.observing);
+    node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
+    if (node_context_ == nullptr) throw std::bad_alloc();
 }
 
 void DeviceAttention::change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) {
@@ -216,8 +379,14 @@ void DeviceAttention::change_attention(int layer, int reader, const DeviceNode& 
     keep_sinks(served, reader, node.sinks);
     DeviceGraph graph(node_context_.get(), nullptr, *this, served, reader, node, step_);
     std::vector<ggml_tensor*> operations = graph.attention_of();
-    // Also if they are not observed: a backend records a graph only if it stays the same.
-    if (queries_ != nullptr) operations.push_back(graph.copy_of_queries());
+    // Those of a single token also if they are not observed: a backend records a graph only if it
+    // stays the same.
+    if (queries_ != nullptr && (step_.n_tokens == 1 || step_.observing))
+        operations.push_back(graph.copy_of_queries());
+    if (step_.n_tokens == 1 && std::exchange(is_mask_due_, false))
+        // Before all that attends in the place of another node.
+        operations.insert(operations.begin() + 1,
+                          write_masks(node_context_.get(), own_rows_, visible_, n_own_rows_));
     if (operations.size() - 1 > slots.size())
         throw std::runtime_error("a graph has fewer nodes that compute nothing than the first one");
     for (std::size_t i = 0; i + 1 < operations.size(); ++i)
@@ -251,8 +420,8 @@ void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed) {
         for (; first < layers_.size(); ++first) {
             const Served& served = layers_[first];
             const auto groups = static_cast<int>(served.layer->groups().size());
-            const int n =
-                kTensorsOfFindings + served.layer->shape().readers * groups * kTensorsOfObservation;
+            const int n = kTensorsOfFindings +
+                          served.layer->shape().readers * groups * tensors_of_observation(served);
             if (!Device::has_room_for(context.get(), n)) break;
             for (int reader = 0; observed && reader < served.layer->shape().readers; ++reader)
                 DeviceGraph(context.get(), graph, *this, served, reader, {}, step_)
@@ -263,9 +432,9 @@ void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed) {
         }
         if (ggml_graph_n_nodes(graph) == 0) continue;
         device_.place(graph);
-        device_.compute(graph);
+        device_.launch(graph);
     }
-    end_step();
+    findings_->begin_read(found_);
 }
 
 }  // namespace entropykv

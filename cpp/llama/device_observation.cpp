@@ -20,29 +20,57 @@ void sum_in_f32(Tensor* product, long) {
 // most.
 constexpr int kObservedBlock = 64;
 constexpr int kObservedWeights = 1 << 24;
+// So many tensors at most observe such a block of a group, and a group besides its blocks.
+constexpr int kTensorsOfBlock = 40;
+constexpr int kTensorsOfGroup = 16;
+
+// Returns how many queries of a group are observed at a time.
+int queries_at_once(std::int64_t width, int n_query_heads) {
+    const auto of_token = static_cast<int>(width) * n_query_heads;
+    return std::max(1, kObservedWeights / of_token / kObservedBlock) * kObservedBlock;
+}
 
 }  // namespace
 
+// Returns how many tensors one group of a layer needs for one reader at most.
+int DeviceAttention::tensors_of_observation(const Served& served) const {
+    int most = 0;
+    for (const DeviceGroup& group : served.layer->groups()) {
+        const int n_heads =
+            group.n_heads * served.layer->shape().n_head / served.layer->shape().n_head_kv;
+        const int at_once = queries_at_once(served.layer->width_of(group, step_.n_tokens), n_heads);
+        most = std::max(most, (observed_of(step_.n_tokens) + at_once - 1) / at_once);
+    }
+    return most * kTensorsOfBlock + kTensorsOfGroup;
+}
+
 ggml_tensor* DeviceGraph::copy_of_queries() {
-    return ggml_cpy(context_, leaf_of(context_, node_.q), kept_queries());
+    const int n = n_kept_queries();
+    ggml_tensor* last = leaf_of(context_, node_.q, node_.q->nb[1] * index_of(step_.n_tokens - n));
+    last->ne[1] = n;
+    return ggml_cpy(context_, last, kept_queries());
 }
 
 void DeviceGraph::add_observation() {
     q_ = kept_queries();
+    first_query_ = step_.n_tokens - n_kept_queries();
     refer_to_rows();
     refer_to_positions();
     for (const DeviceGroup& group : layer_.groups()) {
-        const std::int64_t width = layer_.position_stride(group);
-        observe(group, rows_of(k_, layer_.shape().k_dim, group, width), positions_of(group, width));
+        const bool single = step_.n_tokens == 1;
+        const std::int64_t width =
+            single ? layer_.position_stride(group) : layer_.width_of(group, step_.n_tokens);
+        observe(group, rows_of(k_, layer_.shape().k_dim, group, width),
+                single ? positions_of(group, width) : order_of(group, width));
     }
 }
 
 ggml_tensor* DeviceGraph::kept_queries() {
     const LayerShape& shape = layer_.shape();
-    const std::size_t of_reader =
-        sizeof(float) * index_of(shape.k_dim) * index_of(shape.n_head) * index_of(reader_);
+    const std::size_t of_reader = device_.query_bytes(served_, n_kept_queries()) /
+                                  index_of(shape.readers) * index_of(reader_);
     return device_.queries_->tensor(context_, GGML_TYPE_F32, served_.places.queries + of_reader,
-                                    shape.k_dim, 1, shape.n_head);
+                                    shape.k_dim, n_kept_queries(), shape.n_head);
 }
 
 // Sums up what the queries of the observation window gave to each row.
@@ -50,9 +78,8 @@ void DeviceGraph::observe(const DeviceGroup& group, ggml_tensor* keys, const Ord
     ggml_tensor* sums = nullptr;
     const int n = step_.n_tokens;
     const std::int64_t width = keys->ne[1];
-    const int of_token = static_cast<int>(width) * query_heads() * group.n_heads;
-    const int at_once = std::max(1, kObservedWeights / of_token / kObservedBlock) * kObservedBlock;
-    const int begin = std::max(0, n - importance_.observation_window);
+    const int at_once = queries_at_once(width, query_heads() * group.n_heads);
+    const int begin = n - n_kept_queries();
     if (n - begin > at_once) keys = ggml_cast(context_, keys, GGML_TYPE_F32);
     for (int first = begin; first < n; first += at_once) {
         ggml_tensor* given = given_by(group, keys, order, first, std::min(at_once, n - first));
@@ -78,14 +105,21 @@ ggml_tensor* DeviceGraph::given_by(const DeviceGroup& group, ggml_tensor* keys, 
         products = ggml_scale(context_, products, softcap_);
         scale = 1.0f;
     }
-    ggml_tensor* mask_of_queries =
-        step_.in_graph ? stored_mask(group) : mask(group, order, newer(order, first, n), first, n);
-    ggml_tensor* given = ggml_soft_max_ext(context_, products, mask_of_queries, scale, 0.0f);
+    ggml_tensor* given = ggml_soft_max_ext(context_, products,
+                                           mask_of_observed(group, order, first, n), scale, 0.0f);
     if (ggml_tensor* sinks = sinks_of(group)) ggml_soft_max_add_sinks(given, sinks);
     if (importance_.measure().statistic == Statistic::squared_probability)
         given = ggml_sqr(context_, given);
-    if (step_.in_graph) return sum_over_queries(given, 0, given->ne[0]);
+    if (step_.is_single_in_graph()) return sum_over_queries(given, 0, given->ne[0]);
     return sum_without_neighbours(group, given, order, first, n);
+}
+
+// Returns the mask of n queries from `first` on.
+ggml_tensor* DeviceGraph::mask_of_observed(const DeviceGroup& group, const Order& order, int first,
+                                           int n) {
+    if (step_.is_single_in_graph()) return stored_mask(group);
+    if (!step_.alike) return mask(group, order, newer(order, first, n), first, n);
+    return mask_of_alike(layer_.width_of(group, step_.n_tokens), first, n);
 }
 
 // Sums up what queries gave to rows outside of their neighbourhood.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "decide/budget.hpp"
 #include "decide/eviction.hpp"
@@ -106,11 +107,23 @@ void DeviceStore::acquire() {
         layers_.back().layout = layouts[layers_.size() - 1];
     }
     can_be_in_graph_ = true;
-    for (std::size_t i = 0; i < layers_.size(); ++i)
+    n_readers_ = 0;
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
         can_be_in_graph_ = can_be_in_graph_ && !sources_[i].is_apart &&
                            shared_->on_host().empty() &&
-                           layers_[i].device->can_be_in_graph(layers_[i].number, sources_[i].slots);
-    for (const auto& device : devices_) device->allocate(settings.max_tokens, can_be_in_graph_);
+                           layers_[i].device->can_be_in_graph(layers_[i].number);
+        n_readers_ += sources_[i].shape.readers;
+    }
+    const int most = settings.max_tokens;
+    heads_can_be_alike_ = std::all_of(devices_.begin(), devices_.end(), [&](const auto& device) {
+        return device->can_be_alike(most);
+    });
+    several_can_be_in_graph_ =
+        can_be_in_graph_ && std::all_of(devices_.begin(), devices_.end(), [&](const auto& device) {
+            return device->can_read_several_in_graph(most);
+        });
+    for (const auto& device : devices_)
+        device->allocate(most, can_be_in_graph_, several_can_be_in_graph_, heads_can_be_alike_);
 }
 
 void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows) {
@@ -129,8 +142,9 @@ void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<i
          0,
          {}});
     Layer& added = layers_.back();
-    added.number = added.device->add(added.rows, source.params, source.has_sinks,
-                                     predictor_of(source, ledger_.settings().importance));
+    added.number =
+        added.device->add(added.rows, source.params, source.has_sinks,
+                          predictor_of(source, ledger_.settings().importance), source.slots);
 }
 
 // Returns the name of an operation that a layer needs and its device cannot compute, or an empty
@@ -166,6 +180,8 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
 
 void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope_position,
                           int first, int n_drafts, bool see_all) {
+    end_decisions();  // of a step that failed
+    if (n_tokens > 1) add_late_observation();
     const Measure& measure = ledger_.settings().importance.measure();
     const bool observing =
         measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
@@ -177,11 +193,71 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
 }
 
 bool DeviceStore::begin(bool alone) {
-    step_.in_graph = alone && can_be_in_graph_ && step_.n_tokens == 1 && step_.n_drafts == 0;
+    const bool single = step_.n_tokens == 1 && alone && can_be_in_graph_;
+    step_.alike = !single && heads_can_be_alike_ &&
+                  std::all_of(devices_.begin(), devices_.end(),
+                              [](const auto& device) { return device->are_alike(); });
+    step_.in_graph =
+        single || (step_.n_tokens > 1 && alone && several_can_be_in_graph_ && step_.alike);
     // What other steps find out takes the place of what is still unknown.
-    if (!step_.in_graph) complete_ledger();
+    if (!step_.is_single_in_graph()) complete_ledger();
+    for (const auto& device : devices_)
+        if (!device->keeps_places()) add_late_observation();
     for (const auto& device : devices_) device->begin_step(step_);
+    n_changed_ = 0;
+    plan_commit();
     return step_.in_graph;
+}
+
+// Decides what must be known before a step in llama.cpp's own graph is committed. Only an eviction
+// must know everything of the entries, so findings are looked up for several single tokens at once.
+void DeviceStore::plan_commit() {
+    const ImportanceSettings& importance = ledger_.settings().importance;
+    plan_ = {};
+    if (!step_.in_graph) return;
+    const bool single = step_.n_tokens == 1;
+    plan_.unknown = unknown_;
+    if (importance.predicts() || importance.by_values) {
+        if (plan_.unknown.n == 0) plan_.unknown.rope_position = step_.rope_position;
+        plan_.unknown.n += step_.n_tokens;
+        plan_.unknown.n_staged = step_.n_tokens;
+    }
+    const int most = std::min(kDecodeRoom, ledger_.settings().max_tokens);
+    plan_.evicting = evicts();
+    plan_.due = plan_.unknown.n > 0 && (!single || plan_.unknown.n == most || plan_.evicting);
+    plan_.observe_late = single && step_.observing && !plan_.due && !plan_.evicting;
+    plan_.meanwhile = step_.n_drafts == 0 && !plan_.due && (!step_.observing || plan_.observe_late);
+}
+
+// Begins to commit a step that the devices compute, if nothing that they find out is needed.
+void DeviceStore::decide_meanwhile() {
+    if (!plan_.meanwhile) return;
+    deciding_ = true;
+    shared_->background().start([this] {
+        add_late_observation();
+        for_each_head_at_once(
+            plan_.evicting, [&](int layer, int h, int worker) { commit(layer, h, false, worker); });
+    });
+}
+
+// Waits for the decisions about a step. Throws what they have thrown, and as add_attention() does.
+void DeviceStore::end_decisions() {
+    if (!std::exchange(deciding_, false)) return;
+    shared_->background().wait();
+    move_rows();
+    unknown_ = plan_.unknown;
+    unknown_.n_staged = 0;
+}
+
+// Tells the ledger what the query of an earlier token gave.
+void DeviceStore::add_late_observation() {
+    if (late_position_ < 0) return;
+    for (const auto& device : devices_) device->end_look_up();
+    for_each_head_at_once(true, [&](int layer, int h, int worker) {
+        const Layer& of = layers_[index(layer)];
+        ledger_.observe(layer, h, of.device->observed(of.number, h), late_position_, worker);
+    });
+    late_position_ = -1;
 }
 
 void DeviceStore::change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) {
@@ -193,6 +269,8 @@ void DeviceStore::change_attention(int layer, const DeviceNode& node, ggml_tenso
                                    const std::vector<ggml_tensor*>& slots, NodeChanges& changes) {
     Layer& of = layers_.at(index(layer));
     of.device->change_attention(of.number, of.read++, node, target, slots, changes);
+    // The graph needs nothing more of the heads then.
+    if (++n_changed_ == n_readers_) decide_meanwhile();
 }
 
 int DeviceStore::most_drafts(std::int32_t position, int wanted) const {
@@ -207,9 +285,10 @@ int DeviceStore::most_drafts(std::int32_t position, int wanted) const {
     return most <= 0 ? 0 : ledger_.most_drafts(most);
 }
 
-void DeviceStore::attend(int layer, const DeviceNode& node) {
+void DeviceStore::add_attention(int layer, const DeviceNode& node, ggml_context* context,
+                                ggml_cgraph* graph) {
     Layer& of = layers_.at(index(layer));
-    of.device->run(of.number, of.read++, node);
+    of.device->add_attention(of.number, of.read++, node, context, graph);
 }
 
 bool DeviceStore::evicts() const {
@@ -221,8 +300,11 @@ bool DeviceStore::evicts() const {
 }
 
 void DeviceStore::complete_ledger() {
+    end_decisions();
+    add_late_observation();
     if (unknown_.n == 0) return;
     for (const auto& device : devices_) device->look_up(unknown_, false);
+    for (const auto& device : devices_) device->end_look_up();
     for_each_head([&](int layer, int h) { complete_entries(layer, h, unknown_.n, 0); });
     unknown_ = {};
 }
@@ -256,54 +338,58 @@ void DeviceStore::complete_entries(int layer, int h, int n, int n_later) {
 void DeviceStore::commit_step() {
     if (step_.in_graph) return commit_in_graph();
     for (const auto& device : devices_) device->end_step();
-    for_each_head_at_once(true, [&](int layer, int h, int worker) { commit(layer, h, worker); });
+    for_each_head_at_once(true,
+                          [&](int layer, int h, int worker) { commit(layer, h, true, worker); });
     move_rows();
     peak_ = std::max(peak_, used_bytes());
 }
 
-// Only an eviction must know everything of the entries, so findings are looked up for several
-// tokens at once.
 void DeviceStore::commit_in_graph() {
-    const ImportanceSettings& importance = ledger_.settings().importance;
-    UnknownTokens all = unknown_;
-    if (importance.predicts() || importance.by_values) {
-        if (all.n++ == 0) all.rope_position = step_.rope_position;
-        all.n_staged = 1;
+    if (plan_.meanwhile) {
+        end_decisions();
+        if (plan_.observe_late) {
+            for (const auto& device : devices_) device->look_up({}, true);
+            late_position_ = step_.position;
+        }
+    } else {
+        add_late_observation();
+        const bool found = plan_.due || step_.observing;
+        if (found) {
+            const UnknownTokens unknown = plan_.due ? plan_.unknown : UnknownTokens{};
+            for (const auto& device : devices_) device->look_up(unknown, step_.observing);
+            for (const auto& device : devices_) device->end_look_up();
+        }
+        const int n_before = plan_.unknown.n - step_.n_tokens;
+        for_each_head_at_once(found || plan_.evicting, [&](int layer, int h, int worker) {
+            if (plan_.due) complete_entries(layer, h, n_before, step_.n_tokens);
+            commit(layer, h, found, worker);
+        });
+        move_rows();
+        unknown_ = plan_.due ? UnknownTokens{} : plan_.unknown;
+        unknown_.n_staged = 0;
     }
-    const int most = std::min(kDecodeRoom, ledger_.settings().max_tokens);
-    const bool evicting = evicts();
-    const bool due = all.n > 0 && (all.n == most || evicting);
-    if (due || step_.observing)
-        for (const auto& device : devices_)
-            device->look_up(due ? all : UnknownTokens{}, step_.observing);
-    const bool much = due || step_.observing || evicting;
-    for_each_head_at_once(much, [&](int layer, int h, int worker) {
-        if (due) complete_entries(layer, h, all.n - 1, 1);
-        commit(layer, h, worker);
-    });
-    move_rows();
-    unknown_ = due ? UnknownTokens{} : all;
-    unknown_.n_staged = 0;
     peak_ = std::max(peak_, used_bytes());
 }
 
-void DeviceStore::commit(int layer, int h, int worker) {
+// Makes entries of the tokens of a head. found: whether its device has looked for what is found out
+// about them.
+void DeviceStore::commit(int layer, int h, bool found, int worker) {
     const Layer& of = layers_[index(layer)];
-    stage(layer, h);
+    stage(layer, h, found);
     if (step_.n_drafts > 0) {
         for (int token = 0; token < step_.n_tokens; ++token)
             ledger_.commit_token(layer, h, token, step_.position + token, nullptr, worker);
         return;  // settle_drafts() may undo it, and rows cannot be moved back
     }
-    ledger_.commit(layer, h, step_.n_tokens, of.device->observed(of.number, h), nullptr, 0.0f,
-                   worker);
+    const float* observed = found ? of.device->observed(of.number, h) : nullptr;
+    ledger_.commit(layer, h, step_.n_tokens, observed, nullptr, 0.0f, worker);
     follow_ledger(layer, h);
 }
 
 // Puts the micro-batch of a head into the ledger's staging area.
-void DeviceStore::stage(int layer, int h) {
+void DeviceStore::stage(int layer, int h, bool found) {
     const Layer& of = layers_[index(layer)];
-    const float* value_squares = of.device->value_squares(of.number, h);
+    const float* value_squares = found ? of.device->value_squares(of.number, h) : nullptr;
     const bool predicts = ledger_.settings().importance.predicts();
     // Findings about earlier tokens come before theirs.
     const int first = std::max(0, of.device->n_found() - step_.n_tokens);
@@ -322,7 +408,9 @@ void DeviceStore::stage(int layer, int h) {
         layout.positions(page)[slot] = step_.position + token;
         layout.importance(page)[slot] =
             predicts
-                ? PackedImportance(0.0f, of.device->predicted(of.number, h, first + token)).packed()
+                ? PackedImportance(0.0f, found ? of.device->predicted(of.number, h, first + token)
+                                               : kLeastPrediction)
+                      .packed()
                 : 0.0f;
     }
 }
@@ -463,6 +551,12 @@ void DeviceStore::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int 
 }
 
 void DeviceStore::release() noexcept {
+    try {
+        end_decisions();
+    } catch (const std::exception&) {
+        // A step that failed; nothing of it stays.
+    }
+    late_position_ = -1;
     unknown_ = {};
     layers_.clear();
     devices_.clear();

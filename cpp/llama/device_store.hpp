@@ -39,6 +39,7 @@ public:
     // either, std::bad_alloc if a device has no memory.
     DeviceStore(std::shared_ptr<Devices> devices, const std::vector<DeviceLayerSource>& layers,
                 const StoreSettings& settings, const std::vector<int>& budgets, bool live = true);
+    ~DeviceStore() { release(); }
     DeviceStore(const DeviceStore&) = delete;
     DeviceStore& operator=(const DeviceStore&) = delete;
 
@@ -50,16 +51,17 @@ public:
                  int n_drafts = 0, bool see_all = false);
     // Must be called next, before the first node is computed. alone: the micro-batch has no tokens
     // of other sequences. Returns whether llama.cpp's own graph shall compute attention, whose
-    // nodes change_write() and change_attention() change then; otherwise attend() computes it.
-    // Throws as attend() does.
+    // nodes change_write() and change_attention() change then; otherwise add_attention() does.
+    // Throws as that does.
     bool begin(bool alone);
     // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
     // queries may count towards importance, since those of wrong drafts could not be taken out, and
     // nothing may be evicted before the last of them, since all attend at once.
     int most_drafts(std::int32_t position, int wanted) const;
-    // Computes the attention of the next layer of the model that reads a layer's K and V. Throws as
-    // DeviceAttention does.
-    void attend(int layer, const DeviceNode& node);
+    // Adds to a graph of the layer's device the attention of the next layer of the model that reads
+    // a layer's K and V. Throws as DeviceAttention does.
+    void add_attention(int layer, const DeviceNode& node, ggml_context* context,
+                       ggml_cgraph* graph);
     // Returns the device that computes the attention of a layer.
     Device& device_of(int layer) const;
     // Change nodes of llama.cpp's graph: see DeviceAttention.
@@ -73,7 +75,7 @@ public:
     void settle_drafts(int n_accepted);
 
     // Lets the ledger know of all tokens what the device has found out about them, which it is told
-    // late for those that llama.cpp's own graph read.
+    // late for single ones that llama.cpp's own graph read.
     void complete_ledger();
 
     // Sets smaller or equal budgets; heads that hold more evict. Throws std::invalid_argument if a
@@ -152,10 +154,14 @@ private:
     std::size_t pages_of(const std::vector<int>& budgets) const;
     std::vector<int> budgets() const;
     void load_rows(int layer, int head, const std::byte* state);
-    void commit(int layer, int head, int worker);
-    void stage(int layer, int head);
+    void commit(int layer, int head, bool found, int worker);
+    void stage(int layer, int head, bool found);
     bool evicts() const;
+    void plan_commit();
+    void decide_meanwhile();
+    void end_decisions();
     void commit_in_graph();
+    void add_late_observation();
     void complete_entries(int layer, int head, int n, int n_later);
     // Lets the rows of a head be in the order of the ledger, with moves where it has changed.
     void follow_ledger(int layer, int head);
@@ -184,8 +190,25 @@ private:
     std::vector<std::unique_ptr<DeviceAttention>> devices_;
     std::vector<Layer> layers_;
     DeviceStep step_;
-    bool can_be_in_graph_ = false;
-    UnknownTokens unknown_;  // of the ledger's newest entries
+    bool can_be_in_graph_ = false;          // whether single tokens can be
+    bool several_can_be_in_graph_ = false;  // if heads are alike
+    bool heads_can_be_alike_ = false;       // see DeviceStep
+    int n_changed_ = 0;                     // attention nodes that were changed in this step
+    int n_readers_ = 0;                     // attention nodes of the model
+    UnknownTokens unknown_;                 // of the ledger's newest entries
+    // Says how a step in llama.cpp's own graph is committed.
+    struct CommitPlan {
+        UnknownTokens unknown;      // with its tokens
+        bool due = false;           // whether they must be looked up before
+        bool evicting = false;      // whether the budgets hold less
+        bool observe_late = false;  // whether the ledger is told later what its query gave
+        bool meanwhile = false;     // whether nothing that the device finds out is needed
+    };
+    CommitPlan plan_;
+    bool deciding_ = false;  // whether the step is being committed while devices compute
+    // Is the position of the single token whose query was observed, and of which the ledger knows
+    // nothing yet; -1: none.
+    std::int32_t late_position_ = -1;
     std::size_t peak_ = 0;
 };
 

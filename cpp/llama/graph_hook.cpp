@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <stdexcept>
 
@@ -224,7 +225,7 @@ void GraphHook::note_order(ggml_tensor* node) {
 }
 
 // Returns views that only an attention node reads, of those that are computed after the last write
-// and after the queries.
+// and after the queries, in their order.
 std::vector<ggml_tensor*> GraphHook::slots_of(const ggml_tensor* attention) const {
     const auto is_view = [](const ggml_tensor* tensor) {
         return tensor->op == GGML_OP_VIEW || tensor->op == GGML_OP_PERMUTE ||
@@ -234,16 +235,14 @@ std::vector<ggml_tensor*> GraphHook::slots_of(const ggml_tensor* attention) cons
     while (is_view(queries)) queries = queries->src[0];
     const auto computed = std::find(in_order_.begin(), in_order_.end(), queries);
     const auto first = computed == in_order_.end() ? in_order_.begin() : computed + 1;
-    std::vector<ggml_tensor*> slots;
-    const auto add = [&](const ggml_tensor* tensor) {
-        const auto found = std::find(first, in_order_.end(), tensor);
-        if (is_view(tensor) && found != in_order_.end() &&
-            std::find(slots.begin(), slots.end(), *found) == slots.end())
-            slots.push_back(*found);
-    };
-    add(attention->src[0]);
+    std::vector<const ggml_tensor*> views;
+    if (is_view(attention->src[0])) views.push_back(attention->src[0]);
     for (const ggml_tensor* rows : {attention->src[1], attention->src[2]})
-        for (; is_view(rows); rows = rows->src[0]) add(rows);
+        for (; is_view(rows); rows = rows->src[0]) views.push_back(rows);
+    std::vector<ggml_tensor*> slots;
+    std::copy_if(first, in_order_.end(), std::back_inserter(slots), [&](const ggml_tensor* tensor) {
+        return std::find(views.begin(), views.end(), tensor) != views.end();
+    });
     return slots;
 }
 

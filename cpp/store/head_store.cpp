@@ -201,6 +201,12 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
     if (scheduled) own.schedule.restore_due(head, own.page_read.data());
 }
 
+void HeadStore::observe(int layer, int head, const float* observed, std::int32_t position,
+                        int workspace) noexcept {
+    components_.workspaces[index(workspace)].scorer.add_observed(components_.head(layer, head),
+                                                                 {nullptr, 0, position}, observed);
+}
+
 void HeadStore::commit_token(int layer, int head_index, int token, std::int32_t position,
                              const float* observed, int workspace) noexcept {
     Head& head = components_.layers[index(layer)].heads[index(head_index)];

@@ -1,13 +1,15 @@
-// Tests the threads that share the host's decisions of the device store, and those that help with
-// products.
+// Tests the threads that share the host's decisions of the device store, those that help with
+// products, and the one on which decisions are made while a device computes.
 #include "platform/worker_threads.hpp"
 
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
+#include "platform/background_thread.hpp"
 #include "platform/helper_threads.hpp"
 #include "testing.hpp"
 
@@ -105,9 +107,56 @@ void test_helpers_work_until_they_rest() {
     CHECK(within == 0);
 }
 
+void test_work_goes_on_while_who_asked_does_something_else() {
+    BackgroundThread thread;
+    thread.wait();
+    for (int round = 0; round < 100; ++round) {
+        std::promise<void> may_end;
+        std::atomic<bool> ended{false};
+        thread.start([&] {
+            may_end.get_future().wait();
+            ended = true;
+        });
+        CHECK(!ended);
+        may_end.set_value();
+        thread.wait();
+        CHECK(ended);
+        thread.wait();
+    }
+}
+
+void test_work_is_done_in_order_and_before_its_thread_ends() {
+    std::vector<int> done;
+    {
+        BackgroundThread thread;
+        for (int i = 0; i < 5; ++i) thread.start([&done, i] { done.push_back(i); });
+    }
+    CHECK((done == std::vector<int>{0, 1, 2, 3, 4}));
+}
+
+void test_an_error_reaches_who_waits_once() {
+    BackgroundThread thread;
+    thread.start([] { throw std::runtime_error("the work failed"); });
+    bool thrown = false;
+    try {
+        thread.wait();
+    } catch (const std::runtime_error&) {
+        thrown = true;
+    }
+    CHECK(thrown);
+    thread.wait();
+    bool done = false;
+    thread.start([&] { done = true; });
+    thread.wait();
+    CHECK(done);
+}
+
 }  // namespace
 
 int main() {
+    test_work_goes_on_while_who_asked_does_something_else();
+    test_work_is_done_in_order_and_before_its_thread_ends();
+    test_an_error_reaches_who_waits_once();
     test_every_piece_is_done_once();
     test_a_thread_does_one_piece_at_a_time();
     test_an_error_ends_no_thread_and_reaches_who_asked();

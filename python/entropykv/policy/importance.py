@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from entropykv._core import ImportanceSettings, Measure, ScoreKind, measures
 from entropykv.errors import SettingsError
@@ -26,6 +26,12 @@ _OF_SHARES = ("mass", "attention")
 _ECHO_DECAY = 0.9995
 """With echoes, importance decays less, so that text that was repeated long ago is not forgotten."""
 
+
+OBSERVED_ON_DEVICES = 128
+"""How many of the last queries of a micro-batch the device store observes.
+
+What all 512 give takes a device longer than attention itself.
+"""
 
 EXPECTED_LOOKUPS = 0.2
 """The weight of the attention predicted for later queries, relative to what the queries of the text
@@ -130,6 +136,10 @@ class Importance:
         """Return its name in the extension."""
         return self._row.kind
 
+    def on_devices(self) -> Importance:
+        """Return the same with as few observed queries as the device store observes."""
+        return replace(self, observation_window=min(self.observation_window, OBSERVED_ON_DEVICES))
+
     @property
     def _row(self) -> Measure:
         return _ALL[self.measure]
@@ -144,8 +154,7 @@ class Importance:
         return self.decay
 
     def settings(self, variation: float) -> ImportanceSettings:
-        """Return the settings for the headwise store; `variation` is that of the profile's
-        entropies.
+        """Return the settings for a store; `variation` is that of the profile's entropies.
 
         Only `recency` needs the variation.
         """

@@ -98,7 +98,7 @@ class DeviceStore(PooledStore):
                 hook=self.hook,
                 layers=self.layers,
                 kv_type=config.kv_type,
-                importance=config.policy.importance.settings(config.variation),
+                importance=config.policy.importance.on_devices().settings(config.variation),
                 n_sinks=plan.protection.n_sinks,
                 recent_window=plan.protection.recent_window,
                 max_tokens=config.n_ubatch,
