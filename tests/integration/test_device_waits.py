@@ -1,0 +1,88 @@
+"""A step on a device waits for little: a device that computes nothing counts how often."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.plain_memory_device import is_known
+from tests.support.tiny_models import write_llama
+
+pytestmark = pytest.mark.skipif(not is_known(), reason="ggml's structures may be others")
+
+N_PROMPT = 192
+N_WRITTEN = 32
+COUNT = f"""
+import json, sys
+from tests.support.idle_device import counted, use_idle_device
+use_idle_device()
+from entropykv import Session
+path, options = sys.argv[1], json.loads(sys.argv[2])
+rows = []
+with Session(path, n_ctx=1024, n_ubatch=64, n_gpu_layers=99, kv_type="f16", **options) as session:
+    session.decode([3 + i % 250 for i in range(2 * {N_PROMPT})])
+    before = counted()
+    session.decode([3 + i % 250 for i in range({N_PROMPT})])
+    rows.append((before, counted()))
+    for _ in range({N_WRITTEN}):
+        session.decode([5])
+    before = counted()
+    for _ in range({N_WRITTEN}):
+        session.decode([5])
+    rows.append((before, counted()))
+print(json.dumps([{{name: b[name] - a[name] for name in a}} for a, b in rows]))
+"""
+
+
+def counts_of(path: Path, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what is counted for a micro-batch and for a token, in a process of its own."""
+    output = subprocess.run(
+        [sys.executable, "-c", COUNT, str(path), json.dumps(options)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    prompt, written = json.loads(output.splitlines()[-1])
+    return (
+        {name: 64 * n / N_PROMPT for name, n in prompt.items()},
+        {name: n / N_WRITTEN for name, n in written.items()},
+    )
+
+
+def test_the_host_waits_as_often_for_many_layers_as_for_few(tmp_path: Path) -> None:
+    counts = []
+    for n_layer in (2, 9):
+        path = tmp_path / f"{n_layer}.gguf"
+        write_llama(path, n_layer=n_layer, head_dim=64)
+        counts.append(counts_of(path, store="device", policy="uniform", kv_budget=0.25))
+    for few, many in zip(*counts, strict=True):
+        assert many["waits"] == few["waits"]
+        assert many["copies"] == few["copies"]
+        assert many["graphs"] == few["graphs"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "of_chunk", "of_token"),
+    [
+        # Masks before a chunk, and moves after it; a token's rows, and moves once in 16 tokens.
+        ("recency", {"waits": 2, "graphs": 2}, {"waits": 0.2, "graphs": 0.2, "copies": 1.2}),
+        # What queries gave, too: of every fourth token, and of 16 tokens looked up at once.
+        ("uniform", {"waits": 3, "graphs": 3}, {"waits": 0.5, "graphs": 0.5, "copies": 1.5}),
+    ],
+)
+def test_a_step_waits_for_little_more_than_llama_cpps_graph(
+    tmp_path: Path, policy: str, of_chunk: dict[str, float], of_token: dict[str, float]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_layer=5, head_dim=64)
+    stock = counts_of(path, store="flat", policy="recency", kv_budget=1.0)
+    ours = counts_of(path, store="device", policy=policy, kv_budget=0.25)
+    for most, own, counted in zip((of_chunk, of_token), stock, ours, strict=True):
+        # llama.cpp also waits for its own graph if somebody looks at its nodes.
+        more = {name: counted[name] - own[name] for name in counted}
+        assert all(more[name] <= n + (name == "waits") for name, n in most.items()), more

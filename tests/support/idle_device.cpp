@@ -1,0 +1,226 @@
+// A ggml device that computes nothing, and counts what makes a host wait: so the time of a step is
+// the host's alone. Its memory is never written, so all results are 0. The structures are those of
+// ggml's header ggml-backend-impl.h, which may change between releases of llama.cpp: see
+// plain_memory_device.py for the version.
+#include <ggml-backend.h>
+#include <ggml.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+
+extern "C" {
+struct ggml_backend_buffer_type {
+    const char* (*get_name)(ggml_backend_buffer_type_t);
+    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t);
+    size_t (*get_alignment)(ggml_backend_buffer_type_t);
+    size_t (*get_max_size)(ggml_backend_buffer_type_t);
+    size_t (*get_alloc_size)(ggml_backend_buffer_type_t, const ggml_tensor*);
+    bool (*is_host)(ggml_backend_buffer_type_t);
+    ggml_backend_dev_t device;
+    void* context;
+};
+
+struct BufferFunctions {
+    void (*free_buffer)(ggml_backend_buffer_t);
+    void* (*get_base)(ggml_backend_buffer_t);
+    ggml_status (*init_tensor)(ggml_backend_buffer_t, ggml_tensor*);
+    void (*memset_tensor)(ggml_backend_buffer_t, ggml_tensor*, uint8_t, size_t, size_t);
+    void (*set_tensor)(ggml_backend_buffer_t, ggml_tensor*, const void*, size_t, size_t);
+    void (*get_tensor)(ggml_backend_buffer_t, const ggml_tensor*, void*, size_t, size_t);
+    void* copies_of_two_dimensions[2];
+    bool (*cpy_tensor)(ggml_backend_buffer_t, const ggml_tensor*, ggml_tensor*);
+    void (*clear)(ggml_backend_buffer_t, uint8_t);
+    void (*reset)(ggml_backend_buffer_t);
+};
+ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type_t, BufferFunctions, void*,
+                                               size_t);
+
+struct ggml_backend {
+    ggml_guid_t guid;
+    const char* (*get_name)(ggml_backend_t);
+    void (*free)(ggml_backend_t);
+    void (*set_tensor_async)(ggml_backend_t, ggml_tensor*, const void*, size_t, size_t);
+    void (*get_tensor_async)(ggml_backend_t, const ggml_tensor*, void*, size_t, size_t);
+    void* copies[3];
+    void (*synchronize)(ggml_backend_t);
+    void* plans[4];
+    ggml_status (*graph_compute)(ggml_backend_t, ggml_cgraph*);
+    void* events_and_optimizing[3];
+    ggml_backend_dev_t device;
+    void* context;
+};
+
+struct ggml_backend_device {
+    const char* (*get_name)(ggml_backend_dev_t);
+    const char* (*get_description)(ggml_backend_dev_t);
+    void (*get_memory)(ggml_backend_dev_t, size_t*, size_t*);
+    enum ggml_backend_dev_type (*get_type)(ggml_backend_dev_t);
+    void (*get_props)(ggml_backend_dev_t, ggml_backend_dev_props*);
+    ggml_backend_t (*init_backend)(ggml_backend_dev_t, const char*);
+    ggml_backend_buffer_type_t (*get_buffer_type)(ggml_backend_dev_t);
+    void* host_buffers[2];
+    bool (*supports_op)(ggml_backend_dev_t, const ggml_tensor*);
+    bool (*supports_buft)(ggml_backend_dev_t, ggml_backend_buffer_type_t);
+    void* offload_and_events[4];
+    ggml_backend_reg_t reg;
+    void* context;
+};
+
+struct ggml_backend_reg {
+    int api_version;
+    const char* (*get_name)(ggml_backend_reg_t);
+    size_t (*get_device_count)(ggml_backend_reg_t);
+    ggml_backend_dev_t (*get_device)(ggml_backend_reg_t, size_t);
+    void* (*get_proc_address)(ggml_backend_reg_t, const char*);
+    void* context;
+};
+}
+
+namespace {
+
+struct Counts {
+    std::atomic<std::int64_t> waits{0};   // synchronisations for work that was begun
+    std::atomic<std::int64_t> copies{0};  // from and to the host
+    std::atomic<std::int64_t> graphs{0};
+    std::atomic<std::int64_t> nodes{0};
+};
+
+Counts counts;
+std::int64_t cost = 0;  // of a wait or a copy, in nanoseconds
+
+void spend() {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(cost);
+    while (std::chrono::steady_clock::now() < end) {
+    }
+}
+
+void count_copy() {
+    ++counts.copies;
+    spend();
+}
+
+ggml_backend_buffer_type memory{};
+ggml_backend_device device{};
+ggml_backend_reg registry{};
+std::uint8_t guid[16] = "idle device....";
+
+// The system gives pages to this memory only if they are used.
+struct Range {
+    void* base;
+    std::size_t size;
+};
+
+ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t type, std::size_t size) {
+    const std::size_t whole = size > 0 ? size : 1;
+    void* base = mmap(nullptr, whole, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) return nullptr;
+    BufferFunctions functions{};
+    functions.free_buffer = [](ggml_backend_buffer_t buffer) {
+        auto* range = static_cast<Range*>(
+            *reinterpret_cast<void**>(reinterpret_cast<char*>(buffer) + sizeof(BufferFunctions) +
+                                      sizeof(ggml_backend_buffer_type_t)));
+        munmap(range->base, range->size);
+        delete range;
+    };
+    functions.get_base = [](ggml_backend_buffer_t buffer) {
+        return static_cast<Range*>(*reinterpret_cast<void**>(reinterpret_cast<char*>(buffer) +
+                                                             sizeof(BufferFunctions) +
+                                                             sizeof(ggml_backend_buffer_type_t)))
+            ->base;
+    };
+    functions.memset_tensor = [](ggml_backend_buffer_t, ggml_tensor*, std::uint8_t, std::size_t,
+                                 std::size_t) {};
+    functions.set_tensor = [](ggml_backend_buffer_t, ggml_tensor*, const void*, std::size_t,
+                              std::size_t) { count_copy(); };
+    functions.get_tensor = [](ggml_backend_buffer_t, const ggml_tensor*, void* to, std::size_t,
+                              std::size_t bytes) {
+        count_copy();
+        std::memset(to, 0, bytes);
+    };
+    functions.clear = [](ggml_backend_buffer_t, std::uint8_t) {};
+    return ggml_backend_buffer_init(type, functions, new Range{base, whole}, size);
+}
+
+ggml_backend_t make_backend(ggml_backend_dev_t, const char*) {
+    auto* backend = new ggml_backend{};
+    backend->guid = &guid;
+    backend->device = &device;
+    backend->context = new std::atomic<bool>(false);  // whether something was begun
+    backend->get_name = [](ggml_backend_t) { return "IDLE"; };
+    backend->free = [](ggml_backend_t self) {
+        delete static_cast<std::atomic<bool>*>(self->context);
+        delete self;
+    };
+    backend->set_tensor_async = [](ggml_backend_t, ggml_tensor*, const void*, std::size_t,
+                                   std::size_t) { count_copy(); };
+    backend->get_tensor_async = [](ggml_backend_t self, const ggml_tensor*, void* to, std::size_t,
+                                   std::size_t bytes) {
+        count_copy();
+        std::memset(to, 0, bytes);
+        *static_cast<std::atomic<bool>*>(self->context) = true;
+    };
+    backend->synchronize = [](ggml_backend_t self) {
+        if (!static_cast<std::atomic<bool>*>(self->context)->exchange(false)) return;
+        ++counts.waits;
+        spend();
+    };
+    backend->graph_compute = [](ggml_backend_t self, ggml_cgraph* graph) {
+        ++counts.graphs;
+        counts.nodes += ggml_graph_n_nodes(graph);
+        *static_cast<std::atomic<bool>*>(self->context) = true;
+        return GGML_STATUS_SUCCESS;
+    };
+    return backend;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Registers the device, in libggml's list of devices.
+void use_idle_device(void (*add)(ggml_backend_reg_t)) {
+    memory.get_name = [](ggml_backend_buffer_type_t) { return "IDLE"; };
+    memory.alloc_buffer = allocate;
+    memory.get_alignment = [](ggml_backend_buffer_type_t) { return std::size_t{128}; };
+    memory.device = &device;
+    device.get_name = [](ggml_backend_dev_t) { return "IDLE0"; };
+    device.get_description = device.get_name;
+    device.get_memory = [](ggml_backend_dev_t, std::size_t* free, std::size_t* total) {
+        *free = *total = std::size_t{1} << 40;
+    };
+    device.get_type = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; };
+    device.get_props = [](ggml_backend_dev_t, ggml_backend_dev_props* properties) {
+        *properties = {};
+        properties->name = properties->description = "IDLE0";
+        properties->memory_free = properties->memory_total = std::size_t{1} << 40;
+        properties->type = GGML_BACKEND_DEVICE_TYPE_GPU;
+        properties->caps.async = true;
+    };
+    device.init_backend = make_backend;
+    device.get_buffer_type = [](ggml_backend_dev_t) { return &memory; };
+    device.supports_op = [](ggml_backend_dev_t, const ggml_tensor*) { return true; };
+    device.supports_buft = [](ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
+        return type == &memory;
+    };
+    device.reg = &registry;
+    registry.api_version = 2;
+    registry.get_name = [](ggml_backend_reg_t) { return "IDLE"; };
+    registry.get_device_count = [](ggml_backend_reg_t) { return std::size_t{1}; };
+    registry.get_device = [](ggml_backend_reg_t, std::size_t) { return &device; };
+    add(&registry);
+}
+
+void set_cost(std::int64_t nanoseconds) { cost = nanoseconds; }
+
+// Writes what was counted: waits, copies, graphs, nodes.
+void read_counts(std::int64_t* to) {
+    to[0] = counts.waits;
+    to[1] = counts.copies;
+    to[2] = counts.graphs;
+    to[3] = counts.nodes;
+}
+}

@@ -1,0 +1,59 @@
+"""Provide a device that computes nothing: the time of a step on it is the host's alone.
+
+It counts what makes a host wait, and can take a time for each wait and each copy. A compiler is
+needed; the structures are those of one version of ggml, as in plain_memory_device.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from tests.support.rpc_device import LIBRARIES, library
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+COMPILER = ("c++", "-std=c++17", "-O2", "-shared", "-fPIC")
+COUNTED = ("waits", "copies", "graphs", "nodes")
+
+
+@functools.cache
+def _idle_device() -> Any:
+    """Compile and register the device, which stays until the process ends."""
+    folder = Path(tempfile.mkdtemp())
+    built = folder / "idle_device.so"
+    include = Path(llama_cpp.__file__).parents[1] / "include"
+    if not include.is_dir():
+        include = Path(llama_cpp.__file__).parent / "include"
+    base = min(LIBRARIES.glob("libggml-base.so.*"), key=lambda path: len(path.name))
+    subprocess.run(
+        [*COMPILER, f"-I{include}", str(SOURCE), str(base), "-o", str(built)],
+        check=True,
+    )
+    device = ctypes.CDLL(str(built))
+    device.set_cost.argtypes = (ctypes.c_int64,)
+    device.use_idle_device(library("ggml").ggml_backend_register)
+    built.unlink()
+    folder.rmdir()
+    return device
+
+
+def use_idle_device(cost_seconds: float = 0.0) -> None:
+    """Register the device in this process, for models that are loaded afterwards; a wait and a copy
+    take so many seconds each.
+    """
+    _idle_device().set_cost(int(1e9 * cost_seconds))
+
+
+def counted() -> dict[str, int]:
+    """Return what was counted so far: waits for something that was begun, copies from and to the
+    host, graphs, and nodes in them.
+    """
+    values = (ctypes.c_int64 * len(COUNTED))()
+    _idle_device().read_counts(values)
+    return dict(zip(COUNTED, values, strict=True))
