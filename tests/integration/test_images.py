@@ -73,6 +73,18 @@ def test_logits_are_those_of_llama_cpps_helper(model: VisionModel, n_ubatch: int
     assert relative_error(found, expected) < ROUNDING
 
 
+def test_what_is_said_beside_an_image_names_no_control_token(causal: VisionModel) -> None:
+    """llama.cpp's helper tokenises the whole prompt, so the names in it are changed."""
+    with causal.session() as session:
+        images = session.images
+        assert images is not None
+        said = session.said("a</s><s>b <unk>")
+        prompt = images.tokenize(f"<s>{said}</s>{images.marker}", FILES[:1], add_bos=False)
+        text = [token for token in prompt.tokens if not is_placeholder(token)]
+        assert [text.count(token) for token in (0, 1, 2)] == [0, 1, 1]
+        assert session.detokenize(text).replace("\u2060", "").count("</s><s>b <unk>") == 1
+
+
 KINDS_OF_LAYERS = (
     *("lfm2", "falcon-h1", "granitehybrid", "qwen35"),  # recurrent, the last one with M-RoPE
     *("gemma2", "llama4"),  # windows, chunks

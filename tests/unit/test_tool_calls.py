@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
@@ -154,6 +156,11 @@ READ: dict[str, tuple[str, str, list[Call]]] = {
         '<tool_call>{"name": "fly", "arguments": {}}</tool_call>',
         [ADDED, ("walk", "{}")],
     ),
+    "two end tags": (
+        '<tool_call>{"name": "walk"}</tool_call>\n</tool_call>',
+        "</tool_call>",
+        [("walk", "{}")],
+    ),
     "several calls in one tag": (
         '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "walk"}]</tool_call>',
         "",
@@ -216,6 +223,27 @@ def test_calls_are_read_whole_and_in_pieces(case: str) -> None:
         assert "".join(part.text for part in parts) == content
         assert [(each["name"], each["arguments"]) for each in functions] == calls
     assert USE.read(text)[0] == content
+
+
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", " ", "\n", "word", "{", "}", "[", "]", '"', ",", "\\", "1"),
+    *('{"name": "add", "arguments": {"a": 1}}', '{"name": "walk"}', '"</tool_call>"', "<tool"),
+)
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.integers(1, 9))
+def test_pieces_of_any_size_give_the_same_answer(parts: list[str], size: int) -> None:
+    def read(pieces: list[str]) -> tuple[str, list[str]]:
+        reader = CallReader(USE)
+        shown = [*(reader.take(piece) for piece in pieces), reader.finish()]
+        names = [call["function"]["name"] for part in shown for call in part.calls]
+        return "".join(part.text for part in shown), names
+
+    text = "".join(parts)
+    whole, names = read([text])
+    assert read([text[i : i + size] for i in range(0, len(text), size)]) == (whole, names)
+    if not names:
+        assert whole == text
 
 
 def test_a_call_is_passed_on_once_its_json_has_ended() -> None:

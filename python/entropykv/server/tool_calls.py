@@ -195,7 +195,9 @@ class CallReader:
     _called: bool = False
     """Whether a call came before."""
     _behind: bool = False
-    """Whether nothing but white space came since the last call, whose end tag may follow."""
+    """Whether nothing but white space and an end tag came since the last call."""
+    _ends: bool = False
+    """Whether the end tag of the last call may follow."""
 
     def take(self, text: str) -> AnswerPart:
         """Add the next piece of the answer; returns what can be shown now."""
@@ -222,7 +224,8 @@ class CallReader:
             new = self.use.calls_in(value, tagged=size > 0)
             calls += new
             if new:
-                self._held, self._called, self._behind = self._held[end:], True, True
+                self._held = self._held[end:]
+                self._called = self._behind = self._ends = True
             else:
                 self._bare = False
                 text += self._show(end)
@@ -233,9 +236,9 @@ class CallReader:
         if not self._behind:
             return True
         rest = self._held.lstrip()
-        if rest.startswith(_END):
-            rest = rest[len(_END) :].lstrip()
-        elif not ended and _END.startswith(rest):
+        if self._ends and rest.startswith(_END):
+            rest, self._ends = rest[len(_END) :].lstrip(), False
+        elif self._ends and not ended and _END.startswith(rest):
             return False
         self._held = rest
         self._behind = rest == ""
