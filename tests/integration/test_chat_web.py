@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.model import shipped
 
 CHAT = [sys.executable, "-m", "entropykv.cli", "chat", "--demo", "bitnet", "--web"]
@@ -32,6 +33,7 @@ def test_the_page_is_opened_with_what_chat_was_told(tmp_path: Path) -> None:
     )
     assert process.stderr is not None
     try:
+        assert NO_TEMPLATE in process.stderr.readline()
         line = process.stderr.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+/ in a browser", line)
         assert found, line
