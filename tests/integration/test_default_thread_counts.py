@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -14,7 +15,9 @@ from entropykv import Session
 from entropykv.cli import main
 from entropykv.drop_in.arguments import split_arguments
 from entropykv.llamacpp.thread_choice import ThreadChoice, Way
+from entropykv.llamacpp.threads import Threads
 from entropykv.server import ModelOptions
+from entropykv.server.loading import cache_options
 from entropykv.session.step_costs import StepCosts
 from entropykv.settings import cores
 from entropykv.settings.cache_options import CacheOptions
@@ -123,6 +126,31 @@ def test_a_switch_keeps_all_threads(
     with Session(tiny_llama, n_ctx=64, n_threads=3, fixed_threads=fixed) as session:
         session.decode(tokens_for(20))
     assert counts == (set() if fixed else {1})
+
+
+@pytest.mark.parametrize("switch", [(), ("--fixed-threads",)])
+def test_the_switch_of_the_command_line(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, switch: tuple[str, ...]
+) -> None:
+    fixed: list[bool] = []
+    init = Threads.__init__
+
+    def note(threads: Threads, options: CacheOptions, **more: Any) -> None:
+        fixed.append(options.fixed_threads)
+        init(threads, options, **more)
+
+    monkeypatch.setattr(Threads, "__init__", note)
+    command = ("run", "-m", str(tiny_llama), "-n", "1", "-c", "64", "-t", "1", "-p", "the")
+    assert main([*command, *switch]) == 0
+    assert fixed == [bool(switch)]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_the_switch_of_the_server_and_of_llama(fixed: bool, parallel: int) -> None:
+    asked = {"fixed_threads": True} if fixed else {}
+    assert cache_options(ModelOptions(model="x", parallel=parallel, **asked)).fixed_threads == fixed
+    assert split_arguments(None, asked)[0].fixed_threads == fixed
 
 
 def test_steps_of_a_trial_say_nothing_of_what_drafts_cost(
