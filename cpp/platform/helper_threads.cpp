@@ -1,12 +1,53 @@
 #include "platform/helper_threads.hpp"
 
+#if !defined(_WIN32)
+#include <unistd.h>
+#endif
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 #include <system_error>
+#include <thread>
 
 #include "platform/relax.hpp"
 
 namespace entropykv {
+namespace {
 
-HelperThreads::~HelperThreads() {
+// Windows has no forks, so there it is always the same process.
+long this_process() noexcept {
+#if defined(_WIN32)
+    return 0;
+#else
+    return static_cast<long>(getpid());
+#endif
+}
+
+}  // namespace
+
+class HelperThreads::Team {
+public:
+    explicit Team(std::function<bool(int)> help) : help_(std::move(help)) {}
+    ~Team();
+    void wake(int n);
+    void rest() noexcept;
+
+private:
+    void serve(int helper) noexcept;
+    bool help_once(int helper, std::atomic<bool>& inside) noexcept;
+
+    std::function<bool(int)> help_;
+    std::deque<std::thread> threads_;
+    std::deque<std::atomic<bool>> inside_;  // whether a helper is within help()
+    std::atomic<int> awake_{0};
+    std::mutex mutex_;
+    std::condition_variable begins_;
+    bool closing_ = false;
+};
+
+HelperThreads::Team::~Team() {
     rest();
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -16,8 +57,8 @@ HelperThreads::~HelperThreads() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-void HelperThreads::wake(int n) {
-    const std::unique_lock<std::mutex> lock(mutex_);
+void HelperThreads::Team::wake(int n) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     while (static_cast<int>(threads_.size()) < n) {
         const int helper = static_cast<int>(threads_.size());
         if (static_cast<int>(inside_.size()) == helper) inside_.emplace_back(false);
@@ -31,7 +72,7 @@ void HelperThreads::wake(int n) {
     begins_.notify_all();
 }
 
-void HelperThreads::rest() noexcept {
+void HelperThreads::Team::rest() noexcept {
     // A helper says that it is inside before it looks whether it may be, so one of both sees the
     // other.
     awake_.store(0, std::memory_order_seq_cst);
@@ -39,7 +80,7 @@ void HelperThreads::rest() noexcept {
         wait_until([&] { return !inside.load(std::memory_order_seq_cst); });
 }
 
-void HelperThreads::serve(int helper) noexcept {
+void HelperThreads::Team::serve(int helper) noexcept {
     std::unique_lock<std::mutex> lock(mutex_);
     std::atomic<bool>& inside = inside_[static_cast<std::size_t>(helper)];
     while (true) {
@@ -60,11 +101,23 @@ void HelperThreads::serve(int helper) noexcept {
     }
 }
 
-bool HelperThreads::help_once(int helper, std::atomic<bool>& inside) noexcept {
+bool HelperThreads::Team::help_once(int helper, std::atomic<bool>& inside) noexcept {
     inside.store(true, std::memory_order_seq_cst);
     const bool helped = helper < awake_.load(std::memory_order_seq_cst) && help_(helper);
     inside.store(false, std::memory_order_release);
     return helped;
 }
+
+HelperThreads::HelperThreads(std::function<bool(int helper)> help)
+    : team_(std::make_unique<Team>(std::move(help))), process_(this_process()) {}
+
+HelperThreads::~HelperThreads() {
+    // To join threads that do not exist would take for ever, as would destroying what they wait on.
+    if (process_ != this_process()) static_cast<void>(team_.release());
+}
+
+void HelperThreads::wake(int n) { team_->wake(n); }
+
+void HelperThreads::rest() noexcept { team_->rest(); }
 
 }  // namespace entropykv

@@ -2,12 +2,8 @@
 // cores at any time.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <mutex>
-#include <thread>
+#include <memory>
 
 namespace entropykv {
 
@@ -15,7 +11,8 @@ class HelperThreads {
 public:
     // help(helper) does a piece of work and returns true, or returns false if there is none. It
     // must not throw.
-    explicit HelperThreads(std::function<bool(int helper)> help) : help_(std::move(help)) {}
+    explicit HelperThreads(std::function<bool(int helper)> help);
+    // In a process that was forked, where there are no such threads, nothing is waited for.
     ~HelperThreads();
     HelperThreads(const HelperThreads&) = delete;
     HelperThreads& operator=(const HelperThreads&) = delete;
@@ -27,16 +24,9 @@ public:
     void rest() noexcept;
 
 private:
-    void serve(int helper) noexcept;
-    bool help_once(int helper, std::atomic<bool>& inside) noexcept;
-
-    std::function<bool(int)> help_;
-    std::deque<std::thread> threads_;
-    std::deque<std::atomic<bool>> inside_;  // whether a helper is within help()
-    std::atomic<int> awake_{0};
-    std::mutex mutex_;
-    std::condition_variable begins_;
-    bool closing_ = false;
+    class Team;
+    std::unique_ptr<Team> team_;
+    long process_;
 };
 
 }  // namespace entropykv

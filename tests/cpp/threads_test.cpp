@@ -2,9 +2,15 @@
 // products, and the one on which decisions are made while a device computes.
 #include "platform/worker_threads.hpp"
 
+#if !defined(_WIN32)
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <chrono>
 #include <future>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -151,6 +157,26 @@ void test_an_error_reaches_who_waits_once() {
     CHECK(done);
 }
 
+// The child of a fork has no helpers, and must end nevertheless.
+void test_a_forked_process_waits_for_no_helper() {
+#if !defined(_WIN32)
+    auto helpers = std::make_unique<HelperThreads>([](int) { return false; });
+    helpers->wake(2);
+    sleep_for(20);
+    helpers->rest();
+    sleep_for(20);  // They wait to be woken.
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(20);
+        helpers.reset();
+        _exit(0);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+#endif
+}
+
 }  // namespace
 
 int main() {
@@ -161,5 +187,6 @@ int main() {
     test_a_thread_does_one_piece_at_a_time();
     test_an_error_ends_no_thread_and_reaches_who_asked();
     test_helpers_work_until_they_rest();
+    test_a_forked_process_waits_for_no_helper();
     return summary();
 }
