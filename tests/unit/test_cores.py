@@ -155,6 +155,23 @@ def test_what_others_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert others.wanted(2) == pytest.approx(0.2, abs=0.02)
 
 
+@pytest.mark.needs("os.sysconf")
+def test_looks_that_take_long_are_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Times(tmp_path, monkeypatch)
+    look = times.machine.busy_seconds
+
+    def slow(_: Machine) -> float | None:
+        times.now += 0.01
+        return look()
+
+    monkeypatch.setattr(Machine, "busy_seconds", slow)
+    others = OtherWork(times.machine)
+    times.pass_by(4.9, others=1.0)
+    assert others.wanted(0) is None
+    times.pass_by(0.2, others=1.0)
+    assert others.wanted(0) == pytest.approx(1.0, abs=0.02)
+
+
 @pytest.mark.parametrize("text", ["", "cpu0 1 2", "cpu0 a b c d e f g h", "cpu 1 2 3 4 5 6 7 8"])
 def test_a_system_that_does_not_say_what_others_want(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str

@@ -127,10 +127,13 @@ class OtherWork:
 
     _LOOK = 0.2
     """Seconds between two looks, at least, because times are counted in steps of 10 ms."""
+    _COST = 1 / 500
+    """The share of the time that looks may take; where there are many CPUs, one takes long."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         """Begin to look."""
         self._machine = machine or Machine()
+        self._pause = self._LOOK
         self._at = self._now()
 
     def wanted(self, n_threads: int) -> float | None:
@@ -141,7 +144,7 @@ class OtherWork:
         missed, others got: a core that two share gives each a half.
         """
         elapsed = time.perf_counter() - self._at[0]
-        if elapsed < self._LOOK:
+        if elapsed < self._pause:
             return None
         before, self._at = self._at, self._now()
         if before[1] is None or self._at[1] is None:
@@ -153,7 +156,11 @@ class OtherWork:
 
     def _now(self) -> tuple[float, float | None, float]:
         """Return the time, that of all CPUs, and that of this process, in seconds."""
-        return time.perf_counter(), self._machine.busy_seconds(), time.process_time()
+        start = time.perf_counter()
+        busy, own = self._machine.busy_seconds(), time.process_time()
+        now = time.perf_counter()
+        self._pause = max(self._LOOK, (now - start) / self._COST)
+        return now, busy, own
 
 
 def too_many_threads(asked: int, option: str) -> str | None:
