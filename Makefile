@@ -10,7 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-autoscaling test-clients test-versions test-device \
+.PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-conformance test-autoscaling test-clients test-versions test-device \
 	test-rpc test-vulkan test-cuda test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
@@ -54,7 +54,7 @@ coverage: install  ## the Python tests, and which lines of the package none of t
 	mkdir -p build
 	$(BIN)/python -m pytest --cov=entropykv --cov-report=term
 
-CPP_TESTS := batch_test grammar_test sharing_test kernel_test store_test state_test cold_test \
+CPP_TESTS := batch_test sharing_test kernel_test store_test state_test cold_test \
 	large_test mapped_file_test memory_test product_test threads_test
 test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
@@ -129,6 +129,14 @@ check-clang-cl: $(VENV)/.tools  ## the C++ sources, parsed by clang-cl (PyPI: zi
 		-DPython_EXECUTABLE="$(BIN)/python" > /dev/null
 	@! $(ZIG)/bin/python -c "import ziglang" 2> /dev/null || $(BIN)/python \
 		backend/parse_with_clang_cl.py "$(ZIG_PROGRAM)" build/clang_cl/compile_commands.json
+
+# The suite is a part of the sources of the package jsonschema.
+SUITE := build/conformance
+test-conformance: install  ## JSON schemas against the JSON-Schema-Test-Suite, drafts 2020-12 and 7
+	@test -d $(SUITE)/jsonschema-4.26.0/json || (mkdir -p $(SUITE) && $(BIN)/pip download -q --no-deps \
+		--no-binary jsonschema -d $(SUITE) "jsonschema==4.26.0" && \
+		tar xzf $(SUITE)/jsonschema-4.26.0.tar.gz -C $(SUITE))
+	$(BIN)/python -m tests.conformance $(SUITE)/jsonschema-4.26.0/json
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"

@@ -1,4 +1,4 @@
-"""Measure what a grammar costs per token: our sampler, and llama.cpp's own.
+"""Measure what a constraint costs per token: by llguidance, and by llama.cpp's own sampler.
 
 python benchmarks/grammars.py [-m model.gguf] [-n 60]
 """
@@ -19,12 +19,11 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_grammar
 
-from entropykv.llamacpp.grammar_sampler import GrammarSampler
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.sampler import CANDIDATE, ConstraintSampler
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.schema_converter import grammar_of_schema
 from entropykv.model import shipped
 
-KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -38,12 +37,10 @@ SCHEMA = {
 SHORT = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 1000}}}
 
 
-def rows(model: Model, grammar: str, both: str, n: int) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of both samplers, for every token of a random text that both grammars
-    allow.
-    """
-    ours = GrammarSampler(grammar, model.vocabulary, model.token_trie)
-    theirs = llama_cpp.llama_sampler_init_grammar(model.vocabulary, both.encode(), b"root")
+def rows(model: Model, constraint: Constraint, gbnf: str, n: int) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of both samplers, for every token of a random text that both allow."""
+    ours = ConstraintSampler(constraint, model.token_texts())
+    theirs = llama_cpp.llama_sampler_init_grammar(model.vocabulary, gbnf.encode(), b"root")
     samplers = (ours.handle(), theirs)
     choose = random.Random(1)  # noqa: S311
     for _ in range(n):
@@ -62,13 +59,13 @@ def rows(model: Model, grammar: str, both: str, n: int) -> Iterator[tuple[float,
 
 def step(sampler: Any, n_vocab: int) -> tuple[float, set[int]]:
     """Return the seconds to find the allowed tokens, and these tokens."""
-    data = np.zeros(n_vocab, KIND)
+    data = np.zeros(n_vocab, CANDIDATE)
     data["id"] = np.arange(n_vocab)
     pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)
     array = llama_cpp.llama_token_data_array(pointer, n_vocab, -1, False)
-    start = time.perf_counter()
+    start = time.thread_time()
     llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
-    seconds = time.perf_counter() - start
+    seconds = time.thread_time() - start
     return seconds, set(np.flatnonzero(data["logit"] == 0.0).tolist())
 
 
@@ -78,23 +75,20 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=60, help="tokens of each text (default: 60)")
     options = parser.parse_args()
     path = options.model or shipped.smollm2().path
-    grammars = {
-        "any JSON": (llama_grammar.JSON_GBNF,) * 2,
-        "C": (llama_grammar.C_GBNF,) * 2,
-        "a schema": (grammar_of_schema(SCHEMA), grammar_of_schema(SCHEMA)),
-        "maxLength 1000": (
-            grammar_of_schema(SHORT),
-            llama_grammar.json_schema_to_gbnf(json.dumps(SHORT)),
-        ),
-    }
+    grammars = {"any JSON": llama_grammar.JSON_GBNF, "C": llama_grammar.C_GBNF}
+    grammars["arithmetic"] = llama_grammar.ARITHMETIC_GBNF
+    both = {name: (Constraint.gbnf(text), text) for name, text in grammars.items()}
+    for name, schema in {"a schema": SCHEMA, "maxLength 1000": SHORT}.items():
+        gbnf = llama_grammar.json_schema_to_gbnf(json.dumps(schema))
+        both[name] = (Constraint.json_schema(schema), gbnf)
     with closing(Model(path, n_gpu_layers=0, verbose=False)) as model:
         start = time.perf_counter()
-        tokens = model.token_trie.n_tokens
-        print(f"{tokens:,} tokens, read in {1e3 * (time.perf_counter() - start):.0f} ms, once")
-        print("| grammar | ms a token, ours | slowest | llama.cpp's | slowest |")
+        model.token_texts()
+        print(f"{model.n_vocab:,} tokens, read in {time.perf_counter() - start:.1f} s, once")
+        print("| constraint | ms a token, ours | slowest | llama.cpp's | slowest |")
         print("|---|---|---|---|---|")
-        for name, (own, stock) in grammars.items():
-            ours, theirs = zip(*rows(model, own, stock, options.n), strict=True)
+        for name, (constraint, gbnf) in both.items():
+            ours, theirs = zip(*rows(model, constraint, gbnf, options.n), strict=True)
             cells = [1e3 * f(each) for each in (ours, theirs) for f in (statistics.median, max)]
             print(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
 

@@ -22,5 +22,4 @@ PYBIND11_MODULE(_core, m) {
     register_cache_map(m);
     register_flat_store(m);
     register_device_store(m);
-    register_grammar(m);
 }

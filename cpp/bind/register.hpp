@@ -30,7 +30,6 @@ void register_headwise_store(py::module_& m);
 void register_cache_map(py::module_& m);
 void register_flat_store(py::module_& m);
 void register_device_store(py::module_& m);
-void register_grammar(py::module_& m);
 
 // register_headwise_store() calls this for the methods that save and load.
 void register_headwise_state(py::class_<Headwise>& store);

@@ -1169,65 +1169,6 @@ class FlatStore:
     @property
     def eviction_seconds(self) -> float: ...
 
-class TokenTrie:
-    """Hold the texts of a vocabulary's tokens in order: see cpp/grammar/token_trie.hpp."""
-
-    def __init__(self, texts: Sequence[bytes], ends: Sequence[bool]) -> None:
-        """Use the texts of all tokens, and for each whether it ends a text.
-
-        Raises ValueError if the two have different lengths.
-        """
-
-    @staticmethod
-    def of_vocabulary(vocabulary: int) -> TokenTrie:
-        """Read the texts of the llama_vocab at an address."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-class GrammarLimits:
-    """Hold limits for the cost of a grammar: see cpp/grammar/grammar_effort.hpp."""
-
-    most_symbols: int
-    """The most symbols of all rules together."""
-    most_repeats: int
-    """The largest number in {m,n}."""
-    most_stacks: int
-    """The most parses of a text that are possible at the same time."""
-    most_work: int
-    """The most steps for one token."""
-    most_kept: int
-    """The most stacks, states and transitions that are cached."""
-
-class GrammarMatcher:
-    """Tell which tokens a grammar allows after a text: see cpp/grammar/grammar_matcher.hpp.
-
-    Only one thread may use it at a time. Every call raises ValueError if a limit is reached, and
-    any exception of `poll`.
-    """
-
-    def __init__(
-        self,
-        text: bytes,
-        root: str,
-        trie: TokenTrie,
-        limits: GrammarLimits,
-        find_token: Callable[[str], int | None],
-        poll: Callable[[], object],
-    ) -> None:
-        """Parse a grammar (GBNF) with a rule `root`; raises ValueError for syntax errors."""
-
-    def apply(self, candidates: int, n_candidates: int) -> None:
-        """Set the logits of forbidden tokens to -inf, in an array of llama_token_data at an
-        address.
-        """
-
-    def accept(self, token: int) -> None:
-        """Append a token to the text; raises ValueError for a forbidden one."""
-
-    @property
-    def may_end(self) -> bool: ...
-
 def rope_position(position: int, n_sinks: int, shift: int) -> int:
     """Return the position that RoPE uses for a position: `shift` less, but not within the sinks."""
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from tests.support.running_server import KEY, Server
 from tests.support.served import served
@@ -27,6 +27,7 @@ MODEL = "tiny"
 class Weather(BaseModel):
     """The weather of a city."""
 
+    model_config = ConfigDict(extra="forbid")
     city: Literal["Rome", "Oslo"]
     sunny: bool
 

@@ -10,7 +10,6 @@ import pytest
 from entropykv.cli import main
 from entropykv.errors import SettingsError
 from entropykv.session.sampling import SAMPLERS, SamplerChain, Sampling
-from tests.support.grammars import bomb
 
 WORKING = [
     ["-ctk", "f16", "-ctv", "f16"],
@@ -19,6 +18,9 @@ WORKING = [
     ["--threads-batch", "1"],
     ["-r", "zzz", "-r", "yyy"],
     ["--grammar", 'root ::= "yes" | "no"'],
+    ["--grammar", '%llguidance {}\nstart: "yes" | "no"'],
+    ["--grammar-lark", 'start: "yes" | "no"'],
+    ["--regex", "yes|no"],
     ["-j", "{}"],
     ["--json-schema", '{"type": "boolean"}'],
     ["--no-mmap"],
@@ -81,8 +83,10 @@ REFUSED = [
     (["-fast"], "--help"),
     (["--thread", "2"], "--help"),
     (["--grammar", "no grammar"], "rule"),
-    (["--grammar", bomb(24)], "too ambiguous"),
-    (["-j", '{"type": "string", "minLength": 20000000}'], "minLength"),
+    (["--grammar", 'root ::= root "a"'], "allows no token"),
+    (["--grammar-lark", "start: x"], "unknown name"),
+    (["--regex", "a("], "regular expression"),
+    (["-j", '{"items": {"type": "string", "minLength": -2}}'], "#/items"),
     (["-j", "[" * 100_000], "not JSON"),
     (["-j", "{"], "JSON schema"),
     (["-l", "seven"], "15043-1"),
@@ -136,7 +140,8 @@ def test_an_answer_ends_before_a_reverse_prompt(
 def test_an_answer_fits_the_grammar(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(run(tiny_llama, "--grammar", 'root ::= "on" | "off"', "-n", "20")) == 0
     assert capsys.readouterr().out.strip() in ("on", "off")
-    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
+    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],'
+    schema += '"additionalProperties": false}'
     assert main(run(tiny_llama, "-j", schema, "-n", "60")) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"a"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from entropykv import (
     Session,
 )
 from entropykv.model import shipped
+from tests.support.constraints import schema_takes
 from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, both, content
 
 
@@ -108,33 +108,19 @@ def test_logprobs_are_those_of_stock(tiny_llama: Path, store: str) -> None:
 CHATS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.7, "seed": 11},
-    "json": {"temperature": 0.0, "response_format": {"type": "json_object"}},
-    "schema": {
-        "temperature": 0.0,
-        "response_format": {
-            "type": "json_object",
-            "schema": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "maxLength": 8}},
-                "required": ["city"],
-            },
-        },
-    },
+}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": CITY}}
+CHATS_OF_JSON: dict[str, dict[str, Any]] = {
+    "json": {"response_format": {"type": "json_object"}},
+    "schema": {"response_format": {"type": "json_object", "schema": CITY}},
     "tool": {
-        "temperature": 0.0,
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "look_up",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"city": {"type": "string", "maxLength": 8}},
-                        "required": ["city"],
-                    },
-                },
-            }
-        ],
+        "tools": [TOOL],
         "tool_choice": {"type": "function", "function": {"name": "look_up"}},
     },
 }
@@ -170,8 +156,29 @@ def test_chats_are_those_of_stock(smol_pair: tuple[EntropyLlama, Llama], call: s
         deltas = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
         replies.append((reply, deltas))
     assert replies[0] == replies[1]
-    if call == "schema":
-        assert "city" in json.loads(replies[1][0][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("call", CHATS_OF_JSON)
+def test_chats_in_json_are_complete(smol_pair: tuple[EntropyLlama, Llama], call: str) -> None:
+    """Those of stock are not: its grammars know fewer keywords."""
+    ours, _ = smol_pair
+    chat: Any = {"messages": [{"role": "user", "content": "Name a city in France, as JSON."}]}
+    chat |= {"temperature": 0.0, "max_tokens": 100, **CHATS_OF_JSON[call]}
+    choice = ours.create_chat_completion(**chat)["choices"][0]
+    calls = choice["message"].get("tool_calls")
+    text = calls[0]["function"]["arguments"] if calls else choice["message"]["content"]
+    assert (calls is not None) == (call == "tool")
+    schema = {"type": "object"} if call == "json" else CITY
+    is_whole = choice["finish_reason"] != "length"
+    assert schema_takes(schema, text) == [is_whole], text
+    assert is_whole or call == "json"
+    streamed = ours.create_chat_completion(**chat, stream=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+    if calls is None:
+        assert "".join(each.get("content") or "" for each in deltas) == text
+    else:
+        parts = [each["tool_calls"][0]["function"] for each in deltas if each.get("tool_calls")]
+        assert "".join(each["arguments"] for each in parts) == text
 
 
 def test_a_chat_of_the_headwise_store_is_stocks_up_to_rounding(smollm2: Path) -> None:

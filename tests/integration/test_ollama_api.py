@@ -79,7 +79,8 @@ def test_options_are_those_of_the_request(server: Server) -> None:
 
 def test_a_format_is_followed(server: Server) -> None:
     schema = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
-    options = {"num_predict": 60, "temperature": 0}
+    schema["additionalProperties"] = False
+    options = {"num_predict": 200, "temperature": 0}
     answer = whole(server, "chat", messages=[QUESTION], format=schema, options=options)
     assert json.loads(answer["message"]["content"]).keys() == {"sunny"}
     for raw in (False, True):

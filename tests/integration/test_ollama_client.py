@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from tests.support.running_server import KEY, Server
 from tests.support.served import served
@@ -25,6 +25,7 @@ SHORT = {"num_predict": 12, "temperature": 0}
 class Weather(BaseModel):
     """The weather of a city."""
 
+    model_config = ConfigDict(extra="forbid")
     sunny: bool
 
 

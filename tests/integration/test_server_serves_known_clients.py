@@ -81,10 +81,11 @@ def test_parts_roles_and_calls_of_earlier_turns(client: openai.OpenAI) -> None:
 
 def test_structured_answers(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
-        model="tiny", messages=QUESTION, response_format=Weather, temperature=0.0, max_tokens=60
+        model="tiny", messages=QUESTION, response_format=Weather, temperature=0.0, max_tokens=200
     )
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     nearly = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+    nearly["additionalProperties"] = False
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": nearly}}
     answer = chat(client, response_format=schema)
     assert json.loads(answer.choices[0].message.content).keys() == {"x"}
@@ -110,7 +111,7 @@ def test_a_tool_that_must_be_called_is(
         "tools": [WEATHER, CLOCK],
         "tool_choice": choice,
         "stream": stream,
-        "max_tokens": 200,
+        "max_tokens": 400,
     }
     answer = chat(client, **options)
     if stream:

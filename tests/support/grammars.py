@@ -1,71 +1,20 @@
-"""Walk through grammars over a small vocabulary, and compare with the theory of regular
-languages.
-"""
+"""Make grammars, and compare them with the theory of regular languages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from entropykv._core import GrammarLimits, GrammarMatcher, TokenTrie
-
-KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-
 
 def bomb(depth: int) -> str:
-    """Return rules with 2 ** depth possible stacks before anything is read."""
+    """Return rules with 2 ** depth possible beginnings before anything is read."""
     rules = ["root ::= x0"]
     rules += [f'x{i} ::= x{i + 1} "a" | x{i + 1} "b"' for i in range(depth)]
     return "\n".join([*rules, f'x{depth} ::= "z"'])
 
 
-class Walk:
-    """Hold a text's state in a grammar, over a vocabulary of bytes, words, and an end token."""
-
-    def __init__(
-        self,
-        grammar: str,
-        words: Sequence[bytes] = (),
-        *,
-        poll: Callable[[], object] = lambda: None,
-        **limits: int,
-    ) -> None:
-        self.texts = [bytes([byte]) for byte in range(256)] + list(words) + [b"<end>"]
-        self.end = len(self.texts) - 1
-        trie = TokenTrie(self.texts, [False] * self.end + [True])
-        given = GrammarLimits()
-        for name, limit in limits.items():
-            setattr(given, name, limit)
-        self.matcher = GrammarMatcher(grammar.encode(), "root", trie, given, lambda _: None, poll)
-        self._data = np.zeros(len(self.texts), KIND)
-
-    def allowed(self) -> set[int]:
-        """Return the tokens that may follow."""
-        self._data["id"] = np.arange(len(self.texts))
-        self._data["logit"] = 0.0
-        self.matcher.apply(self._data.ctypes.data, len(self.texts))
-        return set(np.flatnonzero(self._data["logit"] == 0.0).tolist())
-
-    def take(self, text: str | bytes) -> Walk:
-        """Return the state after more text, read byte by byte; raises ValueError if it is not
-        allowed.
-        """
-        for byte in text.encode() if isinstance(text, str) else text:
-            self.matcher.accept(byte)
-        return self
-
-
-def takes(grammar: str, text: str) -> bool:
-    """Tell whether a grammar accepts a whole text."""
-    try:
-        return Walk(grammar).take(text).matcher.may_end
-    except ValueError as error:
-        if "does not allow" not in str(error):
-            raise
-        return False
+AMBIGUOUS = 'root ::= s\ns ::= "a" | s s | s s s'
+"""A text of n letters may be meant in more than 3 ** n ways."""
 
 
 # --- sets of words, by their derivatives (Brzozowski 1964) ----------------------------------------
@@ -91,6 +40,13 @@ class Words:
             case "repeat":
                 return self.parts[1] == 0 or self.parts[0].has_empty
         return False
+
+    def has(self, word: str) -> bool:
+        """Tell whether a word is in the set."""
+        rest = self
+        for letter in word:
+            rest = rest.after(letter)
+        return rest.has_empty
 
     def after(self, letter: str) -> Words:
         """Return the rest of all words that begin with a letter (the derivative)."""

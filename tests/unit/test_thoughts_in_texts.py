@@ -1,4 +1,4 @@
-"""Thoughts in texts, without a model: tags of templates, readers, budgets, grammars."""
+"""Thoughts in texts, without a model: tags of templates, readers, budgets, constraints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.vocabulary import token_texts_of
 from entropykv.thinking.counter import ThoughtCounter
-from entropykv.thinking.grammar import with_thought
+from entropykv.thinking.grammar import before_answer
 from entropykv.thinking.reader import Parts, read_whole, reader_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
+from tests.support.constraints import takes
 from tests.support.thinking import CHANNELS, CLOSING, OPENING
 
 THINK = ThoughtTags("<think>", "</think>")
@@ -187,12 +190,22 @@ def test_without_a_budget_thoughts_are_counted_alone() -> None:
     assert (count.n_tokens, count.forced, count.thinks) == (5, None, False)
 
 
-# --- grammars -------------------------------------------------------------------------------------
+# --- constraints ----------------------------------------------------------------------------------
 
 
-def test_a_grammar_behind_a_thought_names_tags_as_the_vocabulary_does() -> None:
-    tokens = {"<think>": 7, "</think>": 8}
-    named = with_thought('root ::= "a"', THINK, tokens.get, opened=False)
-    assert "<[7]> !<[8]>* <[8]>" in named
-    texts = with_thought('root ::= "a"', THINK, lambda _: None, opened=True)
-    assert '([^<] | "<" [^</])* "</think>"' in texts
+@pytest.mark.parametrize("is_token", [True, False])
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_constraint_applies_to_what_stands_behind_the_thought(
+    is_token: bool, opened: bool
+) -> None:
+    """Where the tags are tokens, single bytes stand for them here."""
+    begin, end = ("\x01", "\x02") if is_token else (THINK.begin, THINK.end)
+    tokens = {THINK.begin: 1, THINK.end: 2} if is_token else {}
+    answer = Constraint.json_schema({"type": "object"}).behind(before_answer(THINK, opened=opened))
+    texts = token_texts_of([bytes([b]) for b in range(256)], [0], [], tokens.get)
+    inside = [f"{begin}Hm < 5?{end}{{}}", f"{begin}{{\n</{end}\n\n{{}}"]
+    inside += [f"Hm{end}{{}}"] if opened else ["{}", "\n{}"]
+    outside = [f"{begin}Hm{end}[]", "{", f"Hm{end}", f"{begin}{{}}"]
+    outside += ["{}"] if opened else [f"Hm{end}{{}}"]
+    assert takes(answer, *inside, texts=texts) == [True] * len(inside)
+    assert takes(answer, *outside, texts=texts) == [False] * len(outside)

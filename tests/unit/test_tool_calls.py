@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
+from entropykv.errors import SettingsError
 from entropykv.server.chat_request import ChatRequest, _chunks_with_calls
 from entropykv.server.errors import RequestError
 from entropykv.server.image_parts import ImageParts
 from entropykv.server.messages import Message, template_messages
-from entropykv.server.schema_grammar import grammar_of
 from entropykv.server.template_traits import TemplateTraits, _Probe
 from entropykv.server.tool_calls import CallReader, NamedTool, Tool, ToolUse
+from tests.support.constraints import takes
 
 PLAIN = TemplateTraits(shows_every_message=True)
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -323,42 +324,46 @@ def test_schemas_with_definitions_of_the_same_name_do_not_mix() -> None:
         return Tool.model_validate({"function": {"name": name, "parameters": schema}})
 
     use = ToolUse([with_definition("a", "integer"), with_definition("b", "boolean")], required=True)
-    grammar = use.grammar()
-    assert grammar is not None
-    rules = dict(line.split(" ::= ", 1) for line in grammar._grammar.splitlines())
-    assert (rules["tool0-x"], rules["tool1-x"]) == ("integer", "boolean")
+    calls = ['{"name": "a", "arguments": {"x": 1}}', '{"name": "b", "arguments": {"x": true}}']
+    mixed = ['{"name": "a", "arguments": {"x": true}}', '{"name": "b", "arguments": {"x": 1}}']
+    assert takes(use.constraint(), *calls, *mixed) == [True, True, False, False]
+
+
+def test_references_of_tools_begin_at_their_own_parameters() -> None:
+    tree = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {
+            "left": {"$ref": "#"},
+            "$ref": {"type": "integer"},
+            "c": {"$ref": "#/definitions/a~1b"},
+        },
+        "definitions": {"a/b": {"const": {"$ref": "#"}}},
+        "additionalProperties": False,
+    }
+    tool = Tool.model_validate({"function": {"name": "t~/", "parameters": tree}})
+    use = ToolUse([tool, ADD], required=True)
+    good = ['{"left": {"left": {}, "$ref": 1}}', '{"c": {"$ref": "#"}}']
+    bad = ['{"left": []}', '{"$ref": "#"}', '{"c": {"$ref": "#/$defs/t~/"}}', "[]"]
+    texts = [f'{{"name": "t~/", "arguments": {each}}}' for each in (*good, *bad)]
+    assert takes(use.constraint(), *texts) == [True] * 2 + [False] * 4
 
 
 def test_a_named_tool_is_the_only_one_that_may_be_called() -> None:
     use = ToolUse.of([ADD, WALK], NamedTool.model_validate({"function": {"name": "walk"}}))
     assert use is not None
-    grammar = use.grammar()
-    assert grammar is not None
-    assert "walk" in grammar._grammar
-    assert "add" not in grammar._grammar
+    calls = [
+        '{"name": "walk", "arguments": {"to": "home"}}',
+        '{"name": "add", "arguments": {"a": 1}}',
+    ]
+    assert takes(use.constraint(), *calls) == [True, False]
     assert len(use.definitions()) == 2
 
 
-def test_integers_between_limits_are_listed_and_other_limits_refused_where_strict() -> None:
-    few = {"type": "integer", "minimum": 1, "maximum": 3}
-    grammar = grammar_of({"type": "object", "properties": {"x": few}}, "f", strict=True)._grammar
-    assert all(f'"{value}"' in grammar for value in (1, 2, 3))
-    assert '"4"' not in grammar
-    limited = {"type": "number", "minimum": 0}
-    for schema in (limited, {"type": "array", "items": limited}):
-        assert grammar_of(schema, "f")
-        with pytest.raises(RequestError, match="'minimum' cannot be enforced"):
-            grammar_of(schema, "f", strict=True)
-    named = {"type": "object", "properties": {"minimum": {"type": "string"}}}
-    assert grammar_of(named, "f", strict=True)
-
-
-@pytest.mark.parametrize(
-    "schema", [{"type": "nothing"}, {"$ref": "#/$defs/x"}, {"$ref": "http://x/y"}, {"anyOf": 3}]
-)
-def test_schemas_that_no_grammar_can_be_made_of(schema: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="no grammar can be made"):
-        grammar_of(schema, "response_format")
+def test_a_tool_that_cannot_be_enforced_is_refused_by_its_name_and_path() -> None:
+    parameters = {"type": "object", "properties": {"x": {"not": {}}}}
+    tool = Tool.model_validate({"function": {"name": "fly", "parameters": parameters}})
+    with pytest.raises(SettingsError, match=r"#/\$defs/fly/properties/x: Unimplemented.*not"):
+        takes(ToolUse([tool, ADD], required=True).constraint(), "{}")
 
 
 def test_instructions_hold_every_tool() -> None:

@@ -9,9 +9,9 @@ import math
 from typing import Any
 
 from entropykv.cli.options import integer, utf8
+from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
-from entropykv.llamacpp.schema_converter import grammar_of_schema
 from entropykv.session.sampling import SAMPLERS, Sampling
 from entropykv.session.session import Session
 
@@ -156,7 +156,16 @@ def _add_grammars(group: argparse._ArgumentGroup) -> None:
     forms.add_argument(
         "--grammar", type=utf8, metavar="GBNF", help="a grammar with a rule named root"
     )
-    forms.add_argument("--grammar-file", metavar="FILE", help="read it from a file")
+    forms.add_argument(
+        "--grammar-lark",
+        type=utf8,
+        metavar="LARK",
+        help="a grammar in llguidance's Lark, with a rule start",
+    )
+    forms.add_argument(
+        "--regex", type=utf8, metavar="REGEX", help="a regular expression, of the whole answer"
+    )
+    forms.add_argument("--grammar-file", metavar="FILE", help="read GBNF or Lark from a file")
     forms.add_argument(
         *("-j", "--json-schema"),
         type=utf8,
@@ -183,7 +192,7 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
         seed=None if options.seed < 0 else options.seed,
         samplers=_samplers_of(options),
         logit_bias=tuple(map(_bias, options.logit_bias)),
-        grammar=_grammar_of(options),
+        grammar=_constraint_of(options),
     )
 
 
@@ -220,19 +229,24 @@ def _bias(text: str) -> tuple[int, float]:
     raise SettingsError(f"--logit-bias {text} is not a token with a bias; give one such as 15043-1")
 
 
-def _grammar_of(options: argparse.Namespace) -> str | None:
+def _constraint_of(options: argparse.Namespace) -> Constraint | None:
     if options.grammar_file is not None:
-        return read_text(options.grammar_file, SettingsError)
+        return Constraint.of(read_text(options.grammar_file, SettingsError))
+    if options.grammar is not None:
+        return Constraint.of(options.grammar)
+    if options.grammar_lark is not None:
+        return Constraint.lark(options.grammar_lark)
+    if options.regex is not None:
+        return Constraint.regex(options.regex)
     schema = options.json_schema
     if options.json_schema_file is not None:
         schema = read_text(options.json_schema_file, SettingsError)
     if schema is None:
-        grammar: str | None = options.grammar
-        return grammar
+        return None
     try:
         read = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise SettingsError(
             f'the JSON schema is not JSON ({error}); give one such as \'{{"type": "object"}}\''
         ) from None
-    return grammar_of_schema(read)
+    return Constraint.json_schema(read)

@@ -8,11 +8,12 @@ import sys
 
 from entropykv import system
 from entropykv.cli.options import integer, utf8
+from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
 from entropykv.thinking.counter import ThoughtCounter
-from entropykv.thinking.grammar import ROOT, with_thought
+from entropykv.thinking.grammar import before_answer
 from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_switch
 from entropykv.thinking.reader import Parts, reader_of
 from entropykv.thinking.tags import ThoughtTags
@@ -132,12 +133,12 @@ class ShownThought:
         return self._session.token_bytes(token) if text is None else text.encode()
 
     def before_answer(self, sampling: Sampling) -> Sampling:
-        """Return the sampling; a grammar applies to the text after the thought."""
+        """Return the sampling; a constraint applies to the text after the thought."""
         if sampling.grammar is None:
             return sampling
-        tokens = {text: token for token, text in self._control.items()}
-        grammar = with_thought(sampling.grammar, self._tags, tokens.get, opened=self.opened)
-        return dataclasses.replace(sampling, grammar=grammar, grammar_root=ROOT)
+        before = before_answer(self._tags, opened=self.opened)
+        constraint = Constraint.of(sampling.grammar).behind(before)
+        return dataclasses.replace(sampling, grammar=constraint)
 
     def take(self, text: str) -> str:
         """Add the next piece of the text, show its thought, and return the text for stdout."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -23,6 +24,8 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 from typing_extensions import Self
 
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.sampler import ConstraintSampler
 from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
@@ -30,7 +33,7 @@ from entropykv.drop_in.arguments import (
     with_draft_model,
 )
 from entropykv.drop_in.call_guard import CallGuard
-from entropykv.drop_in.chat_schemas import checked_schemas
+from entropykv.drop_in.chat_constraints import makes_grammars, with_constraint
 from entropykv.drop_in.completion_logprobs import CompletionLogprobs
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
 from entropykv.drop_in.image_handlers import BudgetImageHandler
@@ -45,7 +48,6 @@ from entropykv.errors import (
     SettingsError,
 )
 from entropykv.llamacpp.foreign_text import MARK, without_names
-from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model import captured_log, last_error
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
@@ -122,6 +124,8 @@ class EntropyLlama(llama_cpp.Llama):
     """Whether an answer without a seed gets a random one: the model was given none, or -1."""
     _logprobs: LogprobRecorder | None = None
     """Collects the values of the current answer's tokens, if they were asked for."""
+    _of_tools: Mapping[str, Constraint] = MappingProxyType({})
+    """The constraints of the tools of a chat, by the grammars that llama-cpp-python makes."""
     _image_prompt: ImagePrompt | None = None
     """The last prompt with images; it keeps the images alive until they are read."""
     _alike: weakref.WeakSet[EntropyLlama]
@@ -621,14 +625,16 @@ class EntropyLlama(llama_cpp.Llama):
         return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
 
     def _init_sampler(
-        self, *arguments: Any, grammar: LlamaGrammar | None = None, **options: Any
+        self, *arguments: Any, grammar: LlamaGrammar | Constraint | None = None, **options: Any
     ) -> Any:
         """Make the chain of samplers; in a pool, it reads this sequence's logits instead of the
         last ones.
 
-        A grammar sampler is ours, which has limits and can be stopped, instead of llama.cpp's.
+        A constraint is applied by ours instead of llama.cpp's sampler of grammars.
         """
-        ours = None if grammar is None else self._grammar_sampler(grammar)
+        if isinstance(grammar, LlamaGrammar):
+            grammar = Constraint.gbnf(grammar._grammar, grammar._root)
+        ours = None if grammar is None else self._constraint_sampler(grammar)
         sampler = super()._init_sampler(*arguments, **options)
         if ours is None and self._session.is_alone and self._session.drafting is None:
             return sampler
@@ -642,38 +648,28 @@ class EntropyLlama(llama_cpp.Llama):
 
         return SamplerOfSequence(sampler, logits_at, self.token_eos(), ours)
 
-    def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
-        """Return a sampler that allows only tokens of a grammar; raises SettingsError."""
-        session = self._session
-        itself = weakref.ref(self)  # The sampler is a part of this object.
+    def _constraint_sampler(self, constraint: Constraint) -> ConstraintSampler:
+        """Return a sampler that allows only tokens of a constraint; raises SettingsError."""
+        return ConstraintSampler(constraint, self._session.token_texts())
 
-        def poll() -> None:
-            llama = itself()
-            if llama is not None:
-                llama._while_sampling()
-
-        return GrammarSampler(
-            grammar._grammar,
-            session.vocabulary,
-            session.token_trie,
-            root=grammar._root,
-            poll=poll,
-        )
-
-    def _while_sampling(self) -> None:
-        """Called every few milliseconds while a grammar is searched; does nothing here."""
+    def create_completion(self, *arguments: Any, **options: Any) -> Any:
+        """Complete as llama_cpp.Llama does; `grammar` may also be a Constraint."""
+        grammar = options.get("grammar")
+        if isinstance(grammar, LlamaGrammar):
+            options["grammar"] = self._of_tools.get(grammar._grammar, grammar)
+        return super().create_completion(*arguments, **options)
 
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
-        """Answer a chat as llama_cpp.Llama does.
+        """Answer a chat as llama_cpp.Llama does; `grammar` may also be a Constraint.
 
         With one of llama-cpp-python's image handlers, images are read inside the budget. Raises
-        ImageError for an image that cannot be read, SettingsError for a JSON schema beyond the
-        limits. Content that is null is empty. Control tokens are those of the chat template: names
-        of such tokens in messages and tools are plain text, unless the model was made with
+        ImageError for an image that cannot be read, SettingsError for a JSON schema that cannot be
+        enforced. Content that is null is empty. Control tokens are those of the chat template:
+        names of such tokens in messages and tools are plain text, unless the model was made with
         `parse_special`.
         """
         self.chat_handler = BudgetImageHandler.of(self.chat_handler)
-        given = checked_schemas(self, *arguments, **options)
+        given, self._of_tools = with_constraint(self, self.said, *arguments, **options)
         given["messages"] = [
             self.said(with_content(each), tags=each.get("role") == "assistant")
             for each in given["messages"]
@@ -681,7 +677,11 @@ class EntropyLlama(llama_cpp.Llama):
         for name in ("tools", "functions"):
             if given.get(name):
                 given[name] = self.said(given[name])
-        return super().create_chat_completion(**given)
+        try:
+            return super().create_chat_completion(**given)
+        finally:
+            if not makes_grammars(self):  # Such a format may ask for texts later, in a stream.
+                self._of_tools = {}
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error, because embeddings need no KV cache."""

@@ -1,4 +1,4 @@
-"""Sample from the logits of one sequence of a shared context, and apply a grammar."""
+"""Sample from the logits of one sequence of a shared context, and apply a constraint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import _internals as internals
 
-from entropykv.llamacpp.grammar_sampler import GrammarSampler
-
-_KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+from entropykv.constraint.sampler import CANDIDATE, ConstraintSampler
 
 
 class SamplerOfSequence:
@@ -25,26 +23,26 @@ class SamplerOfSequence:
         chain: internals.LlamaSampler,
         logits_at: Callable[[int], npt.NDArray[np.float32]],
         end: int,
-        grammar: GrammarSampler | None = None,
+        constraint: ConstraintSampler | None = None,
     ) -> None:
         """Use a chain; `logits_at` returns the logits of a row: -1 is the last one.
 
-        `end` is the token that ends a text: it is chosen if a grammar, which is put into the chain
-        after the penalties, allows no other token.
+        `end` is the token that ends a text: it is chosen if a constraint, which is put into the
+        chain after the penalties, allows no token.
         """
         self._chain = chain
         self._logits_at = logits_at
         self._end = end
-        self._grammar = grammar
-        self._data = np.zeros(0, _KIND)
+        self._constraint = constraint
+        self._data = np.zeros(0, CANDIDATE)
         """Reused for every token, because it is too large to be allocated quickly."""
-        if grammar is not None:
-            _insert(chain.sampler, len(chain.custom_samplers) + 1, grammar.handle())
+        if constraint is not None:
+            _insert(chain.sampler, len(chain.custom_samplers) + 1, constraint.handle())
 
     def sample(self, _: Any, row: int = -1) -> int:
         """Choose a token by the logits of a row, and report it to the chain.
 
-        Raises the errors of GrammarSampler.check().
+        Raises the errors of ConstraintSampler.check().
         """
         return self.sample_from(self._logits_at(row))
 
@@ -56,7 +54,7 @@ class SamplerOfSequence:
     def sample_from(self, logits: npt.NDArray[np.float32]) -> int:
         """Choose a token by logits, (n_vocab,), and tell the chain: see sample()."""
         if self._data.size != logits.size:
-            self._data = np.zeros(logits.size, _KIND)
+            self._data = np.zeros(logits.size, CANDIDATE)
             self._ids = np.arange(logits.size, dtype=np.int32)
         data = self._data
         data["id"] = self._ids  # Samplers sort them.
@@ -67,7 +65,7 @@ class SamplerOfSequence:
         llama_cpp.llama_sampler_apply(self._chain.sampler, ctypes.byref(array))
         self._check()
         chosen = array.data[array.selected]
-        if self._grammar is not None and chosen.logit == -math.inf:
+        if self._constraint is not None and chosen.logit == -math.inf:
             return self._end
         token = int(chosen.id)
         llama_cpp.llama_sampler_accept(self._chain.sampler, token)
@@ -75,15 +73,15 @@ class SamplerOfSequence:
         return token
 
     def _check(self) -> None:
-        if self._grammar is not None:
-            self._grammar.check()
+        if self._constraint is not None:
+            self._constraint.check()
 
     def close(self) -> None:
         """Free the chain."""
         self._chain.close()  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
-        """Free the chain before the grammar in it, which only the chain uses."""
+        """Free the chain before the constraint in it, which only the chain uses."""
         self.close()
 
 

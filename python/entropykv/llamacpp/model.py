@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import llama_cpp
 from llama_cpp import _logger as llama_logger
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from entropykv._core import TokenTrie
+from entropykv.constraint.vocabulary import TokenTexts, read_token_texts
 from entropykv.errors import ContextError, ModelFileError
 from entropykv.llamacpp.foreign_text import MARK, ControlNames, Run
 from entropykv.llamacpp.model_options import (
@@ -37,6 +38,9 @@ class Model:
     _options = LoadOptions()
     _adapters: LoraAdapters | None = None
     _is_closed = False
+    _token_texts: TokenTexts | None = None
+    _reading = threading.Lock()
+    """Lets one thread at a time read the texts of a model's tokens."""
 
     def __init__(
         self,
@@ -106,12 +110,16 @@ class Model:
         """Return the identity of the file, see identity_of(); the file is read only once."""
         return identity_of(self.geometry)
 
-    @functools.cached_property
-    def token_trie(self) -> TokenTrie:
-        """Return the texts of all tokens, for grammars; they are read only once."""
-        address = ctypes.cast(self.vocabulary, ctypes.c_void_p).value
-        with self._weights:
-            return TokenTrie.of_vocabulary(address or 0)
+    def token_texts(self) -> TokenTexts:
+        """Return the texts of all tokens, for constraints; they are read only once.
+
+        The weights must be in use while they are used: see in_use().
+        """
+        with self._reading:
+            if self._token_texts is None:
+                with self._weights:
+                    self._token_texts = read_token_texts(self.vocabulary)
+            return self._token_texts
 
     def in_use(self) -> Weights:
         """Return a context manager that keeps the weights while a call reads text or samples.

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from llama_cpp import LogitsProcessorList
-from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field
 
+from entropykv.constraint.constraint import Constraint
 from entropykv.server.asked_document import about_document, document_named
 from entropykv.server.chat_thought import ChatThought
 from entropykv.server.choices import seeds, with_passages, with_usage
+from entropykv.server.constraints import made, single
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
     FIRST_ERROR,
-    MOST_GRAMMAR,
     MOST_LOGPROBS,
     MOST_MESSAGES,
     MOST_TOKENS,
@@ -47,7 +47,6 @@ from entropykv.server.requests import (
     ask_for_passages,
     sampling_arguments,
 )
-from entropykv.server.schema_grammar import any_object, grammar_of
 from entropykv.server.tool_calls import (
     CallReader,
     Function,
@@ -144,7 +143,6 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     user: Name | None = None
     top_k: TopK = 40
     repeat_penalty: RepeatPenalty = 1.0
-    grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
     stream_options: StreamOptions = StreamOptions()
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(  # type: ignore[assignment]
         default=None, discriminator="type"
@@ -199,8 +197,11 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             self.thinking_options(llama),
         )
         llama.thought = thought
-        if grammar := self._grammar(reader):
-            arguments["grammar"] = grammar if thought is None else thought.before_answer(grammar)
+        if asked := self._asked_constraint(reader):
+            llama.constrained_by, constraint = asked
+            if thought is not None and llama.constrained_by != "grammar":
+                constraint = thought.before_answer(constraint)
+            arguments["grammar"] = constraint
         if thought is not None and thought.options.budget >= 0:
             processors = arguments.get("logits_processor", ())
             arguments["logits_processor"] = LogitsProcessorList([*processors, thought.force])
@@ -292,20 +293,24 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         asked = self.response_format
         return use is not None and (use.required or asked is None or isinstance(asked, TextFormat))
 
-    def _grammar(self, use: ToolUse | None) -> LlamaGrammar | None:
-        grammar = None if use is None else use.grammar()
+    def _asked_constraint(self, use: ToolUse | None) -> tuple[str, Constraint] | None:
+        """Return what the answer must be, with the field that says it; raises RequestError.
+
+        A call that is forced says it alone: then a response_format is that of later answers.
+        """
+        call = None if use is None else use.constraint()
+        if call is not None:
+            return "tools", call
+        found = self.constraints()
         asked = self.response_format
-        if grammar is not None or asked is None or isinstance(asked, TextFormat):
-            return grammar
         if isinstance(asked, ObjectFormat):
-            if asked.schema_ is None:
-                return any_object()
-            return grammar_of(asked.schema_, "response_format.schema")
-        return grammar_of(
-            asked.json_schema.schema_,
-            "response_format.json_schema",
-            strict=bool(asked.json_schema.strict),
-        )
+            schema = {"type": "object"} if asked.schema_ is None else asked.schema_
+            found["response_format"] = made("response_format", Constraint.json_schema, schema)
+        elif isinstance(asked, SchemaFormat):
+            found["response_format"] = made(
+                "response_format", Constraint.json_schema, asked.json_schema.schema_
+            )
+        return single(found)
 
 
 def _check_beside_document(llama: ServedLlama, use: ToolUse | None, images: ImageParts) -> None:

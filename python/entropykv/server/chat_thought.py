@@ -11,12 +11,12 @@ from typing import Any
 
 import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-from llama_cpp.llama_grammar import LlamaGrammar
 
+from entropykv.constraint.constraint import Constraint
 from entropykv.drop_in.entropy_llama import EntropyLlama
 from entropykv.server.template_traits import template_of
-from entropykv.thinking import grammar as thought_grammar
 from entropykv.thinking.counter import ThoughtCounter
+from entropykv.thinking.grammar import before_answer
 from entropykv.thinking.options import ThinkingOptions
 from entropykv.thinking.reader import Parts, read_whole, reader_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
@@ -128,14 +128,9 @@ class ChatThought:
             scores[token] = 0.0
         return scores
 
-    def before_answer(self, grammar: LlamaGrammar) -> LlamaGrammar:
-        """Return a grammar of the thought, followed by `grammar`."""
-        text = thought_grammar.with_thought(
-            grammar._grammar, self.template.tags, self.template.token_of, opened=self.opened
-        )
-        wrapped = LlamaGrammar.from_string(text, verbose=False)
-        wrapped._root = thought_grammar.ROOT
-        return wrapped
+    def before_answer(self, constraint: Constraint) -> Constraint:
+        """Return a constraint of the thought, followed by `constraint`."""
+        return constraint.behind(before_answer(self.template.tags, opened=self.opened))
 
     def tokens_before_answer(self, tokens: Sequence[int], llama: EntropyLlama) -> int:
         """Return how many tokens at the end of a prompt its later turns will not contain."""

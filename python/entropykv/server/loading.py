@@ -20,9 +20,11 @@ from llama_cpp.llama_chat_format import (
     ChatFormatterResponse,
     chat_formatter_to_chat_completion_handler,
 )
-from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.sampler import ConstraintSampler
+from entropykv.constraint.trial import Trials
 from entropykv.drop_in.entropy_llama import EntropyLlama
 from entropykv.errors import (
     EntropyKVError,
@@ -31,7 +33,6 @@ from entropykv.errors import (
     SettingsError,
     UnsupportedModelError,
 )
-from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model_options import read_overrides
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.model.geometry import read_chat_template
@@ -96,6 +97,8 @@ class ServedLlama(EntropyLlama):
     """How many tokens the prompt of the latest generation has."""
     asked: AskedDocument | None = None
     """The document that the current request asks about."""
+    constrained_by: str = "grammar"
+    """The field of the request that says what the answer must be."""
     n_passages: int = 0
     """How many passages of the document the current request wants to see."""
     passages: list[Passage] | None = None
@@ -364,24 +367,26 @@ class ServedLlama(EntropyLlama):
         elif fit is not None and (news := fit.news()) is not None:
             _say(news)
 
-    def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
-        """Return a sampler that allows only tokens of a grammar; raises RequestError.
+    def _constraint_sampler(self, constraint: Constraint) -> ConstraintSampler:
+        """Return a sampler that allows only tokens of a constraint; raises RequestError.
 
-        The grammar is checked here, because response_format and tools also become grammars.
+        What it costs to compile is tried before; a request may end meanwhile, as between
+        micro-batches.
         """
+        field = self.constrained_by
         try:
-            return super()._grammar_sampler(grammar)
+            _TRIALS.check(constraint, self.checkpoint or (lambda: None))
+            return super()._constraint_sampler(constraint)
         except SettingsError as error:
-            raise RequestError(400, str(error), param="grammar") from None
-
-    def _while_sampling(self) -> None:
-        """Let a request end while a grammar is searched, as between micro-batches."""
-        if self.checkpoint is not None:
-            self.checkpoint()
+            raise RequestError(400, f"{field}: {error}", param=field) from None
 
 
-def _check_min_tokens(grammar: LlamaGrammar | None, processors: Iterable[Any]) -> None:
-    """Raise RequestError if the end is forbidden, but a grammar may allow nothing else."""
+_TRIALS = Trials()
+"""Those of all models, because constraints are tried without their vocabularies."""
+
+
+def _check_min_tokens(grammar: Any, processors: Iterable[Any]) -> None:
+    """Raise RequestError if the end is forbidden, but a constraint may allow nothing else."""
     least = any(isinstance(each, llama_cpp.MinTokensLogitsProcessor) for each in processors)
     if grammar is not None and least:
         raise RequestError(

@@ -28,7 +28,6 @@ from entropykv.server.fields import (
 )
 from entropykv.server.loading import ServedLlama
 from entropykv.server.requests import DOCUMENT, CompletionRequest, Request
-from entropykv.server.schema_grammar import any_object, grammar_of
 from entropykv.thinking.options import template_switch
 
 _SAMPLING = (
@@ -241,15 +240,13 @@ class OllamaGenerate(OllamaRequest):
                 "images: a text to continue has no images; leave out raw and suffix, or the images",
                 param="images",
             )
-        grammar = None
-        if self.format:
-            schema = self.format
-            found = any_object() if isinstance(schema, str) else grammar_of(schema, "format")
-            grammar = None if found is None else found._grammar
+        schema: Any = self.format or None
+        if isinstance(schema, str):
+            schema = {"type": "object"}
         limit = llama.request_defaults.get("max_tokens")
         fields = {"max_tokens": -1 if limit is None else limit, **self.options.fields()}
         fields["prompt"] = self.prompt
-        fields |= {"suffix": self.suffix, "grammar": grammar, "stream": True}
+        fields |= {"suffix": self.suffix, "json_schema": schema, "stream": True}
         return _validated(CompletionRequest, fields)
 
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
-from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from entropykv.drop_in.entropy_llama import EntropyLlama
 from entropykv.server.choices import seeds, with_passages, with_usage
+from entropykv.server.constraints import ConstraintFields, single
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
-    MOST_GRAMMAR,
     MOST_LOGPROBS,
     MOST_SUFFIX,
     MOST_TOKENS,
@@ -70,7 +69,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Request(BaseModel):
+class Request(ConstraintFields):
     """Define the fields that completions and chats have in common. A null field gets its
     default.
     """
@@ -106,7 +105,6 @@ class CompletionRequest(Request, CreateCompletionRequest):
     user: Name | None = None
     top_k: TopK = 40
     repeat_penalty: RepeatPenalty = 1.0
-    grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
     stream_options: StreamOptions = StreamOptions()
 
     def document_name(self) -> str | None:
@@ -131,6 +129,8 @@ class CompletionRequest(Request, CreateCompletionRequest):
         ask_for_passages(self.passages, llama)
         prompt = self._behind_document(_checked(only, llama), llama)
         arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}
+        if asked := single(self.constraints()):
+            llama.constrained_by, arguments["grammar"] = asked
         answer = llama.create_completion(**arguments)
         if self.passages:
             answer = with_passages(answer, llama)
@@ -234,8 +234,6 @@ def sampling_arguments(
     if processors:
         # Do not pass them as logit_bias: llama-cpp-python ignores it if there is another processor.
         arguments["logits_processor"] = llama_cpp.LogitsProcessorList(processors)
-    if request.grammar is not None:
-        arguments["grammar"] = LlamaGrammar.from_string(request.grammar, verbose=False)
     return arguments
 
 

@@ -1,4 +1,4 @@
-"""Handle tools: the model's instructions, the grammar of its answer, and reading its calls."""
+"""Handle tools: the model's instructions, the constraint of its answer, and reading its calls."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from llama_cpp.llama_grammar import LlamaGrammar
 from pydantic import BaseModel, Field
 
+from entropykv.constraint.constraint import Constraint
+from entropykv.server.constraints import embedded, made
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import FIRST_ERROR, MOST_TOOLS, Description, Name
-from entropykv.server.schema_grammar import check, definition_names, grammar_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _OF_CALLS = _ARGUMENTS | {"name", "id", "type"}
 """The members of a call's object."""
+_PLAIN = frozenset(
+    {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
+)
+"""Keywords of a schema that say nothing about properties without a name."""
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _INSTRUCTIONS = """\
 You may call tools. They are described here as JSON, within <tools></tools>:
@@ -117,24 +121,28 @@ class ToolUse:
         """Return instructions for a model whose chat template shows no tools."""
         return _INSTRUCTIONS.format(tools="\n".join(map(as_json, self.definitions())))
 
-    def grammar(self) -> LlamaGrammar | None:
-        """Return the grammar of the answer; None if it may be text. Raises the errors of
-        grammar_of().
-        """
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the answer; None if it may be text. Raises RequestError."""
         if not self.required:
             return None
         definitions: dict[str, Any] = {}
         calls = []
         for index, tool in enumerate(self.callable_tools):
+            name = tool.name if tool.name not in definitions else f"{tool.name}-{index}"
+            place = f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}"
             parameters = tool.function.parameters or _NO_PARAMETERS
-            check(parameters, "tools")
-            properties = {
-                "name": {"const": tool.name},
-                "arguments": definition_names(parameters, f"tool{index}", definitions),
-            }
-            calls.append({"properties": properties, "required": ["name", "arguments"]})
-        strict = any(tool.function.strict for tool in self.callable_tools)
-        return grammar_of({"oneOf": calls, "$defs": definitions}, "tools", strict=strict)
+            made("tools", Constraint.json_schema, parameters)  # Checks its depth, before others do.
+            definitions[name] = {"type": "object", **embedded(_closed(parameters), place)}
+            properties = {"name": {"const": tool.name}, "arguments": {"$ref": place}}
+            calls.append(
+                {"type": "object", "properties": properties, "required": [*properties]}
+                | {"additionalProperties": False}
+            )
+        drafts = {definition.pop("$schema", None) for definition in definitions.values()}
+        whole = {"anyOf": calls, "$defs": definitions}
+        if len(drafts) == 1 and None not in drafts:
+            whole = {"$schema": drafts.pop(), **whole}
+        return made("tools", Constraint.json_schema, whole)
 
     def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Return the text of an answer without its calls, and the calls in OpenAI's form."""
@@ -174,6 +182,14 @@ class AnswerPart:
 
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a tool without those that it does not name, unless its schema says
+    anything about them.
+    """
+    is_plain = parameters.keys() <= _PLAIN and "properties" in parameters
+    return {**parameters, "additionalProperties": False} if is_plain else parameters
 
 
 @dataclass

@@ -105,7 +105,7 @@ class Verification:
         choose: Callable[[Logits], int | None],
         is_end: Callable[[int], bool],
     ) -> None:
-        """Verify `drafts`: `choose` samples a token by logits; None: a grammar allows none."""
+        """Verify `drafts`: `choose` samples a token by logits; None: a constraint allows none."""
         self._drafts = drafts
         self._choose = choose
         self._is_end = is_end

@@ -14,7 +14,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from entropykv._core import TokenTrie
+from entropykv.constraint.vocabulary import TokenTexts
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.session.drafting import Drafting, Verification
 from entropykv.session.image_spans import is_placeholder
@@ -46,9 +46,8 @@ class Decoder(Protocol):
     def vocabulary(self) -> Any:
         """Return the llama_vocab, for samplers that read the texts of tokens."""
 
-    @property
-    def token_trie(self) -> TokenTrie:
-        """Return the texts of all tokens, for grammars."""
+    def token_texts(self) -> TokenTexts:
+        """Return the texts of all tokens, for constraints."""
 
     @property
     def tokens(self) -> list[int]:
@@ -296,8 +295,8 @@ class _Chooser:
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._data = np.empty(n_vocab, self._KIND)
         self._pointer = self._data.ctypes.data_as(llama_cpp.llama_token_data_p)
-        trie = session.token_trie if sampling.grammar is not None else None
-        self._chain = SamplerChain(sampling, n_vocab, session.n_ctx, vocabulary, trie)
+        texts = session.token_texts() if sampling.grammar is not None else None
+        self._chain = SamplerChain(sampling, n_vocab, session.n_ctx, vocabulary, texts)
 
     def close(self) -> None:
         """Free the chain."""
@@ -315,9 +314,10 @@ class _Chooser:
             self._chain.remember([token for token in last if not is_placeholder(token)])
 
     def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
-        """Sample a token, and report it to the chain; None if a grammar allows no token at all.
+        """Sample a token, and report it to the chain; None if a constraint allows only the end
+        of the text.
 
-        Raises SettingsError if a grammar turns out to be too ambiguous.
+        Raises SettingsError if a constraint allows neither a token nor the end.
         """
         forced = None if self._thought is None else self._thought.forced
         if forced is not None:

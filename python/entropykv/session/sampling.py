@@ -10,9 +10,10 @@ from typing import Any
 
 import llama_cpp
 
-from entropykv._core import TokenTrie
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.sampler import ConstraintSampler
+from entropykv.constraint.vocabulary import TokenTexts
 from entropykv.errors import SettingsError
-from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.settings.options import MOST_TOKENS, at_least, is_number
 
 SAMPLERS = (
@@ -64,9 +65,10 @@ class Sampling:
     Values that switch a sampler off: top_k 0 or -1, top_p 1, min_p 0, typical_p 1, top_n_sigma -1,
     xtc_probability 0, dynatemp_range 0, mirostat 0, repeat_penalty 1, the other penalties 0,
     dry_multiplier 0. `repeat_last_n`: how many of the newest tokens penalties consider (0: none,
-    -1: the whole context). `samplers`: the names of samplers in order. `grammar`: GBNF, whose rule
-    `grammar_root` is the answer. `logit_bias`: pairs of a token and the value to add to its logit.
-    seed None or -1: a random one. Raises SettingsError for impossible values.
+    -1: the whole context). `samplers`: the names of samplers in order. `grammar`: what the answer
+    must be, a Constraint or the text of a grammar (GBNF or Lark). `logit_bias`: pairs of a token
+    and the value to add to its logit. seed None or -1: a random one. Raises SettingsError for
+    impossible values.
     """
 
     temperature: float = 0.0
@@ -93,8 +95,7 @@ class Sampling:
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: str | None = None
-    grammar_root: str = "root"
+    grammar: Constraint | str | None = None
     samplers: tuple[str, ...] = field(default=SAMPLERS)
 
     def __post_init__(self) -> None:
@@ -125,8 +126,8 @@ class Sampling:
 
     @property
     def needs_vocabulary(self) -> bool:
-        """Tell whether the chain needs the texts of tokens."""
-        return self.grammar is not None or self.dry_multiplier != 0.0
+        """Tell whether samplers of llama.cpp need the texts of tokens."""
+        return self.dry_multiplier != 0.0
 
     @property
     def penalizes(self) -> bool:
@@ -144,15 +145,15 @@ class SamplerChain:
         n_vocab: int,
         n_ctx: int,
         vocabulary: Any,
-        trie: TokenTrie | None = None,
+        texts: TokenTexts | None = None,
     ) -> None:
-        """Make the samplers; raises SettingsError for a grammar that cannot be used.
+        """Make the samplers; raises SettingsError for a constraint that cannot be used.
 
-        `trie` has the texts of tokens, which a grammar needs.
+        `texts` are the texts of tokens, which a constraint needs.
         """
         self._sampling = sampling
-        self._trie = trie
-        self._grammar: GrammarSampler | None = None
+        self._texts = texts
+        self._constraint: ConstraintSampler | None = None
         self._n_vocab, self._n_ctx, self._vocabulary = n_vocab, n_ctx, vocabulary
         given = new_seed() if is_random_seed(sampling.seed) else sampling.seed
         self._seed = (given or 0) & _MOST_SEED
@@ -170,9 +171,9 @@ class SamplerChain:
         llama_cpp.llama_sampler_free(self.handle)
 
     def check(self) -> None:
-        """Raise an error of the latest apply or accept; see GrammarSampler.check()."""
-        if self._grammar is not None:
-            self._grammar.check()
+        """Raise an error of the latest apply or accept; see ConstraintSampler.check()."""
+        if self._constraint is not None:
+            self._constraint.check()
 
     @property
     def remembers(self) -> bool:
@@ -199,11 +200,9 @@ class SamplerChain:
         sampling = self._sampling
         if sampling.logit_bias:
             self._add(self._logit_bias())
-        if sampling.grammar is not None and self._trie is not None:
-            self._grammar = GrammarSampler(
-                sampling.grammar, self._vocabulary, self._trie, root=sampling.grammar_root
-            )
-            self._add(self._grammar.handle())
+        if sampling.grammar is not None and self._texts is not None:
+            self._constraint = ConstraintSampler(Constraint.of(sampling.grammar), self._texts)
+            self._add(self._constraint.handle())
         greedy = sampling.temperature <= 0.0
         makers = self._makers()
         if sampling.mirostat and not greedy:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from typing_extensions import Unpack
 
 from entropykv import system
-from entropykv._core import TokenTrie
+from entropykv.constraint.vocabulary import TokenTexts
 from entropykv.errors import ContextError, PoolError
 from entropykv.llamacpp.foreign_text import ControlNames
 from entropykv.llamacpp.model import Model
@@ -378,10 +378,9 @@ class Session:
         """Return the llama_vocab, for samplers of llama.cpp."""
         return self._model.vocabulary
 
-    @property
-    def token_trie(self) -> TokenTrie:
-        """Return the texts of all tokens, for grammars."""
-        return self._model.token_trie
+    def token_texts(self) -> TokenTexts:
+        """Return the texts of all tokens, for constraints."""
+        return self._model.token_texts()
 
     def open_projector(
         self,

@@ -1,4 +1,4 @@
-"""Extend a grammar of an answer by a thought before the answer."""
+"""Say what stands before a constrained answer of a model that thinks: its thought."""
 
 from __future__ import annotations
 
@@ -7,45 +7,41 @@ from collections.abc import Callable
 
 from entropykv.thinking.tags import ThoughtTags
 
-ROOT = "answer-behind-thought"
-"""The rule of a text with its thought; the rule `root` is only the answer."""
-_BLANKS = r"[ \n]{0,2}"
+_BLANKS = r"/[ \n]{1,2}/"
+_ANY = "/(?s:.+)/"
 
 
-def with_thought(
-    grammar: str, tags: ThoughtTags, token_of: Callable[[str], int | None], *, opened: bool
-) -> str:
-    """Return a grammar whose rule ROOT allows a thought before the text that `root` allows.
+def before_answer(
+    tags: ThoughtTags, *, opened: bool
+) -> Callable[[Callable[[str], int | None]], str]:
+    """Return a function for Constraint.behind(): a thought, followed by the answer.
 
-    `token_of` returns the token of the vocabulary that a text is; None if it is not exactly one.
-    `opened`: the prompt ends within the thought, which must then be closed; otherwise a thought is
-    optional.
+    The function gets what returns the token of the vocabulary that a text is; None if it is not
+    exactly one. `opened`: the prompt ends within the thought, which must then be closed; otherwise
+    a thought is optional.
     """
 
-    def written(text: str) -> str:
-        token = token_of(text)
-        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+    def rules(token_of: Callable[[str], int | None]) -> str:
+        def written(text: str) -> str:
+            token = token_of(text)
+            return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
-    within = f"{_without(tags.end, token_of(tags.end))} {written(tags.end)}"
-    if tags.channels:
-        channel, message = written("<|channel|>"), written("<|message|>")
-        begin = f'{channel} "analysis" {message}'
-        thought = f'({begin} {within} {written("<|start|>")} "assistant")?'
-        return f'{grammar}\n{ROOT} ::= {thought} {channel} "final" {message} root\n'
-    first = f"{_BLANKS} {written(tags.begin)}"
-    thought = f"({first})? {within}" if opened else f"({first} {within})?"
-    return f"{grammar}\n{ROOT} ::= {thought} {_BLANKS} root\n"
+        if tags.channels:
+            channel, message = written("<|channel|>"), written("<|message|>")
+            begin = f'{channel} "analysis" {message}'
+            thought = f'({begin} within {written("<|start|>")} "assistant")?'
+            start = f'{thought} {channel} "final" {message} @answer'
+        else:
+            first = f"blanks? {written(tags.begin)}"
+            thought = f"({first})? within" if opened else f"({first} within)?"
+            start = f"{thought} blanks? @answer"
+        return f"start: {start}\nblanks: {_BLANKS}\n{_up_to(tags.end, token_of(tags.end))}\n"
+
+    return rules
 
 
-def _without(end: str, token: int | None) -> str:
-    """Return a rule for any text without the tag `end`, which it recognises by its first two
-    characters, or by its token.
-    """
+def _up_to(end: str, token: int | None) -> str:
+    """Return the rule `within`: any text, and the tag `end`, at its first place in the text."""
     if token is not None:
-        return f"!<[{token}]>*"
-    first, second = (_in_brackets(character) for character in end[:2])
-    return f"([^{first}] | {json.dumps(end[0])} [^{first}{second}])*"
-
-
-def _in_brackets(character: str) -> str:
-    return f"\\{character}" if character in "[]\\^-" else character
+        return f"within: ANY? <[{token}]>\nANY: {_ANY}"
+    return f"within[lazy]: ANY {json.dumps(end, ensure_ascii=False)}\nANY: /(?s:.*)/"

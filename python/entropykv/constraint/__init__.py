@@ -1,0 +1,1 @@
+"""Say which tokens may follow: JSON schemas, regular expressions and grammars, by llguidance."""

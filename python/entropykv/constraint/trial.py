@@ -1,0 +1,112 @@
+"""Compile a constraint of somebody else's in a process that can be ended, before it is compiled
+here.
+
+Nothing can stop llguidance while it compiles, and its limits do not hold for all that a constraint
+can ask for: the intersection of three regular expressions of 20 bytes, or of multiples of three
+numbers, would take minutes and gigabytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.sampler import limits_of
+from entropykv.errors import SettingsError
+
+MOST_SECONDS = 5.0
+"""The most seconds that a constraint may be compiled for."""
+MOST_BYTES = 1 << 30
+"""The most memory that compiling one may need, where the system can limit it."""
+_SURELY_CHEAP = 4_096
+"""Characters of a constraint that is compiled at once, without a trial."""
+_COSTLY = ("multipleOf", "patternProperties", "&", "~", "%regex")
+"""What may take long even in a short constraint."""
+_POLL = 0.02
+_MOST_KNOWN = 256
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+except (ImportError, ValueError, OSError):
+    pass
+import json
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+limits = LLParserLimits(**json.loads(sys.argv[3]))
+LLMatcher(LLTokenizer("byte"), sys.stdin.buffer.read().decode(), log_level=0, limits=limits)
+"""
+"""Compiles what it reads. Its errors do not matter: they are found again, with their sentences."""
+
+
+class Trials:
+    """Try constraints, and remember those that were cheap enough."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    def check(self, constraint: Constraint, poll: Callable[[], object]) -> None:
+        """Raise SettingsError for a constraint that takes too long, or too much memory, to compile.
+
+        `poll` is called every few milliseconds; an exception that it raises ends the trial.
+        """
+        source = constraint.source
+        if len(source) <= _SURELY_CHEAP and not any(word in source for word in _COSTLY):
+            return
+        key = hashlib.sha256(f"{constraint.kind}\0{source}".encode()).digest()
+        if key not in self._known:
+            self._try(constraint, poll)
+        self._known[key] = None
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    @staticmethod
+    def _try(constraint: Constraint, poll: Callable[[], object]) -> None:
+        import llguidance  # noqa: PLC0415  # Few texts need it.
+
+        place = Path(llguidance.__file__).parent.parent
+        arguments = [str(place), str(MOST_BYTES), json.dumps(limits_of(constraint.kind))]
+        with tempfile.TemporaryFile() as source:
+            source.write(constraint.alone().compiled(lambda _: 0).encode())
+            source.seek(0)
+            process = subprocess.Popen(  # noqa: S603  # Python itself, with a program of ours.
+                [sys.executable, "-I", "-c", _PROGRAM, *arguments],
+                stdin=source,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                _wait(process, constraint, poll)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def _wait(
+    process: subprocess.Popen[bytes], constraint: Constraint, poll: Callable[[], object]
+) -> None:
+    end = time.monotonic() + MOST_SECONDS
+    while process.poll() is None:
+        poll()
+        if time.monotonic() > end:
+            raise SettingsError(
+                f"the {constraint.kind} takes more than {MOST_SECONDS:g} s to compile; make it "
+                "smaller, or less ambiguous"
+            )
+        time.sleep(_POLL)
+    if process.returncode != 0:
+        raise SettingsError(
+            f"the {constraint.kind} takes more than {MOST_BYTES >> 20:,} MiB to compile; make it "
+            "smaller"
+        )

@@ -1,0 +1,54 @@
+"""Ask which texts a constraint takes, over a vocabulary of single bytes."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.sampler import compiled
+from entropykv.constraint.vocabulary import TokenTexts
+
+
+@functools.cache
+def byte_texts() -> TokenTexts:
+    """Return a vocabulary of all bytes, and a token that ends a text."""
+    return TokenTexts(LLTokenizer("byte"), lambda _: None)
+
+
+def takes(constraint: Constraint, *given: str, texts: TokenTexts | None = None) -> list[bool]:
+    """Tell for every text whether it is one that a constraint allows as a whole; raises
+    SettingsError.
+    """
+    vocabulary = texts or byte_texts()
+    matcher = compiled(constraint, vocabulary)
+    found = []
+    for text in given:
+        data = list(text.encode("utf-8"))
+        fits = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+        found.append(fits and not matcher.is_error())
+        if matcher.is_error() or not matcher.reset():
+            matcher = compiled(constraint, vocabulary)
+    return found
+
+
+def schema_takes(schema: Any, *texts: str) -> list[bool]:
+    """Tell for every text whether it is JSON that a schema allows; raises SettingsError."""
+    return takes(Constraint.json_schema(schema), *texts)
+
+
+def longest_step(constraint: Constraint, text: bytes) -> float:
+    """Return the seconds of the longest step of a text, as far as the constraint follows it."""
+    matcher = compiled(constraint, byte_texts())
+    longest = 0.0
+    for byte in text:
+        start = time.perf_counter()
+        matcher.compute_bitmask()
+        goes_on = not matcher.is_error() and matcher.try_consume_tokens([byte]) == 1
+        longest = max(longest, time.perf_counter() - start)
+        if not goes_on:
+            break
+    return longest
