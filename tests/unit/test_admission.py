@@ -120,8 +120,8 @@ def test_every_field_has_a_length_and_is_named(
 PIECES = {
     "objects": (CompletionRequest, '{"prompt":[%s]}', "{}"),
     "lists": (CompletionRequest, '{"prompt":[%s]}', "[]"),
-    "texts of no tokens": (CompletionRequest, '{"prompt":[%s,7]}', '""'),
-    "tokens of no texts": (CompletionRequest, '{"prompt":[%s,""]}', "7"),
+    "texts and one object": (CompletionRequest, '{"prompt":[%s,{}]}', '""'),
+    "tokens and one object": (CompletionRequest, '{"prompt":[%s,{}]}', "7"),
     "tokens": (DetokenizeRequest, '{"tokens":[%s]}', '"x"'),
     "messages": (ChatRequest, '{"messages":[%s]}', "7"),
     "parts": (ChatRequest, '{"messages":[{"role":"user","content":[%s]}]}', "7"),
