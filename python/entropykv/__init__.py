@@ -10,6 +10,7 @@ from entropykv import _version
 
 _version.check()
 
+from entropykv.constraint.constraint import Constraint  # noqa: E402
 from entropykv.drop_in.arguments import EvictionEvent  # noqa: E402
 from entropykv.drop_in.attach import attach, detach  # noqa: E402
 from entropykv.drop_in.entropy_llama import EntropyLlama  # noqa: E402
@@ -48,6 +49,7 @@ __all__ = [
     "BudgetToShare",
     "CacheOptions",
     "CalibrationError",
+    "Constraint",
     "ContextError",
     "EntropyKVError",
     "EntropyLlama",

@@ -129,8 +129,11 @@ def test_tokens_are_named_by_their_text_or_number() -> None:
         ("root ::= [\\U00110000]", "no characters above"),
         ("root ::= <nothing>", "not one token of the vocabulary"),
         ("root ::= <[x]>", "a token is written as"),
+        ("root ::= " + "[a-z]* " * 120_000, "more than 100,000 characters, sets and names"),
+        (f'root ::= "{"x" * 120_000}"', "more than 100,000 characters, sets and names"),
         ("root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000, "groups are within each other"),
     ],
+    ids=lambda each: each[:30],
 )
 def test_what_is_no_grammar_is_refused_with_its_line(grammar: str, reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):

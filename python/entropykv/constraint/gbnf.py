@@ -9,6 +9,8 @@ from entropykv.errors import SettingsError
 
 MOST_COUNT = 1_000_000
 """The largest number in a repetition such as {2,5}."""
+MOST_PARTS = 100_000
+"""The most characters, sets, tokens and names of rules in all rules together."""
 MOST_NESTED = 60
 """The most groups within each other, and the most rules that are written into one expression."""
 
@@ -102,6 +104,7 @@ class _Reader:
     def __init__(self, text: str, token_of: Callable[[str], int | None]) -> None:
         self._text = text
         self._at = 0
+        self._n_parts = 0
         self._token_of = token_of
 
     def rules(self) -> dict[str, Part]:
@@ -142,7 +145,13 @@ class _Reader:
             raise self._error("there is nothing before a repetition")
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
+    def _count(self) -> None:
+        self._n_parts += 1
+        if self._n_parts > MOST_PARTS:
+            raise self._error(f"there are more than {MOST_PARTS:,} characters, sets and names")
+
     def _item(self, depth: int) -> Part | None:
+        self._count()
         if self._take('"'):
             return self._literal()
         if self._take("["):
@@ -167,6 +176,7 @@ class _Reader:
         parts = []
         while not self._take('"'):
             code = self._character()
+            self._count()
             parts.append(Chars(_in_order([(code, code)])))
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
