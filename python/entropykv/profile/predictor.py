@@ -221,7 +221,7 @@ def fit_predictor(
     for layer, (n_entries, sums) in enumerate(lessons):
         n_tokens = max(n_tokens, n_entries)
         others = [None] * len(sums) if held_back is None else held_back[layer][1]
-        fitted = [_Ridge(of_head) for of_head in sums]
+        fitted = [Ridge(of_head) for of_head in sums]
         of_layer = [
             head.weights(ridge) if other is None else head.best_weights(other)
             for head, other in zip(fitted, others, strict=True)
@@ -236,10 +236,13 @@ def fit_predictor(
     return ScorePredictor(tuple(weights), n_tokens, known)
 
 
-class _Ridge:
+class Ridge:
     """Fit the linear function of one KV head from its sums of products."""
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: Sums, least_variation: float = _LEAST_DEVIATION) -> None:
+        """Standardise the sums; features whose deviation is less than `least_variation` of their
+        mean are ignored.
+        """
         n = len(sums) - 2  # The number of features without the constant one.
         count = max(sums[n, n], 1.0)
         self._means = sums[:n, n] / count
@@ -247,15 +250,19 @@ class _Ridge:
         covariance = sums[:n, :n] / count - np.outer(self._means, self._means)
         with_target = sums[:n, n + 1] / count - self._means * self._mean
         self._deviations = np.sqrt(np.maximum(np.diag(covariance), 0.0))
-        # Ignore features that vary only by rounding, because they carry no information.
-        self._varies = self._deviations > _LEAST_DEVIATION * (1.0 + np.abs(self._means))
+        # Features that vary only by rounding carry no information.
+        least = np.maximum(_LEAST_DEVIATION, least_variation * np.abs(self._means))
+        self._varies = self._deviations > least
         scale = self._deviations[self._varies]
         self._matrix = covariance[np.ix_(self._varies, self._varies)] / np.outer(scale, scale)
         self._target = with_target[self._varies] / scale
 
-    def weights(self, ridge: float) -> Sums:
-        """Return the weights of all features, including the constant one at the end."""
-        matrix = self._matrix + ridge * np.eye(len(self._matrix))
+    def weights(self, ridge: float | FloatArray) -> Sums:
+        """Return the weights of all features, including the constant one at the end; `ridge`: one
+        for all features, or one for each of them.
+        """
+        n = len(self._means)
+        matrix = self._matrix + np.diag(np.broadcast_to(ridge, n)[self._varies])
         return self._unscaled(np.linalg.solve(matrix, self._target))
 
     def best_weights(self, held_back: Sums) -> Sums:
