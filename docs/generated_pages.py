@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files
 
 import entropykv
 from entropykv import cli
+from entropykv.profile import learnt
 from entropykv.server.options import ModelOptions
 from entropykv.session import file as session_file
 from entropykv.settings.cache_options import CacheOptions
@@ -121,7 +122,7 @@ def escaped(text: str) -> str:
 
 
 def formats_page() -> str:
-    """Return the formats of the files that entropykv writes: profiles and sessions."""
+    """Return the formats of the files that entropykv writes: profiles, predictors and sessions."""
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     return f"""# File formats
 
@@ -131,6 +132,10 @@ def formats_page() -> str:
 [Profiles](../background/profiles.md#what-the-file-holds) says what the numbers mean.
 
 {schema_table(schema)}
+
+## Learnt predictors
+
+{inspect.getdoc(learnt)}
 
 ## Saved sessions
 

@@ -9,9 +9,11 @@ import dataclasses
 import json
 from typing import Any
 
+from entropykv.cli import learnt
 from entropykv.cli.architectures import format_architectures
 from entropykv.cli.known_models import figures_of, format_known
 from entropykv.convert.known import known_models
+from entropykv.errors import SettingsError
 from entropykv.model.architectures import checked_architectures
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import LocalModel, local_models
@@ -42,11 +44,28 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="show which store serves the architectures of these names (general.architecture of a "
         "GGUF file; default: all), and what was checked",
     )
+    parser.add_argument(
+        "--learnt",
+        action="store_true",
+        help="list what sessions have learnt of models and keep in the user's cache directory",
+    )
+    parser.add_argument(
+        "--remove",
+        nargs="*",
+        metavar="NAME",
+        help="with --learnt: remove what was learnt of the models of these names (default: all)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(command=_models)
 
 
 def _models(options: argparse.Namespace) -> int:
+    if options.remove is not None and not options.learnt:
+        raise SettingsError("--remove is of --learnt; give both")
+    if options.learnt:
+        if options.remove is not None:
+            return learnt.remove(options.remove)
+        return learnt.list_learnt(as_json=options.json)
     if options.architectures is not None:
         return _architectures(options)
     if options.known:

@@ -1,0 +1,22 @@
+"""Give a test a cache directory of its own, where what it learns is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entropykv import system
+
+VARIABLES = ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")
+"""What cache directories depend on, on Linux, Windows and macOS."""
+
+
+def own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Let this process and its children learn, and keep what they learn below `folder`; returns the
+    folder of the files.
+    """
+    monkeypatch.delenv("ENTROPYKV_LEARN")
+    for name in VARIABLES:
+        monkeypatch.setenv(name, str(folder))
+    return system.cache_folder() / "learnt"
