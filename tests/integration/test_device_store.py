@@ -563,7 +563,6 @@ def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> 
         ({"policy": "uniform:mass+distinct"}, "cannot follow policy"),
         ({"policy": "uniform:mass+predicted"}, "predicts scores.*entropykv calibrate"),
         ({"freeze": "ram"}, "no cold storage"),
-        ({"learn": True, "policy": "auto"}, "learn"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(

@@ -80,7 +80,8 @@ def test_options_that_do_not_go_together_are_refused(
 ) -> None:
     command = ("read", *texts[:2], "-m", tiny_llama, *SETTINGS)
     assert_refused(entropykv(*command, "--each", "-o", tmp_path / "x"), "-o is of one document")
-    assert_refused(entropykv(*command, "--each", "--learn"), "--learn needs one session")
+    refused = entropykv(*command, "--ray", "local", "--learn")
+    assert_refused(refused, "--learn on would let a document depend on those")
     twin = tmp_path / "twin" / "0.txt"
     twin.parent.mkdir()
     twin.write_text("a text")

@@ -60,7 +60,7 @@ def test_the_command_line_has_every_flag_and_its_default() -> None:
     for name, option in declared(CacheOptions).items():
         for flag in option.flags:
             action = (run | {"-np": plan["-np"], "--parallel": plan["--parallel"]})[flag]
-            said = {"kv_budget": "1.0", "n_ubatch": 512, "learn": None, "fixed_threads": None}
+            said = {"kv_budget": "1.0", "n_ubatch": 512, "fixed_threads": None}
             assert action.default == said.get(name, option.default), flag
     for owner in (Freezing, Recovery):
         for option in declared(owner).values():

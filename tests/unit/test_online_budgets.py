@@ -103,7 +103,7 @@ def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
     layers.store.measure_losses(online.knots(growth))
     read(layers.store, [96], HEADS[0])
     online.observe(96, budgets_change=True)
-    knots, held = online.measured
+    knots, held = online._knots, online._losses_of_held
     later = (knots / growth).astype(int).tolist()
     asked = sorted({*knots.astype(int).tolist(), *later})
     measured = layers.store.losses().reshape(len(HEADS), -1)  # Nothing was dropped yet.

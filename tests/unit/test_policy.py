@@ -22,6 +22,7 @@ from entropykv.policy.names import (
 )
 from entropykv.policy.policy import Policy
 from entropykv.profile.curves import IMPORTANCES, LossCurves
+from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 
@@ -113,6 +114,23 @@ def with_curves(profile: EntropyProfile, importance: str | None = None) -> Entro
     return replace(
         profile, curves=LossCurves(64, 8, 4, 6, 1, (0,), nothing, nothing, None, importance)
     )
+
+
+def test_auto_follows_what_earlier_processes_have_learnt() -> None:
+    """A complete predictor is used without learning, also on a device, where nothing is learnt."""
+    predictor = ScorePredictor((np.zeros((1, 5), np.float32),), n_tokens=100)
+    auto = policy_named("auto", None, "headwise")
+    for complete in (True, False):
+        learnt = LearntPredictor(predictor, "model", 1, complete)
+        assert policy_named("auto", None, "headwise", learnt=learnt) == auto
+        assert learns_predictor(auto, None, learnt) is not complete
+        on_device = policy_named("auto", None, "device", learnt=learnt)
+        assert on_device == named(f"uniform:{IMPORTANCES[0]}")
+        assert policy_named("uniform:predicted", None, "device", learnt=learnt).importance.predicts
+        assert policy_named("fast", None, "device", learnt=learnt) == POLICIES["uniform"]
+    assert policy_named("auto", None, "device") == POLICIES["uniform"]
+    with pytest.raises(SettingsError, match="no profile with a predictor"):
+        policy_named("uniform:predicted", None, "device")
 
 
 def test_auto_follows_what_is_known_of_the_model() -> None:

@@ -63,24 +63,15 @@ class Basis:
         return None
 
 
-def was_learnt(path: str | os.PathLike[str]) -> bool:
-    """Tell whether the file at `path` is a profile that sessions have learnt."""
-    with suppress(ProfileError):
-        return EntropyProfile.load(path).is_learnt
-    return False
-
-
 def refuse_worse(path: str | os.PathLike[str], new: Basis) -> None:
     """Raise CalibrationError if `path` already holds a better profile of the same model.
 
-    A file that is not a profile may be replaced, and a learnt profile may be replaced by any other.
+    A file that is not a profile may be replaced.
     """
     if not Path(path).exists():
         return
     with suppress(ProfileError):
         there = EntropyProfile.load(path)
-        if there.is_learnt:
-            return
         old = Basis.of(there)
         if old.is_of_the_model_of(new) and (advantage := old.advantage_over(new)) is not None:
             raise CalibrationError(

@@ -102,6 +102,7 @@ class _EchoReader:
     ) -> None:
         options = CacheOptions(
             policy=POLICY,
+            learn=False,
             kv_type=kv_type,
             store="headwise",
             n_ctx=n_ctx,

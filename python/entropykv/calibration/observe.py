@@ -53,6 +53,7 @@ class Observer:
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_threads_batch=n_threads,
+            learn=False,
         )
         self.n_ubatch = min(n_ubatch, n_ctx)
         """The most tokens of a micro-batch."""

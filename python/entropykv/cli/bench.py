@@ -158,6 +158,7 @@ def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
     cache = CacheOptions(
         kv_budget=options.budgets[-1],
         policy=options.policy,
+        learn=False,
         n_threads=options.threads,
         fixed_threads=True,
         spec_type=options.spec_type,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from entropykv.calibration.basis import Basis, refuse_worse, was_learnt
+from entropykv.calibration.basis import Basis, refuse_worse
 from entropykv.calibration.hf import calibrate_hf
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
@@ -152,8 +152,6 @@ def run(options: argparse.Namespace) -> int:
         say(f"interrupted{kept}")
         return EXIT_INTERRUPTED
     check(Basis.of(profile))
-    if was_learnt(output):
-        say(f"{output}: the profile there was learnt, and is replaced")
     profile.save(output)
     print(f"{output}: {summary_line(profile)}")
     if options.plot:

@@ -37,7 +37,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     """Add options of how the model is run and what is frozen; open_engine() reads them."""
     add_freeze_options(parser)
     add_recovery_options(parser)
-    add_learn_option(parser.add_argument_group("profile"), "later sessions use it")
+    add_learn_option(parser.add_argument_group("profile"))
     group = parser.add_argument_group("engine")
     add_store_options(group)
     group.add_argument(
@@ -179,17 +179,11 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         say(session.on_host)
     if note := session.other_file():
         say(note)
-    if session.learner is not None and session.learner.obstacle is not None:
-        say(f"--learn: {session.learner.obstacle}")
     return session
 
 
 def say_learnt(session: Session) -> None:
-    """Print what was learnt at the end, but not an obstacle, which open_engine() has printed."""
-    learner, fit = session.learner, session.predictor_fit
-    if learner is not None and learner.obstacle is None:
-        report = learner.report()
-    else:
-        report = fit.report() if fit is not None else None
-    if report:
+    """Print at the end what was read twice, and what of it is kept."""
+    fit = session.predictor_fit
+    if fit is not None and (report := fit.report()):
         say(report)

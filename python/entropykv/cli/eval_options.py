@@ -245,6 +245,7 @@ def engine_of(options: argparse.Namespace) -> EngineSettings:
     cache = CacheOptions(
         store=options.store,
         entropy_config=given_profile(options.entropy_config),
+        learn=False,  # Figures must not depend on what earlier processes have read.
         n_ubatch=options.ubatch_size,
         n_threads=options.threads,
         fixed_threads=True,

@@ -13,8 +13,7 @@ from entropykv.errors import SettingsError
 from entropykv.files import NOT_UTF8
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.policy.names import POLICY_SYNTAX, policy_help
-from entropykv.session.learning import LEAST_TOKENS
-from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.cache_options import SWITCH, CacheOptions
 from entropykv.settings.declared import declared as declared_options
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
@@ -237,16 +236,16 @@ def threads(text: str) -> int:
     return max(0, integer(-1, MOST_THREADS)(text))
 
 
-def add_learn_option(group: argparse._ActionsContainer, when: str) -> None:
-    """Add --learn; `when` says from when on the profile is used."""
-    declared = declared_options(CacheOptions)["learn"]
-    group.add_argument(
-        *declared.flags,
-        action="store_const",
-        const=True,
-        help=f"{declared.help}: {LEAST_TOKENS} tokens of them; it has nothing of what they say, "
-        f"and {when}",
-    )
+def add_learn_option(group: argparse._ActionsContainer) -> None:
+    """Add --learn, which alone means on."""
+    add_option(group, CacheOptions, "learn", nargs="?", const=True, type=_on_or_off)
+
+
+def _on_or_off(text: str) -> bool:
+    """Read a switch, as an argparse type."""
+    if text not in SWITCH:
+        raise argparse.ArgumentTypeError(f"cannot be {text!r}; use on or off")
+    return SWITCH[text]
 
 
 def add_freeze_options(parser: argparse.ArgumentParser) -> None:

@@ -53,8 +53,6 @@ def format_profile(profile: EntropyProfile) -> str:
     ]
     if profile.source:
         lines.append(f"  source: {profile.source}")
-    if profile.is_learnt:
-        lines.append("  learnt by sessions: `entropykv calibrate` replaces it by a calibrated one")
     lines += ["", f"Entropy of every query head in bits ({letters}):", *_heads(profile)]
     for policy in ("entropy", "profile"):
         if policy == "entropy" or profile.curves is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from entropykv.cli.chat import BUDGET, CONTEXT
-from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import ProgressBar, say
 from entropykv.cli.options import add_budget_options
@@ -98,6 +98,7 @@ def _read_into(options: argparse.Namespace, text: str, path: Path) -> None:
             say(f"interrupted after {session.position} tokens; the same command continues there")
             raise
         say_what("wrote", options.output, contents, time.perf_counter() - start, path)
+        say_learnt(session)
 
 
 def _text_of(name: str) -> str:

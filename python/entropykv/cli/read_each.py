@@ -184,11 +184,13 @@ def _check(options: argparse.Namespace) -> None:
     """Raise SettingsError for options that do not go with --each."""
     if options.output is not None:
         raise SettingsError("-o is of one document; give --out DIR, or leave --each and --ray out")
-    if options.learn:
+    if options.ray is not None and options.learn:
         raise SettingsError(
-            "--learn needs one session, and --each has one for every document; run `entropykv "
-            "calibrate` first, or leave --learn out"
+            "--learn on would let a document depend on those that its machine has read before; run "
+            "`entropykv calibrate` first, or leave --learn out"
         )
+    if options.ray is not None:
+        options.learn = False
     if options.out is not None:
         if is_address(options.out):
             raise SettingsError("--each writes into a directory; give -o for an address")

@@ -60,7 +60,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     for name in ("kv_budget", "policy", "kv_type", "store", "entropy_config"):
         metavar = {"metavar": POLICY_SYNTAX} if name == "policy" else {}
         add_option(budget, CacheOptions, name, default=None, **metavar)
-    add_learn_option(budget, "the server uses it from its next start")
+    add_learn_option(budget)
     add_protection_options(budget, default=None)
     add_freeze_options(parser)
     add_recovery_options(parser, rewalks=False)

@@ -208,6 +208,7 @@ def _contestants(
                 kv_budget=1.0 if budget == 1.0 else max(2, int(budget * length)),
                 kv_type=kv_type,
                 policy=settings.policy,
+                learn=False,
                 store="headwise",
                 n_threads=settings.n_threads,
                 fixed_threads=True,

@@ -11,6 +11,8 @@ from entropykv.policy.documents.readme_entropy_kv import ENTROPY, RECENCY
 from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
 from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
+from entropykv.profile.learnt import LearntPredictor
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 from entropykv.settings.renamed import warn_of_name
@@ -18,11 +20,11 @@ from entropykv.settings.renamed import warn_of_name
 AUTO = "auto"
 """The default policy. It is `profile` if the model has a profile with loss curves, else `adaptive`.
 Entries are ranked by a predictor, with the measure that the profile names: the profile's predictor,
-or one that is fitted to the first texts, which are read twice for it. If a model's keys before RoPE
-are not known, nothing can be predicted, and all texts are read twice. With frozen entries it is
-`uniform`, because needed entries return and every head needs room for them; on the flat store it is
-`recency`. On the device store it is `profile` or `uniform`, and only the queries of the text rank
-entries if the profile has no predictor, since no text is read twice there.
+or one that was learnt from the model's first texts, which are read twice for it. If a model's keys
+before RoPE are not known, nothing can be predicted, and all texts are read twice. With frozen
+entries it is `uniform`, because needed entries return and every head needs room for them; on the
+flat store it is `recency`. On the device store it is `profile` or `uniform`, and only the queries
+of the text rank entries if no predictor is known, since no text is read twice there.
 """
 FAST = "fast"
 """The default without predictions and echoes: only the queries of the text rank entries."""
@@ -93,32 +95,40 @@ def policy_named(
     freezes: bool = False,
     recurrent: bool = False,
     predictable: bool = True,
+    learnt: LearntPredictor | None = None,
 ) -> Policy:
     """Return the policy with this name, which may be `auto` or `fast`, or the policy of a user's
     object.
 
     `freezes`: evicted entries are frozen. `recurrent`: the model has recurrent layers, which cannot
-    read a text twice. `predictable`: its keys before RoPE are known, which predictors need. `name`:
-    NAME[:MEASURE[+MODIFIER...]]; the policy's own name has its modifiers in the order of MODIFIERS,
-    and no measure if it is the default. Raises SettingsError for an unknown name, and for one that
-    the store does not support.
+    read a text twice. `predictable`: its keys before RoPE are known, which predictors need.
+    `learnt`: what earlier processes have learnt of the model. `name`: NAME[:MEASURE[+MODIFIER...]];
+    the policy's own name has its modifiers in the order of MODIFIERS, and no measure if it is the
+    default. Raises SettingsError for an unknown name, and for one that the store does not support.
     """
     if not isinstance(name, str):
         policy = _own(name)
     elif name in (AUTO, FAST):
         foresees = name == AUTO and not recurrent
         policy = _parsed(
-            _chosen(profile, store, freezes=freezes, foresees=foresees, predictable=predictable)
+            _chosen(
+                profile,
+                store,
+                freezes=freezes,
+                foresees=foresees,
+                predictable=predictable,
+                knows=predictor_of(profile, learnt) is not None,
+            )
         )
     else:
         policy = _parsed(name)
-    if recurrent and (policy.importance.repeats or learns_predictor(policy, profile)):
+    if recurrent and (policy.importance.repeats or learns_predictor(policy, profile, learnt)):
         raise SettingsError(
             f"policy {policy.name} reads text twice, which would change the state of the model's "
             "recurrent layers; use measure mass"
         )
     if store == "device":
-        _check_device(policy, profile)
+        _check_device(policy, predictor_of(profile, learnt))
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
@@ -134,10 +144,33 @@ def current_name(text: str) -> str:
     return f"{EARLIER_NAMES.get(base, base)}{colon}{measure}"
 
 
-def learns_predictor(policy: Policy, profile: EntropyProfile | None) -> bool:
-    """Tell whether a policy needs a predictor that has not been fitted to the model yet."""
+def predictor_of(
+    profile: EntropyProfile | None, learnt: LearntPredictor | None
+) -> ScorePredictor | None:
+    """Return the predictor of a model's profile, or else the one that was learnt; None if there is
+    neither.
+    """
+    if profile is not None and profile.predictor is not None:
+        return profile.predictor
+    return None if learnt is None else learnt.predictor
+
+
+def learns_predictor(
+    policy: Policy, profile: EntropyProfile | None, learnt: LearntPredictor | None = None
+) -> bool:
+    """Tell whether a policy needs a predictor that is not known yet, or that more texts may
+    improve.
+    """
     known = profile is not None and profile.predictor is not None
-    return policy.importance.predicts and not known
+    return policy.importance.predicts and not known and (learnt is None or not learnt.complete)
+
+
+def may_predict(name: str | OwnPolicy) -> bool:
+    """Tell whether a policy ranks entries by a predictor if the model and its store allow it."""
+    if not isinstance(name, str):
+        return "predicted" in str(getattr(name, "importance", ""))
+    base, _, measure = current_name(name).partition(":")
+    return base == AUTO or "predicted" in measure.split("+")
 
 
 def takes_profile(name: str | OwnPolicy) -> bool:
@@ -163,7 +196,7 @@ def schedules(name: str | OwnPolicy) -> bool:
     return base in POLICIES and POLICIES[base].schedule
 
 
-def _check_device(policy: Policy, profile: EntropyProfile | None) -> None:
+def _check_device(policy: Policy, predictor: ScorePredictor | None) -> None:
     """Raise SettingsError for a policy that the device store cannot follow.
 
     Its budgets must not change while a text is read, since every KV head has its rows from the
@@ -180,7 +213,7 @@ def _check_device(policy: Policy, profile: EntropyProfile | None) -> None:
             "entropy, recency or streaming, with measure mass, attention or predicted, also with "
             "+values or +predicted, or --store headwise"
         )
-    if learns_predictor(policy, profile):
+    if importance.predicts and predictor is None:
         raise SettingsError(
             f"policy {policy.name} predicts scores, and the model has no profile with a predictor, "
             "which the device store cannot learn from texts; make one with `entropykv calibrate`, "
@@ -214,10 +247,12 @@ def _chosen(
     freezes: bool,
     foresees: bool,
     predictable: bool,
+    knows: bool,
 ) -> str:
     """Return the policy that `auto` or `fast` chooses.
 
-    `foresees`: entries are also ranked by what a repetition of the text would attend to.
+    `foresees`: entries are also ranked by what a repetition of the text would attend to. `knows`:
+    a predictor is known.
     """
     if store == "flat":
         return "recency"
@@ -226,7 +261,7 @@ def _chosen(
     curves = None if profile is None else profile.curves
     name = "profile" if curves is not None else "uniform" if store == "device" else "adaptive"
     if store == "device":
-        foresees = foresees and predictable and profile is not None and bool(profile.predictor)
+        foresees = foresees and predictable and knows
     if not foresees:
         return name
     importance = (curves and curves.importance) or IMPORTANCES[0]

@@ -185,11 +185,6 @@ class MeasuredLosses:
         self._losses_of_held = self._of_store(of_held=True)[:, now]
         self._floor, self._curve = self._next_floor, None
 
-    @property
-    def measured(self) -> tuple[Floats, Floats]:
-        """Return the last knots, and the losses there: [KV head of all layers][knot]."""
-        return self._knots, self._losses_of_held
-
     def _of_store(self, *, of_held: bool) -> Floats:
         losses = self._store.losses(of_held) if self._next_knots else np.empty(0)
         return losses.reshape(self._n_heads, len(self._asked))

@@ -18,6 +18,7 @@ from entropykv.policy.names import (
     AUTO,
     learns_predictor,
     policy_named,
+    predictor_of,
     schedules,
 )
 from entropykv.policy.plan import (
@@ -30,6 +31,8 @@ from entropykv.policy.plan import (
     plan_headwise,
 )
 from entropykv.policy.policy import Policy
+from entropykv.profile.learnt import LearntPredictor
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import RECALL_END, RECALL_MICRO_BATCHES, Freezing, check_freezing
@@ -62,6 +65,8 @@ class ResolvedConfig:
     policy: Policy
     profile: EntropyProfile | None
     """The profile by which the policy divides the budget, if it uses one."""
+    learnt: LearntPredictor | None
+    """The predictor that earlier processes have learnt of the model, if it is used."""
     freezing: Freezing | None
     """How entries are frozen, and the type of frozen ones; None: nothing is frozen."""
     kv_type: str
@@ -97,11 +102,18 @@ class ResolvedConfig:
         return self.profile.coefficient_of_variation if self.profile else 0.0
 
     @property
-    def learns_predictor(self) -> bool:
-        """Tell whether the first texts are read twice to fit a predictor, because none is known
-        yet.
+    def predictor(self) -> ScorePredictor | None:
+        """Return the predictor of new entries' scores: the profile's, or else the learnt one; None
+        if none is known, or if the policy predicts nothing.
         """
-        return learns_predictor(self.policy, self.profile)
+        return predictor_of(self.profile, self.learnt) if self.policy.importance.predicts else None
+
+    @property
+    def learns_predictor(self) -> bool:
+        """Tell whether the first texts are read twice to learn a predictor, because none is known
+        yet, or not from enough text.
+        """
+        return learns_predictor(self.policy, self.profile, self.learnt)
 
     @property
     def reads_twice(self) -> bool:
@@ -199,14 +211,14 @@ class ResolvedConfig:
                 f"{why}; the flat store cannot freeze: use it without --freeze (freeze=) and "
                 "without policy rolling-freeze"
             )
-        return resolve(self.options, self.geometry, self.profile, instead=("flat", why))
+        return self._resolved_again(instead=("flat", why))
 
     def on_device_store(self, why: str) -> ResolvedConfig:
         """Return the config for the device store, if attention is on a device.
 
         Raises SettingsError and UnsupportedModelError for options that it does not support.
         """
-        return resolve(self.options, self.geometry, self.profile, instead=("device", why))
+        return self._resolved_again(instead=("device", why))
 
     def without_prediction(self) -> ResolvedConfig:
         """Return the config for a model whose keys before RoPE are not known.
@@ -218,8 +230,28 @@ class ResolvedConfig:
         instead: tuple[Literal["device", "flat"], str] | None = None
         if self.store == "device" and self.fallback is not None:
             instead = ("device", self.fallback)
+        return self._resolved_again(instead=instead, predictable=False)
+
+    def without_learnt(self) -> ResolvedConfig:
+        """Return the config without the learnt predictor, because it does not fit the model."""
+        instead: tuple[Literal["device", "flat"], str] | None = None
+        if self.store != "headwise" and self.fallback is not None:
+            instead = (self.store, self.fallback)
+        return resolve(self.options, self.geometry, self.profile, instead=instead)
+
+    def _resolved_again(
+        self,
+        *,
+        instead: tuple[Literal["device", "flat"], str] | None,
+        predictable: bool = True,
+    ) -> ResolvedConfig:
         return resolve(
-            self.options, self.geometry, self.profile, instead=instead, predictable=False
+            self.options,
+            self.geometry,
+            self.profile,
+            self.learnt,
+            instead=instead,
+            predictable=predictable,
         )
 
     def check_recovery(self, recovery: Recovery | None) -> None:
@@ -258,17 +290,18 @@ def resolve(
     options: CacheOptions,
     geometry: ModelGeometry,
     profile: EntropyProfile | None,
+    learnt: LearntPredictor | None = None,
     *,
     instead: tuple[Literal["device", "flat"], str] | None = None,
     predictable: bool = True,
 ) -> ResolvedConfig:
     """Resolve options for a model of which only the file's header is read.
 
-    Opens no files: the caller finds the profile, which is None if the policy uses none or none
-    exists. `instead`: the store that serves the model although headwise or auto was requested, and
-    why. `predictable`: whether the model's keys before RoPE are known, which only its graph
-    can tell. Raises SettingsError for options that contradict each other or that the model or its
-    store does not support, and ContextError for too many sinks.
+    Opens no files: the caller finds the profile and what was `learnt`, which are None if the policy
+    uses none or none exists. `instead`: the store that serves the model although headwise or auto
+    was requested, and why. `predictable`: whether the model's keys before RoPE are known, which
+    only its graph can tell. Raises SettingsError for options that contradict each other or that the
+    model or its store does not support, and ContextError for too many sinks.
     """
     asked = options.store if instead is None else instead[0]
     store: Literal["headwise", "device", "flat"] = (
@@ -287,13 +320,9 @@ def resolve(
         freezes=freezing is not None,
         recurrent=geometry.recurrent,
         predictable=predictable,
+        learnt=learnt,
     )
     check_freezing(freezing, options.store if store == "headwise" else store, options.kv_type)
-    if store == "device" and options.learn:
-        raise SettingsError(
-            "--learn (learn) reads texts twice, which the device store does not; use --store "
-            "headwise (store='headwise'), or make a profile with `entropykv calibrate`"
-        )
     n_ctx = options.n_ctx or geometry.n_ctx_train
     check_sinks(options.n_sinks, n_ctx, geometry.n_ctx_train)
     kv_type = kv_type_for(
@@ -318,6 +347,7 @@ def resolve(
         fallback=None if instead is None else instead[1],
         policy=policy,
         profile=profile,
+        learnt=learnt,
         freezing=freezing,
         kv_type=kv_type,
         n_ctx=n_ctx,

@@ -42,9 +42,6 @@ from entropykv.profile.parts import (
 )
 from entropykv.profile.predictor import ScorePredictor
 
-LEARNT = "entropykv --learn"
-"""The beginning of `source` in profiles that sessions have learnt, see session/learning.py."""
-
 
 @dataclass(frozen=True, eq=False)
 class EntropyProfile:
@@ -204,13 +201,6 @@ class EntropyProfile:
         """
         mean = self.mean
         return float(self.head_entropies.std()) / mean if mean > 0.0 else 0.0
-
-    @property
-    def is_learnt(self) -> bool:
-        """Tell whether sessions have learnt this profile, because the model had no
-        calibrated one.
-        """
-        return self.source.startswith(LEARNT)
 
     def head_types(self) -> dict[str, int]:
         """Count the query heads of each type, according to HEAD_TYPE_LIMITS."""

@@ -60,6 +60,8 @@ from entropykv.thinking.tags import tags_of
 _OF_DEVICES = ("split_mode", "main_gpu", "tensor_split")
 """Arguments that determine how several devices share a model."""
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
+LEAST_TEXTS = 2
+"""How many texts must agree before a server keeps what they teach."""
 
 
 class ServedLlama(EntropyLlama):
@@ -356,15 +358,18 @@ class ServedLlama(EntropyLlama):
         if self._session.on_host:
             _say(self._session.on_host)
 
-    def tell_what_is_learnt(self) -> None:
-        """Print once on stderr that a profile was written, why none is learnt, or what was
-        fitted.
+    def learn_from_several_texts(self) -> None:
+        """Keep what the model teaches only after several conversations have agreed on it, because a
+        single one may be made to mislead.
         """
-        learner, fit = self._session.learner, self._session.predictor_fit
-        if learner is not None:
-            if (news := learner.news()) is not None:
-                _say(f"--learn: {news}")
-        elif fit is not None and (news := fit.news()) is not None:
+        fit = self._session.predictor_fit
+        if fit is not None:
+            fit.least_texts = LEAST_TEXTS
+
+    def tell_what_is_learnt(self) -> None:
+        """Print once on stderr what was read twice, and what of it is kept."""
+        fit = self._session.predictor_fit
+        if fit is not None and (news := fit.news()) is not None:
             _say(news)
 
     def _constraint_sampler(self, constraint: Constraint) -> ConstraintSampler:
@@ -432,7 +437,7 @@ def load_llama(
         llama = ServedLlama(path, cache, **arguments)
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
-    llama.tell_what_is_learnt()
+    llama.learn_from_several_texts()
     llama.tell_what_is_on_host()
     if options.parallel > 1 and llama.pool is not None:
         _say(llama.pool.runner.shared.describe())

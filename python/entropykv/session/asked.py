@@ -7,9 +7,10 @@ from typing import Any
 
 from entropykv.errors import SettingsError
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.names import schedules, takes_profile
+from entropykv.policy.names import may_predict, schedules, takes_profile
 from entropykv.policy.resolved_config import ResolvedConfig, resolve
 from entropykv.profile.find import find_profile, given_profile
+from entropykv.profile.learnt import LearntPredictor, find_learnt
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.declared import declared
 from entropykv.settings.freezing import RAM, Freezing
@@ -44,7 +45,7 @@ def cache_options_of(
     same = {field: getattr(options, names[field].name) for field in _IN_BOTH}
     return CacheOptions(
         **{**same, **others},
-        learn=bool(getattr(options, "learn", False)),
+        learn=getattr(options, "learn", None),
         fixed_threads=bool(getattr(options, "fixed_threads", False)),
         freeze=freezing_of(options),
         recovery=recovery_of(options, rungs),
@@ -54,13 +55,18 @@ def cache_options_of(
 def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig:
     """Read the profile that the policy takes, and resolve the options with it.
 
-    It is the one that was given, or that of the model. Raises as resolve() does, and ProfileError
-    for a profile that cannot be read.
+    It is the one that was given, or that of the model. If it has no predictor, the one that earlier
+    processes have learnt is read. Raises as resolve() does, and ProfileError for a profile that
+    cannot be read.
     """
     profile = given_profile(options.entropy_config)
     if profile is None and takes_profile(options.policy):
         profile = find_profile(geometry)
-    return resolve(options, geometry, profile)
+    learnt: LearntPredictor | None = None
+    needs_predictor = profile is None or profile.predictor is None
+    if needs_predictor and may_predict(options.policy) and options.learns:
+        learnt = find_learnt(geometry)
+    return resolve(options, geometry, profile, learnt)
 
 
 def freezing_of(options: Any) -> Freezing | None:

@@ -14,7 +14,9 @@ budgets follow the text, one more with the measurements (f64): state() in online
 has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose version is
 in the header.
 
-The file of a document is the same, and its header also has `document`: see DocumentNote.
+If scores are predicted by what was learnt of the model, the header has `predictor`: see
+profile/learnt.py. The file of a document is the same, and its header also has `document`: see
+DocumentNote.
 
 Because the store's sections begin where a page of memory does, a session can map them instead of
 copying them: see SessionReader.sections(). In version 7 there are no spaces, and no padding of the
@@ -140,12 +142,18 @@ class SavedContents:
     """The position from which on layers with a window hold everything that they see; None in
     version 7.
     """
+    predictor: dict[str, Any] | None = None
+    """The LearntPredictor, in JSON, that scores entries; the header contains it only if there is
+    one.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for the JSON header of the file."""
         fields = dataclasses.asdict(self)
         if not self.images:
             del fields["images"]
+        if self.predictor is None:
+            del fields["predictor"]
         if self.document is None:
             del fields["document"]
         elif self.document.system is None:
@@ -413,8 +421,15 @@ class SessionReader:
 
 
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
-_MAY_BE_NONE = {"chat", "document", "freeze", "recent_window", "sequence_state", "whole_from"}
-_TYPES: dict[str, type] = {"fingerprint": dict, "chat": bool, "recalls_now": bool}
+_MAY_BE_NONE = {
+    *("chat", "document", "freeze", "predictor", "recent_window", "sequence_state", "whole_from"),
+}
+_TYPES: dict[str, type] = {
+    "fingerprint": dict,
+    "chat": bool,
+    "recalls_now": bool,
+    "predictor": dict,
+}
 _LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 
 

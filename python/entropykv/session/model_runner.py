@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,14 +26,14 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import ResolvedConfig, resolve
+from entropykv.profile.learnt import LearntPredictor
 from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images
-from entropykv.session.learning import Learner
 from entropykv.session.ngram_drafter import NgramDrafter
-from entropykv.session.predictor_fit import PredictorFit
+from entropykv.session.predictor_fit import PredictorFit, fit_for
 from entropykv.session.scheduler import Scheduler, Work
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
@@ -50,6 +50,7 @@ from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import Part, Store, decode_parts
+from entropykv.store.score_prediction import fits_nodes
 
 _CHECK_INTERVAL = 0.02
 """Seconds between two checks of a waiting thread whether another session is idle."""
@@ -60,14 +61,12 @@ _CLOSED = "the session is closed; make a new one"
 class ModelRunner:
     """Hold the model, its context, and everything that its sequences share."""
 
-    learner: Learner | None = None
-    """Learns the model's profile from its sequences; None without learning."""
     images: Images | None = None
     """Reads prompts with images; None if no projector is open."""
     draft_model: DraftModels | None = None
     """Guesses tokens for its sequences; None if no small model is open."""
     fit: PredictorFit | None = None
-    """Fits the model's predictor to its first texts; None if it is known, or not needed."""
+    """Learns the model's predictor from its first texts; None if it is known, or not needed."""
 
     def __init__(
         self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
@@ -87,6 +86,8 @@ class ModelRunner:
             else Model(model, n_gpu_layers=options.n_gpu_layers, verbose=verbose, geometry=geometry)
         )
         self.closed = False
+        self._from_file: LearntPredictor | None = None
+        """The predictor that a loaded file has brought."""
         self.slots: list[SequenceSlot] = []
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Sessions of a pool by their numbers; the references are weak."""
@@ -217,8 +218,11 @@ class ModelRunner:
         """Return the context of the device stores, which the first one makes."""
         if not isinstance(self._context, DeviceContext):
             self._context = DeviceContext(self.model, self.config)
-            if self._context.hook.rope_obstacle:
+            hook, learnt = self._context.hook, self.config.learnt
+            if hook.rope_obstacle:
                 self.config = self.config.without_prediction()
+            elif learnt is not None and not fits_nodes(learnt.predictor, hook):
+                self.config = self.config.without_learnt()
         return self._context
 
     def _headwise_context(self) -> HeadwiseContext:
@@ -231,7 +235,11 @@ class ModelRunner:
         """Make the context; if a model's keys before RoPE are not known, nothing is predicted."""
         self._prepare_echo()
         context = HeadwiseContext(self.model, self.config, self._most_tokens())
-        config = self.config.without_prediction() if context.hook.rope_obstacle else self.config
+        config = self.config
+        if context.hook.rope_obstacle:
+            config = config.without_prediction()
+        elif config.learnt is not None and not fits_nodes(config.learnt.predictor, context.hook):
+            config = config.without_learnt()
         if config is self.config:
             return context
         context.close()
@@ -270,11 +278,8 @@ class ModelRunner:
         with self.scheduler.between_steps():
             store, self._spare = self._spare or self._make_store(), None
             if self.config.learns_predictor and isinstance(store, HeadwiseStore):
-                self.fit = self.fit or PredictorFit()
+                self.fit = self.fit or fit_for(self.model, self.config)
                 self.fit.watch(store)
-            if self.config.options.learn:
-                self.learner = self.learner or Learner(self.model, self.config, store)
-                self.learner.watch(store)
             slot = SequenceSlot(
                 store,
                 weight,
@@ -458,6 +463,7 @@ class ModelRunner:
         self._in_step = True
         parts = [work.part for work in works]
         n_tokens = sum(len(part.tokens) + len(part.echo) for part in parts)
+        teaches = self.fit is not None and self.fit.prepare(parts, self.slots)
         start = time.monotonic()
         try:
             with self._threads.step(parts[0].store.context, n_tokens):
@@ -473,9 +479,12 @@ class ModelRunner:
             slot = cast(SequenceSlot, work.owner)
             slot.last_step = now
             slot.n_others = n_writing - int(work.is_single)
+            slot.half_read = work.part.error is not None and not work.part.untouched
             if work.part.error is None:
                 slot.position = work.part.position + work.part.n_read
-        self._learn(sum(len(p.tokens) for p in parts if p.echo and p.error is None))
+                if work.part.echo:
+                    self._note_lessons(slot, work.part.position, work.part.tokens, teaches=teaches)
+        self._learn()
         prompts = [work for work in works if not work.is_single and work.part.error is None]
         self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
 
@@ -484,16 +493,64 @@ class ModelRunner:
         with self.live_store(slot) as store:
             if self.fit is None or self.fit.predictor is not None:
                 return
-            cast(HeadwiseStore, store).prediction.teach_stored(begin, end, store.shift)
-            self._learn(end - begin)
+            tokens = slot.text.tokens[begin:end]
+            teaches = self.fit.teaches(tokens)
+            if teaches:
+                prediction = cast(HeadwiseStore, store).prediction
+                prediction.collect_lessons(True)
+                prediction.teach_stored(begin, end, store.shift)
+            self._note_lessons(slot, begin, tokens, teaches=teaches)
+            self._learn()
 
-    def _learn(self, n_tokens: int) -> None:
-        """Fit the predictor and write a profile, once enough tokens were read twice."""
-        if self.fit is not None and self.fit.note(n_tokens, self.slots):
-            self.echo = None  # From now on, texts are read once.
+    def _note_lessons(
+        self, slot: SequenceSlot, begin: int, tokens: Sequence[int], *, teaches: bool
+    ) -> None:
+        if self.fit is not None:
+            self.fit.n_tokens += len(tokens)
+            if teaches and tokens:
+                self.fit.note(slot, begin, tokens)
+
+    def _learn(self) -> None:
+        """Learn from what was read twice, once it is enough."""
+        if self.fit is not None and self.fit.close_round(self.slots):
             self.shared.swap_space.await_prediction()
-        if self.learner is not None:
-            self.learner.leave_if_complete(self.fit.predictor if self.fit else None)
+
+    def echo_for(self, slot: SequenceSlot) -> Echo | None:
+        """Return what makes the echoes of a slot's text; None if it is not, or no longer, read
+        twice.
+        """
+        return self.echo if self.fit is None or self.fit.reads_twice(slot) else None
+
+    @property
+    def learnt_predictor(self) -> LearntPredictor | None:
+        """Return what was learnt and scores new entries now; None if nothing does, or a profile's
+        predictor.
+        """
+        if self._from_file is not None:
+            return self._from_file
+        if self.fit is None:
+            return self.config.learnt
+        return self.fit.learnt if self.fit.predicts else None
+
+    def take_predictor(self, learnt: LearntPredictor) -> None:
+        """Score new entries as those of a loaded file, and learn nothing more.
+
+        A predictor of the model's profile stays, and so does one that sequences of a pool share.
+        """
+        own = self.learnt_predictor
+        if not self.config.policy.importance.predicts or (own is None and self.fit is None):
+            return
+        if not isinstance(self._context, HeadwiseContext):
+            return
+        if own is not None and not self.shared.is_private:
+            return
+        if not fits_nodes(learnt.predictor, self._context.hook):
+            return
+        prediction = self.slots[0].headwise.prediction
+        prediction.adopt(learnt.predictor)
+        self._from_file = learnt
+        if self.fit is not None:
+            self.fit.end_with(learnt.predictor, prediction)
 
     def open_projector(
         self,

@@ -58,7 +58,7 @@ class SequenceReader:
     @property
     def _echo(self) -> Echo | None:
         """Return the object that makes echoes; None if texts are not, or no longer, read twice."""
-        return self._runner.echo
+        return self._runner.echo_for(self._slot)
 
     def read(
         self,
@@ -297,9 +297,11 @@ class SequenceReader:
     def _echo_of(self, chunk: Sequence[int], first: int | None = None) -> list[int]:
         """Return the echo of a chunk that is read now, or was read from position `first` on.
 
-        It is empty if it would exceed the model's positions.
+        It is empty if it would exceed the model's positions, and if it would teach nothing although
+        scores can be predicted.
         """
-        if self._echo is None:
+        fit = self._runner.fit
+        if self._echo is None or (fit is not None and not fit.is_worth_echo(chunk)):
             return []
         text = self._slot.text
         first = text.position if first is None else first

@@ -49,6 +49,7 @@ class Rollback:
         slot.note_evictions()
         if position == 0 or position < text.position:
             self._truncate_store(position)
+            slot.half_read = False
             text.truncate(position, self._runner.config.n_ctx)
             if slot.trajectory:
                 slot.trajectory.truncate(position)
@@ -128,7 +129,7 @@ class Rollback:
             self._runner.shared.give(slot, origin.swapped)
         slot.text = origin.sequence.copy()
         slot.text.evicted_before = origin.swapped.evicted
-        slot.broken = False
+        slot.mend()
 
     def return_to_checkpoint(self, tokens: Sequence[int], beyond: int, *, repeatable: bool) -> bool:
         """Roll back to a checkpoint of a text: see Session.return_to_checkpoint()."""

@@ -14,10 +14,11 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv._version import VERSION
-from entropykv.errors import FreezeError, PoolError, SessionFileError
+from entropykv.errors import FreezeError, PoolError, ProfileError, SessionFileError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.profile.learnt import LearntPredictor
 from entropykv.session.file import (
     AGAIN,
     DocumentNote,
@@ -69,8 +70,11 @@ def write_state(
     sequence: TokenSequence,
     chat: bool | None,
     document: DocumentNote | None = None,
+    predictor: LearntPredictor | None = None,
 ) -> SavedContents:
-    """Write a session to a binary file; `document` is what it has read, if it is a document."""
+    """Write a session to a binary file; `document` is what it has read, if it is a document, and
+    `predictor` what was learnt and scores its entries.
+    """
     state = store.state()
     # Copy the array: an exported buffer that an exception keeps alive would prevent it from
     # growing.
@@ -90,6 +94,7 @@ def write_state(
         sections=state.section_bytes,
         images=[[span.start, span.n_tokens, span.behind] for span in sequence.images],
         document=document,
+        predictor=None if predictor is None else predictor.to_json(),
     )
     own = (tokens.tobytes(), logits.astype("<f4").tobytes())
     write_session(file, settings, contents, itertools.chain(own, state.sections))
@@ -135,6 +140,17 @@ def load_state(
     except (MemoryError, RuntimeError) as error:
         raise SessionFileError(f"{reader.where}: cannot be loaded ({error}); {AGAIN}") from error
     return sequence
+
+
+def _predictor_in(reader: SessionReader) -> LearntPredictor | None:
+    """Return the predictor that a file brings; raises SessionFileError if it is damaged."""
+    value = reader.contents.predictor
+    if value is None:
+        return None
+    try:
+        return LearntPredictor.from_json(value, reader.where)
+    except ProfileError:
+        raise reader.damaged("an impossible predictor") from None
 
 
 def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -> None:
@@ -202,7 +218,7 @@ class Saver:
     ) -> SavedContents:
         """Write a file, which appears complete or not at all: see Session.save()."""
         with new_session_file(path) as file:
-            return self._write(file, chat, document)
+            return self._write(file, chat, document, self._runner.learnt_predictor)
 
     def state(self) -> bytes:
         """Return the bytes that save() would write."""
@@ -225,15 +241,22 @@ class Saver:
         return saved_settings(runner.model, runner.config, self._slot.store, runner.budget)
 
     def _write(
-        self, file: BinaryIO, chat: bool | None, document: DocumentNote | None = None
+        self,
+        file: BinaryIO,
+        chat: bool | None,
+        document: DocumentNote | None = None,
+        learnt: LearntPredictor | None = None,
     ) -> SavedContents:
         self._runner.check_usable(self._slot)
         with self._runner.live_store(self._slot) as store:
-            return write_state(file, self.settings(), store, self._slot.text, chat, document)
+            return write_state(
+                file, self.settings(), store, self._slot.text, chat, document, learnt
+            )
 
     def _load(self, reader: SessionReader) -> SavedContents:
         runner, slot = self._runner, self._slot
         runner.check_usable(slot)
+        learnt = _predictor_in(reader)
         slot.broken = True
         # Announce the length first, so that the share of the pool can hold all of it.
         slot.expected = max(slot.expected, reader.contents.position)
@@ -248,8 +271,13 @@ class Saver:
             raise
         if slot.trajectory:
             slot.trajectory.clear()
+        note = reader.contents.document
+        text.is_document = note is not None and text.position == note.n_tokens
         slot.text = text
         slot.position = slot.expected = text.position
         text.begin_after_load(store.evicted)
-        slot.broken = False
+        slot.mend()
+        if learnt is not None:
+            with runner.exclusively(slot):
+                runner.take_predictor(learnt)
         return reader.contents

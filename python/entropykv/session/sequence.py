@@ -43,6 +43,8 @@ class TokenSequence:
         """The position at the end of the last eviction; 0 if nothing was ever evicted."""
         self.evicted_before = 0
         """How many entries had been evicted at the last check."""
+        self.is_document = False
+        """True if it begins with a document that was loaded; questions about it teach nothing."""
 
     def add(
         self,
@@ -88,6 +90,7 @@ class TokenSequence:
         self.echoed = min(self.echoed, position)
         if position == 0:
             self.reusable_from = 0
+            self.is_document = False
         elif position < self.reusable_from:
             # Missing entries stay missing, however the text continues.
             self.reusable_from = n_ctx + 1
@@ -105,6 +108,7 @@ class TokenSequence:
         other.images = self.images.copy()
         other.reusable_from = self.reusable_from
         other.evicted_before = self.evicted_before
+        other.is_document = self.is_document
         return other
 
     def to_come_back_to(self) -> TokenSequence:

@@ -36,7 +36,11 @@ class SequenceSlot:
         self.trajectory: Trajectory | None = None
         """The entries held over the text, if entries are frozen."""
         self.broken = False
-        """True if a decode has failed half-way."""
+        """True while a decode runs, and if the last one has failed half-way."""
+        self.half_read = False
+        """True if the last step has failed half-way, so that its store may hold entries beyond
+        `position`.
+        """
         self.writes = False
         """True if the latest tokens were written one by one, and are not a prompt."""
         self.position = 0
@@ -65,6 +69,10 @@ class SequenceSlot:
         copied from.
         """
         return self.store.evicted - self.inherited
+
+    def mend(self) -> None:
+        """Record that its text and its store belong together again."""
+        self.broken = self.half_read = False
 
     def note_evictions(self) -> None:
         """Record in the text where it ended at the last eviction."""

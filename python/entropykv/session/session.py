@@ -29,7 +29,6 @@ from entropykv.session.file import DocumentNote, SavedContents, SavedSettings
 from entropykv.session.generate import generate
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, Images
-from entropykv.session.learning import Learner
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.reader import SequenceReader
@@ -500,11 +499,6 @@ class Session:
         its own.
         """
         return self._runner.shared.is_private
-
-    @property
-    def learner(self) -> Learner | None:
-        """Return the object that learns the model's profile; None without learning."""
-        return self._runner.learner
 
     @property
     def predictor_fit(self) -> PredictorFit | None:

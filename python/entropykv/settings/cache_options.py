@@ -43,6 +43,9 @@ SEQUENCES_OF_POOL = 4
 CHECKPOINTS = "64MiB"
 SPEC_TYPES = ("none", "ngram", "draft", "auto")
 MOST_DRAFTS = 63
+LEARN_VARIABLE = "ENTROPYKV_LEARN"
+"""The environment variable that decides if `learn` does not."""
+SWITCH = {"on": True, "off": False}
 DRAFT_BUDGET = "0.2"
 MOST_SEQUENCES = 256
 """The most sequences that a llama_context accepts."""
@@ -75,7 +78,7 @@ class CacheArguments(TypedDict, total=False):
     kv_type: str
     store: str
     entropy_config: EntropyProfile | str | os.PathLike[str] | None
-    learn: bool
+    learn: bool | None
     n_sinks: int
     recent_window: int | None
     freeze: Freezing | str | None
@@ -154,13 +157,14 @@ class CacheOptions:
         metavar="FILE",
         instead="what `entropykv calibrate` left beside the model, or what comes with entropykv",
     )
-    learn: bool = option(
-        False,
-        "where the model has no entropy profile, leave one beside it, from what texts that are "
-        "read twice (--policy auto, longer than the budget) show of its heads",
+    learn: bool | None = option(
+        None,
+        "on: keep what the first texts show of a model that has no entropy profile, in the user's "
+        "cache directory, and use it from then on; off: read and write nothing there",
         "--learn",
+        metavar="on|off",
         kind=bool,
-        at_server=None,
+        instead=f"on, unless the environment variable {LEARN_VARIABLE} is off",
     )
     n_sinks: int = option(
         4, "first tokens that are never evicted", "--sinks", metavar="N", kind=int, least=0
@@ -331,11 +335,6 @@ class CacheOptions:
             self._check_sequences(self.n_sequences)
         check_declared(self)
         self._check_drafts()
-        if self.learn and self.entropy_config is not None:
-            raise SettingsError(
-                "--learn (learn) makes a profile where there is none, and --entropy-config "
-                "(entropy_config) gives one; leave one of them out"
-            )
 
     def _check_drafts(self) -> None:
         """Raise SettingsError for a draft model that is missing or of no use."""
@@ -368,6 +367,19 @@ class CacheOptions:
                 f"{n_sequences} conversations at a time are too many; use at most "
                 f"{MOST_SEQUENCES}, and more sessions, which are swapped out while they are idle"
             )
+
+    @property
+    def learns(self) -> bool:
+        """Tell whether what a model teaches is kept in the user's cache directory, and read there.
+
+        Raises SettingsError for a value of the environment variable that is neither on nor off.
+        """
+        if self.learn is not None:
+            return bool(self.learn)
+        said = os.environ.get(LEARN_VARIABLE) or "on"
+        if said.lower() not in SWITCH:
+            raise SettingsError(f"{LEARN_VARIABLE} cannot be {said!r}; set it to on or off")
+        return SWITCH[said.lower()]
 
     @property
     def micro_batch(self) -> int:

@@ -6,15 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
-
 from entropykv import _core
 from entropykv.errors import BudgetError
 from entropykv.policy.division import LossCurve, WholeTexts
-from entropykv.policy.lessons import Lessons
 from entropykv.policy.online import (
     LEAST_TOKENS,
-    MeasuredLosses,
     OnlineBudgets,
     changes_budgets,
     is_observed,
@@ -32,8 +28,6 @@ class HeadwiseBudgets:
 
     plan: HeadwisePlan
     """The current plan."""
-    _lessons: Lessons | None = None
-    """Where measurements are added up for a profile; None without learning."""
 
     def __init__(
         self,
@@ -203,22 +197,7 @@ class HeadwiseBudgets:
         if not is_observed(n_tokens, self._config.n_ubatch):
             return False
         self._online.observe(n_tokens, budgets_change=self._budgets_change)
-        if self._lessons is not None and self._budgets_change and self._overflows:
-            self._add_to(self._lessons, n_tokens)
         return self._budgets_change
-
-    def teach(self, lessons: Lessons) -> None:
-        """From now on, add up what texts show of the KV heads, for a profile."""
-        self._store.track_entropy(True)
-        self._lessons = lessons
-
-    def _add_to(self, lessons: Lessons, n_tokens: int) -> None:
-        """Add what the micro-batch has shown, if it measured anything."""
-        if isinstance(self._online, MeasuredLosses) and self._online.measured[0].size:
-            knots, losses = self._online.measured
-            layers = range(len(self._layers))
-            rows = [self._store.row_entropies(layer).mean(axis=0) for layer in layers]
-            lessons.add(n_tokens, self._end, knots, losses, np.array(rows, np.float64))
 
     def loss_curve(self) -> LossCurve | None:
         """Return what the text loses with fewer pages, if that was measured."""

@@ -17,11 +17,10 @@ from entropykv.profile.predictor import ScorePredictor
 
 def ranking_predictor(config: ResolvedConfig) -> ScorePredictor | None:
     """Return what predicts the scores of new entries; None if the policy predicts nothing, or if
-    the profile has no predictor.
+    no predictor is known.
     """
-    importance = config.policy.importance
-    predictor = config.profile.predictor if config.profile and importance.predicts else None
-    if predictor is None or not importance.adds_predictions:
+    predictor = config.predictor
+    if predictor is None or not config.policy.importance.adds_predictions:
         return predictor
     return predictor.beside_queries()
 
@@ -34,6 +33,14 @@ def check_features(predictor: ScorePredictor, n_features: Sequence[int]) -> None
             f"the profile's predictor is for {known[0]} features of an entry, and this model's "
             f"entries have {n_features[0]}; calibrate again"
         )
+
+
+def fits_nodes(predictor: ScorePredictor, hook: _core.GraphHook) -> bool:
+    """Tell whether a predictor is for the KV heads and features of a model's attention layers."""
+    expected = [
+        (node.shape.n_head_kv, _core.feature_count(node.shape, node.rope)) for node in hook.nodes
+    ]
+    return [of_layer.shape for of_layer in predictor.weights] == expected
 
 
 class ScorePrediction:
