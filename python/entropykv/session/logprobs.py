@@ -72,8 +72,11 @@ class LogprobRecorder:
         """
         for token, behind in zip(tokens, logits, strict=True):
             before = self._before
-            first = before is None
-            value = TokenLogprob(token, None) if first else logprob_of(before, token, self.n_top)
+            value = (
+                TokenLogprob(token, None)
+                if before is None
+                else logprob_of(before, token, self.n_top)
+            )
             self.prompt.append(self._counted(value))
             self._before = behind
         # Otherwise a row would keep the logits of all the others.
