@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from entropykv import EntropyProfile
 from entropykv.calibration.measure import CalibrationSettings, calibrate
-from entropykv.calibration.texts import Text
 from entropykv.convert import convert
+from entropykv.evaluation.shipped_texts import Text
 from training.facts import BOS, EOS, STOP_LINE, Writer
 from training.model import Shape
 from training.tokenizer import WordTokenizer

@@ -1,20 +1,14 @@
-"""Calibration refuses or notes profiles that would be worse than requested, or than the existing
-one.
-"""
+"""Calibration notes what texts are too short for, and replaces no file that exists."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from entropykv.calibration.basis import Basis, refuse_worse
-from entropykv.calibration.measure import CalibrationSettings, calibrate
-from entropykv.calibration.texts import Text
 from entropykv.cli import main
-from entropykv.errors import CalibrationError
-from entropykv.profile.parts import Fingerprint
-from entropykv.profile.profile import EntropyProfile
+from entropykv.profile.profile import LEARNT, EntropyProfile
 
 WORDS = "the and of to in ion an he on at "
 
@@ -62,71 +56,39 @@ def test_shorter_curves_than_wanted_are_told(
     assert "loss curves are of" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("worse", "advantage"),
-    [
-        (("--curve-texts", 0), "has loss curves from 1 texts of 96 tokens, the new one none"),
-        (("--curve-length", 64), "1 texts of 96 tokens, the new one from 1 of 64"),
-        (("--n-sequences", 2), "has entropies from 3 texts, the new one from 2"),
-    ],
-)
-def test_a_better_profile_is_not_overwritten(
-    tiny_llama: Path,
-    tmp_path: Path,
-    text: Path,
-    capsys: pytest.CaptureFixture[str],
-    worse: tuple[object, ...],
-    advantage: str,
+@pytest.mark.parametrize("content", ["{", "learnt", "calibrated"])
+def test_no_file_is_replaced_without_force(
+    tiny_llama: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
+    """Neither a calibrated profile, nor one that sessions have learnt, nor any other file."""
     output = tmp_path / "out.json"
-    options = ("--text", text, "--n-sequences", 3)
-    assert calibrated(tiny_llama, output, *options) == 0
+    if content == "{":
+        output.write_text(content, encoding="utf-8")
+    else:
+        assert calibrated(tiny_llama, output, "--text", text) == 0
+    if content == "learnt":
+        replace(EntropyProfile.load(output), source=LEARNT).save(output)
     before = output.read_bytes()
-    assert calibrated(tiny_llama, output, *options, *worse) == 2
-    err = capsys.readouterr().err
-    assert advantage in err
-    assert "--force" in err
+    capsys.readouterr()
+    assert calibrated(tiny_llama, output, "--text", text, "--seed", 1) == 2
+    assert capsys.readouterr().err == (
+        f"entropykv: {output}: exists already; use --force to replace it, or -o for another file\n"
+    )
     assert output.read_bytes() == before
-    assert calibrated(tiny_llama, output, *options, "--seed", 1) == 0  # It is as good as before.
-    assert calibrated(tiny_llama, output, *options, *worse, "--force") == 0
+    assert calibrated(tiny_llama, output, "--text", text, "--seed", 1, "--force") == 0
     assert output.read_bytes() != before
 
 
-def test_the_refusal_comes_before_the_work(tiny_llama: Path) -> None:
-    def refuse(basis: Basis) -> None:
-        assert (basis.texts, basis.curve_texts, basis.curve_length) == (2, 1, 96)
-        raise CalibrationError("no")
-
-    def progress(_: int) -> None:
-        pytest.fail("something was read")
-
-    settings = CalibrationSettings(2, 32, curve_length=96, curve_texts=1, n_threads=1)
-    with pytest.raises(CalibrationError, match="no"):
-        calibrate(
-            tiny_llama, [Text("a", WORDS * 20)], settings, progress, progress, on_basis=refuse
-        )
+def test_the_refusal_comes_before_the_work(
+    tiny_llama: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.json"
+    output.write_text("{", encoding="utf-8")
+    monkeypatch.setattr("entropykv.cli.calibrate.calibrate", lambda *_: pytest.fail("it began"))
+    assert calibrated(tiny_llama, output, "--text", text) == 2
 
 
-def test_what_a_profile_is_compared_with(tmp_path: Path) -> None:
-    file = Fingerprint("llama", 320, 32, 32, "0" * 64)
-    old = Basis((1, 2, 1), file, texts=20, curve_texts=4, curve_length=2048)
-    for other in (
-        Basis((1, 4, 1), None, texts=1),
-        Basis((1, 2, 1), Fingerprint("llama", 320, 32, 32, "1" * 64), texts=1),
-    ):
-        assert not old.is_of_the_model_of(other)
-    worse = Basis((1, 2, 1), None, texts=20, curve_texts=4, curve_length=1024)
-    assert old.is_of_the_model_of(worse)
-    assert worse.advantage_over(old) is None
-    assert old.advantage_over(worse) is not None
-    assert Basis((1, 2, 1), file, 1, 8, 2048).advantage_over(old) is not None
-    damaged = tmp_path / "damaged.json"
-    damaged.write_text("{", encoding="utf-8")
-    refuse_worse(damaged, worse)
-    refuse_worse(tmp_path / "absent.json", worse)
-
-
-def test_results_without_curves_do_not_replace_curves(
+def test_results_do_not_replace_a_file(
     tiny_llama: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, results = tmp_path / "out.json", tmp_path / "results.json"

@@ -9,7 +9,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.calibration.fitting import HELD_BACK, fit_by_echoes, fitting_tokens
-from entropykv.calibration.measure import calibrate
+from entropykv.calibration.measure import Extent, calibrate
 from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import LOOKUP_SHARE
@@ -93,12 +93,12 @@ def test_models_whose_keys_cannot_be_turned_back_get_none(name: str, tmp_path: P
     """Learned positions cannot be removed from keys, and recurrent layers cannot read a
     text twice.
     """
-    announced: list[int] = []
+    announced: list[Extent] = []
     read: list[int] = []
     path = written(MODELS[name], tmp_path)
     profile = calibrate(path, some_texts(), QUICK, announced.append, read.append)
     assert profile.curves is not None
     assert profile.curves.importance is None
     assert profile.predictor is None
-    assert announced == [sum(read)]
+    assert [extent.n_tokens for extent in announced] == [sum(read)]
     assert np.isfinite(profile.head_entropies).all()

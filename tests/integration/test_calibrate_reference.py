@@ -16,7 +16,7 @@ from entropykv.calibration.measure import (
     measure,
 )
 from entropykv.calibration.observe import Observer
-from entropykv.calibration.texts import read_texts
+from entropykv.evaluation.shipped_texts import read_texts
 from tests.support.calibration_texts import QUICK, WORDS, some_texts
 from tests.support.hf_names import PROJECTIONS
 from tests.support.logits import tokens_for

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from entropykv.profile.find import fingerprint_of
 from entropykv.profile.parts import Fingerprint, Measurement
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
+from entropykv.profile.ways import NO_PROFILE, WAYS, ComparedWay, WayComparison
 
 
 def example() -> EntropyProfile:
@@ -55,7 +58,35 @@ def example() -> EntropyProfile:
             0.75,
             np.array([[0.0, 0.25], [0.5, 0.05]]),
         ),
+        comparison=WayComparison(
+            (0.2,),
+            2,
+            1024,
+            10,
+            0.75,
+            (
+                ComparedWay(NO_PROFILE, (0.5,), (0.5,), (9,)),
+                ComparedWay(WAYS[3], (0.25,), (0.125,), (10,)),
+            ),
+            WAYS[3],
+        ),
     )
+
+
+def with_field(profile: EntropyProfile, path: str, value: Any) -> dict[str, Any]:
+    """Return the JSON of a profile with one field changed; `value` ... removes it."""
+    data = copy.deepcopy(profile.to_dict())
+    *parents, last = path.split(".")
+    at: Any = data
+    for name in parents:
+        at = at[int(name)] if isinstance(at, list) else at[name]
+    if value is ...:
+        del at[last]
+    elif isinstance(at, list):
+        at[int(last)] = value
+    else:
+        at[last] = value
+    return data
 
 
 def predicting_profile(

@@ -18,15 +18,10 @@ from entropykv.calibration.measure import (
     quarter_rows,
 )
 from entropykv.calibration.results import read_results
-from entropykv.calibration.texts import (
-    Excerpt,
-    Text,
-    choose_sequences,
-    long_sequences,
-    read_texts,
-)
+from entropykv.calibration.texts import Excerpt, choose_sequences, long_sequences
 from entropykv.cli.profile_table import compare, format_profile
 from entropykv.errors import CalibrationError, EntropyKVError, ProfileError, SettingsError
+from entropykv.evaluation.shipped_texts import Text, read_texts
 from entropykv.profile.profile import EntropyProfile
 from tests.support.profiles import example
 

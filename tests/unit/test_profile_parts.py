@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.resources
 import json
 from pathlib import Path
@@ -17,7 +16,7 @@ from entropykv.profile.curves import LossCurves
 from entropykv.profile.find import check_model
 from entropykv.profile.parts import Fingerprint
 from entropykv.profile.profile import EntropyProfile
-from tests.support.profiles import example
+from tests.support.profiles import example, with_field
 
 SHIPPED = Path(__file__).resolve().parents[2] / "entropy_config.json"
 
@@ -33,7 +32,7 @@ def test_every_part_survives_a_file(tmp_path: Path) -> None:
     assert loaded.curves.keep == (0, 8, 32)
     text = path.read_text(encoding="utf-8")
     assert '"keep": [0, 8, 32]' in text
-    assert len(text.splitlines()) < 120
+    assert len(text.splitlines()) < 140
 
 
 def test_files_without_the_new_parts_load() -> None:
@@ -44,18 +43,7 @@ def test_files_without_the_new_parts_load() -> None:
 
 def changed(path: str, value: Any) -> dict[str, Any]:
     """Return the example's JSON with one field changed; ... removes it."""
-    data = copy.deepcopy(example().to_dict())
-    *parents, last = path.split(".")
-    at: Any = data
-    for name in parents:
-        at = at[int(name)] if isinstance(at, list) else at[name]
-    if value is ...:
-        del at[last]
-    elif isinstance(at, list):
-        at[int(last)] = value
-    else:
-        at[last] = value
-    return data
+    return with_field(example(), path, value)
 
 
 NAN = float("nan")
@@ -108,6 +96,21 @@ BAD = [
     ("predictor.weights", None, "predictor.weights must be a text"),
     ("predictor.more", 1, "predictor has the unknown key 'more'"),
     ("predictor.lookups", ..., "predictor lacks lookups"),
+    ("comparison", [], "comparison must be an object"),
+    ("comparison.best", "adaptive", "comparison.best must be one of none, adaptive:mass"),
+    ("comparison.best", 1, "comparison.best must be a text"),
+    ("comparison.best", ..., "comparison lacks best"),
+    ("comparison.budgets", 0.1, "comparison.budgets must be a list"),
+    ("comparison.budgets.0", 1.5, "comparison.budgets[0]"),
+    ("comparison.n_texts", -1, "comparison.n_texts"),
+    ("comparison.repeats", 1.5, "comparison.repeats"),
+    ("comparison.compared", {}, "comparison.compared must be a list"),
+    ("comparison.compared.1.way", "uniform", "comparison.compared has no way 'uniform'"),
+    ("comparison.compared.1.way", 1, "comparison.compared[1].way must be a text"),
+    ("comparison.compared.1.divergences.0", -0.1, "comparison.compared[1].divergences[0]"),
+    ("comparison.compared.1.repetitions.0", "0", "comparison.compared[1].repetitions[0]"),
+    ("comparison.compared.1.facts.0", 0.5, "comparison.compared[1].facts[0]"),
+    ("comparison.compared.1.more", 1, "comparison.compared[1] has the unknown key 'more'"),
 ]
 # JSON Schema cannot compare sizes, and its numbers include NaN.
 BAD_BEYOND_THE_SCHEMA = [
@@ -123,6 +126,9 @@ BAD_BEYOND_THE_SCHEMA = [
     ("predictor.n_features", [5, 4], "predictor.weights has 16 values"),
     ("predictor.weights", "AAAAAA==", "predictor.weights has 1 values"),
     ("predictor.lookups", [[0.5, 0.5]], "predictor.lookups must be a list of 2"),
+    ("comparison.compared.1.facts.0", 11, "comparison.compared[1].facts[0]"),
+    ("comparison.compared.1.facts", [], "comparison.compared must have a figure for every budget"),
+    ("comparison.compared.1.divergences.0", NAN, "divergences[0]"),
 ]
 GOOD = [
     ("fingerprint", ...),
@@ -137,6 +143,9 @@ GOOD = [
     ("curves.importance", "mass+values+predicted"),
     ("curves.importance", "mass+values+echo"),
     ("predictor", ...),
+    ("comparison", ...),
+    ("comparison.best", "none"),
+    ("comparison.compared", []),
     ("predictor.correlation", None),
     ("predictor.lookups", None),
     ("curves.importance", ...),

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from entropykv.calibration.measure import CalibrationSettings, excerpts_of, measure
 from entropykv.calibration.spread import Progress
-from entropykv.calibration.texts import Text
 from entropykv.errors import CalibrationError, reason_of
+from entropykv.evaluation.shipped_texts import Text
 from entropykv.profile.profile import EntropyProfile
 
 

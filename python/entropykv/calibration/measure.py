@@ -17,7 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _version
-from entropykv.calibration.basis import Basis
+from entropykv.calibration.comparing import (
+    QUESTION,
+    Passage,
+    compare_ways,
+    comparison_tokens,
+    passages_of,
+)
 from entropykv.calibration.damage import MOST_TEXTS, damage_of_text, mean_damage
 from entropykv.calibration.fitting import fit_by_echoes, fitting_tokens
 from entropykv.calibration.observe import Observer
@@ -26,19 +32,20 @@ from entropykv.calibration.spread import Arrays, Progress, Spread, StepSettings,
 from entropykv.calibration.texts import (
     LEAST_CURVE_TOKENS,
     Excerpt,
-    Text,
     choose_sequences,
+    hold_back,
     long_sequences,
 )
-from entropykv.calibration.trial import best_importance, trial_tokens
 from entropykv.calibration.trust import head_trust, trust_tokens
 from entropykv.errors import CalibrationError, SettingsError
+from entropykv.evaluation.shipped_texts import Text
 from entropykv.model.geometry import read_geometry
 from entropykv.profile.curves import CurveRules, HeadLoss, LossCurves, average_curves
 from entropykv.profile.find import fingerprint_of
 from entropykv.profile.json_fields import FloatArray
 from entropykv.profile.parts import ROWS, Measurement
 from entropykv.profile.profile import EntropyProfile
+from entropykv.profile.ways import NO_PROFILE
 
 RowEntropies = Callable[[Sequence[int]], npt.NDArray[np.float32]]
 """Returns the entropy in bits of each attention row of a text, (n_layer, n_tokens, n_head)."""
@@ -48,11 +55,27 @@ _ENTROPIES, _LOSSES, _LOSSES_AND_DAMAGE = "entropies", "losses", "losses and dam
 
 
 @dataclass(frozen=True)
+class Extent:
+    """Hold what a calibration will read."""
+
+    n_tokens: int
+    """How many tokens, without the repetitions that the predictor is fitted to."""
+    seconds: float | None = None
+    """How long this takes on this machine, about; None if it was not estimated."""
+    curve_texts: int = 0
+    """How many texts the loss curves will be measured in."""
+    curve_length: int = 0
+    """How many tokens each of them has."""
+
+
+@dataclass(frozen=True)
 class CalibrationSettings:
     """Hold how much is read; the defaults are those of the BitNet document.
 
     `rows`: one of entropykv.profile.parts.ROWS. The loss curves are measured in `curve_texts` texts
-    of `curve_length` tokens each; 0 texts measure none. Raises SettingsError, naming the field.
+    of `curve_length` tokens each; 0 texts measure none. The ways to use the profile are compared in
+    `compared_texts` others; with 0, policy auto will use its predictor only. Raises SettingsError,
+    naming the field.
     """
 
     n_sequences: int = 20
@@ -63,11 +86,12 @@ class CalibrationSettings:
     n_threads: int = 0
     curve_length: int = 2048
     curve_texts: int = 4
+    compared_texts: int = 4
 
     def __post_init__(self) -> None:
         """Check every field; raises SettingsError."""
         least = {"n_sequences": 1, "max_length": 4, "seed": 0, "n_threads": 0, "curve_texts": 0}
-        for name, low in least.items():
+        for name, low in {**least, "compared_texts": 0}.items():
             if getattr(self, name) < low:
                 raise SettingsError(f"{name} must be {low} or more, not {getattr(self, name)}")
         if self.curve_texts and self.curve_length < LEAST_CURVE_TOKENS:
@@ -79,25 +103,28 @@ class CalibrationSettings:
             raise SettingsError(f"rows must be one of {', '.join(ROWS)}, not {self.rows!r}")
 
 
+QUICK = CalibrationSettings(curve_texts=2, curve_length=1024, compared_texts=2)
+"""Settings that read less, in about a third of the time."""
+
+
 def calibrate(
     path: str | os.PathLike[str],
     texts: Sequence[Text],
     settings: CalibrationSettings,
-    on_start: Progress = lambda _: None,
+    on_start: Callable[[Extent], None] = lambda _: None,
     on_progress: Progress = lambda _: None,
-    on_basis: Callable[[Basis], None] = lambda _: None,
     spread: Spread | None = None,
 ) -> EntropyProfile:
     """Measure a GGUF model; returns its profile.
 
-    `on_start` gets the number of tokens that will be read, not counting echoes. If loss curves are
-    measured, the profile also gets a predictor, unless the model has recurrent layers or its keys
-    before RoPE are not known.
+    If loss curves are measured, the profile also gets a predictor, unless the model has recurrent
+    layers or its keys before RoPE are not known. Then the ways to use the profile are compared on
+    texts that were held back from curves and predictor. If all of them lose more than without a
+    profile, it gets no predictor, and policy auto does not use it.
 
-    `on_basis` is called before anything is read, with the basis of the coming profile; it may raise
-    to stop here. `spread` runs the steps, by default on this machine. Raises ModelFileError,
-    UnsupportedModelError, SettingsError, and CalibrationError, also if the texts are too short for
-    the loss curves.
+    `on_start` is called once, before anything is measured; it may raise to stop here. `spread` runs
+    the steps, by default on this machine. Raises ModelFileError, UnsupportedModelError,
+    SettingsError, and CalibrationError, also if the texts are too short for the loss curves.
     """
     trained = _trained_context(path, settings)
     spread = spread or Spread()
@@ -107,9 +134,10 @@ def calibrate(
         path, n_ctx=n_ctx, kv_type=settings.kv_type, n_threads=settings.n_threads
     ) as observer:
         excerpts = excerpts_of(texts, observer.tokenize, settings)
-        long_texts = _long_texts(texts, observer, settings, trained)
-        on_basis(_basis(observer, excerpts, long_texts))
-        on_start(_to_read(observer, excerpts, long_texts))
+        kept, held_back = hold_back(texts, settings.seed)
+        long_texts = _long_texts(kept, observer, settings, trained)
+        passages = _passages(held_back, observer, settings, trained) if long_texts else []
+        on_start(_extent_of(observer, excerpts, long_texts, passages))
         predictable = observer.predictable
         shape = (observer.n_layer, observer.n_head, observer.n_head_kv)
         name, fingerprint = observer.name, fingerprint_of(observer.geometry)
@@ -129,14 +157,17 @@ def calibrate(
         measurement=measured.summary(settings, settings.kv_type),
         curves=curves,
     )
-    if curves is None or not predictable:
+    if curves is None:
         return profile
-    predictor = fit_by_echoes(spread, step, long_texts, on_progress)
-    step = replace(step, profile=replace(profile, predictor=predictor))
-    trust = head_trust(spread, step, long_texts, on_progress)
-    profile = replace(profile, predictor=replace(predictor, trust=trust))
-    best = best_importance(spread, replace(step, profile=profile), long_texts, on_progress)
-    return replace(profile, curves=replace(curves, importance=best))
+    if predictable:
+        predictor = fit_by_echoes(spread, step, long_texts, on_progress)
+        step = replace(step, profile=replace(profile, predictor=predictor))
+        trust = head_trust(spread, step, long_texts, on_progress)
+        profile = replace(profile, predictor=replace(predictor, trust=trust))
+    comparison = compare_ways(spread, replace(step, profile=profile), passages, on_progress)
+    if comparison.best == NO_PROFILE:
+        profile = replace(profile, predictor=None)
+    return replace(profile, comparison=comparison)
 
 
 def _observed(
@@ -234,16 +265,18 @@ def _long_texts(
     return found
 
 
-def _basis(
-    observer: Observer, excerpts: Sequence[Excerpt], long_texts: Sequence[Sequence[int]]
-) -> Basis:
-    return Basis(
-        (observer.n_layer, observer.n_head, observer.n_head_kv),
-        fingerprint_of(observer.geometry),
-        len(excerpts),
-        len(long_texts),
-        len(long_texts[0]) if long_texts else 0,
+def _passages(
+    held_back: Sequence[Text], observer: Observer, settings: CalibrationSettings, trained: int
+) -> list[Passage]:
+    """Return the passages that the ways to use the profile are compared on."""
+    passages = passages_of(
+        held_back,
+        observer.tokenize,
+        observer.tokenize_plainly,
+        trained - QUESTION,
+        settings.seed,
     )
+    return passages[: settings.compared_texts]
 
 
 def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings) -> int:
@@ -354,15 +387,23 @@ def correlation(a: FloatArray, b: FloatArray) -> float | None:
     return float(np.clip(np.corrcoef(a.ravel(), b.ravel())[0, 1], -1.0, 1.0))
 
 
-def _to_read(
-    observer: Observer, excerpts: Sequence[Excerpt], texts: Sequence[Sequence[int]]
-) -> int:
-    """Return how many tokens a calibration reads, without echoes."""
+def _extent_of(
+    observer: Observer,
+    excerpts: Sequence[Excerpt],
+    texts: Sequence[Sequence[int]],
+    passages: Sequence[Passage],
+) -> Extent:
+    """Return what a calibration will read, and how long this will take."""
     damaged = [len(text) for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
-    of_layers = sum(map(predicted_tokens, damaged)) * observer.n_layer
-    of_texts = sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts))
-    if not observer.predictable:
-        return of_texts + of_layers
+    n_tokens = sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts))
+    n_tokens += sum(map(predicted_tokens, damaged)) * observer.n_layer
     lengths = [len(text) for text in texts]
-    of_predictor = fitting_tokens(lengths) + trust_tokens(lengths)
-    return of_texts + of_layers + of_predictor + trial_tokens(lengths)
+    n_echoed = 0
+    if observer.predictable:
+        n_echoed = fitting_tokens(lengths)
+        n_tokens += n_echoed + trust_tokens(lengths)
+    n_tokens += comparison_tokens(passages, observer.predictable)
+    seconds = None
+    if lengths:
+        seconds = (n_tokens + n_echoed) * observer.seconds_per_token(texts[0])
+    return Extent(n_tokens, seconds, len(lengths), lengths[0] if lengths else 0)

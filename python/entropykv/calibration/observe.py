@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
+_TIMED_TOKENS = 384
+"""How many tokens are read to find out how long calibration will take."""
 
 
 class Observer:
@@ -135,6 +138,19 @@ class Observer:
     def tokenize_plainly(self, text: str) -> list[int]:
         """Return the tokens of a text that stands within another one, without BOS."""
         return self._model.tokenize(text, add_bos=False, special=False)
+
+    def seconds_per_token(self, tokens: Sequence[int]) -> float:
+        """Return how long this machine takes for a token of a text, which has at least three.
+
+        A third of the tokens is read before, because the first micro-batch waits for the weights.
+        """
+        part = tokens[:_TIMED_TOKENS]
+        first = len(part) // 3
+        self._store.truncate(0)
+        self._read(part[:first], 0)
+        start = time.perf_counter()
+        self._read(part[first:], first)
+        return (time.perf_counter() - start) / (len(part) - first)
 
     def entropies(self, tokens: Sequence[int]) -> Entropies:
         """Return the entropy of every attention row in bits: (n_layer, len(tokens), n_head)."""

@@ -1,29 +1,22 @@
-"""Read texts for calibration, and cut them into sequences of tokens."""
+"""Cut texts for calibration into sequences of tokens, and hold some of them back."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from entropykv.errors import CalibrationError
-from entropykv.files import read_text
+from entropykv.evaluation.shipped_texts import Text
 
 LEAST_TOKENS = 4
 """The shortest sequence, in tokens, so that its four quarters end at different tokens."""
 LEAST_CURVE_TOKENS = 64
 """The shortest text for loss curves, in tokens."""
-
-_SHIPPED = Path(__file__).parent / "texts"
-
-
-@dataclass(frozen=True)
-class Text:
-    """Hold a text to read, and the name of its source."""
-
-    name: str
-    content: str
+MOST_HELD_BACK = 4
+"""The most texts that are held back."""
+HELD_BACK_PART = 0.25
+"""The part at the end of each text that is held back of few texts."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +30,23 @@ class Excerpt:
     half: int
 
 
-def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
-    """Read the given files, or those that entropykv ships; raises CalibrationError that names an
-    unreadable file.
+def hold_back(texts: Sequence[Text], seed: int) -> tuple[list[Text], list[Text]]:
+    """Split the texts into those that a profile is made with, and those that it is compared on.
+
+    A fifth of the texts is held back, at most MOST_HELD_BACK, or, of fewer than five, the end of
+    each.
     """
-    paths = sorted(_SHIPPED.glob("*.txt")) if files is None else list(files)
-    if not paths:
-        raise CalibrationError(
-            f"there are no texts in {_SHIPPED}; install entropykv again or give texts with --text"
-        )
-    return [Text(path.name, _read(path)) for path in paths]
-
-
-def _read(path: Path) -> str:
-    text = read_text(path, CalibrationError)
-    if not text.strip():
-        raise CalibrationError(f"{path}: is empty; give a text file")
-    return text
+    order = list(texts)
+    random.Random(seed).shuffle(order)  # noqa: S311
+    n = min(len(order) // 5, MOST_HELD_BACK)
+    if n:
+        held = order[-n:]
+        return [text for text in texts if text not in held], held
+    cut = [(text, int(len(text.content) * (1 - HELD_BACK_PART))) for text in texts]
+    return (
+        [Text(text.name, text.content[:end]) for text, end in cut],
+        [Text(text.name, text.content[end:].lstrip()) for text, end in cut],
+    )
 
 
 def choose_sequences(

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from entropykv.calibration.texts import read_texts
 from entropykv.cli.notes import ProgressBar
 from entropykv.cli.options import (
     DRAFT_OPTIONS,
@@ -30,6 +29,7 @@ from entropykv.errors import SettingsError
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.evaluation.draft_bench import bench_drafts
 from entropykv.evaluation.metrics import disagreement_note
+from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import POLICY_SYNTAX, policy_named
 from entropykv.settings.cache_options import CacheOptions

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from entropykv.calibration.basis import Basis, refuse_worse
 from entropykv.calibration.hf import calibrate_hf
-from entropykv.calibration.measure import CalibrationSettings, calibrate
+from entropykv.calibration.measure import QUICK, CalibrationSettings, Extent, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.spread import Spread
-from entropykv.calibration.texts import read_texts
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
@@ -27,10 +25,11 @@ from entropykv.cli.options import (
     integer,
 )
 from entropykv.cli.plots import check_plot, draw
-from entropykv.cli.profile_table import summary_line
+from entropykv.cli.profile_table import comparison_lines, summary_line
 from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.cluster import RAY_HELP, connected
-from entropykv.errors import SettingsError
+from entropykv.errors import CalibrationError, SettingsError
+from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.profile.find import SUFFIX, profile_beside
 from entropykv.profile.parts import ROWS
 from entropykv.profile.profile import EntropyProfile
@@ -39,6 +38,17 @@ from entropykv.settings.options import KV_TYPES
 
 _NO_MODEL = "entropy_config.json"
 _DEFAULTS = CalibrationSettings()
+_SIZES = {
+    "n_sequences": (1, "texts to read"),
+    "max_length": (4, "tokens to read of each text"),
+    "seed": (0, "order of the texts"),
+    "curve_texts": (0, "texts for curves and predictor; 0: none"),
+    "curve_length": (64, "tokens of each of them"),
+    "compared_texts": (0, "other texts, on which the ways to use the profile are compared"),
+}
+"""Fields of CalibrationSettings that options set: the least value, and what it is."""
+_LONG = 20
+"""Seconds; a calibration that takes longer says so before it begins."""
 
 
 def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,8 +80,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replace a profile that rests on more text, or has loss curves where this one has "
-        "none",
+        help="replace the file if it exists",
     )
     add_calibration_options(parser)
     group = parser.add_argument_group("long calibrations (with -m)")
@@ -99,16 +108,19 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="texts to read (default: those that come with entropykv)",
     )
-    for name, least, default, what in (
-        ("--n-sequences", 1, _DEFAULTS.n_sequences, "texts to read"),
-        ("--max-length", 4, _DEFAULTS.max_length, "tokens to read of each text"),
-        ("--seed", 0, _DEFAULTS.seed, "order of the texts"),
-        ("--curve-texts", 0, _DEFAULTS.curve_texts, "texts for curves and predictor; 0: none"),
-        ("--curve-length", 64, _DEFAULTS.curve_length, "tokens of each of them"),
-    ):
+    for field, (least, what) in _SIZES.items():
+        usual, quick = getattr(_DEFAULTS, field), getattr(QUICK, field)
         group.add_argument(
-            name, type=integer(least), default=default, metavar="N", help=f"{what} (%(default)s)"
+            f"--{field.replace('_', '-')}",
+            type=integer(least),
+            metavar="N",
+            help=f"{what} ({usual}{'' if usual == quick else f', with --quick {quick}'})",
         )
+    group.add_argument(
+        "--quick",
+        action="store_true",
+        help="read fewer and shorter texts, in about a third of the time",
+    )
     group.add_argument(
         "--rows",
         choices=ROWS,
@@ -138,47 +150,40 @@ def run(options: argparse.Namespace) -> int:
     fetch_named(options)
     output = options.output or str(profile_beside(options.model) if options.model else _NO_MODEL)
     check_output(output)
-
-    def check(basis: Basis) -> None:
-        if not options.force:
-            refuse_worse(output, basis)
-
+    if Path(output).exists() and not options.force:
+        raise CalibrationError(
+            f"{output}: exists already; use --force to replace it, or -o for another file"
+        )
     if not options.model and (options.ray or options.resume):
         raise SettingsError("--ray and --resume are of a GGUF model; give -m, or leave them out")
     try:
-        profile = _profile(options, check)
+        profile = _profile(options)
     except InterruptionError:
         kept = f"; the same command continues from {options.resume}" if options.resume else ""
         say(f"interrupted{kept}")
         return EXIT_INTERRUPTED
-    check(Basis.of(profile))
     profile.save(output)
     print(f"{output}: {summary_line(profile)}")
+    if profile.comparison is not None:
+        print("\n".join(["", *comparison_lines(profile.comparison)]))
     if options.plot:
         draw(profile, options.plot)
     return 0
 
 
-def _profile(options: argparse.Namespace, check: Callable[[Basis], None]) -> EntropyProfile:
+def _profile(options: argparse.Namespace) -> EntropyProfile:
     if options.from_results:
         return read_results(options.from_results)
     texts = read_texts(options.text)
-    settings = CalibrationSettings(
-        n_sequences=options.n_sequences,
-        max_length=options.max_length,
-        seed=options.seed,
-        rows=options.rows,
-        kv_type=options.kv_type,
-        n_threads=options.threads,
-        curve_length=options.curve_length,
-        curve_texts=options.curve_texts,
-    )
+    settings = _settings(options)
     with ExitStack() as stack:
         interrupts = stack.enter_context(noted_interrupts())
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" tokens", leave=False, delay=0.2))
 
-        def start(total: int) -> None:
-            bar.reset(total)
+        def start(extent: Extent) -> None:
+            for note in _notes(extent, settings, options):
+                say(note)
+            bar.reset(extent.n_tokens)
 
         def advance(n: int) -> None:
             bar.update(n)
@@ -187,30 +192,43 @@ def _profile(options: argparse.Namespace, check: Callable[[Basis], None]) -> Ent
         if options.hf:
             return calibrate_hf(options.hf, texts, settings, options.device, start, advance)
 
-        def check_and_tell(basis: Basis) -> None:
-            check(basis)
-            if note := _shortage(basis, options):
-                say(note)
-
         cluster = None
         if options.ray is not None:
             settings = replace(settings, n_threads=settings.n_threads or usable_cores())
             cluster = stack.enter_context(connected(options.ray, interrupts.check))
         spread = Spread(cluster, options.resume)
         model = os.path.abspath(options.model)
-        return calibrate(model, texts, settings, start, advance, check_and_tell, spread)
+        return calibrate(model, texts, settings, start, advance, spread)
 
 
-def _shortage(basis: Basis, options: argparse.Namespace) -> str | None:
-    """Say what the loss curves lack if the texts are too short for them; None if nothing is
-    missing.
-    """
-    wanted = options.curve_texts * options.curve_length
-    found = basis.curve_texts * basis.curve_length
-    if found == wanted:
-        return None
-    return (
-        f"loss curves are of {basis.curve_texts} x {basis.curve_length} tokens, not of "
-        f"{options.curve_texts} x {options.curve_length}: texts and the model's context allow no "
-        "more; budgets of policy `profile` are less sure then"
+def _settings(options: argparse.Namespace) -> CalibrationSettings:
+    """Return the settings that the options ask for; those that are given replace --quick."""
+    given = {name: getattr(options, name) for name in _SIZES}
+    return replace(
+        QUICK if options.quick else _DEFAULTS,
+        rows=options.rows,
+        kv_type=options.kv_type,
+        n_threads=options.threads,
+        **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _notes(
+    extent: Extent, settings: CalibrationSettings, options: argparse.Namespace
+) -> Iterator[str]:
+    """Say how long it will take, and what the loss curves lack if the texts are too short."""
+    wanted = settings.curve_texts * settings.curve_length
+    if options.model and extent.curve_texts * extent.curve_length != wanted:
+        yield (
+            f"loss curves are of {extent.curve_texts} x {extent.curve_length} tokens, not of "
+            f"{settings.curve_texts} x {settings.curve_length}: texts and the model's context "
+            "allow no more; budgets of policy `profile` are less sure then"
+        )
+    if extent.seconds is not None and extent.seconds >= _LONG and options.ray is None:
+        faster = "" if options.quick else "; --quick takes about a third of it"
+        yield f"this takes about {_duration(extent.seconds)}{faster}"
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes} minutes" if minutes > 1 else f"{10 * round(seconds / 10)} seconds"

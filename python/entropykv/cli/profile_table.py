@@ -9,11 +9,14 @@ from entropykv.errors import ProfileError
 from entropykv.profile.json_fields import HEAD_TYPES, FloatArray
 from entropykv.profile.predictor import LOOKUP_SHARE, ScorePredictor
 from entropykv.profile.profile import EntropyProfile
+from entropykv.profile.ways import NO_PROFILE, WayComparison
 from entropykv.report.budgets import budget_tables
 
 _LETTERS = "sfmxd"
 """A letter for each of HEAD_TYPES, printed next to a head's entropy."""
 _WIDTH = 92
+_WAYS = {NO_PROFILE: "no profile"}
+"""What a way is called in the table, if not by its policy."""
 
 
 def summary_line(profile: EntropyProfile) -> str:
@@ -57,9 +60,46 @@ def format_profile(profile: EntropyProfile) -> str:
     for policy in ("entropy", "profile"):
         if policy == "entropy" or profile.curves is not None:
             lines += ["", *_budgets(profile, policy)]
+    if profile.comparison is not None:
+        lines += ["", *comparison_lines(profile.comparison)]
     if profile.predictor is not None and profile.predictor.lookups is not None:
         lines += ["", *_lookups(profile.predictor.lookups)]
     return "\n".join(lines)
+
+
+def comparison_lines(comparison: WayComparison) -> list[str]:
+    """Return what was lost with each way to use a profile, and which way policy auto goes."""
+    if not comparison.compared:
+        return [
+            "The texts were too short to hold some back and compare budgets on them: "
+            f"{_what_auto_does(comparison)}."
+        ]
+    lines = [
+        f"What is lost inside budgets of {' and '.join(f'{b:.0%}' for b in comparison.budgets)} of "
+        f"the bytes, in {comparison.n_texts} held-back texts of up to {comparison.n_tokens:,} "
+        "tokens:",
+        "KL in nats per token while a text goes on, and while it is repeated (the full cache",
+        f"predicts {comparison.repeats:.0%} of that); planted facts, of "
+        f"{comparison.n_facts} that the full cache knows:",
+        f"  {'':30}" + "".join(f"  {b:5.0%}: KL  repeated  facts" for b in comparison.budgets),
+    ]
+    for each in comparison.compared:
+        figures = zip(each.divergences, each.repetitions, each.facts, strict=True)
+        cells = (f"{kl:11.4f} {repeated:9.4f} {known:6}" for kl, repeated, known in figures)
+        mark = "*" if each.way == comparison.best else " "
+        lines.append(f"{mark} {_WAYS.get(each.way, each.way):30}" + "".join(cells))
+    return [*lines, f"* {_what_auto_does(comparison)}"]
+
+
+def _what_auto_does(comparison: WayComparison) -> str:
+    if comparison.best == NO_PROFILE:
+        return "the profile gains nothing: policy auto does not use it"
+    if comparison.shares_by_curves:
+        return f"policy auto is {comparison.best}"
+    return (
+        f"budgets by loss curves gain nothing: policy auto is {comparison.best}, with the "
+        "predictor of the profile"
+    )
 
 
 def _heads(profile: EntropyProfile) -> list[str]:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from entropykv import _core
-from entropykv.calibration.texts import read_texts
 from entropykv.errors import ContextError
 from entropykv.evaluation.metrics import disagreement
+from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.evaluation.work import (
     AttentionLoad,
     Times,

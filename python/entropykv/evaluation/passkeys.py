@@ -210,6 +210,25 @@ def split_sentences(text: str) -> list[str]:
     return [piece for piece in pieces if piece.strip()]
 
 
+def plant(
+    text: str, count_tokens: Callable[[str], int], *, n_tokens: int, n_facts: int, seed: int
+) -> tuple[Case, str]:
+    """Plant facts into the beginning of a text; returns the passage, and how the text continues.
+
+    The passage has at most `n_tokens` tokens, and `n_facts` facts, or fewer if it has fewer
+    sentences; none if the text has none that fits.
+    """
+    rng = random.Random(seed)  # noqa: S311
+    sentences = [_Sentence(part, count_tokens(part)) for part in split_sentences(text)]
+    wordings = rng.sample(WORDINGS, min(n_facts, len(WORDINGS)))
+    facts = [_fact(rng, wording) for wording in wordings]
+    planted = _planted(facts, count_tokens)
+    passage = _from_first(sentences, n_tokens - sum(fact.n_tokens for fact in planted))
+    n = min(len(passage), len(facts))
+    case = _case_of(rng, passage, facts[:n], planted[:n])
+    return case, "".join(sentence.text for sentence in sentences[len(passage) :])
+
+
 def _case(
     rng: random.Random,
     sentences: Sequence[_Sentence],
@@ -218,16 +237,29 @@ def _case(
     n_facts: int,
 ) -> Case:
     facts = [_fact(rng, wording) for wording in rng.sample(WORDINGS, n_facts)]
-    planted = [
-        _Sentence(f"{fact.statement} ", count_tokens(f"{fact.statement} ")) for fact in facts
-    ]
+    planted = _planted(facts, count_tokens)
     passage = _passage(rng, sentences, n_tokens - sum(fact.n_tokens for fact in planted))
     if len(passage) < n_facts:
         raise SettingsError(
             f"a passage of {n_tokens} tokens has {len(passage)} sentences, too few for {n_facts} "
             "facts; use longer passages or fewer facts"
         )
-    places = sorted(rng.sample(range(len(passage)), n_facts))
+    return _case_of(rng, passage, facts, planted)
+
+
+def _planted(facts: Sequence[Fact], count_tokens: Callable[[str], int]) -> list[_Sentence]:
+    texts = [f"{fact.statement} " for fact in facts]
+    return [_Sentence(text, count_tokens(text)) for text in texts]
+
+
+def _case_of(
+    rng: random.Random,
+    passage: Sequence[_Sentence],
+    facts: Sequence[Fact],
+    planted: Sequence[_Sentence],
+) -> Case:
+    """Put every fact before a sentence of the passage, of which there are as many or more."""
+    places = sorted(rng.sample(range(len(passage)), len(facts)))
     total = sum(sentence.n_tokens for sentence in (*passage, *planted))
     pieces: list[str] = []
     depths: list[float] = []
@@ -253,8 +285,13 @@ def _passage(rng: random.Random, sentences: Sequence[_Sentence], room: int) -> l
     follows the last.
     """
     first = rng.randrange(len(sentences))
+    return _from_first((*sentences[first:], *sentences[:first]), room)
+
+
+def _from_first(sentences: Sequence[_Sentence], room: int) -> list[_Sentence]:
+    """Return the first sentences that have at most `room` tokens together."""
     passage: list[_Sentence] = []
-    for sentence in (*sentences[first:], *sentences[:first]):
+    for sentence in sentences:
         room -= sentence.n_tokens
         if room < 0:
             break

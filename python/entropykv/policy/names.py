@@ -259,12 +259,19 @@ def _chosen(
     if freezes:
         return "uniform"
     curves = None if profile is None else profile.curves
-    name = "profile" if curves is not None else "uniform" if store == "device" else "adaptive"
+    compared = None if profile is None else profile.comparison
     if store == "device":
+        name = "uniform" if curves is None else "profile"
         foresees = foresees and predictable and knows
+    else:
+        by_curves = curves is not None and (compared is None or compared.shares_by_curves)
+        name = "profile" if by_curves else "adaptive"
     if not foresees:
         return name
-    importance = (curves and curves.importance) or IMPORTANCES[0]
+    if compared is not None:
+        importance = compared.importance
+    else:
+        importance = (curves and curves.importance) or IMPORTANCES[0]
     if not predictable:
         importance = _READ_TWICE[importance]
     return f"{name}:{importance}"

@@ -27,7 +27,7 @@ DERIVED = ("entropy_stats", "head_types", "layer_entropies")
 """Keys that are written for human readers, and ignored when a profile is read, because they are
 derived.
 """
-PARTS = ("fingerprint", "measurement", "curves", "predictor")
+PARTS = ("fingerprint", "measurement", "curves", "predictor", "comparison")
 KNOWN = {"format_version", "model", "source", *REQUIRED, *DERIVED, *PARTS}
 MAX_ENTROPY_BITS = 64.0  # log2 of more positions than any context has
 ADVICE = "calibrate again or use the profile of this model"

@@ -41,6 +41,7 @@ from entropykv.profile.parts import (
     curves_to_json,
 )
 from entropykv.profile.predictor import ScorePredictor
+from entropykv.profile.ways import WayComparison
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,8 @@ class EntropyProfile:
 
     `head_entropies` has shape (n_layer, n_head), in bits, float64, read-only. `n_ctx` is the
     context length in tokens that the profile was made for. `model` and `source` are free text.
-    `fingerprint`, `measurement`, `curves` and `predictor` are added by `entropykv calibrate`.
+    `fingerprint`, `measurement`, `curves`, `predictor` and `comparison` are added by `entropykv
+    calibrate`.
     Raises ProfileError if a field has an impossible value.
     """
 
@@ -64,6 +66,7 @@ class EntropyProfile:
     measurement: Measurement | None = None
     curves: LossCurves | None = None
     predictor: ScorePredictor | None = None
+    comparison: WayComparison | None = None
 
     def __post_init__(self) -> None:
         """Check every field, and make a read-only copy of the entropies; raises ProfileError."""
@@ -158,6 +161,8 @@ class EntropyProfile:
             parts["curves"] = curves_to_json(self.curves)
         if self.predictor is not None:
             parts["predictor"] = self.predictor.to_json()
+        if self.comparison is not None:
+            parts["comparison"] = self.comparison.to_json()
         return {
             "format_version": FORMAT_VERSION,
             "model": self.model,
@@ -245,6 +250,8 @@ def _read_parts(data: dict[str, Any], where: str, geometry: Mapping[str, int]) -
     if "predictor" in data:
         shape = (n_layer, n_head_kv)
         parts["predictor"] = ScorePredictor.from_json(data["predictor"], where, shape)
+    if "comparison" in data:
+        parts["comparison"] = WayComparison.from_json(data["comparison"], where)
     return parts
 
 

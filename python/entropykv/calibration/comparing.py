@@ -1,0 +1,293 @@
+"""Compare the ways in which policy auto can use a profile, on texts that were held back.
+
+Loss curves, damage and correlations are means to an end: they do not say what a model loses inside
+a budget. So passages with planted facts are read inside small budgets, with and without the
+profile. The model predicts how a passage continues, and is asked for every fact. What policy auto
+does afterwards is what lost least here, and never more than without a profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
+from entropykv.errors import SettingsError
+from entropykv.evaluation.passkeys import plant
+from entropykv.evaluation.shipped_texts import Text
+from entropykv.llamacpp.distributions import Logits, mean_divergence
+from entropykv.model.geometry import read_geometry
+from entropykv.profile.profile import EntropyProfile
+from entropykv.profile.ways import (
+    NO_PROFILE,
+    PREDICTOR_ONLY,
+    WAYS,
+    ComparedWay,
+    WayComparison,
+    best_way,
+)
+from entropykv.session.echo import OVERLAP, REQUEST
+from entropykv.session.session import Session
+from entropykv.settings.options import Budget
+
+BUDGETS = (0.2, 0.1)
+"""Fractions of the bytes that the passage takes in a full f16 cache."""
+PASSAGE = 1024
+"""The length of a passage with its facts in tokens, at most."""
+LEAST_PASSAGE = 256
+"""The shortest passage in tokens; nearly all of a shorter one is protected entries."""
+CONTINUATION = 128
+"""How many tokens are predicted after a passage."""
+REPETITION = 64
+"""How many tokens of a passage are predicted after a request to repeat it."""
+FACTS = 8
+"""How many facts are planted in a passage."""
+
+QUESTION = 64
+"""The most tokens that a question about a fact has with its answer, with a common vocabulary."""
+Tokenize = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Hold the tokens of a passage with planted facts, and what is asked after it."""
+
+    tokens: tuple[int, ...]
+    following: tuple[int, ...]
+    """How the text continues."""
+    request: tuple[int, ...]
+    """A request to repeat the passage."""
+    asked: tuple[tuple[int, ...], ...]
+    """For every fact the question and its answer, alternating."""
+
+    @property
+    def work(self) -> TextWork:
+        """Return the piece of work of try_ways()."""
+        return TextWork("ways", (self.tokens, self.following, self.request, *self.asked))
+
+    @property
+    def repeated(self) -> tuple[int, ...]:
+        """Return the tokens that are repeated after the request."""
+        return self.tokens[OVERLAP : OVERLAP + REPETITION]
+
+    @property
+    def n_read(self) -> int:
+        """Return how many tokens are read to measure one way at one budget."""
+        besides = (self.following, self.request, self.repeated, *self.asked)
+        return len(self.tokens) + sum(map(len, besides))
+
+
+def passages_of(
+    texts: Sequence[Text], tokenize: Tokenize, tokenize_plainly: Tokenize, length: int, seed: int
+) -> list[Passage]:
+    """Return a passage of every text that is long enough.
+
+    `tokenize` adds BOS if the model wants it, `tokenize_plainly` does not. `length`: the most
+    tokens that a passage and its continuation may have together.
+    """
+    passages = []
+    for number, text in enumerate(texts):
+        found = len(tokenize(text.content))
+        n_following = min(CONTINUATION, min(found, length) // 8)
+        n_tokens = min(PASSAGE, length - n_following, found - n_following)
+        if n_tokens < LEAST_PASSAGE:
+            continue
+        case, rest = plant(
+            text.content,
+            lambda part: len(tokenize_plainly(part)),
+            n_tokens=n_tokens,
+            n_facts=FACTS,
+            seed=seed + number,
+        )
+        tokens = tokenize(case.text)[:n_tokens]
+        following = tokenize_plainly(rest)[:n_following]
+        asked = [
+            tuple(tokenize_plainly(part))
+            for fact in case.facts
+            for part in (fact.prompt, f" {fact.value}")
+        ]
+        if len(tokens) < LEAST_PASSAGE or not following:
+            # Texts that have hardly any ends of sentences have no place for facts.
+            whole = tokenize(text.content)
+            tokens = whole[:n_tokens]
+            following, asked = whole[n_tokens:][:n_following], []
+        request = tokenize_plainly(REQUEST)
+        passages.append(Passage(tuple(tokens), tuple(following), tuple(request), tuple(asked)))
+    return passages
+
+
+def ways_of(profile: EntropyProfile) -> list[str]:
+    """Return the ways that are compared with a profile; without a predictor, curves can only
+    share budgets.
+    """
+    return possible_ways(profile.predictor is not None)
+
+
+def possible_ways(predictable: bool) -> list[str]:
+    """Return the ways to use profiles that have a predictor, or have none."""
+    return list(WAYS) if predictable else [NO_PROFILE, WAYS[2]]
+
+
+def comparison_tokens(passages: Sequence[Passage], predictable: bool) -> int:
+    """Return how many tokens compare_ways() reads; `predictable`: profiles have a predictor."""
+    n_readings = 1 + len(possible_ways(predictable)) * len(BUDGETS)
+    return n_readings * sum(passage.n_read for passage in passages)
+
+
+def compare_ways(
+    spread: Spread,
+    settings: StepSettings,
+    passages: Sequence[Passage],
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> WayComparison:
+    """Return what the ways with settings.profile lose, and the best.
+
+    Without passages, only its predictor is used, if it has one. The model is loaded again for every
+    way, budget and passage, so that memory holds one model and the logits of one continuation.
+    """
+    if settings.profile is None:
+        raise SettingsError("ways to use a profile are compared; give one")
+    ways = ways_of(settings.profile)
+    if not passages:
+        simplest = PREDICTOR_ONLY if PREDICTOR_ONLY in ways else NO_PROFILE
+        return going(simplest)
+    work = [passage.work for passage in passages]
+    found = spread.run(try_ways, settings, work, on_progress)
+    continued = sum(continuing for continuing, *_ in found) / len(work)
+    repeats = sum(float(weight) for _, _, weight, *_ in found)
+    repeated = sum(weight * repeating for _, repeating, weight, *_ in found) / max(repeats, 1e-9)
+    facts = sum(right[:, :, known].sum(axis=2) for *_, known, right in found)
+    comparison = WayComparison(
+        BUDGETS,
+        len(passages),
+        max(len(passage.tokens) for passage in passages),
+        n_facts=sum(int(known.sum()) for *_, known, _ in found),
+        repeats=repeats / len(work),
+        compared=tuple(
+            ComparedWay(
+                way,
+                tuple(map(float, continued[i])),
+                tuple(map(float, repeated[i])),
+                tuple(map(int, facts[i])),
+            )
+            for i, way in enumerate(ways)
+        ),
+        best=NO_PROFILE,
+    )
+    return replace(comparison, best=best_way(comparison))
+
+
+def going(way: str) -> WayComparison:
+    """Return a comparison of nothing, with which policy auto goes this way."""
+    return WayComparison((), 0, 0, 0, 0.0, (), way)
+
+
+def try_ways(
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
+) -> Iterator[Arrays]:
+    """Yield for each passage the divergences of its continuation and of its repetition, (ways,
+    budgets), what share of the latter the full cache predicts, which facts it knows, (facts,), and
+    which are known, (ways, budgets, facts): a Step.
+    """
+    if settings.profile is None:
+        raise SettingsError("ways to use a profile are compared; give one")
+    ways = ways_of(settings.profile)
+    for each in work:
+        tokens, following, request, *asked = each.texts
+        passage = Passage(tokens, following, request, tuple(asked))
+        reader = _Reader(settings, passage, on_progress)
+        whole = reader.read_whole(settings.profile)
+        shape = (len(ways), len(BUDGETS))
+        continuing, repeating = np.zeros(shape), np.zeros(shape)
+        right = np.zeros((*shape, len(whole.right)), bool)
+        for i, way in enumerate(ways):
+            for j, fraction in enumerate(BUDGETS):
+                inside = reader.read_inside(as_if(settings.profile, way), fraction)
+                continuing[i, j] = mean_divergence(whole.continuing, inside.continuing)
+                repeating[i, j] = mean_divergence(whole.repeating, inside.repeating)
+                right[i, j] = inside.right
+        predicted = whole.repeating[:-1].argmax(axis=1) == np.asarray(passage.repeated[1:])
+        yield continuing, repeating, predicted.mean(), whole.right, right
+
+
+def as_if(profile: EntropyProfile, way: str) -> EntropyProfile:
+    """Return a profile with which policy auto goes this way."""
+    if way == NO_PROFILE:
+        return replace(profile, curves=None, predictor=None, comparison=None)
+    return replace(profile, comparison=going(way))
+
+
+class _Predictions(NamedTuple):
+    """Hold what a model predicts after a passage."""
+
+    continuing: Logits
+    """Its logits while the passage goes on."""
+    repeating: Logits
+    """Its logits while the beginning of the passage is repeated."""
+    right: npt.NDArray[np.bool_]
+    """For every fact, whether it is known."""
+
+
+class _Reader:
+    """Read a passage inside different budgets, and predict what follows."""
+
+    def __init__(
+        self, settings: StepSettings, passage: Passage, on_progress: Callable[[int], None]
+    ) -> None:
+        self._settings = settings
+        self._passage = passage
+        self._on_progress = on_progress
+        n_bytes = 2 * read_geometry(settings.path).cached_values
+        self._full_bytes = n_bytes * len(passage.tokens)
+
+    def read_whole(self, profile: EntropyProfile) -> _Predictions:
+        """Read with everything kept."""
+        return self._read(profile, "uniform", "f16", Budget("fraction", 1.0))
+
+    def read_inside(self, profile: EntropyProfile, fraction: float) -> _Predictions:
+        """Read as policy auto does with this profile, inside a fraction of the bytes."""
+        budget = Budget("bytes", max(1, int(fraction * self._full_bytes)))
+        return self._read(profile, "auto", "auto", budget)
+
+    def _read(
+        self, profile: EntropyProfile, policy: str, kv_type: str, budget: Budget
+    ) -> _Predictions:
+        passage, n_threads = self._passage, self._settings.n_threads
+        questions = list(zip(passage.asked[::2], passage.asked[1::2], strict=True))
+        repetition = [*passage.request, *passage.repeated]
+        longest = max(map(len, (passage.following, repetition, *((*q, *a) for q, a in questions))))
+        with Session(
+            self._settings.path,
+            n_ctx=len(passage.tokens) + longest,
+            kv_budget=budget,
+            kv_type=kv_type,
+            policy=policy,
+            store="headwise",
+            entropy_config=profile,
+            learn=False,
+            n_threads=n_threads,
+            n_threads_batch=n_threads,
+        ) as session:
+            session.decode(passage.tokens)
+            self._on_progress(len(passage.tokens))
+            state = session.save_state()
+            continuing = session.decode(passage.following, all_logits=True)
+            session.load_state(state)
+            repeating = session.decode(repetition, all_logits=True)[len(passage.request) :]
+            self._on_progress(len(passage.following) + len(repetition))
+            right = []
+            for question, answer in questions:
+                session.load_state(state)
+                found = session.decode([*question, *answer[:-1]], all_logits=True)
+                right.append(_is_right(found[len(question) - 1 :], answer))
+                self._on_progress(len(question) + len(answer))
+        return _Predictions(continuing, repeating, np.array(right, bool))
+
+
+def _is_right(rows: Logits, answer: Sequence[int]) -> bool:
+    """Tell whether every token of an answer is the most probable one."""
+    return bool(np.all(rows.argmax(axis=1) == np.asarray(answer)))
