@@ -87,7 +87,7 @@ def test_what_is_compared_is_what_the_definition_says(
         for j, fraction in enumerate(BUDGETS):
             with Session(
                 tiny_llama,
-                n_ctx=704,
+                n_ctx=640 + len(request) + len(repeated),
                 kv_budget=f"{int(fraction * n_bytes)}B",
                 policy=policy_named("auto", as_if(profile, way), "headwise").name,
                 entropy_config=as_if(profile, way),
@@ -198,6 +198,17 @@ def test_models_without_a_predictor_compare_budgets(name: str, tmp_path: Path) -
     assert [each.way for each in found.comparison.compared] == [NO_PROFILE, WAYS[2]]
 
 
+@some("gemma3")
+def test_models_with_windows_are_calibrated(name: str, tmp_path: Path) -> None:
+    """What calibration reads again must still have the entries outside the windows."""
+    texts = [Text(f"{i}.txt", sentences(160, i)) for i in range(5)]
+    path = written(MODELS[name], tmp_path)
+    found = calibrate(path, texts, replace(LONG, curve_length=1024))
+    assert found.curves is not None
+    assert found.curves.layer_damage is not None
+    assert found.predictor is not None or found.comparison is not None
+
+
 def test_passages_have_facts_and_go_on() -> None:
     def tokenize(text: str) -> list[int]:
         return [len(word) for word in text.split()]
@@ -213,4 +224,5 @@ def test_passages_have_facts_and_go_on() -> None:
     assert short == []
     (plain,) = passages_of([Text("a", "word " * 2000)], tokenize, tokenize, 600, seed=1)
     assert plain.asked == ()
-    assert len(plain.tokens) + len(plain.following) == 600
+    assert len(plain.tokens) == 600 - CONTINUATION
+    assert len(plain.following) == 600 // 8

@@ -15,7 +15,7 @@ from entropykv.profile.find import fingerprint_of
 from entropykv.profile.parts import Fingerprint, Measurement
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
-from entropykv.profile.ways import NO_PROFILE, WAYS, ComparedWay, WayComparison
+from entropykv.profile.ways import NO_PROFILE, PREDICTOR_ONLY, ComparedWay, WayComparison
 
 
 def example() -> EntropyProfile:
@@ -66,9 +66,9 @@ def example() -> EntropyProfile:
             0.75,
             (
                 ComparedWay(NO_PROFILE, (0.5,), (0.5,), (9,)),
-                ComparedWay(WAYS[3], (0.25,), (0.125,), (10,)),
+                ComparedWay(PREDICTOR_ONLY, (0.25,), (0.125,), (10,)),
             ),
-            WAYS[3],
+            PREDICTOR_ONLY,
         ),
     )
 

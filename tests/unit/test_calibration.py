@@ -18,7 +18,13 @@ from entropykv.calibration.measure import (
     quarter_rows,
 )
 from entropykv.calibration.results import read_results
-from entropykv.calibration.texts import Excerpt, choose_sequences, long_sequences
+from entropykv.calibration.texts import (
+    MOST_HELD_BACK,
+    Excerpt,
+    choose_sequences,
+    hold_back,
+    long_sequences,
+)
 from entropykv.cli.profile_table import compare, format_profile
 from entropykv.errors import CalibrationError, EntropyKVError, ProfileError, SettingsError
 from entropykv.evaluation.shipped_texts import Text, read_texts
@@ -259,3 +265,25 @@ def test_plots_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(SettingsError, match=r"entropykv\[plot\]"):
         check_plot(tmp_path / "a.png")
+
+
+def test_texts_are_held_back_whole_or_in_part() -> None:
+    many = [Text(str(i), f"{i} " * 50) for i in range(23)]
+    kept, held = hold_back(many, len, 100, seed=0)
+    assert len(held) == MOST_HELD_BACK
+    assert [text for text in many if text not in held] == kept
+    assert hold_back(many, len, 100, seed=0) == (kept, held)
+    assert hold_back(many, len, 100, seed=1)[1] != held
+    assert len(hold_back(many[:14], len, 100, seed=0)[1]) == 2
+    few = [Text("long", "a" * 300 + "b" * 100), Text("short", "c" * 396)]
+    assert hold_back(few, len, 100, seed=0) == (
+        [Text("long", "a" * 300), Text("short", "c" * 396)],
+        [Text("long", "b" * 100)],
+    )
+
+
+def test_texts_too_short_to_compare_on_are_not_held_back() -> None:
+    texts = [Text(str(i), "a" * (99 if i else 100)) for i in range(10)]
+    kept, held = hold_back(texts, len, 100, seed=0)
+    assert held == texts[:1]
+    assert kept == texts[1:]

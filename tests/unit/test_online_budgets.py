@@ -13,8 +13,10 @@ from entropykv import _core
 from entropykv.policy.names import POLICIES
 from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
 from entropykv.policy.plan import HeadwisePlan
+from entropykv.profile.curves import LossCurves
 from tests.support import reference
 from tests.support.online_layers import Layers, plan_for
+from tests.support.profiles import example
 from tests.support.reference import Rules
 from tests.support.stores import (
     HEADS,
@@ -23,7 +25,7 @@ from tests.support.stores import (
     SHAPES,
 )
 
-ONLINE = ("adaptive", "layer", "layer-range")
+ONLINE = ("adaptive", "guided", "layer", "layer-range")
 
 
 def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
@@ -91,6 +93,51 @@ def test_losses_of_any_size_share_in_the_same_way() -> None:
         shares.append(online.budgets(plan))
     assert shares[0] == shares[1] == shares[2]
     assert len(set(shares[0] or [])) > 1
+
+
+def curves_of(errors: dict[int, float]) -> LossCurves:
+    """Return loss curves of all KV heads, with an error for some and little for the others."""
+    table = np.full((len(HEADS), 1, 3), 1e-3)
+    for head, error in errors.items():
+        table[head, 0] = [error, error / 2, error / 8]
+    sizes = (MAX_ENTRIES, 64, 4, 50, 1, (0, 100, 300))
+    return LossCurves(*sizes, np.zeros_like(table), table)
+
+
+def guided(curves: LossCurves, losses: np.ndarray) -> dict[int, int]:
+    """Return the budgets by number of the head; `losses` of the text are at 0, 100, 300 entries."""
+    plan = plan_for("adaptive", 100)
+    layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
+    online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, curves)
+    online.expect(plan)
+    online.load(np.concatenate([[0.0, 100.0, 300.0], losses.ravel()]))
+    shares = online.budgets(plan)
+    assert shares is not None
+    reference.check_shares(shares, 100, MAX_ENTRIES, plan.floor_entries, [*plan.entries_per_page])
+    return dict(enumerate(shares))
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+def test_text_and_profile_count_equally(factor: float) -> None:
+    """A head that one of them finds important gets room, however large the other's losses are."""
+    of_text = np.full((len(HEADS), 3), 1e-3)
+    of_text[1] = [1.0, 0.5, 0.1]
+    budgets = guided(curves_of({2: 1.0}), factor * of_text)
+    others = [n for head, n in budgets.items() if head not in (1, 2)]
+    assert min(budgets[1], budgets[2]) > max(others)
+    assert budgets == guided(curves_of({2: 1.0}), of_text)
+    alone = guided(curves_of({1: 1.0}), factor * of_text)
+    assert alone[1] > budgets[1]
+    assert alone[2] < budgets[2]
+
+
+def test_policy_guided_reads_the_curves_of_the_profile() -> None:
+    layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
+    profile = example()
+    for name, curves in (("guided", profile.curves), ("adaptive", None)):
+        online = online_budgets(POLICIES[name], layers.store, LAYERS, MAX_ENTRIES, profile)
+        assert isinstance(online, MeasuredLosses)
+        assert online.curves is curves
 
 
 @pytest.mark.parametrize("growth", [1.0, 2.5, 7.0, 1e6])

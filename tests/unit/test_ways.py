@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from entropykv.cli.profile_table import comparison_lines
+from entropykv.errors import ProfileError
 from entropykv.policy.names import POLICIES, policy_named
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import (
@@ -98,8 +99,8 @@ def with_best(best: str, **changed: Any) -> EntropyProfile:
 def test_policy_auto_goes_the_way_that_the_profile_names() -> None:
     for best, budgets in (
         (PREDICTOR_ONLY, "adaptive"),
-        (CURVES, "profile"),
-        (PREDICTED, "profile"),
+        (CURVES, "guided"),
+        (PREDICTED, "guided"),
     ):
         profile = with_best(best)
         assert policy_named("auto", profile, "headwise") == policy_named(best, profile, "headwise")
@@ -111,15 +112,21 @@ def test_policy_auto_goes_the_way_that_the_profile_names() -> None:
     assert policy_named("auto", none, "headwise") == policy_named("auto", None, "headwise")
 
 
+def test_curves_that_count_must_be_there() -> None:
+    with pytest.raises(ProfileError, match="comparison.best is guided.*, which needs curves"):
+        with_best(CURVES, curves=None)
+    with_best(PREDICTOR_ONLY, curves=None)
+
+
 def test_a_device_store_still_shares_by_curves() -> None:
     """Its budgets cannot follow the text, and were not compared."""
     profile = with_best(PREDICTOR_ONLY)
-    assert policy_named("auto", profile, "device").name == CURVES
+    assert policy_named("auto", profile, "device").name == "profile:mass+values+predicted"
 
 
 def test_a_file_without_a_comparison_means_what_it_meant() -> None:
     profile = replace(example(), comparison=None)
-    assert policy_named("auto", profile, "headwise").name == PREDICTED
+    assert policy_named("auto", profile, "headwise").name == "profile:predicted"
     assert policy_named("fast", profile, "headwise").name == "profile"
 
 

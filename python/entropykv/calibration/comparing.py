@@ -40,6 +40,8 @@ PASSAGE = 1024
 """The length of a passage with its facts in tokens, at most."""
 LEAST_PASSAGE = 256
 """The shortest passage in tokens; nearly all of a shorter one is protected entries."""
+LEAST_HELD_BACK = LEAST_PASSAGE + LEAST_PASSAGE // 7 + 1
+"""The shortest text in tokens that has such a passage, and goes on for an eighth of its length."""
 CONTINUATION = 128
 """How many tokens are predicted after a passage."""
 REPETITION = 64
@@ -47,8 +49,6 @@ REPETITION = 64
 FACTS = 8
 """How many facts are planted in a passage."""
 
-QUESTION = 64
-"""The most tokens that a question about a fact has with its answer, with a common vocabulary."""
 Tokenize = Callable[[str], list[int]]
 
 
@@ -87,13 +87,13 @@ def passages_of(
     """Return a passage of every text that is long enough.
 
     `tokenize` adds BOS if the model wants it, `tokenize_plainly` does not. `length`: the most
-    tokens that a passage and its continuation may have together.
+    tokens that a passage and what is read after it may have together.
     """
     passages = []
     for number, text in enumerate(texts):
         found = len(tokenize(text.content))
         n_following = min(CONTINUATION, min(found, length) // 8)
-        n_tokens = min(PASSAGE, length - n_following, found - n_following)
+        n_tokens = min(PASSAGE, length - CONTINUATION, found - n_following)
         if n_tokens < LEAST_PASSAGE:
             continue
         case, rest = plant(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from entropykv import _version
 from entropykv.calibration.comparing import (
-    QUESTION,
+    LEAST_HELD_BACK,
     Passage,
     compare_ways,
     comparison_tokens,
@@ -134,7 +134,12 @@ def calibrate(
         path, n_ctx=n_ctx, kv_type=settings.kv_type, n_threads=settings.n_threads
     ) as observer:
         excerpts = excerpts_of(texts, observer.tokenize, settings)
-        kept, held_back = hold_back(texts, settings.seed)
+        kept, held_back = hold_back(
+            texts,
+            lambda text: len(observer.tokenize(text)),
+            LEAST_HELD_BACK,
+            settings.seed,
+        )
         long_texts = _long_texts(kept, observer, settings, trained)
         passages = _passages(held_back, observer, settings, trained) if long_texts else []
         on_start(_extent_of(observer, excerpts, long_texts, passages))
@@ -273,7 +278,7 @@ def _passages(
         held_back,
         observer.tokenize,
         observer.tokenize_plainly,
-        trained - QUESTION,
+        trained,
         settings.seed,
     )
     return passages[: settings.compared_texts]

@@ -15,6 +15,8 @@ LEAST_CURVE_TOKENS = 64
 """The shortest text for loss curves, in tokens."""
 MOST_HELD_BACK = 4
 """The most texts that are held back."""
+_FEW = 5
+"""Fewer texts are held back in part."""
 HELD_BACK_PART = 0.25
 """The part at the end of each text that is held back of few texts."""
 
@@ -30,23 +32,39 @@ class Excerpt:
     half: int
 
 
-def hold_back(texts: Sequence[Text], seed: int) -> tuple[list[Text], list[Text]]:
+def hold_back(
+    texts: Sequence[Text], count_tokens: Callable[[str], int], least_tokens: int, seed: int
+) -> tuple[list[Text], list[Text]]:
     """Split the texts into those that a profile is made with, and those that it is compared on.
 
     A fifth of the texts is held back, at most MOST_HELD_BACK, or, of fewer than five, the end of
-    each.
+    each. What is held back has `least_tokens` tokens or more; shorter texts are kept.
     """
+    if len(texts) < _FEW:
+        return _hold_back_ends(texts, count_tokens, least_tokens)
     order = list(texts)
     random.Random(seed).shuffle(order)  # noqa: S311
-    n = min(len(order) // 5, MOST_HELD_BACK)
-    if n:
-        held = order[-n:]
-        return [text for text in texts if text not in held], held
-    cut = [(text, int(len(text.content) * (1 - HELD_BACK_PART))) for text in texts]
-    return (
-        [Text(text.name, text.content[:end]) for text, end in cut],
-        [Text(text.name, text.content[end:].lstrip()) for text, end in cut],
-    )
+    most = min(len(order) // _FEW, MOST_HELD_BACK)
+    held: list[Text] = []
+    for text in reversed(order):
+        if len(held) < most and count_tokens(text.content) >= least_tokens:
+            held.append(text)
+    return [text for text in texts if text not in held], held
+
+
+def _hold_back_ends(
+    texts: Sequence[Text], count_tokens: Callable[[str], int], least_tokens: int
+) -> tuple[list[Text], list[Text]]:
+    kept, held = [], []
+    for text in texts:
+        end = int(len(text.content) * (1 - HELD_BACK_PART))
+        rest = text.content[end:].lstrip()
+        if count_tokens(rest) < least_tokens:
+            kept.append(text)
+        else:
+            kept.append(Text(text.name, text.content[:end]))
+            held.append(Text(text.name, rest))
+    return kept, held
 
 
 def choose_sequences(

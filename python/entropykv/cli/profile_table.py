@@ -94,7 +94,7 @@ def comparison_lines(comparison: WayComparison) -> list[str]:
 def _what_auto_does(comparison: WayComparison) -> str:
     if comparison.best == NO_PROFILE:
         return "the profile gains nothing: policy auto does not use it"
-    if comparison.shares_by_curves:
+    if comparison.uses_curves:
         return f"policy auto is {comparison.best}"
     return (
         f"budgets by loss curves gain nothing: policy auto is {comparison.best}, with the "

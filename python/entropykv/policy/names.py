@@ -18,13 +18,15 @@ from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 from entropykv.settings.renamed import warn_of_name
 
 AUTO = "auto"
-"""The default policy. It is `profile` if the model has a profile with loss curves, else `adaptive`.
-Entries are ranked by a predictor, with the measure that the profile names: the profile's predictor,
-or one that was learnt from the model's first texts, which are read twice for it. If a model's keys
-before RoPE are not known, nothing can be predicted, and all texts are read twice. With frozen
-entries it is `uniform`, because needed entries return and every head needs room for them; on the
-flat store it is `recency`. On the device store it is `profile` or `uniform`, and only the queries
-of the text rank entries if no predictor is known, since no text is read twice there.
+"""The default policy. It is what the comparison in the model's profile has chosen: `adaptive`, or
+`guided`, also by the profile's curves. Without a comparison it is `profile` if there are curves,
+and without a profile `adaptive`. Entries are ranked by a predictor, with the measure that the
+profile names: the profile's predictor, or one that was learnt from the model's first texts, which
+are read twice for it. If a model's keys before RoPE are not known, nothing can be predicted, and
+all texts are read twice. With frozen entries it is `uniform`, because needed entries return and
+every head needs room for them; on the flat store it is `recency`. On the device store it is
+`profile` or `uniform`, and only the queries of the text rank entries if no predictor is known,
+since no text is read twice there.
 """
 FAST = "fast"
 """The default without predictions and echoes: only the queries of the text rank entries."""
@@ -60,6 +62,12 @@ POLICIES = {
             "attention",
             rule=BudgetRule.LOSSES,
         ),
+        Policy(
+            "guided",
+            "budgets per KV head that lose least in this text and by the profile's loss curves, "
+            "each keeping what gets most attention",
+            rule=BudgetRule.GUIDED,
+        ),
         LAYER,
         LAYER_IN_RANGE,
         ROLLING_FREEZE,
@@ -72,8 +80,8 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 def policy_help() -> str:
     """Return names, measures and modifiers in a few lines."""
     auto = (
-        f"{AUTO}: profile:{IMPORTANCES[0]}, or the measure that the profile names, where the model "
-        f"has a profile, else adaptive:{IMPORTANCES[0]}, whose predictor the first texts teach; "
+        f"{AUTO}: what the model's profile says, adaptive or guided; without a profile "
+        f"adaptive:{IMPORTANCES[0]}, whose predictor the first texts teach; "
         "uniform with --freeze; recency on the flat store; on the device store profile or uniform, "
         f"with predicted if the profile has a predictor; {FAST}: the same without predicted"
     )
@@ -264,8 +272,9 @@ def _chosen(
         name = "uniform" if curves is None else "profile"
         foresees = foresees and predictable and knows
     else:
-        by_curves = curves is not None and (compared is None or compared.shares_by_curves)
-        name = "profile" if by_curves else "adaptive"
+        name = "adaptive" if curves is None else "profile"
+        if compared is not None:
+            name = "guided" if compared.uses_curves else "adaptive"
     if not foresees:
         return name
     if compared is not None:

@@ -17,6 +17,7 @@ from entropykv.policy.own_budgets import OwnBudgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.policy import Policy
 from entropykv.policy.readings import StoreReadings
+from entropykv.profile.curves import LossCurves
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy
 
@@ -110,7 +111,8 @@ def online_budgets(
     if policy.rule.by_layer:
         return LayerEntropies(store, layers, n_ctx, policy.rule)
     if policy.rule.by_losses:
-        return MeasuredLosses(store, layers, n_ctx)
+        guided = policy.rule.by_curves and profile is not None
+        return MeasuredLosses(store, layers, n_ctx, profile.curves if guided and profile else None)
     return None
 
 
@@ -121,15 +123,25 @@ class MeasuredLosses:
     contribution to the outputs, relative to theirs. Losses are interpolated linearly between the
     measured numbers of entries. The idea is that of Ada-KV (Feng et al. 2024, arXiv:2407.11550),
     also across layers.
+
+    Loss curves of a profile, if given, count as much as the losses of the text: both are scaled so
+    that all KV heads together lose 1 without entries beyond the floor. So a head gets room if
+    either of them says that it needs some, and neither can take all of it.
     """
 
     tracks_entropies = False
 
     def __init__(
-        self, store: StoreReadings, layers: Sequence[_core.LayerShape], n_ctx: int
+        self,
+        store: StoreReadings,
+        layers: Sequence[_core.LayerShape],
+        n_ctx: int,
+        curves: LossCurves | None = None,
     ) -> None:
         """Read losses from a store; see online_budgets()."""
         self._store = store
+        self.curves = curves
+        """The loss curves of a profile that count, too; None if there are none."""
         self._n_ctx = n_ctx
         self._n_heads = sum(shape.n_head_kv for shape in layers)
         self._next_knots: list[int] = []
@@ -202,6 +214,8 @@ class MeasuredLosses:
         knots = [*self._knots[inside].tolist(), float(most)]
         nothing = np.zeros((self._n_heads, 1))
         losses = np.concatenate([self._losses[:, inside], nothing], axis=1)
+        if self.curves is not None:
+            losses = _of_whole(losses) + _of_whole(self._expected(self.curves, knots))
         losses /= losses.max() or 1.0  # Only ratios matter, and sums of |q.k| have no limit.
         return _core.share_by_curves(
             plan.mean_entries,
@@ -212,6 +226,12 @@ class MeasuredLosses:
             losses.ravel().tolist(),
             plan.limits,
         )
+
+    def _expected(self, curves: LossCurves, knots: Sequence[float]) -> Floats:
+        """Return the losses by the curves, [KV head][knot]; at the last knot everything is kept."""
+        theirs, flat = curves.knots(self._n_ctx, int(knots[-1]))
+        losses = np.array(flat).reshape(self._n_heads, len(theirs))
+        return np.array([np.interp(knots, theirs, of_head) for of_head in losses])
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
         """Join the measured losses of all KV heads, only of entries that are still held.
@@ -252,3 +272,9 @@ class MeasuredLosses:
         self._losses = state[n_knots:].reshape(self._n_heads, n_knots).copy()
         self._losses_of_held = np.empty((self._n_heads, 0))
         self._floor, self._curve = self._next_floor, None
+
+
+def _of_whole(losses: Floats) -> Floats:
+    """Scale losses, [KV head][knot], so that all heads together lose 1 at the first knot."""
+    scaled: Floats = losses / (losses[:, 0].sum() or 1.0)
+    return scaled

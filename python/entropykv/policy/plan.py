@@ -285,7 +285,7 @@ def _share(
     limits: list[int],
 ) -> list[int]:
     """Return the entries of every KV head, in the order of layers."""
-    if policy.rule is not BudgetRule.PROFILE_CURVES:
+    if not policy.rule.by_curves:
         by_entropy = policy.rule is BudgetRule.PROFILE_ENTROPY
         weights = weights_of(profile) if by_entropy and profile else []
         return _core.share_budget(mean, n_ctx, floor, per_page, weights, limits)

@@ -23,6 +23,8 @@ class BudgetRule(Enum):
     """Share per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
     LOSSES = auto()
     """Share by what heads lose in this text."""
+    GUIDED = auto()
+    """Share by what heads lose in this text and by the loss curves of a profile, equally."""
     OWN = auto()
     """Share by the weights of a user's object: see settings/own_policy.py."""
     OWN_BY_LAYER = auto()
@@ -31,7 +33,12 @@ class BudgetRule(Enum):
     @property
     def by_profile(self) -> bool:
         """Tell whether it needs an entropy profile."""
-        return self in (BudgetRule.PROFILE_ENTROPY, BudgetRule.PROFILE_CURVES)
+        return self is BudgetRule.PROFILE_ENTROPY or self.by_curves
+
+    @property
+    def by_curves(self) -> bool:
+        """Tell whether it needs the loss curves of a profile."""
+        return self in (BudgetRule.PROFILE_CURVES, BudgetRule.GUIDED)
 
     @property
     def by_layer(self) -> bool:
@@ -47,7 +54,7 @@ class BudgetRule(Enum):
     @property
     def by_losses(self) -> bool:
         """Tell whether budgets follow what heads lose in this text."""
-        return self is BudgetRule.LOSSES
+        return self in (BudgetRule.LOSSES, BudgetRule.GUIDED)
 
 
 @dataclass(frozen=True)

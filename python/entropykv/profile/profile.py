@@ -90,6 +90,11 @@ class EntropyProfile:
                 f"profile: curves are not of {self.n_layer} layers and {self.n_head_kv} KV heads; "
                 "calibrate again"
             )
+        if self.comparison is not None and self.comparison.uses_curves and self.curves is None:
+            raise ProfileError(
+                f"profile: comparison.best is {self.comparison.best}, which needs curves; "
+                "calibrate again"
+            )
         if self.predictor is not None and self.predictor.shape != (self.n_head_kv,) * self.n_layer:
             raise ProfileError(
                 f"profile: predictor is not of {self.n_layer} layers and {self.n_head_kv} KV "

@@ -26,7 +26,7 @@ from it.
 """
 PREDICTOR_ONLY = f"adaptive:{IMPORTANCES[0]}"
 """The way that uses only the predictor of a profile: budgets follow the text."""
-WAYS = (NO_PROFILE, PREDICTOR_ONLY, *(f"profile:{importance}" for importance in IMPORTANCES))
+WAYS = (NO_PROFILE, PREDICTOR_ONLY, *(f"guided:{importance}" for importance in IMPORTANCES))
 """The ways in which policy auto can use a profile, the simplest first."""
 
 MARGIN = 0.05
@@ -89,9 +89,9 @@ class WayComparison:
                 )
 
     @property
-    def shares_by_curves(self) -> bool:
-        """Tell whether the budgets are shared by the loss curves of the profile."""
-        return self.best.startswith("profile:")
+    def uses_curves(self) -> bool:
+        """Tell whether the loss curves of the profile count when budgets are shared."""
+        return self.best.partition(":")[0] == "guided"
 
     @property
     def importance(self) -> str:

@@ -53,6 +53,7 @@ class HeadwiseBudgets:
         self._of_whole_texts: HeadwisePlan | None = None
         """The plan for these texts."""
         self._expected = 0
+        self._keeps_everything = False
         self.whole_entries = 0
         """The length that a text may reach before the current plan evicts; n_ctx: never."""
         if online and online.tracks_entropies:
@@ -121,10 +122,16 @@ class HeadwiseBudgets:
 
     def share(self) -> None:
         """Set the budgets of all KV heads; those that hold more evict."""
-        self._set(self.shares(), self.plan.pool_pages)
+        if self._keeps_everything:
+            self.keep_everything()
+        else:
+            self._set(self.shares(), self.plan.pool_pages)
 
     def keep_everything(self) -> None:
-        """Drop nothing, not even entries outside a window, for callers that examine whole texts."""
+        """Drop nothing from now on, not even entries outside a window, for callers that examine
+        whole texts.
+        """
+        self._keeps_everything = True
         n_ctx = self._config.n_ctx
         pages = sum(_core.pages_for(n_ctx, n) for n in self.plan.entries_per_page)
         self._set([n_ctx] * len(self.plan.limits), pages)
