@@ -14,14 +14,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from entropykv.calibration.observe import Observer
-from entropykv.calibration.predictions import half_of, predictions_after_half
+from entropykv.calibration.predictions import LEAST_TEXT, half_of, predictions_after_half
 from entropykv.llamacpp.distributions import mean_divergence
 from entropykv.profile.curves import MOST_DAMAGE, FloatArray
 from entropykv.session.echo import REQUEST
 
 RECENT_WINDOW = 32
-MOST_TEXTS = 3
-"""The most texts that are used; every layer is measured in each of them."""
+
+
+def texts_of_damage(texts: Sequence[Sequence[int]]) -> int:
+    """Return in how many of the texts, from the first on, every layer is measured: in half of
+    those that are long enough, since this is the longest part of a calibration.
+    """
+    return (sum(len(text) >= LEAST_TEXT for text in texts) + 1) // 2
 
 
 def mean_damage(texts: Sequence[FloatArray]) -> FloatArray | None:

@@ -24,10 +24,10 @@ from entropykv.calibration.comparing import (
     comparison_tokens,
     passages_of,
 )
-from entropykv.calibration.damage import MOST_TEXTS, damage_of_text, mean_damage
+from entropykv.calibration.damage import damage_of_text, mean_damage, texts_of_damage
 from entropykv.calibration.fitting import fit_by_echoes, fitting_tokens
 from entropykv.calibration.observe import Observer
-from entropykv.calibration.predictions import LEAST_TEXT, predicted_tokens
+from entropykv.calibration.predictions import predicted_tokens
 from entropykv.calibration.spread import Arrays, Progress, Spread, StepSettings, TextWork
 from entropykv.calibration.texts import (
     LEAST_CURVE_TOKENS,
@@ -183,10 +183,10 @@ def _observed(
     on_progress: Progress,
 ) -> tuple[Measured, LossCurves | None]:
     """Measure the entropies of the excerpts, and the curves of the long texts."""
-    damaged = [text for text in long_texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
+    n_damaged = texts_of_damage(long_texts)
     work = [TextWork(_ENTROPIES, (excerpt.tokens,)) for excerpt in excerpts]
     for number, text in enumerate(long_texts):
-        whole = number < len(damaged)
+        whole = number < n_damaged
         work.append(TextWork(_LOSSES_AND_DAMAGE if whole else _LOSSES, (text,)))
     found = spread.run(observe, step, work, on_progress)
     of_excerpts, of_texts = found[: len(excerpts)], found[len(excerpts) :]
@@ -202,7 +202,7 @@ def _observed(
         return measured, None
     rules = CurveRules.for_length(len(long_texts[0]))
     curves = average_curves(rules, [losses_of(arrays) for arrays in of_texts])
-    damage = mean_damage([arrays[3] for arrays in of_texts[: len(damaged)]])
+    damage = mean_damage([arrays[3] for arrays in of_texts[:n_damaged]])
     return measured, replace(curves, layer_damage=damage)
 
 
@@ -399,7 +399,7 @@ def _extent_of(
     passages: Sequence[Passage],
 ) -> Extent:
     """Return what a calibration will read, and how long this will take."""
-    damaged = [len(text) for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
+    damaged = [len(text) for text in texts[: texts_of_damage(texts)]]
     n_tokens = sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts))
     n_tokens += sum(map(predicted_tokens, damaged)) * observer.n_layer
     lengths = [len(text) for text in texts]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from entropykv.calibration.damage import MOST_TEXTS
 from entropykv.calibration.observe import Observer, ReadText
 from entropykv.calibration.predictions import LEAST_TEXT
 from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
@@ -34,6 +33,8 @@ from entropykv.session.echo import OVERLAP, REQUEST
 
 COMPARED = KEEP_FRACTIONS[2:5]
 """The kept fractions of the text that are compared: 1/32 to 1/8, as with small budgets."""
+MOST_TEXTS = 3
+"""The most texts that are used."""
 MARGIN = 0.02
 """A head loses its trust if predictions increase its loss by more than this fraction; less is
 noise.
