@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from entropykv.errors import ContextError, SettingsError
-from entropykv.evaluation.passkeys import WORDINGS, Case, Fact, make_cases, split_sentences
+from entropykv.evaluation.passkeys import WORDINGS, Case, Fact, make_cases, plant, split_sentences
 
 PROSE = [
     "".join(f'The {number}th day was calm. "Was it?" asked he. ' for number in range(start, 400))
@@ -105,3 +105,27 @@ def test_texts_that_cannot_hold_the_facts_are_refused() -> None:
         cases(facts_per_text=11)
     with pytest.raises(SettingsError, match="too few for 9 facts"):
         cases(n_tokens=60, facts_per_text=9)
+
+
+def test_facts_are_planted_into_the_beginning_of_a_text() -> None:
+    case, rest = plant(PROSE[0], words, n_tokens=300, n_facts=8, seed=1)
+    assert 280 < words(case.text) <= 300
+    assert len(case.facts) == len(case.depths) == 8
+    text = case.text
+    for fact in case.facts:
+        assert text.count(f"{fact.statement} ") == 1
+        text = text.replace(f"{fact.statement} ", "")
+    # Without the facts, the passage and the rest are the text.
+    assert f"{text} {rest}".split() == PROSE[0].split()
+    assert plant(PROSE[0], words, n_tokens=300, n_facts=8, seed=1) == (case, rest)
+    assert plant(PROSE[0], words, n_tokens=300, n_facts=8, seed=2)[0].facts != case.facts
+
+
+def test_fewer_facts_are_planted_into_few_sentences() -> None:
+    case, rest = plant(
+        "One day. Then two. " + "more " * 500, words, n_tokens=400, n_facts=8, seed=1
+    )
+    assert len(case.facts) == 2
+    assert words(rest) == 500
+    case, rest = plant("more " * 500, words, n_tokens=400, n_facts=8, seed=1)
+    assert (case.text, case.facts) == ("", ())

@@ -113,7 +113,7 @@ def test_policy_auto_goes_the_way_that_the_profile_names() -> None:
 
 
 def test_curves_that_count_must_be_there() -> None:
-    with pytest.raises(ProfileError, match="comparison.best is guided.*, which needs curves"):
+    with pytest.raises(ProfileError, match=r"comparison\.best is guided.*, which needs curves"):
         with_best(CURVES, curves=None)
     with_best(PREDICTOR_ONLY, curves=None)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.calibration.measure import CalibrationSettings, excerpts_of, measure
+from entropykv.calibration.measure import CalibrationSettings, Extent, excerpts_of, measure
 from entropykv.calibration.spread import Progress
 from entropykv.errors import CalibrationError, reason_of
 from entropykv.evaluation.shipped_texts import Text
@@ -21,7 +21,7 @@ def calibrate_hf(
     texts: Sequence[Text],
     settings: CalibrationSettings,
     device: str = "cpu",
-    on_start: Progress = lambda _: None,
+    on_start: Callable[[Extent], None] = lambda _: None,
     on_progress: Progress = lambda _: None,
 ) -> EntropyProfile:
     """Measure entropies of a model that transformers loads, in float32; loss curves are not
@@ -40,7 +40,7 @@ def calibrate_hf(
         return list(tokenizer(text, verbose=False)["input_ids"])
 
     excerpts = excerpts_of(texts, tokenize, settings)
-    on_start(sum(len(excerpt.tokens) for excerpt in excerpts))
+    on_start(Extent(sum(len(excerpt.tokens) for excerpt in excerpts)))
     measured = measure(lambda tokens: eager_entropies(model, tokens), excerpts, on_progress)
     config = model.config.get_text_config()
     chosen = measured.chosen(settings.rows).mean(axis=0)
