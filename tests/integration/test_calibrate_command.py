@@ -120,7 +120,8 @@ def test_the_documents_command_line(tiny_llama: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert EntropyProfile.load(output).n_layer == 3
     results.write_text('{"head_entropies": {"L0_H0": 1.5}}', encoding="utf-8")
-    result = script("--from-results", results, f"--output={output}")
+    assert_refused(script("--from-results", results, f"--output={output}"), "--force")
+    result = script("--from-results", results, f"--output={output}", "--force")
     assert result.returncode == 0, result.stderr
     assert EntropyProfile.load(output).mean == 1.5
     word = "no_model" if HAS_TRANSFORMERS else "entropykv[hf]"

@@ -17,7 +17,7 @@ from entropykv.calibration.comparing import (
     LEAST_PASSAGE,
     PASSAGE,
     REPETITION,
-    Passage,
+    PlantedPassage,
     as_if,
     compare_ways,
     comparison_tokens,
@@ -68,7 +68,7 @@ def test_what_is_compared_is_what_the_definition_says(
     right = [int(whole[-1].argmax())]
     wrong = [(right[0] + 1) % 300 + 5]
     asked = (tuple(question), tuple(right), tuple(question), tuple(wrong))
-    passage = Passage(tuple(read), tuple(following), tuple(request), asked)
+    passage = PlantedPassage(tuple(read), tuple(following), tuple(request), asked)
     settings = StepSettings.of(tiny_llama, n_ctx=0, n_threads=2, profile=profile)
     n_read: list[int] = []
     ((*divergences, weight, known, found),) = try_ways(settings, [passage.work], n_read.append)
@@ -140,7 +140,7 @@ def test_figures_are_means_and_sums_over_the_passages(
     monkeypatch.setattr(comparing, "try_ways", step)
     step.__name__ = "step"
     settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
-    passages = [Passage((1,) * n, (1,), (1,), ()) for n in (300, 400)]
+    passages = [PlantedPassage((1,) * n, (1,), (1,), ()) for n in (300, 400)]
     found = compare_ways(Spread(), settings, passages)
     assert (found.n_texts, found.n_tokens, found.n_facts) == (2, 400, 3)
     assert [each.facts for each in found.compared] == [(0, 0), (0, 0), (3, 3), (0, 0)]

@@ -123,7 +123,7 @@ def test_facts_are_planted_into_the_beginning_of_a_text() -> None:
 
 def test_fewer_facts_are_planted_into_few_sentences() -> None:
     case, rest = plant(
-        "One day. Then two. " + "more " * 500, words, n_tokens=400, n_facts=8, seed=1
+        "One day. Then two. More " + "more " * 499, words, n_tokens=400, n_facts=8, seed=1
     )
     assert len(case.facts) == 2
     assert words(rest) == 500

@@ -53,7 +53,7 @@ Tokenize = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Passage:
+class PlantedPassage:
     """Hold the tokens of a passage with planted facts, and what is asked after it."""
 
     tokens: tuple[int, ...]
@@ -83,7 +83,7 @@ class Passage:
 
 def passages_of(
     texts: Sequence[Text], tokenize: Tokenize, tokenize_plainly: Tokenize, length: int, seed: int
-) -> list[Passage]:
+) -> list[PlantedPassage]:
     """Return a passage of every text that is long enough.
 
     `tokenize` adds BOS if the model wants it, `tokenize_plainly` does not. `length`: the most
@@ -116,7 +116,9 @@ def passages_of(
             tokens = whole[:n_tokens]
             following, asked = whole[n_tokens:][:n_following], []
         request = tokenize_plainly(REQUEST)
-        passages.append(Passage(tuple(tokens), tuple(following), tuple(request), tuple(asked)))
+        passages.append(
+            PlantedPassage(tuple(tokens), tuple(following), tuple(request), tuple(asked))
+        )
     return passages
 
 
@@ -132,7 +134,7 @@ def possible_ways(predictable: bool) -> list[str]:
     return list(WAYS) if predictable else [NO_PROFILE, WAYS[2]]
 
 
-def comparison_tokens(passages: Sequence[Passage], predictable: bool) -> int:
+def comparison_tokens(passages: Sequence[PlantedPassage], predictable: bool) -> int:
     """Return how many tokens compare_ways() reads; `predictable`: profiles have a predictor."""
     n_readings = 1 + len(possible_ways(predictable)) * len(BUDGETS)
     return n_readings * sum(passage.n_read for passage in passages)
@@ -141,7 +143,7 @@ def comparison_tokens(passages: Sequence[Passage], predictable: bool) -> int:
 def compare_ways(
     spread: Spread,
     settings: StepSettings,
-    passages: Sequence[Passage],
+    passages: Sequence[PlantedPassage],
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> WayComparison:
     """Return what the ways with settings.profile lose, and the best.
@@ -198,7 +200,7 @@ def try_ways(
     ways = ways_of(settings.profile)
     for each in work:
         tokens, following, request, *asked = each.texts
-        passage = Passage(tokens, following, request, tuple(asked))
+        passage = PlantedPassage(tokens, following, request, tuple(asked))
         reader = _Reader(settings, passage, on_progress)
         whole = reader.read_whole(settings.profile)
         shape = (len(ways), len(BUDGETS))
@@ -236,7 +238,7 @@ class _Reader:
     """Read a passage inside different budgets, and predict what follows."""
 
     def __init__(
-        self, settings: StepSettings, passage: Passage, on_progress: Callable[[int], None]
+        self, settings: StepSettings, passage: PlantedPassage, on_progress: Callable[[int], None]
     ) -> None:
         self._settings = settings
         self._passage = passage

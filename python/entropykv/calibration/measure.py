@@ -19,7 +19,7 @@ import numpy.typing as npt
 from entropykv import _version
 from entropykv.calibration.comparing import (
     LEAST_HELD_BACK,
-    Passage,
+    PlantedPassage,
     compare_ways,
     comparison_tokens,
     passages_of,
@@ -272,7 +272,7 @@ def _long_texts(
 
 def _passages(
     held_back: Sequence[Text], observer: Observer, settings: CalibrationSettings, trained: int
-) -> list[Passage]:
+) -> list[PlantedPassage]:
     """Return the passages that the ways to use the profile are compared on."""
     passages = passages_of(
         held_back,
@@ -396,7 +396,7 @@ def _extent_of(
     observer: Observer,
     excerpts: Sequence[Excerpt],
     texts: Sequence[Sequence[int]],
-    passages: Sequence[Passage],
+    passages: Sequence[PlantedPassage],
 ) -> Extent:
     """Return what a calibration will read, and how long this will take."""
     damaged = [len(text) for text in texts[: texts_of_damage(texts)]]
