@@ -69,11 +69,15 @@ def test_the_least_loss_wins_and_ties_go_to_the_simpler_way(
 
 
 def test_repetitions_count_as_far_as_the_model_repeats() -> None:
-    """A model that answers word for word needs other entries than one that goes on."""
+    """A model that answers word for word needs other entries than one that goes on; facts say more
+    if it knows some.
+    """
     repetitions = {NO_PROFILE: 0.5, PREDICTOR_ONLY: 0.5, CURVES: 0.9, PREDICTED: 0.3}
     comparison = compared({**QWEN, CURVES: 0.08, PREDICTED: 0.085}, {}, repetitions)
     assert best_way(comparison) == PREDICTED
     assert best_way(replace(comparison, repeats=0.01)) == CURVES
+    assert best_way(replace(comparison, n_facts=5)) == PREDICTED
+    assert best_way(replace(comparison, n_facts=16)) == CURVES
 
 
 def test_nothing_is_chosen_that_loses_more_than_no_profile() -> None:

@@ -13,7 +13,7 @@ LEAST_TOKENS = 4
 """The shortest sequence, in tokens, so that its four quarters end at different tokens."""
 LEAST_CURVE_TOKENS = 64
 """The shortest text for loss curves, in tokens."""
-MOST_HELD_BACK = 4
+MOST_HELD_BACK = 3
 """The most texts that are held back."""
 _FEW = 5
 """Fewer texts are held back in part."""

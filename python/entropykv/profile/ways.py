@@ -4,7 +4,6 @@ profile.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,8 @@ WAYS = (NO_PROFILE, PREDICTOR_ONLY, *(f"guided:{importance}" for importance in I
 
 MARGIN = 0.05
 """A way must lose less than a simpler one by more than this to be chosen; less is noise."""
+_FEW_FACTS = 6
+"""Fewer facts say too little."""
 _MOST_LOSS = 1e4
 _NO_LOSS = 1e-9
 _MOST = 2**31 - 1
@@ -171,17 +172,16 @@ def _way_in(value: object, where: str, field: str, n_facts: int) -> ComparedWay:
 def loss_relative_to(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> float:
     """Return how much more a way loses than another one; less is negative.
 
-    It is the mean, over budgets, of the surplus of both divergences, relative to those of `base`,
-    and of the share of the facts that `base` knows and `other` does not. Repetitions count as far
-    as the full cache predicts them, facts if it knows any.
+    It is the mean, over budgets, of the surplus of divergence, relative to that of `base`, and of
+    the share of the facts that `base` knows and `other` does not. Of a model that knows hardly any
+    facts, repetitions count instead, as far as the full cache predicts them.
     """
     continued = _surplus(base.divergences, other.divergences)
-    repeated = _surplus(base.repetitions, other.repetitions)
-    fewer = [a - b for a, b in zip(base.facts, other.facts, strict=True)]
-    forgotten = sum(fewer) / len(fewer) / max(comparison.n_facts, 1)
-    weights = (1.0, comparison.repeats, 1.0 if comparison.n_facts else 0.0)
-    losses = (continued, repeated, forgotten)
-    return sum(map(operator.mul, weights, losses)) / sum(weights)
+    if comparison.n_facts >= _FEW_FACTS:
+        fewer = [a - b for a, b in zip(base.facts, other.facts, strict=True)]
+        return (continued + sum(fewer) / len(fewer) / comparison.n_facts) / 2
+    weight = comparison.repeats
+    return (continued + weight * _surplus(base.repetitions, other.repetitions)) / (1 + weight)
 
 
 def _surplus(base: Sequence[float], other: Sequence[float]) -> float:
