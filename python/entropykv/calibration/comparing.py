@@ -46,6 +46,7 @@ CONTINUATION = 128
 """How many tokens are predicted after a passage."""
 REPETITION = 64
 """How many tokens of a passage are predicted after a request to repeat it."""
+_NO_WEIGHT = 1e-9
 FACTS = 8
 """How many facts are planted in a passage."""
 
@@ -159,16 +160,17 @@ def compare_ways(
         return going(simplest)
     work = [passage.work for passage in passages]
     found = spread.run(try_ways, settings, work, on_progress)
-    continued = sum(continuing for continuing, *_ in found) / len(work)
-    repeats = sum(float(weight) for _, _, weight, *_ in found)
-    repeated = sum(weight * repeating for _, repeating, weight, *_ in found) / max(repeats, 1e-9)
-    facts = sum(right[:, :, known].sum(axis=2) for *_, known, right in found)
+    continued = np.mean([continuing for continuing, *_ in found], axis=0)
+    weights = [float(weight) for _, _, weight, *_ in found]
+    repeated = np.sum([weight * repeating for _, repeating, weight, *_ in found], axis=0)
+    repeated /= max(sum(weights), _NO_WEIGHT)
+    facts = np.sum([right[:, :, known].sum(axis=2) for *_, known, right in found], axis=0)
     comparison = WayComparison(
         BUDGETS,
         len(passages),
         max(len(passage.tokens) for passage in passages),
         n_facts=sum(int(known.sum()) for *_, known, _ in found),
-        repeats=repeats / len(work),
+        repeats=sum(weights) / len(work),
         compared=tuple(
             ComparedWay(
                 way,
