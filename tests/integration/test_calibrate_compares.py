@@ -130,8 +130,8 @@ def test_figures_are_means_and_sums_over_the_passages(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile
 ) -> None:
     kl = 0.8 - np.arange(8.0).reshape(4, 2) / 10
-    known = np.array([True, False, True])
-    right = np.zeros((4, 2, 3), bool)
+    known = np.array([True, False, True, True, False, True])
+    right = np.zeros((4, 2, 6), bool)
     right[2] = True
 
     def step(*_: object) -> list[tuple[np.ndarray, ...]]:
@@ -142,8 +142,8 @@ def test_figures_are_means_and_sums_over_the_passages(
     settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
     passages = [PlantedPassage((1,) * n, (1,), (1,), ()) for n in (300, 400)]
     found = compare_ways(Spread(), settings, passages)
-    assert (found.n_texts, found.n_tokens, found.n_facts) == (2, 400, 3)
-    assert [each.facts for each in found.compared] == [(0, 0), (0, 0), (3, 3), (0, 0)]
+    assert (found.n_texts, found.n_tokens, found.n_facts) == (2, 400, 6)
+    assert [each.facts for each in found.compared] == [(0, 0), (0, 0), (6, 6), (0, 0)]
     np.testing.assert_allclose([each.divergences for each in found.compared], 2 * kl)
     np.testing.assert_allclose([each.repetitions for each in found.compared], 4 * kl)
     assert found.repeats == 0.5
