@@ -104,7 +104,7 @@ class CalibrationSettings:
 
 
 QUICK = CalibrationSettings(curve_length=1024, compared_texts=2)
-"""Settings that read less, in about a third of the time."""
+"""Settings that read less, in about half of the time."""
 
 
 def calibrate(

@@ -119,7 +119,7 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quick",
         action="store_true",
-        help="read fewer and shorter texts, in about a third of the time",
+        help="read fewer and shorter texts, in about half of the time",
     )
     group.add_argument(
         "--rows",
@@ -225,7 +225,7 @@ def _notes(
             "allow no more; budgets of policy `profile` are less sure then"
         )
     if extent.seconds is not None and extent.seconds >= _LONG and options.ray is None:
-        faster = "" if options.quick else "; --quick takes about a third of it"
+        faster = "" if options.quick else "; --quick takes about half of it"
         yield f"this takes about {_duration(extent.seconds)}{faster}"
 
 
