@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from entropykv.cli import main
-from entropykv.profile.profile import LEARNT, EntropyProfile
+from entropykv.profile.profile import EntropyProfile
 
 WORDS = "the and of to in ion an he on at "
 
@@ -60,14 +60,14 @@ def test_shorter_curves_than_wanted_are_told(
 def test_no_file_is_replaced_without_force(
     tiny_llama: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
-    """Neither a calibrated profile, nor one that sessions have learnt, nor any other file."""
+    """Neither a calibrated profile, nor one that an earlier version has learnt, nor any other."""
     output = tmp_path / "out.json"
     if content == "{":
         output.write_text(content, encoding="utf-8")
     else:
         assert calibrated(tiny_llama, output, "--text", text) == 0
     if content == "learnt":
-        replace(EntropyProfile.load(output), source=LEARNT).save(output)
+        replace(EntropyProfile.load(output), source="entropykv --learn, 1024 tokens").save(output)
     before = output.read_bytes()
     capsys.readouterr()
     assert calibrated(tiny_llama, output, "--text", text, "--seed", 1) == 2
