@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from entropykv.model.geometry import read_geometry
 from entropykv.model.header import I2_S_TYPE
 
 TEXTS = Path(__file__).parent / "texts"
+os.environ.setdefault("ENTROPYKV_LEARN", "off")  # Figures must not depend on earlier runs.
 
 
 MODELS_FOLDER = "ENTROPYKV_MODELS"
