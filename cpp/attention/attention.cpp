@@ -36,9 +36,8 @@ QueryRows recall_queries(const AttentionCall& call, int head) noexcept {
         for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
             positions[n] = step.base_position + token;
             if (slopes != nullptr) slopes[n] = call.params.slopes[head * group + g];
-            const float* query = call.query.row(token, head * group + g);
             float* row = rows + n * layout.k_stride;
-            for (int d = 0; d < layout.k_dim; ++d) row[d] = query[d] * call.params.scale;
+            call.load_query(head, token, g, row, 1);
             std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
         }
     }
@@ -215,7 +214,7 @@ void Attention::stage_k(int layer, const RowsView& k, int thread, int n_threads)
     const LayerPredictor predictor = store_.components().predictor(index(layer));
     over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
         const float* key = k.row(token, head);
-        kernels_.store_k(layout, page, slot, key);
+        kernels_.store_k(store_.head(layer, head).layout(), page, slot, key);
         layout.positions(page)[slot] = step_.base_position + token;
         layout.importance(page)[slot] =
             predictor && token < step_.n_text

@@ -41,6 +41,27 @@ struct AttentionCall {
     std::byte* const* staging(int head) const { return store.staging(layer, head) + token; }
     // Returns how many entries a head attends to: stored and staged ones.
     int total(int head) const { return this->head(head).count() + step.n_tokens; }
+    // Loads a query of a KV head's group, scaled, and in the units of the head's keys; `apart`: the
+    // distance of the values.
+    void load_query(int head, int token, int of_group, float* row, std::size_t apart) const {
+        const PageLayout& layout = this->head(head).layout();
+        const float* source = query.row(token, head * split.group + of_group);
+        const auto n = static_cast<std::size_t>(layout.k_dim);
+        for (std::size_t d = 0; d < n; ++d) row[d * apart] = source[d] * params.scale;
+        if (layout.key_centre == nullptr) return;
+        for (std::size_t d = 0; d < n; ++d) row[d * apart] *= layout.key_centre->unit[d];
+    }
+    // Returns by how much the logits of that query are smaller than those of the model, because
+    // keys are stored with a centre.
+    float missing_logit(int head, int token, int of_group) const {
+        const PageLayout& layout = this->head(head).layout();
+        if (layout.key_centre == nullptr) return 0.0f;
+        const float* source = query.row(token, head * split.group + of_group);
+        float sum = 0.0f;
+        for (int d = 0; d < layout.k_dim; ++d)
+            sum += source[d] * layout.key_centre->centre[static_cast<std::size_t>(d)];
+        return sum * params.scale;
+    }
     Unit unit(int number) const {
         const int head = units.head_of(number);
         return split.unit(head, number - units.first_unit(head), total(head));

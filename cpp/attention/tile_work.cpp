@@ -38,11 +38,19 @@ void TileWork::start_softmax(const RowTile& tile, int chunk,
     // The prompt kernel computes whole vectors of rows.
     const int rows = split_.by_rows ? kRowTile : tile.count;
     for (int r = 0; r < rows; ++r) {
-        const int query_head = tile.head * split_.group + (tile.first + r) % split_.group;
-        state.max[r] = sinks ? call_.params.sinks[query_head] * unit : kMaskedLogit;
+        state.max[r] = sinks ? sink_of(tile, r) * unit : kMaskedLogit;
         state.sum[r] = sinks ? 1.0f : 0.0f;
         state.weighted[r] = 0.0f;
     }
+}
+
+// Returns the logit of a row's sink, relative to the logits that the stored keys have. Rows behind
+// the tile's only fill a vector.
+float TileWork::sink_of(const RowTile& tile, int r) const noexcept {
+    const int of_group = (tile.first + r) % split_.group;
+    const float sink = call_.params.sinks[tile.head * split_.group + of_group];
+    if (r >= tile.count) return sink;
+    return sink - call_.missing_logit(tile.head, (tile.first + r) / split_.group, of_group);
 }
 
 SoftmaxState TileWork::partial(const RowTile& tile, int chunk) noexcept {
@@ -64,10 +72,8 @@ void TileWork::load_queries(const RowTile& tile) noexcept {
         const int row = tile.first + r;
         const int token = row / split_.group;
         const int query_head = tile.head * split_.group + row % split_.group;
-        const float* source = call_.query.row(token, query_head);
         if (call_.params.slopes != nullptr) worker_.slopes()[r] = call_.params.slopes[query_head];
-        for (int d = 0; d < layout.k_dim; ++d)
-            query[index(d) * lanes + index(r) * stride] = source[d] * call_.params.scale;
+        call_.load_query(tile.head, token, row % split_.group, query + index(r) * stride, lanes);
         worker_.positions()[r] = static_cast<float>(step_.last_seen(token));
         worker_.oldest()[r] = step_.oldest_relative(call_.shape(), token);
     }

@@ -35,6 +35,7 @@ private:
     template <typename Visit>
     void over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept;
     void start_softmax(const RowTile& tile, int chunk, const SoftmaxState& state) const noexcept;
+    float sink_of(const RowTile& tile, int r) const noexcept;
     const float* weights_of(const RowTile& tile, int first, int end) noexcept;
     // Return 1 for the rows that count towards importance or belong to an echo, and 0 for all
     // others.

@@ -52,11 +52,32 @@ py::array_t<float> attend(Headwise& self, int layer, const InputArray<float>& q,
     return output;
 }
 
+// Converts one array of [KV head][centre, unit][k_dim] for every layer, or an empty one.
+std::vector<std::vector<KeyCentre>> centres_of(const std::vector<LayerShape>& layers,
+                                               const std::vector<InputArray<float>>& arrays) {
+    if (!arrays.empty() && arrays.size() != layers.size())
+        throw std::invalid_argument("key centres must be one array for every layer");
+    std::vector<std::vector<KeyCentre>> centres(arrays.size());
+    for (std::size_t layer = 0; layer < arrays.size(); ++layer) {
+        const InputArray<float>& array = arrays[layer];
+        if (array.size() == 0) continue;
+        if (array.ndim() != 3 || array.shape(1) != 2)
+            throw std::invalid_argument("key centres must be [n_head_kv][2][k_dim]");
+        for (py::ssize_t head = 0; head < array.shape(0); ++head) {
+            const float* centre = array.data(head, 0, 0);
+            const float* unit = centre + array.shape(2);
+            centres[layer].push_back({{centre, unit}, {unit, unit + array.shape(2)}});
+        }
+    }
+    return centres;
+}
+
 std::unique_ptr<Headwise> make_store(
     const std::vector<LayerShape>& layers, const std::string& kv_type,
     const ImportanceSettings& importance, int n_sinks, int recent_window, int max_tokens,
     int max_entries, int n_threads, bool own_windows, bool counts_dropped, bool shared_choice,
     const std::optional<std::string>& kernels, std::vector<RopeParams> ropes,
+    const std::vector<InputArray<float>>& key_centres,
     const std::optional<FreezeSettings>& freezing, const SequencePool* pool) {
     const StoreSettings settings{kv_type_named(kv_type),
                                  importance,
@@ -66,6 +87,7 @@ std::unique_ptr<Headwise> make_store(
                                  max_tokens,
                                  max_entries,
                                  std::move(ropes),
+                                 centres_of(layers, key_centres),
                                  freezing};
     auto store = std::make_unique<Headwise>(layers, settings, n_threads, kernels, pool);
     store->attention.set_shared_choice(shared_choice);
@@ -318,6 +340,7 @@ void register_headwise_store(py::module_& m) {
              py::arg("max_entries"), py::arg("n_threads"), py::arg("own_windows") = false,
              py::arg("counts_dropped") = false, py::arg("shared_choice") = false,
              py::arg("kernels") = py::none(), py::arg("ropes") = std::vector<RopeParams>{},
+             py::arg("key_centres") = std::vector<InputArray<float>>{},
              py::arg("freezing") = py::none(), py::arg("pool") = py::none())
         .def("give_up_share", &Headwise::give_up_share)
         .def(

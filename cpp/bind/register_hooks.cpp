@@ -21,6 +21,7 @@ void register_hooks(py::module_& m) {
         .def_readonly("softcap", &AttentionNode::softcap)
         .def_readonly("has_sinks", &AttentionNode::has_sinks)
         .def_readonly("rope", &AttentionNode::rope)
+        .def_readonly("rope_magnitude", &AttentionNode::rope_magnitude)
         .def_property_readonly("on_device", [](const AttentionNode& self) {
             return !ggml_backend_buft_is_host(self.memory);
         });

@@ -3,6 +3,8 @@
 
 #include <pybind11/stl.h>
 
+#include "bind/arrays.hpp"
+#include "decide/key_centre.hpp"
 #include "decide/rope_params.hpp"
 
 namespace entropykv::bind {
@@ -32,6 +34,14 @@ void register_rope_params(py::module_& m) {
         .def_readonly("beta_slow", &RopeParams::beta_slow)
         .def_readonly("freq_factors", &RopeParams::freq_factors)
         .def_property_readonly("frequencies", &rope_frequencies);
+    m.def(
+        "key_centre",
+        [](const std::vector<float>& bias, const std::vector<float>& spread, const RopeParams& rope,
+           float magnitude) {
+            const KeyCentre found = key_centre(bias, spread, rope, magnitude);
+            return py::make_tuple(to_array(found.centre), to_array(found.unit));
+        },
+        py::arg("bias"), py::arg("spread"), py::arg("rope"), py::arg("magnitude") = 1.0f);
     m.def("rope_position", &rope_position, py::arg("position"), py::arg("n_sinks"),
           py::arg("shift"));
 }

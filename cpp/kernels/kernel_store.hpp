@@ -88,6 +88,13 @@ inline void store_int8_v(const PageLayout& layout, std::byte* page, int slot, co
 }
 
 void store_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    float stored[kMaxHeadDim];
+    if (layout.key_centre != nullptr) {
+        const float* centre = layout.key_centre->centre.data();
+        const float* unit = layout.key_centre->unit.data();
+        for (int d = 0; d < layout.k_dim; ++d) stored[d] = (row[d] - centre[d]) / unit[d];
+        row = stored;
+    }
     switch (layout.type) {
         case KvType::f16: return store_half_k(layout, page, slot, row);
         case KvType::q8_0: return store_int8_k(layout, page, slot, row);

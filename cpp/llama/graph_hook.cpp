@@ -109,10 +109,10 @@ void GraphHook::probe_keys(const ggml_tensor* rows, int cache_layer) {
     keys_.push_back({cache_layer, rope});
 }
 
-RopeParams GraphHook::rope_of(int cache_layer, int head_dim) {
+RopeSeen GraphHook::rope_of(int cache_layer, int head_dim) {
     for (const Keys& keys : keys_) {
         if (keys.cache_layer != cache_layer) continue;
-        if (keys.rope.head_dim == head_dim) return keys.rope.params;
+        if (keys.rope.head_dim == head_dim) return keys.rope;
         if (keys.rope.head_dim == 0) return {};
     }
     note_obstacle("its keys are not written as they are attended to");
@@ -153,7 +153,9 @@ void GraphHook::probe_attention(const ggml_tensor* node) {
     seen.max_bias = params[1];
     seen.softcap = params[2];
     seen.has_sinks = node->src[4] != nullptr;
-    seen.rope = rope_of(cache_layer, seen.shape.k_dim);
+    const RopeSeen rope = rope_of(cache_layer, seen.shape.k_dim);
+    seen.rope = rope.params;
+    seen.rope_magnitude = rope.magnitude;
     seen.memory = ggml_backend_buffer_get_type(root_of(k)->buffer);
     seen.is_apart = !is_usable_in(seen.memory, node);
     std::memcpy(seen.op_params.data(), node->op_params, sizeof node->op_params);

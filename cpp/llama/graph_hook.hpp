@@ -34,6 +34,7 @@ struct AttentionNode {
     float max_bias;  // ALiBi's largest bias; 0: none
     bool has_sinks;
     RopeParams rope;  // rotates the stored keys
+    float rope_magnitude;  // by which the rotation multiplies keys
     // Are for the device store: the buffer type of the layer's cache, and what the node computes.
     ggml_backend_buffer_type_t memory;
     bool is_apart;  // whether another device computes it than that of the cache
@@ -106,7 +107,7 @@ private:
     void probe_device(const ggml_tensor* node);
     void probe_write(const ggml_tensor* node);
     void probe_keys(const ggml_tensor* rows, int cache_layer);
-    RopeParams rope_of(int cache_layer, int head_dim);
+    RopeSeen rope_of(int cache_layer, int head_dim);
     void refuse(const std::string& why);
     void note_obstacle(const std::string& why);
     void change(ggml_tensor* node);

@@ -126,6 +126,10 @@ void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, 
 
 void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
     codec_of(layout.type).load_k(layout, page, slot, layout.k_dim, out);
+    if (layout.key_centre == nullptr) return;
+    const float* centre = layout.key_centre->centre.data();
+    const float* unit = layout.key_centre->unit.data();
+    for (int d = 0; d < layout.k_dim; ++d) out[d] = out[d] * unit[d] + centre[d];
 }
 
 void load_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "decide/key_centre.hpp"
+
 namespace entropykv {
 
 enum class KvType { f16, q8_0 };  // described in page_codec.hpp
@@ -48,6 +50,9 @@ struct PageLayout {
     std::size_t position_offset, importance_offset;
     std::size_t bytes;
     bool latent;  // V is the first v_dim values of K
+    // How the keys of a KV head are stored; null: as they are. Only store_k() and load_k() know it,
+    // all other functions and kernels work on what is stored.
+    const KeyCentre* key_centre;
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     // Returns the bytes of the keys of one group.

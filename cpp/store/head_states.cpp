@@ -224,8 +224,8 @@ void HeadLoader::begin(const std::vector<int>& counts, const std::vector<const s
 
 void HeadLoader::load(int layer_index, int head_index, int count, std::byte* state) {
     StoreLayer& layer = components_.layers.at(index(layer_index));
-    const PageLayout& layout = layer.layout;
     Head& head = layer.heads.at(index(head_index));
+    const PageLayout& layout = head.layout();
     const std::byte* of_queries = state + state_pages(layout, count) * layout.bytes;
     head.queries.load(of_queries);
     if (head.dropped) head.dropped->load(of_queries + head.queries.state_bytes());

@@ -50,19 +50,19 @@ void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<Rope
         const RopeParams& rope = ropes[number];
         if (number > 0 && !(rope == ropes[number - 1])) angles = Angles(rope);
         if (rope.n_dims == 0) continue;
-        const PageLayout& layout = store.layout(layer);
         float row[kMaxHeadDim];
         const auto difference_at = [&](std::int32_t position) {
             return rope_position(position, n_sinks, new_shift) -
                    rope_position(position, n_sinks, old_shift);
         };
-        const auto rotate_key = [&](std::byte* page, int slot, std::int32_t position) {
-            load_k(layout, page, slot, row);
-            rotate(rope, angles.of(difference_at(position)), row);
-            kernels.store_k(layout, page, slot, row);
-        };
         std::byte* buffer = components.workspaces.front().page_read.data();
         for (Head& head : components.layers[number].heads) {
+            const PageLayout& layout = head.layout();
+            const auto rotate_key = [&](std::byte* page, int slot, std::int32_t position) {
+                load_k(layout, page, slot, row);
+                rotate(rope, angles.of(difference_at(position)), row);
+                kernels.store_k(layout, page, slot, row);
+            };
             for (int i = 0; i < head.count(); ++i) {
                 if (difference_at(head.position(i)) == 0) continue;
                 const Slot slot = head.place(i);

@@ -19,6 +19,15 @@ void make_finite(float* scores, int n) {
             scores[i] > 0.0f ? std::min(scores[i], std::numeric_limits<float>::max()) : 0.0f;
 }
 
+// Replaces the factors of keys and of their squares by those of keys that are stored with a centre.
+// The logits change by the same number for all entries.
+void fit_to_stored(const KeyCentre& of, float* mean, float* half_variance) {
+    for (std::size_t d = 0; d < of.unit.size(); ++d) {
+        mean[d] = of.unit[d] * (mean[d] + 2.0f * of.centre[d] * half_variance[d]);
+        half_variance[d] *= of.unit[d] * of.unit[d];
+    }
+}
+
 }  // namespace
 
 void Scorer::size(std::size_t n, std::size_t page_entries, std::size_t key_values) {
@@ -146,6 +155,7 @@ void Scorer::expect(const Head& head, const StagedEntries& staged) noexcept {
         std::fill(half_variance, half_variance + layout.k_stride, 0.0f);
         head.queries.expect(g, *head.inverse_rope, common_.importance().future_positions, mean,
                             half_variance);
+        if (layout.key_centre != nullptr) fit_to_stored(*layout.key_centre, mean, half_variance);
         head.for_each_page(staged, [&](std::byte* page, int n, int first) {
             float* logits = of_page_.data();
             common_.kernels->expected_logits(layout, page, mean, half_variance, logits);

@@ -31,6 +31,30 @@ void predict_head(const LayerPredictor& predictor, const StoredInverseRope& inve
     });
 }
 
+// Returns the layouts of a layer's heads, which refer to the centres of the settings. Throws
+// std::invalid_argument for centres that do not fit the keys, or the measure: |q.k| is not that of
+// the model if keys are stored with a centre.
+std::vector<PageLayout> head_layouts(const StoreCommon& common, std::size_t layer,
+                                     const LayerShape& shape, const PageLayout& layout) {
+    const auto n_heads = PageLayout::index(shape.n_head_kv);
+    std::vector<PageLayout> layouts(n_heads, layout);
+    if (common.settings.key_centres.empty()) return layouts;
+    const std::vector<KeyCentre>& centres = common.settings.key_centres.at(layer);
+    if (centres.empty()) return layouts;
+    const bool fit =
+        centres.size() == n_heads && !shape.latent &&
+        common.measure().statistic != Statistic::product &&
+        std::all_of(centres.begin(), centres.end(), [&](const KeyCentre& each) {
+            const auto is_possible = [](float unit) { return unit > 0.0f && std::isfinite(unit); };
+            return each.centre.size() == PageLayout::index(shape.k_dim) &&
+                   each.unit.size() == each.centre.size() &&
+                   std::all_of(each.unit.begin(), each.unit.end(), is_possible);
+        });
+    if (!fit) throw std::invalid_argument("key centres that do not fit the keys of a layer");
+    for (std::size_t head = 0; head < n_heads; ++head) layouts[head].key_centre = &centres[head];
+    return layouts;
+}
+
 }  // namespace
 
 StoreComponents::StoreComponents(const std::vector<LayerShape>& shapes,
@@ -47,8 +71,9 @@ StoreComponents::StoreComponents(const std::vector<LayerShape>& shapes,
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         layers.push_back({shapes[i], layouts[i]});
         StoreLayer& layer = layers.back();
-        for (int h = 0; h < shapes[i].n_head_kv; ++h)
-            layer.heads.emplace_back(layer.shape, layer.layout, share);
+        layer.head_layouts = head_layouts(common, i, layer.shape, layer.layout);
+        for (const PageLayout& layout : layer.head_layouts)
+            layer.heads.emplace_back(layer.shape, layout, share);
         if (settings.counts_dropped && !settings.freezing)
             for (Head& head : layer.heads) head.dropped.emplace();
         if (query_tracker.tracks()) query_tracker.track(i, layer.heads);
@@ -82,6 +107,8 @@ std::size_t StoreComponents::scratch_bytes() const {
     for (const Workspace& workspace : workspaces)
         bytes += workspace.scorer.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
                  bytes_of(workspace.lesson_rows);
+    for (const std::vector<KeyCentre>& of_layer : common.settings.key_centres)
+        for (const KeyCentre& of : of_layer) bytes += bytes_of(of.centre) + bytes_of(of.unit);
     return bytes + inverse_ropes.bytes();
 }
 
@@ -225,7 +252,7 @@ void StoreComponents::clear_lessons() {
 void StoreComponents::add_lessons(std::size_t layer, std::size_t head, const StagedEntries& staged,
                                   const float* observed, Workspace& workspace) noexcept {
     const StoreLayer& of = layers[layer];
-    share.pool().lessons->add(layer, head, of.layout, staged, *of.inverse_rope, observed,
+    share.pool().lessons->add(layer, head, of.heads[head].layout(), staged, *of.inverse_rope, observed,
                               common.settings.protection.n_sinks, *common.kernels,
                               workspace.lesson_rows.data());
 }

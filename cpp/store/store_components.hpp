@@ -21,6 +21,8 @@ namespace entropykv {
 struct StoreLayer {
     LayerShape shape;
     PageLayout layout;
+    // The same of every KV head, with its key centre, if its keys are stored with one.
+    std::vector<PageLayout> head_layouts{};
     std::vector<Head> heads{};
     std::unique_ptr<ColdLayout> cold{};  // null: nothing of the layer is ever frozen
     // Features of the layer's entries and the inverse of its RoPE, set once a predictor or lessons

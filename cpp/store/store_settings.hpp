@@ -8,6 +8,7 @@
 #include "decide/freezing.hpp"
 #include "decide/importance.hpp"
 #include "decide/rope_params.hpp"
+#include "decide/key_centre.hpp"
 #include "store/layer_shape.hpp"
 
 namespace entropykv {
@@ -31,6 +32,9 @@ struct StoreSettings {
     int max_entries = 0;          // the context: no KV head keeps more
     // Has one value per layer; empty means that K and queries have no position.
     std::vector<RopeParams> ropes{};
+    // Say how the keys of every layer's KV heads are stored, [layer][KV head]; a layer without any
+    // stores them as they are, and so does a store without layers here.
+    std::vector<std::vector<KeyCentre>> key_centres{};
     std::optional<FreezeSettings> freezing{};  // unset: what is not kept is dropped
     // Whether the micro-batch of all layers is staged at a time, and not of one layer after
     // another. Takes effect for a store with a pool of its own.

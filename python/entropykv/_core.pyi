@@ -185,6 +185,17 @@ class RopeParams:
     def frequencies(self) -> list[float]:
         """Return the rotation of every pair, in radians per position."""
 
+def key_centre(
+    bias: Sequence[float], spread: Sequence[float], rope: RopeParams, magnitude: float = 1.0
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return what is subtracted from the keys of a KV head before they are rounded, and the units
+    that divide the rest; each is [k_dim].
+
+    `bias`: is added to keys before RoPE. `spread`: the standard deviations of what it is added to.
+    `magnitude`: by which RoPE multiplies keys. Raises ValueError for values that do not fit the
+    RoPE, or are not finite.
+    """
+
 class AttentionNode:
     """Describe an attention node of the model's graph."""
 
@@ -200,6 +211,8 @@ class AttentionNode:
     def has_sinks(self) -> bool: ...
     @property
     def rope(self) -> RopeParams: ...
+    @property
+    def rope_magnitude(self) -> float: ...
     @property
     def on_device(self) -> bool:
         """Return whether its K and V lie in memory that the CPU cannot read."""
@@ -588,6 +601,7 @@ class HeadwiseStore:
         shared_choice: bool = False,
         kernels: str | None = None,
         ropes: Sequence[RopeParams] = (),
+        key_centres: Sequence[npt.NDArray[np.float32]] = (),
         freezing: FreezeSettings | None = None,
         pool: SequencePool | None = None,
     ) -> None:
@@ -596,8 +610,9 @@ class HeadwiseStore:
         `own_windows`: a KV head's recent window is half of its own budget. `counts_dropped`:
         losses() include what was dropped, unless it is frozen. `shared_choice`: the heads of a
         layer rank entries by the observations of all of them. `ropes`: one for each layer, for
-        expected attention; empty: keys do not depend on positions. `freezing` None: entries that
-        are not kept are dropped. `pool` None: the store has pages of its own, and its budget is all
+        expected attention; empty: keys do not depend on positions. `key_centres`: for each layer,
+        [n_head_kv][centre, unit][k_dim] of key_centre(), or an empty array; not for the measure
+        `products`. `freezing` None: entries that are not kept are dropped. `pool` None: the store has pages of its own, and its budget is all
         of them. Raises ValueError if the limit of `freezing` is too small, or for `freezing` with
         `own_windows`.
         """

@@ -255,6 +255,42 @@ void test_pages(const KernelTable& kernels, Entries& entries, std::mt19937& rand
     CHECK(close);
 }
 
+// Tests keys that are stored without a centre, in units: loading gives the keys back, and products
+// are those of queries in the same units, less q.centre.
+void test_centre(const KernelTable& kernels, KvType type, int dim, std::mt19937& random) {
+    const KeyCentre of{random_rows(random, dim), std::vector<float>(index(dim), 0.5f)};
+    KeyCentre large = of;
+    large.centre[1] = 300.0f;
+    large.centre[index(dim - 1)] = -200.0f;
+    large.unit[3] = 8.0f;
+    PageLayout layout = make_page_layout(type, dim, 16, kSlots);
+    layout.key_centre = &large;
+    AlignedBytes page(layout.bytes);
+    std::vector<float> query = random_rows(random, layout.k_stride), key(index(dim));
+    std::vector<float> in_units(index(layout.k_stride)), out(kSlots);
+    for (int d = 0; d < dim; ++d) in_units[index(d)] = query[index(d)] * large.unit[index(d)];
+    bool close = true;
+    std::vector<double> products;
+    for (int slot = 0; slot < kSlots; ++slot) {
+        std::vector<float> row = random_rows(random, dim);
+        for (int d = 0; d < dim; ++d) row[index(d)] += large.centre[index(d)];
+        kernels.store_k(layout, page.data(), slot, row.data());
+        load_k(layout, page.data(), slot, key.data());
+        double product = 0.0;
+        for (int d = 0; d < dim; ++d) {
+            // A row without its centre has values of a few units of one half.
+            const float most = large.unit[index(d)] * 12.0f / 127.0f;
+            close = close && std::abs(key[index(d)] - row[index(d)]) < most;
+            product += double{key[index(d)] - large.centre[index(d)]} * query[index(d)];
+        }
+        products.push_back(product);
+    }
+    kernels.products(layout, page.data(), in_units.data(), 1, out.data(), kSlots);
+    for (int slot = 0; slot < kSlots; ++slot)
+        close = close && near(out[index(slot)], products[index(slot)], dim);
+    CHECK(close);
+}
+
 void test_moves(const KernelTable& kernels, Entries& entries) {
     const PageLayout& layout = entries.layout;
     const LaneMoves moves{4, {3, 0, 15, 7}, {0, 1, 9, 15}};
@@ -399,6 +435,8 @@ void test_table(const KernelTable& kernels) {
         test_pages(kernels, entries, random);
         test_moves(kernels, entries);
     }
+    for (const KvType type : {KvType::f16, KvType::q8_0})
+        for (const int dim : {24, 64, 80}) test_centre(kernels, type, dim, random);
     test_cosines(kernels, random);
     test_prediction(kernels, random);
 }

@@ -15,6 +15,7 @@ from tests.support.reference import (
     Options,
     attend_layer,
     stored,
+    stored_keys,
     updated_importance,
 )
 
@@ -57,6 +58,10 @@ class Layer:
     """A factor of the tolerances of entropies and importance."""
     importance_rtol: float = 1e-5
     seed: int = 0
+    key_bias: Array | None = None
+    """Is added to all keys, [KV head][k_dim]."""
+    key_centres: Array | None = None
+    """How keys are stored, [KV head][centre, unit][k_dim]; None: as they are."""
     store: _core.HeadwiseStore = field(init=False)
     k: Floats = field(init=False)
     v: Floats = field(init=False)
@@ -88,6 +93,7 @@ class Layer:
             max_entries=MAX_ENTRIES,
             n_threads=1,
             kernels=self.kernel,
+            key_centres=() if self.key_centres is None else [self.key_centres],
         )
         _, (per_page,) = _core.page_geometry([shape], self.kv_type)
         pages = self.n_head_kv * _core.pages_for(MAX_ENTRIES, per_page)
@@ -113,7 +119,9 @@ class Layer:
         k = self.normal(n_tokens, self.n_head_kv, self.k_dim) * np.float32(k_size)
         v = self.normal(n_tokens, self.n_head_kv, self.v_dim)
         position = len(self.k)
-        self.k = np.concatenate([self.k, stored(k, self.kv_type)])
+        if self.key_bias is not None:
+            k += self.key_bias
+        self.k = np.concatenate([self.k, stored_keys(k, self.kv_type, self.key_centres)])
         stored_v = self.k[position:, :, : self.v_dim] if self.latent else stored(v, self.kv_type)
         self.v = np.concatenate([self.v, stored_v])
         expected = [

@@ -63,8 +63,16 @@ def sections_start(data: bytes) -> int:
 
 
 def with_contents(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    return _with_part("contents", data, change)
+
+
+def with_settings(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    return _with_part("settings", data, change)
+
+
+def _with_part(part: str, data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     start = sections_start(data)
     header = json.loads(data[16 : start - 16])
-    change(header["contents"])
+    change(header[part])
     text = json.dumps(header).encode()
     return signed(struct.pack("<8sII", MAGIC, VERSION, len(text)) + text + bytes(16) + data[start:])

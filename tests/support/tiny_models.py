@@ -28,13 +28,14 @@ def write_llama(
     architecture: str = "llama",
     rope: TinyRope | None = None,
     uneven: bool = False,
+    key_bias: float = 0.0,
 ) -> None:
     """Write a llama model; raises AssertionError for a shape that llama.cpp cannot load.
 
     `activation` is the value of entropykv.activation in the file. `architecture`: llama, or
     hunyuan-dense, which norms its keys after RoPE, or smollm3, without RoPE in every fourth layer.
     `uneven`: the first layer, and the first half of the heads of all layers, attend to everything
-    equally.
+    equally. `key_bias`: the bias of the keys in their slowest pair; 0: keys have no biases.
     """
     shape = TinyShape(
         architecture,
@@ -48,7 +49,7 @@ def write_llama(
         weight_type=weight_type,
         rope_freq_base=rope_freq_base,
     )
-    TinyWriter(path, shape, seed, activation, rope, uneven).write()
+    TinyWriter(path, shape, seed, activation, rope, uneven, key_bias).write()
 
 
 def write_bitnet(

@@ -116,9 +116,11 @@ class TinyWriter:
         activation: str | None,
         rope: TinyRope | None = None,
         uneven: bool = False,
+        key_bias: float = 0.0,
     ) -> None:
         self.shape = shape
         self.uneven = uneven
+        self.key_bias = key_bias
         self.rope = rope or TinyRope()
         self.activation = activation
         self.random = np.random.default_rng(seed)
@@ -189,6 +191,8 @@ class TinyWriter:
             queries[: n_embd if prefix == "blk.0." else n_embd // 2] *= 0.05
         self._add_matrix(prefix + "attn_q", queries)
         self._add_projection(prefix + "attn_k", n_embd_kv, n_embd, KEY_SCALE)
+        if self.key_bias:
+            self._add_key_bias(prefix + "attn_k")
         self._add_projection(prefix + "attn_v", n_embd_kv, n_embd, VALUE_SCALE)
         self._add_projection(prefix + "attn_output", n_embd, n_embd, OUTPUT_SCALE)
         self._add_norm(prefix + "ffn_norm", n_embd)
@@ -201,6 +205,13 @@ class TinyWriter:
         if shape.architecture == "hunyuan-dense":
             self._add_norm(prefix + "attn_q_norm", shape.head_dim)
             self._add_norm(prefix + "attn_k_norm", shape.head_dim)
+
+    def _add_key_bias(self, name: str) -> None:
+        """Add a bias that is large in the slowest pair of every KV head."""
+        shape = self.shape
+        bias = np.full((shape.n_head_kv, shape.head_dim), 0.1, np.float32)
+        bias[:, -2:] = self.key_bias
+        self.writer.add_tensor(f"{name}.bias", bias.reshape(-1))
 
     def _add_norm(self, name: str, size: int) -> None:
         weights = 1.0 + self._normal((size,), 0.1)

@@ -74,6 +74,10 @@ class ModelGeometry:
     """The sizes of K and V in layers with a sliding window, if they differ from other layers."""
     n_embd: int = 0
     """The values of one token between two layers."""
+    key_biases: bool = False
+    """Whether a bias is added to the keys of some layer in this file, and no norm changes them
+    afterwards.
+    """
     n_ff: int = 0
     """The values of one token within the largest feed-forward layer; 0 if the header omits it."""
 
@@ -161,13 +165,25 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
         file_bytes=file_bytes,
         weight_types=tuple(reader.type_bytes.most_common()),
         activation=_activation(reader),
-        learned_positions="position_embd.weight" in reader.tensor_names,
+        learned_positions="position_embd.weight" in reader.places,
         latent=bool(number(reader, f"{architecture}.attention.key_length_mla")),
         recurrent=any(reader.get_field(f"{architecture}.{key}") for key in _RECURRENT_KEYS),
         window_head_dims=_window_head_dims(reader, architecture),
         n_embd=n_embd,
+        key_biases=any(key_bias_of(reader, layer) for layer in range(layers)),
         n_ff=_largest(reader, f"{architecture}.feed_forward_length"),
     )
+
+
+def key_bias_of(reader: HeaderReader, layer: int) -> str | None:
+    """Return the name of the projection with the bias that a layer adds to its keys, and possibly
+    to its queries and values; None if there is none, or a norm changes the keys afterwards.
+    """
+    block = f"blk.{layer}"
+    if f"{block}.attn_k_norm.weight" in reader.places:
+        return None
+    names = (f"{block}.attn_k", f"{block}.attn_qkv")
+    return next((name for name in names if f"{name}.bias" in reader.places), None)
 
 
 def _largest(reader: HeaderReader, key: str) -> int:

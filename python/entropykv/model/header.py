@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ _MAX_STRINGS = 1 << 22  # tokens of a vocabulary, or its merges
 _MAX_STRING_BYTES = 1 << 24
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MAX_NUMBER = (1 << 31) - 1
-_NORM = "norm.weight"
-"""The ending of the names of norm weights."""
 AGAIN = "download or convert it again"
 _OF_MEMORY = ("mmap failed", "allocate", "out of memory")
 """What errors say, in any letters, if there is too little memory."""
@@ -139,20 +138,31 @@ def check_prefix(path: Path) -> int:
     return file_bytes
 
 
+@dataclass(frozen=True)
+class TensorPlace:
+    """Hold the type of a tensor, its shape as GGUF has it (values of a row first), and its offset
+    and size in bytes in the file.
+    """
+
+    type: GGMLQuantizationType
+    dims: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
 class HeaderReader(GGUFReader):
     """Read a header as GGUFReader does, but never beyond the file's end, and without array
     elements.
 
     The base class makes numpy objects for every element of an array, which takes seconds for a
-    vocabulary. `norms` has offset and size in bytes of the F32 weights of norms, by tensor name.
+    vocabulary. `places` says where each tensor lies.
     """
 
     def __init__(self, path: Path) -> None:
         """Read the header; raises KeyError, ValueError and others if it is damaged."""
         self.path = path
         self.type_bytes: Counter[str] = Counter()
-        self.tensor_names: set[str] = set()
-        self.norms: dict[str, tuple[int, int]] = {}
+        self.places: dict[str, TensorPlace] = {}
         super().__init__(path)
 
     def _check_end(self, end: int) -> None:
@@ -202,6 +212,14 @@ class HeaderReader(GGUFReader):
                 return offset - start
         raise ValueError(f"its header asks for byte {offset + size} of {end}")
 
+    def floats(self, name: str) -> npt.NDArray[np.float32] | None:
+        """Return the values of a tensor in F32, flat; None where it is missing or of another type."""
+        place = self.places.get(name)
+        if place is None or place.type != GGMLQuantizationType.F32:
+            return None
+        data: npt.NDArray[np.uint8] = self.data[place.offset : place.offset + place.n_bytes]
+        return np.frombuffer(data.tobytes(), "<f4").astype(np.float32)
+
     def texts(self, key: str) -> list[bytes]:
         """Return the texts of the array under a key, which must exist."""
         field = self.fields[key]
@@ -229,11 +247,10 @@ class HeaderReader(GGUFReader):
         for field in fields:
             _, _, _, dims, raw_type, offset = field.parts
             kind, n_bytes = self._tensor_bytes(field.name, int(raw_type[0]), dims.tolist())
-            self.type_bytes[kind] += n_bytes
-            self.tensor_names.add(field.name)
-            if kind == "F32" and len(dims) == 1 and field.name.endswith(_NORM):
-                self.norms[field.name] = (int(start_offs) + int(offset[0]), n_bytes)
-            end = max(end, int(start_offs) + int(offset[0]) + n_bytes)
+            self.type_bytes[kind.name] += n_bytes
+            start = int(start_offs) + int(offset[0])
+            self.places[field.name] = TensorPlace(kind, tuple(dims.tolist()), start, n_bytes)
+            end = max(end, start + n_bytes)
         if end > len(self.data):
             raise ModelFileError(
                 f"{self.path}: is truncated, {end - len(self.data)} of at least {end} bytes "
@@ -254,8 +271,10 @@ class HeaderReader(GGUFReader):
                     "Hugging Face directory of the same model"
                 )
 
-    def _tensor_bytes(self, name: str, raw_type: int, dims: list[int]) -> tuple[str, int]:
-        """Return type name and size in bytes of one tensor of `dims` elements."""
+    def _tensor_bytes(
+        self, name: str, raw_type: int, dims: list[int]
+    ) -> tuple[GGMLQuantizationType, int]:
+        """Return type and size in bytes of one tensor of `dims` elements."""
         if raw_type == I2_S_TYPE:
             raise I2sFileError(
                 f"{self.path}: is an I2_S file of Microsoft's BitNet fork, which stock llama.cpp "
@@ -268,7 +287,7 @@ class HeaderReader(GGUFReader):
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if min(dims) < 1 or dims[0] % block != 0:
             raise ValueError(f"tensor {name} of type {kind.name} has shape {dims}")
-        return kind.name, math.prod(dims) // block * block_bytes
+        return kind, math.prod(dims) // block * block_bytes
 
 
 def text_value(reader: HeaderReader, key: str) -> str | None:

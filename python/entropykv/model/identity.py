@@ -13,6 +13,8 @@ from entropykv.model.header import HeaderReader, check_prefix, damage_named, rea
 
 _PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _BLOCKS, _BLOCK_BYTES = 64, 4096
+_NORM = "norm.weight"
+"""The ending of the names of norm weights."""
 
 
 def shape_of(geometry: ModelGeometry, header: bytes) -> dict[str, Any]:
@@ -54,14 +56,16 @@ def norms_of(path: Path) -> str | None:
     models apart: they have no weights, or all weights are equal, or a part is missing.
     """
     norms: dict[str, bytes] = {}
-    for part in _parts(path):
+    for part in parts_of(path):
         if not part.is_file():
             return None
         check_prefix(part)
         with damage_named(part):
             reader = HeaderReader(part)
-            for name, (offset, n_bytes) in reader.norms.items():
-                norms[name] = reader.data[offset : offset + n_bytes].tobytes()
+            for name, place in reader.places.items():
+                values_of_norm = reader.floats(name) if name.endswith(_NORM) else None
+                if values_of_norm is not None and len(place.dims) == 1:
+                    norms[name] = values_of_norm.astype("<f4").tobytes()
     digest = hashlib.sha256()
     values: set[bytes] = set()
     for name, weights in sorted(norms.items()):
@@ -72,7 +76,7 @@ def norms_of(path: Path) -> str | None:
     return digest.hexdigest() if len(values) > 1 else None
 
 
-def _parts(path: Path) -> Iterator[Path]:
+def parts_of(path: Path) -> Iterator[Path]:
     """Yield the files of a model: the given one and, if it is split, its other parts."""
     yield path
     found = _PART.fullmatch(path.name)

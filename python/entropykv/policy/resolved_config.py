@@ -92,6 +92,20 @@ class ResolvedConfig:
         return own_windows(self.policy, self.options.recent_window)
 
     @property
+    def centres_keys(self) -> bool:
+        """Tell whether the headwise store keeps keys without what the model's biases contribute to
+        nearly all of them, because large biases would make q8_0 coarse.
+
+        The measure `products` needs the products of queries with keys as they are.
+        """
+        return (
+            self.store == "headwise"
+            and self.kv_type == "q8_0"
+            and self.geometry.key_biases
+            and self.policy.importance.measure != "products"
+        )
+
+    @property
     def recalls_before_end(self) -> bool:
         """Tell whether frozen entries are also searched before the end of a prompt."""
         return self.freezing is None or self.freezing.recall_prompt is None
@@ -278,6 +292,7 @@ class ResolvedConfig:
             "n_ubatch": self.n_ubatch,
             "store": self.store,
             "kv_type": self.kv_type,
+            "centres_keys": self.centres_keys,
             "kv_budget": str(self.options.budget),
             "policy": self.policy.name,
             "entropy_profile": self.profile is not None,

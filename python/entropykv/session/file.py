@@ -87,6 +87,8 @@ class SavedSettings:
     """The version of llama.cpp's own state of a sequence, if the file contains one; None: it does
     not, and every release of llama.cpp can load it.
     """
+    key_centres: str | None = None
+    """A hash of how keys are stored: see Store.key_centres; None: as they are."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,23 @@ def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> No
             )
     if theirs.freeze != ours.freeze:
         raise SessionFileError(f"{where}: {_other_freezing(theirs.freeze, ours.freeze)}")
+    if theirs.key_centres != ours.key_centres:
+        raise SessionFileError(
+            f"{where}: holds keys {_stored(theirs)}, but this session stores them {_stored(ours)}; "
+            f"{AGAIN}"
+        )
     if theirs.sequence_state != ours.sequence_state:
         raise SessionFileError(
             f"{where}: holds {_version_of_state(theirs)} of llama.cpp's state of a sequence "
             f"(llama-cpp-python {theirs.llama_cpp_python}), but {ours.llama_cpp_python} reads "
             f"{_version_of_state(ours)} here; {AGAIN}"
         )
+
+
+def _stored(settings: SavedSettings) -> str:
+    if settings.key_centres is None:
+        return "with their biases"
+    return f"without their biases (in the form {settings.key_centres[:8]})"
 
 
 def _version_of_state(settings: SavedSettings) -> str:
@@ -422,7 +435,8 @@ class SessionReader:
 
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
 _MAY_BE_NONE = {
-    *("chat", "document", "freeze", "predictor", "recent_window", "sequence_state", "whole_from"),
+    *("chat", "document", "freeze", "key_centres", "predictor", "recent_window"),
+    *("sequence_state", "whole_from"),
 }
 _TYPES: dict[str, type] = {
     "fingerprint": dict,
@@ -437,7 +451,7 @@ def _is_possible(name: str, value: object) -> bool:
     """Tell whether a value of the header has the type of its field."""
     if value is None:
         return name in _MAY_BE_NONE
-    if name in _TEXTS or name == "freeze":
+    if name in _TEXTS or name in ("freeze", "key_centres"):
         return isinstance(value, str)
     if name in _TYPES:
         return isinstance(value, _TYPES[name])

@@ -170,6 +170,7 @@ def format_plan(plan: MemoryPlan) -> str:
         + ("for all conversations" if config.options.in_pool else _entries(plan)),
         *_line_of_each(plan),
         *_lines_of_places(plan),
+        *_line_of_keys(config),
         f"  saved             {_mib(plan.saved_bytes):>12}   "
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",
         f"  read at a time    {config.n_ubatch:>12} tokens of a prompt, by the {config.store} store"
@@ -211,6 +212,15 @@ def _lines_of_places(plan: MemoryPlan) -> list[str]:
         for place, size in plan.bytes_by_place.items()
         if size
     ]
+
+
+def _line_of_keys(config: ResolvedConfig) -> list[str]:
+    """Return the line that says how q8_0 holds keys with biases; empty for other keys."""
+    if config.centres_keys:
+        return ["  keys                           without their biases, which would make q8_0 coarse"]
+    if config.kv_type == "q8_0" and config.geometry.key_biases:
+        return ["  keys                           with their biases, which make q8_0 coarse: see f16"]
+    return []
 
 
 def _frozen(config: ResolvedConfig) -> str:

@@ -57,6 +57,7 @@ def saved_settings(
         n_sinks=config.options.n_sinks,
         recent_window=config.options.recent_window,
         freeze=None if freezing is None else freezing.kv_type,
+        key_centres=store.key_centres,
         sequence_state=(
             _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None
         ),

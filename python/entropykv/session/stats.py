@@ -101,6 +101,10 @@ class SessionStats:
     went to them (`uploads`) and came from them (`downloads`), while texts were read; empty for
     other stores.
     """
+    centred_layers: int = 0
+    """In how many layers keys are stored without the biases that the model adds to them: see
+    docs/background/quality-and-speed.md.
+    """
     drafted_tokens: int = 0
     """How many tokens were guessed and read: see docs/background/drafts.md."""
     accepted_drafts: int = 0

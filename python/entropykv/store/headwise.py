@@ -23,6 +23,7 @@ from entropykv.store.figures import core_counters
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
+from entropykv.store.key_centres import digest_of
 from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
 from entropykv.store.protocol import CacheMapFunction, PooledStore, SavedState, StoreState
 from entropykv.store.rollback_range import RollbackRange
@@ -61,6 +62,7 @@ class HeadwiseStore(PooledStore):
         self.hook = self._shared_context.hook
         self.context = self._shared_context.handle
         self.layers = self._shared_context.layers
+        self.key_centres = digest_of(self._shared_context.key_centres)
         try:
             self._recurrent = (
                 RecurrentState(self.context) if self._shared_context.recurrent else None
@@ -359,6 +361,7 @@ class HeadwiseStore(PooledStore):
             "kv_type": self._config.kv_type,
             **core_counters(self._store, self.hook),
             "rebases": self.rebases,
+            "centred_layers": sum(of.size > 0 for of in self._shared_context.key_centres),
             **self.cold.counters(),
         }
 
@@ -389,6 +392,7 @@ def _core_of(
         counts_dropped=config.policy.rule.by_losses,
         shared_choice=config.policy.rule.by_layer,
         ropes=[node.rope for node in shared_context.hook.nodes],
+        key_centres=shared_context.key_centres,
         freezing=cold.settings,
         pool=shared_context.pool,
     )

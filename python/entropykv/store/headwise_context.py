@@ -11,6 +11,7 @@ from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.store.key_centres import key_centres
 from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse_by_kind
 
 
@@ -45,6 +46,8 @@ class HeadwiseContext:
         """True if sequences have a state that llama.cpp keeps."""
         try:
             self.layers = probed_layers(model, options, self.hook, self.handle)
+            self.key_centres = key_centres(config, self.hook)
+            """How the keys of each layer are stored: see key_centres()."""
             self.pool: _core.SequencePool | None = None
             """The pages that stores share; None if a single store has its own pages."""
             if options.in_pool:

@@ -90,6 +90,8 @@ class Store(ABC):
     name: str
     file_format: str = ""
     """Whose saved states it reads and writes, by the name of a store; empty: its own."""
+    key_centres: str | None = None
+    """A hash of how keys are stored: see store/key_centres.py; None: as they are."""
     context: Any
     """The llama_context to decode with; resize() may replace it."""
     hook: _core.GraphHook | _core.WeightHook

@@ -18,6 +18,7 @@ from tests.support.reference.attending import (
     oldest_seen,
     visible,
 )
+from tests.support.reference.centring import KeyCentre, key_centre, stored_keys
 from tests.support.reference.dropped import DroppedScores
 from tests.support.reference.freezing import Detections, FreezingHead, FrozenEntry, Undecided
 from tests.support.reference.heads import ReferenceHead, Rules, Schedule, losses_at
@@ -80,6 +81,7 @@ __all__ = [
     "FreezingHead",
     "FrozenEntry",
     "Ints",
+    "KeyCentre",
     "Options",
     "QueryStatistics",
     "ReferenceHead",
@@ -99,6 +101,7 @@ __all__ = [
     "expected_attention",
     "features",
     "given",
+    "key_centre",
     "layer_shares",
     "lesson_sums",
     "losses_at",
@@ -115,6 +118,7 @@ __all__ = [
     "round_q8_0",
     "select_survivors",
     "stored",
+    "stored_keys",
     "updated_importance",
     "visible",
 ]

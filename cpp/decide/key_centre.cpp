@@ -1,0 +1,69 @@
+#include "decide/key_centre.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <complex>
+#include <stdexcept>
+
+namespace entropykv {
+namespace {
+
+// Between 1, which fits units to the channels, and 0.5, which also keeps the loudest channels
+// precise, because queries may look at them most.
+constexpr double kUnitPower = 0.75;
+constexpr double kLeastUnit = 1e-6;
+
+std::size_t index(int i) { return static_cast<std::size_t>(i); }
+
+float unit_of(double size) {
+    return static_cast<float>(std::pow(std::max(size, kLeastUnit), kUnitPower));
+}
+
+// Returns the mean of e^(i * position * frequency) over the centred positions.
+std::complex<double> mean_turn(double frequency) {
+    const std::complex<double> step = std::polar(1.0, frequency);
+    if (std::abs(step - 1.0) < 1e-9) return 1.0;
+    const double last = frequency * kCentredPositions;
+    return (std::polar(1.0, last) - 1.0) / (step - 1.0) / double{kCentredPositions};
+}
+
+void check(const std::vector<float>& bias, const std::vector<float>& spread, const RopeParams& rope,
+           float magnitude) {
+    const auto finite = [](float value) { return std::isfinite(value); };
+    if (bias.size() != spread.size() || !fits(rope, static_cast<int>(bias.size())))
+        throw std::invalid_argument("a bias of keys that does not fit their RoPE");
+    if (!std::all_of(bias.begin(), bias.end(), finite) ||
+        !std::all_of(spread.begin(), spread.end(), finite) || !finite(magnitude))
+        throw std::invalid_argument("a bias of keys that is not a number");
+}
+
+}  // namespace
+
+KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& spread,
+                     const RopeParams& rope, float magnitude) {
+    check(bias, spread, rope, magnitude);
+    // Channels that are not rotated have lost their bias completely.
+    KeyCentre found{bias, std::vector<float>(bias.size())};
+    for (std::size_t d = 0; d < bias.size(); ++d)
+        found.unit[d] = unit_of(std::abs(double{spread[d]}));
+    const std::vector<double> frequencies = rope_frequencies(rope);
+    const int pairs = rope.n_dims / 2;
+    for (int i = 0; i < pairs; ++i) {
+        const std::size_t first = index(rope.offset + (rope.neox ? i : 2 * i));
+        const std::size_t second = first + index(rope.neox ? pairs : 1);
+        const std::complex<double> of_pair(bias[first], bias[second]);
+        const std::complex<double> mean =
+            of_pair * mean_turn(frequencies[index(i)]) * double{magnitude};
+        found.centre[first] = static_cast<float>(mean.real());
+        found.centre[second] = static_cast<float>(mean.imag());
+        // The mean of squares per channel: of what is left of the bias, and of the rest of the key.
+        const double left = std::norm(of_pair) * double{magnitude} * double{magnitude} -
+                            std::norm(mean);
+        const double rest = double{magnitude} * std::hypot(spread[first], spread[second]);
+        const double size = std::sqrt((std::max(left, 0.0) + rest * rest) / 2.0);
+        found.unit[first] = found.unit[second] = unit_of(size);
+    }
+    return found;
+}
+
+}  // namespace entropykv
