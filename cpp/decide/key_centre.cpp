@@ -57,8 +57,8 @@ KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& s
         found.centre[first] = static_cast<float>(mean.real());
         found.centre[second] = static_cast<float>(mean.imag());
         // The mean of squares per channel: of what is left of the bias, and of the rest of the key.
-        const double left = std::norm(of_pair) * double{magnitude} * double{magnitude} -
-                            std::norm(mean);
+        const double left =
+            std::norm(of_pair) * double{magnitude} * double{magnitude} - std::norm(mean);
         const double rest = double{magnitude} * std::hypot(spread[first], spread[second]);
         const double size = std::sqrt((std::max(left, 0.0) + rest * rest) / 2.0);
         found.unit[first] = found.unit[second] = unit_of(size);

@@ -33,7 +33,7 @@ struct AttentionNode {
     float softcap;
     float max_bias;  // ALiBi's largest bias; 0: none
     bool has_sinks;
-    RopeParams rope;  // rotates the stored keys
+    RopeParams rope;       // rotates the stored keys
     float rope_magnitude;  // by which the rotation multiplies keys
     // Are for the device store: the buffer type of the layer's cache, and what the node computes.
     ggml_backend_buffer_type_t memory;

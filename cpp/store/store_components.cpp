@@ -252,8 +252,8 @@ void StoreComponents::clear_lessons() {
 void StoreComponents::add_lessons(std::size_t layer, std::size_t head, const StagedEntries& staged,
                                   const float* observed, Workspace& workspace) noexcept {
     const StoreLayer& of = layers[layer];
-    share.pool().lessons->add(layer, head, of.heads[head].layout(), staged, *of.inverse_rope, observed,
-                              common.settings.protection.n_sinks, *common.kernels,
+    share.pool().lessons->add(layer, head, of.heads[head].layout(), staged, *of.inverse_rope,
+                              observed, common.settings.protection.n_sinks, *common.kernels,
                               workspace.lesson_rows.data());
 }
 

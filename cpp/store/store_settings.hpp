@@ -7,8 +7,8 @@
 #include "decide/eviction.hpp"
 #include "decide/freezing.hpp"
 #include "decide/importance.hpp"
-#include "decide/rope_params.hpp"
 #include "decide/key_centre.hpp"
+#include "decide/rope_params.hpp"
 #include "store/layer_shape.hpp"
 
 namespace entropykv {

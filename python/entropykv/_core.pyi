@@ -612,9 +612,9 @@ class HeadwiseStore:
         layer rank entries by the observations of all of them. `ropes`: one for each layer, for
         expected attention; empty: keys do not depend on positions. `key_centres`: for each layer,
         [n_head_kv][centre, unit][k_dim] of key_centre(), or an empty array; not for the measure
-        `products`. `freezing` None: entries that are not kept are dropped. `pool` None: the store has pages of its own, and its budget is all
-        of them. Raises ValueError if the limit of `freezing` is too small, or for `freezing` with
-        `own_windows`.
+        `products`. `freezing` None: entries that are not kept are dropped. `pool` None: the store
+        has pages of its own, and its budget is all of them. Raises ValueError if the limit of
+        `freezing` is too small, or for `freezing` with `own_windows`.
         """
 
     def checkpoint(self) -> Checkpoint:

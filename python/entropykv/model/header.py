@@ -213,7 +213,7 @@ class HeaderReader(GGUFReader):
         raise ValueError(f"its header asks for byte {offset + size} of {end}")
 
     def floats(self, name: str) -> npt.NDArray[np.float32] | None:
-        """Return the values of a tensor in F32, flat; None where it is missing or of another type."""
+        """Return the values of a tensor in F32, flat; None if it is missing or of another type."""
         place = self.places.get(name)
         if place is None or place.type != GGMLQuantizationType.F32:
             return None

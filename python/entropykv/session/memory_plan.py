@@ -217,9 +217,9 @@ def _lines_of_places(plan: MemoryPlan) -> list[str]:
 def _line_of_keys(config: ResolvedConfig) -> list[str]:
     """Return the line that says how q8_0 holds keys with biases; empty for other keys."""
     if config.centres_keys:
-        return ["  keys                           without their biases, which would make q8_0 coarse"]
+        return [f"  keys {'':<26}without their biases, which would make q8_0 coarse"]
     if config.kv_type == "q8_0" and config.geometry.key_biases:
-        return ["  keys                           with their biases, which make q8_0 coarse: see f16"]
+        return [f"  keys {'':<26}with their biases, which make q8_0 coarse; f16 does not care"]
     return []
 
 

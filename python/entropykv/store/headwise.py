@@ -23,8 +23,8 @@ from entropykv.store.figures import core_counters
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
-from entropykv.store.key_centres import digest_of
 from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
+from entropykv.store.key_centres import digest_of
 from entropykv.store.protocol import CacheMapFunction, PooledStore, SavedState, StoreState
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction, ranking_predictor

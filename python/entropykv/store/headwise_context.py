@@ -11,8 +11,8 @@ from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.store.key_centres import key_centres
 from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse_by_kind
+from entropykv.store.key_centres import key_centres
 
 
 class HeadwiseContext:
