@@ -11,13 +11,11 @@ namespace {
 // Between 1, which fits units to the channels, and 0.5, which also keeps the loudest channels
 // precise, because queries may look at them most.
 constexpr double kUnitPower = 0.75;
-constexpr double kLeastUnit = 1e-6;
+// Queries are rounded to 16 bits in these units, and the spread is an estimate, so no channel is
+// taken for much quieter than the loudest one.
+constexpr double kMostRatio = 256.0;
 
 std::size_t index(int i) { return static_cast<std::size_t>(i); }
-
-float unit_of(double size) {
-    return static_cast<float>(std::pow(std::max(size, kLeastUnit), kUnitPower));
-}
 
 // Returns the mean of e^(i * position * frequency) over the centred positions.
 std::complex<double> mean_turn(double frequency) {
@@ -30,7 +28,7 @@ std::complex<double> mean_turn(double frequency) {
 void check(const std::vector<float>& bias, const std::vector<float>& spread, const RopeParams& rope,
            float magnitude) {
     const auto finite = [](float value) { return std::isfinite(value); };
-    if (bias.size() != spread.size() || !fits(rope, static_cast<int>(bias.size())))
+    if (bias.empty() || bias.size() != spread.size() || !fits(rope, static_cast<int>(bias.size())))
         throw std::invalid_argument("a bias of keys that does not fit their RoPE");
     if (!std::all_of(bias.begin(), bias.end(), finite) ||
         !std::all_of(spread.begin(), spread.end(), finite) || !finite(magnitude))
@@ -43,9 +41,9 @@ KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& s
                      const RopeParams& rope, float magnitude) {
     check(bias, spread, rope, magnitude);
     // Channels that are not rotated have lost their bias completely.
-    KeyCentre found{bias, std::vector<float>(bias.size())};
-    for (std::size_t d = 0; d < bias.size(); ++d)
-        found.unit[d] = unit_of(std::abs(double{spread[d]}));
+    KeyCentre found{bias, {}};
+    std::vector<double> sizes;
+    for (const float of_channel : spread) sizes.push_back(std::abs(double{of_channel}));
     const std::vector<double> frequencies = rope_frequencies(rope);
     const int pairs = rope.n_dims / 2;
     for (int i = 0; i < pairs; ++i) {
@@ -60,8 +58,12 @@ KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& s
         const double left =
             std::norm(of_pair) * double{magnitude} * double{magnitude} - std::norm(mean);
         const double rest = double{magnitude} * std::hypot(spread[first], spread[second]);
-        const double size = std::sqrt((std::max(left, 0.0) + rest * rest) / 2.0);
-        found.unit[first] = found.unit[second] = unit_of(size);
+        sizes[first] = sizes[second] = std::sqrt((std::max(left, 0.0) + rest * rest) / 2.0);
+    }
+    const double largest = *std::max_element(sizes.begin(), sizes.end());
+    for (const double size : sizes) {
+        const double unit = std::pow(std::max(size, largest / kMostRatio), kUnitPower);
+        found.unit.push_back(largest > 0.0 ? static_cast<float>(unit) : 1.0f);
     }
     return found;
 }

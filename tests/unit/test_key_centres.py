@@ -187,3 +187,4 @@ def test_oracle_subtracts_the_mean_of_the_rotated_bias() -> None:
     of = reference.key_centre(np.array([3.0, 4.0, 9.0]), np.zeros(3), rope, 1.0)
     np.testing.assert_allclose(of.centre, [0.0, 0.0, 9.0], atol=1e-9)
     np.testing.assert_allclose(of.unit[:2], (25 / 2) ** (0.75 / 2))
+    np.testing.assert_allclose(of.unit[2], (25 / 2) ** (0.75 / 2) / 256**0.75)

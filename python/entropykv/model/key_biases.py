@@ -45,7 +45,8 @@ class KeyBias:
 def read_key_biases(geometry: ModelGeometry) -> dict[int, KeyBias]:
     """Return the biases of keys by layer; layers are missing whose keys have none.
 
-    Also missing are layers that change keys after their bias (by a norm). Raises ModelFileError for
+    Also missing are layers that change keys after their bias (by a norm), and those with a bias
+    that is not a number. Raises ModelFileError for
     a file that is damaged.
     """
     found: dict[int, KeyBias] = {}
@@ -69,7 +70,7 @@ def _biases_in(reader: HeaderReader, geometry: ModelGeometry) -> Iterator[tuple[
         # In a joint projection, keys follow the queries.
         joint = name.endswith("qkv")
         first = geometry.heads_per_layer[layer] * geometry.head_dim_k if joint else 0
-        if n_keys == 0 or bias.size < first + n_keys:
+        if n_keys == 0 or bias.size < first + n_keys or not np.isfinite(bias).all():
             continue
         keys = slice(first, first + n_keys)
         weights = _first_columns(reader, f"{name}.weight", keys)

@@ -12,6 +12,7 @@ from tests.support.reference.values import Floats, stored
 
 CENTRED_POSITIONS = 8192
 UNIT_POWER = 0.75
+MOST_RATIO = 256.0
 
 
 class KeyCentre(NamedTuple):
@@ -37,7 +38,7 @@ def key_centre(
         left = np.mean(np.abs(turned - mean) ** 2)
         rest = magnitude**2 * (spread[first] ** 2 + spread[second] ** 2)
         size[first] = size[second] = np.sqrt((left + rest) / 2.0)
-    return KeyCentre(centre, size**UNIT_POWER)
+    return KeyCentre(centre, np.maximum(size, size.max() / MOST_RATIO) ** UNIT_POWER)
 
 
 def stored_keys(keys: npt.NDArray[Any], kv_type: str, centres: npt.NDArray[Any] | None) -> Floats:
