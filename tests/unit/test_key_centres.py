@@ -25,6 +25,9 @@ ROPES = st.builds(
     freq_base=st.sampled_from([100.0, 10000.0, 1e6]),
     freq_scale=st.sampled_from([1.0, 0.25]),
     ext_factor=st.sampled_from([0.0, 1.0]),
+    beta_fast=st.just(32.0),
+    beta_slow=st.just(1.0),
+    freq_factors=st.just(()),
 )
 
 
@@ -164,7 +167,7 @@ def test_rows_are_keys_as_they_were_also_at_other_positions() -> None:
             positions, _, rows, _ = store.rows(0, head)
             assert positions.tolist() == list(range(30))
             expected = reference.rotated(k[:, head], at - np.arange(30), rope)
-            np.testing.assert_allclose(rows, expected, rtol=0, atol=0.1)
+            np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=0.1)
 
 
 @pytest.mark.parametrize(
