@@ -65,7 +65,7 @@ def divergence(queries: Floats, keys: Floats, other: Floats, first: int) -> floa
     seen = np.arange(len(keys)) <= first + STEP * np.arange(len(queries))[:, None, None]
 
     def log_shares(of: Floats) -> Floats:
-        logits = np.where(seen, queries @ of.T, -np.inf)
+        logits = np.where(seen, queries @ of.T, -1e30)
         logits -= logits.max(-1, keepdims=True)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
