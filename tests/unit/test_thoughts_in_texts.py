@@ -193,6 +193,15 @@ def test_without_a_budget_thoughts_are_counted_alone() -> None:
 # --- constraints ----------------------------------------------------------------------------------
 
 
+def test_a_constraint_applies_to_the_final_channel() -> None:
+    answer = Constraint.json_object().behind(before_answer(HARMONY, opened=False))
+    thought = "<|channel|>analysis<|message|>{<|end|>"
+    final = "<|channel|>final<|message|>"
+    inside = [f"{thought}<|start|>assistant{final}{{}}", f"{final}{{}}"]
+    outside = [f"{thought}{{}}", "{}", f"{thought}<|start|>assistant{final}[]"]
+    assert takes(answer, *inside, *outside) == [True] * 2 + [False] * 3
+
+
 @pytest.mark.parametrize("is_token", [True, False])
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_constraint_applies_to_what_stands_behind_the_thought(

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -54,6 +55,7 @@ class Trials:
     def __init__(self) -> None:
         """Know none."""
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def check(self, constraint: Constraint, poll: Callable[[], object]) -> None:
         """Raise SettingsError for a constraint that takes too long, or too much memory, to compile.
@@ -64,12 +66,15 @@ class Trials:
         if len(source) <= _SURELY_CHEAP and not any(word in source for word in _COSTLY):
             return
         key = hashlib.sha256(f"{constraint.kind}\0{source}".encode()).digest()
-        if key not in self._known:
+        with self._lock:
+            is_known = key in self._known
+        if not is_known:
             self._try(constraint, poll)
-        self._known[key] = None
-        self._known.move_to_end(key)
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+        with self._lock:
+            self._known[key] = None
+            self._known.move_to_end(key)
+            while len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
 
     @staticmethod
     def _try(constraint: Constraint, poll: Callable[[], object]) -> None:

@@ -625,7 +625,10 @@ class EntropyLlama(llama_cpp.Llama):
         return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
 
     def _init_sampler(
-        self, *arguments: Any, grammar: LlamaGrammar | Constraint | None = None, **options: Any
+        self,
+        *arguments: Any,
+        grammar: LlamaGrammar | Constraint | str | None = None,
+        **options: Any,
     ) -> Any:
         """Make the chain of samplers; in a pool, it reads this sequence's logits instead of the
         last ones.
@@ -634,7 +637,7 @@ class EntropyLlama(llama_cpp.Llama):
         """
         if isinstance(grammar, LlamaGrammar):
             grammar = Constraint.gbnf(grammar._grammar, grammar._root)
-        ours = None if grammar is None else self._constraint_sampler(grammar)
+        ours = None if grammar is None else self._constraint_sampler(Constraint.of(grammar))
         sampler = super()._init_sampler(*arguments, **options)
         if ours is None and self._session.is_alone and self._session.drafting is None:
             return sampler
