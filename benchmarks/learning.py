@@ -27,8 +27,8 @@ from entropykv.profile.predictor import Lessons
 from entropykv.session.predictor_fit import value_features
 from inputs import find_model, read_texts
 
-TEXTS = Path(__file__).parents[1] / "calibration" / "texts"
-NAMES = ("02_fiction", "04_python", "18_french", "03_dialogue")
+ROOT = Path(__file__).parents[1]
+NAMES = ("tuning_prose_01", "04_python", "18_french", "03_dialogue")
 
 
 def added(*parts: Lessons) -> Lessons:
@@ -41,7 +41,7 @@ def measure(model: str, n_chunks: int) -> None:
     with _EchoReader(model, 256 * n_chunks, "q8_0", 1) as reader:
         lessons: dict[str, list[Lessons]] = {}
         for name in NAMES:
-            text = (TEXTS / f"{name}.txt").read_text(encoding="utf-8")
+            text = next(ROOT.glob(f"*/texts/{name}.txt")).read_text(encoding="utf-8")
             tokens = reader._model.tokenize(text, add_bos=True, special=False)  # noqa: SLF001
             chunk = reader._echo.chunk  # noqa: SLF001
             lessons[name] = []
