@@ -91,13 +91,15 @@ def test_what_is_compared_is_what_the_definition_says(
                 kv_budget=f"{int(fraction * n_bytes)}B",
                 policy=policy_named("auto", as_if(profile, way), "headwise").name,
                 entropy_config=as_if(profile, way),
+                learn=False,
                 n_threads=2,
             ) as session:
+                session.decode(read)
+                state = session.save_state()
                 for of_kind, whole, (before, after) in zip(
                     divergences, wholes, asked_for, strict=True
                 ):
-                    session.reset()
-                    session.decode(read)
+                    session.load_state(state)
                     rows = session.decode([*before, *after], all_logits=True)
                     kl = divergence(whole, rows[len(before) :])
                     assert of_kind[i, j] == pytest.approx(kl, rel=0.02), (way, fraction)
