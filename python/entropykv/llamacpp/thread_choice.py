@@ -89,7 +89,9 @@ class ThreadChoice:
         self._pause = FIRST_PAUSE
         self._waited = 0.0
         """Seconds of steps since the last trial."""
-        self._n_trials = self._next_way = 0
+        self._next_way = 0
+        self._hint_is_next = True
+        """Whether the next trial is of the expected way; every other one is."""
         self._fresh = True
 
     @property
@@ -108,6 +110,7 @@ class ThreadChoice:
         elif hint == before and hint != self._hint:
             self._hint = hint
             if hint != self._rejected:
+                self._hint_is_next = True
                 self._pause = FIRST_PAUSE
                 self._waited = max(self._waited, FIRST_PAUSE - SHORTEST_PAUSE)
 
@@ -146,12 +149,11 @@ class ThreadChoice:
         ways = self._neighbours()
         if not ways:
             return
-        self._n_trials += 1
         self._before = self.way, steps.seconds / steps.work
-        if self.way != self._hint and self._n_trials % 2 == 1:
-            self.way = self._hint
+        if self.way != self._hint and self._hint_is_next:
+            self.way, self._hint_is_next = self._hint, False
         else:
-            self.way = ways[self._next_way % len(ways)]
+            self.way, self._hint_is_next = ways[self._next_way % len(ways)], True
             self._next_way += 1
 
     def _expected(self, wanted: float) -> Way:
