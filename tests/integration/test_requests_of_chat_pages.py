@@ -117,7 +117,7 @@ CHATS: dict[str, dict[str, Any]] = {
         "model": "tiny",
         "stream": False,
         "n": 1,
-        "max_tokens": 120,
+        "max_tokens": 400,
         "messages": [PARTS],
         "tools": [
             {

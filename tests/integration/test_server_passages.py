@@ -85,8 +85,9 @@ def test_the_passage_of_a_fact_is_among_the_first_for_its_question(
 
 
 def test_a_stream_has_the_passages_of_the_whole_answer_at_its_end(small: Server) -> None:
-    whole = ask(small, "What?", seed=1).json()["choices"][0]
-    events = events_of(ask(small, "What?", seed=1, stream=True))
+    question = "What is said about the sea and the ship in this text?"
+    whole = ask(small, question, seed=1).json()["choices"][0]
+    events = events_of(ask(small, question, seed=1, stream=True))
     with_reason = [each for each in events if each["choices"][0]["finish_reason"]]
     (last,) = with_reason
     assert last["choices"][0]["passages"] == whole["passages"]

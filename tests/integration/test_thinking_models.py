@@ -124,7 +124,7 @@ def test_a_request_has_its_own_budget_and_ending(asked: Asked) -> None:
 
 
 def test_a_schema_describes_what_comes_behind_the_thought(asked: Asked) -> None:
-    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
+    schema: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
     schema |= {"required": ["city"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
     message = asked.message(response_format=form, max_tokens=200)

@@ -90,7 +90,8 @@ def _spread(columns: _Columns, norm: _Floats | None) -> _Floats:
     if norm is not None and norm.size == columns.n_all:
         values = values * norm[: values.shape[1]]
     spread = np.sqrt(np.square(values).sum(axis=1) * columns.n_all / values.shape[1])
-    return np.nan_to_num(spread, nan=1.0, posinf=1.0).astype(np.float32)
+    found: _Floats = np.nan_to_num(spread, nan=1.0, posinf=1.0).astype(np.float32)
+    return found
 
 
 def _first_columns(reader: HeaderReader, name: str, rows: slice) -> _Columns:

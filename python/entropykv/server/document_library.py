@@ -54,11 +54,10 @@ from entropykv.session.document_folder import (
     make_folder,
     note_use,
     partial_of,
-    stamp_of,
     text_file_of,
 )
 from entropykv.session.file import DocumentNote, open_session
-from entropykv.session.object_storage import FileStamp
+from entropykv.session.object_storage import FileStamp, stamp_of
 
 MOST_DOCUMENTS = 256
 """The most documents of one user; each is as large as the entries that it keeps."""
