@@ -86,18 +86,19 @@ def test_keys_with_large_biases_are_rounded_to_eight_bits(
     name: str, record_property: Record
 ) -> None:
     """A few channels of Qwen's keys are many times as large as the others."""
-    n_tokens, bar = (300, 0.025) if name == QWEN else (160, 0.012)
+    n_tokens, bar = (300, 0.005) if name == QWEN else (160, 0.0047)
     tokens = text_of(name, n_tokens)
     divergence = kl_divergence(stocks_rows(name, tokens), our_rows(name, tokens, kv_type="q8_0"))
     record_property("figures", f"{divergence:.5f}")
-    assert divergence < bar  # 0.0130 and 0.0053 were measured.
+    # 0.0026 and 0.0035 were measured; with the biases in the keys, 0.0130 and 0.0053.
+    assert divergence < bar
 
 
 @pytest.mark.parametrize(("name", "bar"), [(GEMMA, 0.08), (QWEN, 0.3)])
 def test_a_fifth_of_the_entries_keeps_the_distribution(
     name: str, bar: float, record_property: Record
 ) -> None:
-    """For the last tokens of 1,024, 0.043 and 0.214 were measured; `recency` has 0.17 and 0.39."""
+    """For the last tokens of 1,024, 0.060 and 0.246 were measured; `recency` has 0.17 and 0.39."""
     tokens = text_of(name, 1024, number=1)
     expected = stocks_rows(name, tokens)
     n_kept = len(tokens) // 5

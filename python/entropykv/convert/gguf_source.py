@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, ReaderField
+from gguf import GGUFValueType, GGUFWriter, ReaderField
 
 from entropykv.convert.decoder import DecoderShape, check_tensors, drop_tied_head
 from entropykv.convert.permuted import permuted
@@ -142,8 +142,8 @@ class _I2sReader(HeaderReader):
             kind, n_bytes = "I2_S", math.prod(shape) // 4 + I2S_TAIL_BYTES
             tensor = I2sTensor(self.path, name, offset, (shape[0], shape[1]), self.layout)
         else:
-            kind, n_bytes = self._tensor_bytes(name, raw_type, list(reversed(shape)))
-            tensor = FileTensor(self.path, offset, GGMLQuantizationType(raw_type), shape)
+            of, n_bytes = self._tensor_bytes(name, raw_type, list(reversed(shape)))
+            kind, tensor = of.name, FileTensor(self.path, offset, of, shape)
         self.type_bytes[kind] += n_bytes
         if offset + n_bytes > len(self.data):
             raise ModelFileError(
