@@ -138,12 +138,18 @@ const char* entries_problem(const PageLayout& layout, const std::byte* state, in
     for (int i = 0; i < count; ++i) {
         const std::byte* page = state + index(layout.page_of(i)) * layout.bytes;
         const int slot = layout.slot_of(i);
-        const auto position = static_cast<std::size_t>(layout.positions(page)[slot]);
+        // The states of small files lie at any address.
+        std::int32_t stored;
+        float importance;
+        std::memcpy(&stored, page + layout.position_offset + index(slot) * sizeof stored,
+                    sizeof stored);
+        std::memcpy(&importance, page + layout.importance_offset + index(slot) * sizeof importance,
+                    sizeof importance);
+        const auto position = static_cast<std::size_t>(stored);
         // This also catches negative positions.
         if (position >= seen.size()) return "a position that was never read";
         if (seen[position]) return "a position twice";
         seen[position] = true;
-        const float importance = layout.importance(page)[slot];
         if (!std::isfinite(importance) || importance < 0.0f) return "an impossible importance";
     }
     return nullptr;

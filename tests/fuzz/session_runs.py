@@ -326,8 +326,9 @@ class Run:
 
 def _computes_all_products(session: Session) -> bool:
     """Tell whether drafts are read, and whether a token has the same bits among them as alone."""
-    by = session.stats().products.values()
-    return session.drafting is not None and not any("llama.cpp" in name for name in by)
+    by = session.stats().products.values()  # What nothing was read with yet is not among them.
+    known = bool(by) and not any("llama.cpp" in name for name in by)
+    return session.drafting is not None and known
 
 
 @contextlib.contextmanager

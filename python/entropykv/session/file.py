@@ -4,7 +4,7 @@ All numbers are little-endian:
 
     magic "EKVSESS\\0", version (u32), bytes of the header (u32)
     header: JSON, see SavedSettings and SavedContents, and spaces: the store's sections begin at a
-        multiple of 16384 bytes if they have 65536 bytes or more
+        multiple of 16384 bytes if they have 65536 bytes or more, else at one of 16
     digest (blake2b, 16 bytes) of all before it
     sections, one after the other: tokens (i32), logits of the last token (f32), the store's
     digest (blake2b, 16 bytes) of all before it
@@ -59,7 +59,11 @@ DIGEST_BYTES = 16
 SECTION_ALIGNMENT = 1 << 14
 """Where the store's sections begin: a multiple of the memory pages of most systems."""
 LEAST_ALIGNED_BYTES = 1 << 16
-"""Fewer bytes of the store's sections are not aligned, because that saves nothing."""
+"""Fewer bytes of the store's sections begin at a multiple of VALUE_ALIGNMENT: aligning them to
+memory pages saves nothing.
+"""
+VALUE_ALIGNMENT = 16
+"""No number in the store's sections needs more."""
 AGAIN = "read the prompt again and save a new session"
 
 
@@ -240,8 +244,8 @@ def write_session(
     header = json.dumps(parts).encode()
     n_before = PREFIX.size + len(header) + DIGEST_BYTES
     n_before += 4 * (contents.n_tokens + contents.n_logits)
-    if sum(contents.sections) >= LEAST_ALIGNED_BYTES:
-        header += b" " * (-n_before % SECTION_ALIGNMENT)
+    is_large = sum(contents.sections) >= LEAST_ALIGNED_BYTES
+    header += b" " * (-n_before % (SECTION_ALIGNMENT if is_large else VALUE_ALIGNMENT))
     put(PREFIX.pack(MAGIC, VERSION, len(header)))
     put(header)
     put(digest.digest())
