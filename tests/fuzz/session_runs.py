@@ -23,7 +23,7 @@ from tests.support.logits import Logits, relative_error
 
 LONG_SHARE = 0.04
 """The share of runs with heads of thousands of entries, which take longer."""
-_ATTEMPTS = 40
+_ATTEMPTS = 400
 _MOST_STOCK_TOKENS = 700
 
 
@@ -310,6 +310,8 @@ class Run:
     def _compare_with_threads(self) -> None:
         """Check that another number of threads gives the same bits for the same operations."""
         ours = self.session
+        if ours.drafting is not None and not _computes_all_products(ours):
+            return  # How much is drafted depends on time, and bits on what is drafted.
         n_threads = self.chance.choice([n for n in (1, 2, 3, 5) if n != self.options["n_threads"]])
         is_busy = self.chance.random() < 0.3
         say(f"compare with {n_threads} threads{' of a busy machine' if is_busy else ''}")
