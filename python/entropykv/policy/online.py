@@ -111,8 +111,8 @@ def online_budgets(
     if policy.rule.by_layer:
         return LayerEntropies(store, layers, n_ctx, policy.rule)
     if policy.rule.by_losses:
-        guided = policy.rule.by_curves and profile is not None
-        return MeasuredLosses(store, layers, n_ctx, profile.curves if guided and profile else None)
+        curves = profile.curves if profile is not None and policy.rule.by_curves else None
+        return MeasuredLosses(store, layers, n_ctx, curves)
     return None
 
 
