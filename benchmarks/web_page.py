@@ -42,8 +42,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from entropykv import Session
-from entropykv.server.inspections import Inspections
-from entropykv.server.web_files import page_file, page_files
+from entropykv.server.engine.inspections import Inspections
+from entropykv.server.page.files import page_file, page_files
 from inputs import find_model
 from tests.support.running_server import Server
 from tests.support.tiny_models import write_llama

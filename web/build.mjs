@@ -3,7 +3,7 @@ import { copyFile, mkdir, readdir, readFile, rm, writeFile } from "node:fs/promi
 import path from "node:path";
 import { build } from "esbuild";
 
-const out = path.resolve(process.argv[2] ?? "../python/entropykv/server/static");
+const out = path.resolve(process.argv[2] ?? "../python/entropykv/server/page/static");
 await rm(out, { recursive: true, force: true });
 await mkdir(out, { recursive: true });
 

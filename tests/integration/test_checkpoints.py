@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
-from entropykv.server.loading import ServedLlama
-from entropykv.server.prefix_cache import PrefixCache
-from entropykv.server.users import SOMEBODY
+from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.users import SOMEBODY
+from entropykv.server.models.loading import ServedLlama
 from entropykv.session import rollback
 from entropykv.session.reuse import LEAST_SPARED
 from tests.architectures import ARCHITECTURES

@@ -24,7 +24,7 @@ from entropykv.constraint.constraint import Constraint
 from entropykv.constraint.sampler import CANDIDATE, ConstraintSampler
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.model import Model
-from entropykv.server.loading import ServedLlama
+from entropykv.server.models.loading import ServedLlama
 from tests.support.constraints import schema_takes
 from tests.support.grammars import AMBIGUOUS
 from tests.support.running_server import MODEL, Server

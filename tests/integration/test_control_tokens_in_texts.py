@@ -15,9 +15,9 @@ from entropykv.cli.conversation import Conversation
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.model_options import LoadOptions
 from entropykv.server import ModelOptions
-from entropykv.server.chat_request import ChatRequest
-from entropykv.server.loading import ServedLlama, load_llama
-from entropykv.server.responses import ResponsesRequest
+from entropykv.server.chat.chat_request import ChatRequest
+from entropykv.server.dialects.responses import ResponsesRequest
+from entropykv.server.models.loading import ServedLlama, load_llama
 from entropykv.session.document import read_document
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session

@@ -17,7 +17,7 @@ from entropykv.drop_in.arguments import split_arguments
 from entropykv.llamacpp.thread_choice import ThreadChoice, Way
 from entropykv.llamacpp.threads import Threads
 from entropykv.server import ModelOptions
-from entropykv.server.loading import cache_options
+from entropykv.server.models.loading import cache_options
 from entropykv.session.step_costs import StepCosts
 from entropykv.settings import cores
 from entropykv.settings.cache_options import CacheOptions
@@ -57,7 +57,7 @@ def test_the_server_says_it_too(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("entropykv.server.running.serve", lambda *_: None)
+    monkeypatch.setattr("entropykv.server.http.running.serve", lambda *_: None)
     model = ("serve", "--model", str(tiny_llama), "--n_threads_batch", "1")
     for threads, times in (("2", 1), ("1", 0)):
         assert main([*model, "--n_threads", threads]) == 0

@@ -14,13 +14,14 @@ import pytest
 
 from entropykv import system
 from entropykv.errors import StorageError
-from entropykv.server import ModelOptions, document_reader
-from entropykv.server.accepted_text import Accepted, AcceptedText
-from entropykv.server.document_library import DocumentLibrary
-from entropykv.server.document_readings import DocumentId, Reading, Removal
-from entropykv.server.engine import Engine
-from entropykv.server.errors import RequestError
-from entropykv.server.loading import load_llama
+from entropykv.server import ModelOptions
+from entropykv.server.documents import reader as document_reader
+from entropykv.server.documents.accepted_text import Accepted, AcceptedText
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.readings import DocumentId, Reading, Removal
+from entropykv.server.engine.engine import Engine
+from entropykv.server.http.errors import RequestError
+from entropykv.server.models.loading import load_llama
 from entropykv.session.document import read_document
 from entropykv.session.document_folder import DocumentFolder, text_file_of
 from entropykv.session.file import open_session

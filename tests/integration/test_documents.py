@@ -22,8 +22,8 @@ import pytest
 
 from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileError, system
 from entropykv.model.geometry import read_geometry
-from entropykv.server.document_library import DocumentLibrary
-from entropykv.server.document_readings import DocumentId
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.readings import DocumentId
 from entropykv.session.document import document_header, open_documents, read_document
 from entropykv.session.file import open_session
 from entropykv.store.protocol import Part

@@ -154,7 +154,7 @@ def test_serve_freezes(tiny_llama: Path, given: list[Any]) -> None:
     from entropykv.cli.parser import CommandParser  # noqa: PLC0415
     from entropykv.cli.served_models import models_of, read_options  # noqa: PLC0415
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
-    from entropykv.server.loading import load_llama  # noqa: PLC0415
+    from entropykv.server.models.loading import load_llama  # noqa: PLC0415
 
     options = ["-m", str(tiny_llama), "--n_ctx", "64", "--freeze", "ram", *OPTIONS]
     found = _parser(serving=True).parse_args(["serve", *options])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from entropykv import Session
-from entropykv.server.errors import RequestError
-from entropykv.server.inspections import Inspections
-from entropykv.server.kv_pictures import Window
+from entropykv.server.engine.inspections import Inspections
+from entropykv.server.http.errors import RequestError
+from entropykv.server.page.kv_pictures import Window
 from entropykv.store.headwise import HeadwiseStore
 
 

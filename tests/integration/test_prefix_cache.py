@@ -16,8 +16,8 @@ from entropykv import Pool
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
-from entropykv.server.prefix_cache import PrefixCache
-from entropykv.server.users import Caller
+from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.users import Caller
 from entropykv.session.reuse import common_prefix
 from entropykv.session.session import Session
 from tests.architectures import ARCHITECTURES

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from entropykv.server import ModelOptions, ServerOptions, create_app, streaming
+from entropykv.server import ModelOptions, ServerOptions, create_app
+from entropykv.server.dialects import streaming
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import PROMPT, served
 

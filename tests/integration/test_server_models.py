@@ -19,8 +19,8 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv import EntropyLlama
 from entropykv.errors import SettingsError
 from entropykv.server import ModelCatalog, ModelOptions, ServerOptions, create_app
-from entropykv.server.errors import RequestError
-from entropykv.server.memory_estimate import estimate_memory
+from entropykv.server.http.errors import RequestError
+from entropykv.server.models.memory_estimate import estimate_memory
 from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import Server
 from tests.support.several_models import (

@@ -17,7 +17,7 @@ from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.loading import path_of
+from entropykv.server.models.loading import path_of
 from entropykv.settings.cores import usable_cores
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import ORIGIN, served

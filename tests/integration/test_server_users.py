@@ -16,8 +16,8 @@ import pytest
 from starlette.middleware import Middleware
 
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.conversations import Conversations
-from entropykv.server.turns import TurnMiddleware
+from entropykv.server.engine.conversations import Conversations
+from entropykv.server.engine.turns import TurnMiddleware
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import served
 

@@ -15,7 +15,7 @@ import pytest
 from entropykv.cli import main
 from entropykv.errors import SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.slot_files import MOST_FILE_NAME, MOST_FILES
+from entropykv.server.engine.slot_files import MOST_FILE_NAME, MOST_FILES
 from tests.support.running_server import MODEL, Server
 
 TEXT = "The gardener and the fisherman meet at the harbour, and talk of the weather. " * 8

@@ -398,10 +398,10 @@ def test_the_command_line_says_the_same_and_answers_the_same() -> None:
 
 
 def test_tools_reach_the_model_with_the_characters_of_all_languages() -> None:
-    from entropykv.server.image_parts import ImageParts  # noqa: PLC0415
-    from entropykv.server.messages import Message, template_messages  # noqa: PLC0415
-    from entropykv.server.template_traits import TemplateTraits  # noqa: PLC0415
-    from entropykv.server.tool_calls import Tool, ToolUse  # noqa: PLC0415
+    from entropykv.server.chat.image_parts import ImageParts  # noqa: PLC0415
+    from entropykv.server.chat.messages import Message, template_messages  # noqa: PLC0415
+    from entropykv.server.chat.template_traits import TemplateTraits  # noqa: PLC0415
+    from entropykv.server.chat.tool_calls import Tool, ToolUse  # noqa: PLC0415
 
     use = ToolUse([Tool.model_validate(TOOL)])
     assert "Zählt 数" in use.instructions()

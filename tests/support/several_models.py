@@ -15,9 +15,9 @@ import httpx
 from fastapi import FastAPI
 
 from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions, create_app
-from entropykv.server import app as app_module
-from entropykv.server.loading import ServedLlama, load_llama
-from entropykv.server.model_registry import ModelRegistry
+from entropykv.server.http import app as app_module
+from entropykv.server.models.loading import ServedLlama, load_llama
+from entropykv.server.models.registry import ModelRegistry
 from tests.support.tiny_models import write_llama
 
 WORDS = {"prompt": "The old garden", "max_tokens": 6, "temperature": 0.0}

@@ -17,18 +17,18 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from pydantic import BaseModel
 
-from entropykv.server.admission import Admission, Limits
-from entropykv.server.bodies import Bodies, read_body
-from entropykv.server.chat_request import ChatRequest
-from entropykv.server.conversations import Conversations
-from entropykv.server.engine import Engine, Job
-from entropykv.server.errors import RequestError, as_request_error
-from entropykv.server.fields import MOST_VALUES, check_values
-from entropykv.server.host_header_check import HostHeaderCheck
-from entropykv.server.llama_server_routes import DetokenizeRequest
-from entropykv.server.requests import CompletionRequest
-from entropykv.server.responses import ResponsesRequest
-from entropykv.server.turns import TurnMiddleware
+from entropykv.server.chat.chat_request import ChatRequest
+from entropykv.server.dialects.fields import MOST_VALUES, check_values
+from entropykv.server.dialects.llama_server_routes import DetokenizeRequest
+from entropykv.server.dialects.requests import CompletionRequest
+from entropykv.server.dialects.responses import ResponsesRequest
+from entropykv.server.engine.admission import Admission, Limits
+from entropykv.server.engine.conversations import Conversations
+from entropykv.server.engine.engine import Engine, Job
+from entropykv.server.engine.turns import TurnMiddleware
+from entropykv.server.http.bodies import Bodies, read_body
+from entropykv.server.http.errors import RequestError, as_request_error
+from entropykv.server.http.host_header_check import HostHeaderCheck
 
 
 @dataclass(eq=False)

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from entropykv.server.affinity import MOST_KEYS, SHARED_CHARACTERS, Affinity, Holders, affinity_of
+from entropykv.server.replicas.affinity import (
+    MOST_KEYS,
+    SHARED_CHARACTERS,
+    Affinity,
+    Holders,
+    affinity_of,
+)
 
 SYSTEM = {"role": "system", "content": "You know the whole manual. " * 40}
 IDLE = {"a": 0, "b": 0, "c": 0}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from entropykv.server.choices import Choices, seeds
+from entropykv.server.dialects.choices import Choices, seeds
 
 
 def answer(text: str, n_prompt: int, n_written: int, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 import uvicorn
 
-from entropykv.server.connections import protocol_of
+from entropykv.server.http.connections import protocol_of
 
 
 def test_a_client_that_does_not_read_loses_its_connection() -> None:

@@ -17,10 +17,10 @@ from entropykv import EntropyKVError, SessionFileError, SettingsError
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
-from entropykv.server.conversations import Conversations
-from entropykv.server.engine import Engine
-from entropykv.server.turns import TurnMiddleware, _caller
-from entropykv.server.users import Caller
+from entropykv.server.engine.conversations import Conversations
+from entropykv.server.engine.engine import Engine
+from entropykv.server.engine.turns import TurnMiddleware, _caller
+from entropykv.server.http.users import Caller
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from entropykv.errors import SettingsError
-from entropykv.server.document_library import DocumentLibrary
-from entropykv.server.shared_documents import check_shared, marked
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.shared_documents import check_shared, marked
 
 
 @pytest.fixture(params=["path", "file", "memory"])

@@ -8,9 +8,9 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from entropykv.server.affinity import affinity_of
-from entropykv.server.document_form import document_name, fields_of, is_form, text_of
-from entropykv.server.errors import RequestError
+from entropykv.server.documents.form import document_name, fields_of, is_form, text_of
+from entropykv.server.http.errors import RequestError
+from entropykv.server.replicas.affinity import affinity_of
 
 KIND = "multipart/form-data; boundary=B"
 

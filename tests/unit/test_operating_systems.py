@@ -25,8 +25,8 @@ from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
 from entropykv.model.header import check_prefix
 from entropykv.profile.profile import EntropyProfile
-from entropykv.server.conversations import Conversations
-from entropykv.server.users import Caller
+from entropykv.server.engine.conversations import Conversations
+from entropykv.server.http.users import Caller
 from entropykv.session import document
 from entropykv.store.cold_file import ColdFile
 from tests.support.systems import OF_POSIX, absent_imports, is_there, left_out

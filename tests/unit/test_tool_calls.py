@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 
 from entropykv.errors import SettingsError
-from entropykv.server.chat_request import ChatRequest, _chunks_with_calls
-from entropykv.server.errors import RequestError
-from entropykv.server.image_parts import ImageParts
-from entropykv.server.messages import Message, template_messages
-from entropykv.server.template_traits import TemplateTraits, _Probe
-from entropykv.server.tool_calls import CallReader, NamedTool, Tool, ToolUse
+from entropykv.server.chat.chat_request import ChatRequest, _chunks_with_calls
+from entropykv.server.chat.image_parts import ImageParts
+from entropykv.server.chat.messages import Message, template_messages
+from entropykv.server.chat.template_traits import TemplateTraits, _Probe
+from entropykv.server.chat.tool_calls import CallReader, NamedTool, Tool, ToolUse
+from entropykv.server.http.errors import RequestError
 from tests.support.constraints import takes
 
 PLAIN = TemplateTraits(shows_every_message=True)

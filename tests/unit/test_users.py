@@ -11,8 +11,8 @@ from entropykv import SettingsError
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
+from entropykv.server.http.users import Caller, Keys, shows_text
 from entropykv.server.options import ServerOptions
-from entropykv.server.users import Caller, Keys, shows_text
 
 
 @pytest.fixture(autouse=True)

@@ -59,8 +59,8 @@ def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
     """
     _check(options, sampling)
     from entropykv.server import ServerOptions  # noqa: PLC0415
-    from entropykv.server.running import serve  # noqa: PLC0415
-    from entropykv.server.web_page import WebDefaults  # noqa: PLC0415
+    from entropykv.server.http.running import serve  # noqa: PLC0415
+    from entropykv.server.page.routes import WebDefaults  # noqa: PLC0415
 
     demo = demo_of(options)
     page = WebDefaults(system=options.system, sampling=_sampling_of(options))

@@ -12,7 +12,7 @@ from entropykv.cli.llama_flags import flag_named
 from entropykv.cli.parser import CommandParser
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
-from entropykv.server.fields import MOST_NAME
+from entropykv.server.dialects.fields import MOST_NAME
 from entropykv.server.options import MOST_MODELS, ModelOptions
 
 MOST_PRESET = 1 << 20

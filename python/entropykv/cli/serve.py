@@ -115,7 +115,7 @@ def _add_fields(group: argparse._ArgumentGroup, options: Any, without: set[str])
 def run(options: argparse.Namespace) -> int:
     """Run the command until a signal; returns the exit code."""
     from entropykv.server import ServerOptions  # noqa: PLC0415
-    from entropykv.server.running import serve  # noqa: PLC0415
+    from entropykv.server.http.running import serve  # noqa: PLC0415
 
     server = read_options(ServerOptions, options)
     model = models_of(options, server, _parser_of_models())
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
                     f"{_spelt(name)} needs --max-replicas; give it, or leave it out"
                 )
         model = _for_replicas(model)
-        from entropykv.server.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
+        from entropykv.server.replicas.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
 
         run_replicas(model, server, ReplicaOptions(options.replicas, **told))
     elif told:

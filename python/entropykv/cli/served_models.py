@@ -33,7 +33,7 @@ def models_of(
         options.model = named[0] if named else None
         return read_options(ModelOptions, options)
     from entropykv.cli.models_preset import Presets, read_presets  # noqa: PLC0415  # it needs the server
-    from entropykv.server.model_catalog import models_in, name_of, projector_beside  # noqa: PLC0415
+    from entropykv.server.models.catalog import models_in, name_of, projector_beside  # noqa: PLC0415
 
     if options.model_alias is not None:
         raise SettingsError(

@@ -17,9 +17,9 @@ except ModuleNotFoundError as error:
         'pip install "entropykv[server]"'
     ) from None
 
-from entropykv.server.app import create_app
-from entropykv.server.engine import Engine
-from entropykv.server.model_catalog import ModelCatalog, ServedModel
+from entropykv.server.engine.engine import Engine
+from entropykv.server.http.app import create_app
+from entropykv.server.models.catalog import ModelCatalog, ServedModel
 from entropykv.server.options import ModelOptions, ServerOptions
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing_extensions import Self
 
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.foreign_text import PARSE_SPECIAL
-from entropykv.server.admission import Limits
-from entropykv.server.fields import MOST_NAME, MOST_STOP, MOST_STOPS
+from entropykv.server.dialects.fields import MOST_NAME, MOST_STOP, MOST_STOPS
+from entropykv.server.engine.admission import Limits
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.declared import Option, declared

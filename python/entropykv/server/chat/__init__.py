@@ -1,0 +1,1 @@
+"""Handle what a chat is made of: messages, templates, tools, thoughts, images, constraints."""

@@ -1,0 +1,1 @@
+"""Read requests and write answers in the forms of other servers' APIs."""

@@ -1,0 +1,193 @@
+"""Define how long each field of a request may be.
+
+Texts that the model reads (prompts, messages) have no limit of their own: the bytes of the body and
+the tokens of the context limit them. Lists are validated up to their first error, because a body of
+a megabyte can hold hundreds of thousands of invalid items.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from entropykv.server.http.errors import RequestError
+from entropykv.session.sampling import is_random_seed, new_seed
+from entropykv.thinking.options import MOST_MESSAGE
+
+MOST_NAME = 256
+"""The most characters of a name or an id: model, user, conversation, function, call."""
+MOST_DESCRIPTION = 65_536
+"""The most characters of a description of a tool or a schema."""
+MOST_STOPS, MOST_STOP = 64, 1_024
+"""The most strings of `stop`, and characters of each: all are searched after every token."""
+MOST_BIASES = 4_096
+"""The most tokens of `logit_bias`."""
+MOST_METADATA = 16
+"""The most entries of `metadata`; names have up to 64 characters, values 512, as in
+OpenAI's API.
+"""
+MOST_MESSAGES = 4_096
+"""The most messages of a chat, items of a response's input, and parts of a message."""
+MOST_TOOLS = 128
+"""The most tools of a request, and calls of a message, as in OpenAI's API."""
+MOST_LOGPROBS = 100
+"""The most alternatives of a token."""
+MOST_GRAMMAR = 1 << 20
+"""The most characters of `grammar`; its complexity is limited by the parser."""
+MOST_SUFFIX = 65_536
+"""The most characters of `suffix`, which is a part of every choice."""
+MOST_TEMPLATE_ARGUMENTS = 64
+"""The most members of `chat_template_kwargs`."""
+MOST_TOKENS = (1 << 31) - 1
+MOST_PIECES = 65_536
+"""The most tokens that /tokenize returns with their pieces; each is a separate object."""
+MOST_DEPTH = 128
+"""The deepest nesting of objects and lists in a body, because templates and tools read it
+recursively.
+"""
+MOST_VALUES = 50_000
+"""The most objects, lists and members of objects in a body; in memory they take up to 30 times its
+bytes.
+"""
+FIRST_ERROR = Field(fail_fast=True)
+"""Marks a list that is validated up to its first error."""
+
+
+def _few(most: int) -> BeforeValidator:
+    """Refuse an object with more than `most` members before any of them is validated."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError(
+                "too_long",
+                "it has {given} members, and {most} are the most",
+                {"given": len(value), "most": most},
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+Name = Annotated[str, Field(max_length=MOST_NAME)]
+Description = Annotated[str, Field(max_length=MOST_DESCRIPTION)]
+Stop = Annotated[
+    list[Annotated[str, Field(max_length=MOST_STOP)]],
+    Field(max_length=MOST_STOPS),
+    FIRST_ERROR,
+    BeforeValidator(
+        lambda stop: [stop] if isinstance(stop, str) else stop,
+        json_schema_input_type=str | list[str],
+    ),
+    AfterValidator(lambda stop: [each for each in stop if each]),
+]
+"""Texts that end an answer; empty ones would end it before it begins."""
+Tokens = Annotated[list[int], FIRST_ERROR]
+_Mixed = Annotated[list[int | str], FIRST_ERROR]
+Prompt = (
+    str
+    | Tokens
+    | Annotated[list[str], FIRST_ERROR]
+    | Annotated[list[Tokens], FIRST_ERROR]
+    | _Mixed
+    | Annotated[list[str | _Mixed], FIRST_ERROR]
+)
+"""A text, or its tokens, or both mixed; or a list of those. As in llama-server, a list with a token
+in it is one prompt.
+"""
+
+
+def _pairs(given: Any) -> Any:
+    """Return biases as pairs of a token, or a text, and its bias."""
+    return list(given.items()) if isinstance(given, dict) else given
+
+
+Biases = Annotated[
+    list[tuple[int | Name, float | Literal[False]]],
+    Field(max_length=MOST_BIASES),
+    FIRST_ERROR,
+    BeforeValidator(_pairs, json_schema_input_type=dict[str, float | bool] | list[Any]),
+]
+"""What is added to the logits of tokens: an object of tokens by their numbers, as in OpenAI's API,
+or a list of pairs, in which a text stands for all of its tokens, as in llama-server's. False
+forbids a token.
+"""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    _few(MOST_METADATA),
+]
+Seed = Annotated[
+    int,
+    Field(ge=-(1 << 63), lt=1 << 64),
+    AfterValidator(lambda seed: new_seed() if is_random_seed(seed) else seed),
+]
+"""A seed; -1 means another one every time."""
+TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+TokenLimit = Annotated[int, Field(ge=-2, le=MOST_TOKENS)]
+"""The most tokens of an answer. 0: the prompt is only read; -1, and llama.cpp's -2: until the model
+or the context ends.
+"""
+TopK = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
+"""How many of the most probable tokens are candidates; 0 and -1: all."""
+RepeatPenalty = Annotated[float, Field(ge=0)]
+"""1 is no penalty, the default as in llama-server: llama_cpp.server's 1.1 forbids repetitions that
+were asked for.
+"""
+
+
+_OF_TEMPLATES = frozenset(
+    {"messages", "tools", "functions", "function_call", "tool_choice", "bos_token", "eos_token"}
+    | {"add_generation_prompt", "raise_exception", "strftime_now", "llama", "self"}
+)
+"""Variables of a chat template that the server sets itself."""
+
+
+def _free_names(value: Any) -> Any:
+    """Refuse template arguments with a name that the server uses."""
+    taken = sorted(_OF_TEMPLATES & value.keys()) if isinstance(value, dict) else []
+    if taken:
+        raise PydanticCustomError(
+            "taken",
+            "{name} is what the server tells the template; leave it out",
+            {"name": taken[0]},
+        )
+    return value
+
+
+TemplateArguments = Annotated[
+    dict[Name, Any], _few(MOST_TEMPLATE_ARGUMENTS), BeforeValidator(_free_names)
+]
+ThoughtBudget = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
+ThoughtEnding = Annotated[str, Field(max_length=MOST_MESSAGE)]
+
+
+def check_values(body: Any) -> None:
+    """Raise RequestError (400) for JSON that is nested too deeply, or has too many values.
+
+    Numbers and texts in a list do not count, because a prompt may be a list of tokens.
+    """
+    n_values = 0
+    rest = [(body, 1)]
+    while rest:
+        value, depth = rest.pop()
+        if depth > MOST_DEPTH:
+            raise RequestError(
+                400, f"the body has more than {MOST_DEPTH} objects and lists within each other"
+            )
+        inner: Any = value
+        n_values += 1
+        if isinstance(value, dict):
+            n_values += len(value)
+            inner = value.values()
+        elif not isinstance(value, list):
+            continue
+        nested = ((each, depth + 1) for each in inner if isinstance(each, dict | list))
+        rest.extend(islice(nested, MOST_VALUES))
+        if n_values + len(rest) > MOST_VALUES:
+            raise RequestError(
+                400,
+                f"the body has more than {MOST_VALUES:,} objects, lists and members of objects; "
+                "send less at a time",
+            )

@@ -1,0 +1,176 @@
+"""Define llama-server's routes, for its clients and for operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from entropykv import _version
+from entropykv.server.chat.chat_request import ChatRequest
+from entropykv.server.chat.template_traits import template_of
+from entropykv.server.dialects.fields import MOST_PIECES, Name, Tokens
+from entropykv.server.dialects.requests import check_tokens
+from entropykv.server.engine.engine import Engine
+from entropykv.server.http.bodies import BodyRoute
+from entropykv.server.http.errors import RequestError
+from entropykv.server.http.users import user_of
+from entropykv.server.models.held_model import ModelState
+from entropykv.server.models.registry import ModelRegistry
+
+
+class TokenizeRequest(BaseModel):
+    """A text, and how it is tokenised."""
+
+    content: str
+    model: Name | None = None
+    add_special: bool = Field(default=False, description="Begin with the BOS token.")
+    parse_special: bool = Field(default=True, description="Read control tokens, such as <s>.")
+    with_pieces: bool = Field(default=False, description="Also return the text of every token.")
+
+
+class DetokenizeRequest(BaseModel):
+    """Tokens of a text."""
+
+    tokens: Tokens = Field(description="Tokens, as numbers.")
+    model: Name | None = None
+
+
+def llama_server_routes(models: ModelRegistry) -> APIRouter:
+    """Return the routes; they only read the model's state, and do not wait for a worker."""
+    router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
+
+    @router.get("/health")
+    @router.get("/v1/health", include_in_schema=False)
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/props")
+    async def props(request: Request, model: Name | None = None) -> dict[str, Any]:
+        if model is None and models.catalog.default is None:
+            return _props_of_several(models)
+        held = models.find(model)
+        if held.about is None:
+            await models.use(request, model)
+        about = held.about or {}
+        return {**about["props"], "is_sleeping": held.state is ModelState.SLEEPING}
+
+    @router.get("/slots")
+    async def slots(request: Request, model: Name | None = None) -> list[dict[str, Any]]:
+        engine = models.engine_of(model)
+        user = user_of(request.scope)
+        return [_slot(engine, number, user) for number in range(engine.n_slots)]
+
+    # A long answer is written in a thread: FastAPI would do it in the event loop.
+    @router.post("/tokenize")
+    async def tokenize(request: Request, body: TokenizeRequest) -> JSONResponse:
+        engine = await models.use(request, body.model)
+        return await run_in_threadpool(lambda: JSONResponse({"tokens": _tokens(engine, body)}))
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
+        engine = await models.use(request, body.model)
+        return {"content": await run_in_threadpool(text_of, engine, body.tokens)}
+
+    return router
+
+
+def text_of(engine: Engine, tokens: list[int]) -> str:
+    """Return the text of tokens; raises RequestError for tokens that are not in the vocabulary."""
+    check_tokens(tokens, engine.llama, "tokens")
+    return engine.llama.detokenize(tokens).decode("utf-8", errors="replace")
+
+
+def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
+    llama = engine.llama
+    ids = llama.tokenize(
+        body.content.encode("utf-8"), add_bos=body.add_special, special=body.parse_special
+    )
+    if not body.with_pieces:
+        return ids
+    if len(ids) > MOST_PIECES:
+        raise RequestError(
+            400,
+            f"with_pieces: the text has {len(ids):,} tokens, and {MOST_PIECES:,} are the most; "
+            "leave it out, or send the text in parts",
+            param="with_pieces",
+        )
+    return [
+        {"id": token, "piece": _piece(llama.detokenize([token], special=True))} for token in ids
+    ]
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Return a token's text, or its bytes if they are a part of a character."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """Return what stays the same while a model is loaded: `props`, and `meta` of the list."""
+    llama = engine.llama
+    meta = {"n_ctx": llama.n_ctx(), "n_vocab": llama.n_vocab()}
+    return {"props": _props(engine), "meta": meta}
+
+
+def _props_of_several(models: ModelRegistry) -> dict[str, Any]:
+    """Return what llama-server's router reports about itself."""
+    return {
+        "role": "router",
+        "max_instances": models.room.models or 0,
+        "models_autoload": models.autoload,
+        "default_generation_settings": {"n_ctx": 0, "params": {}},
+        "model_alias": "entropykv",
+        "model_path": "none",
+        "build_info": f"entropykv {_version.VERSION}",
+    }
+
+
+def _props(engine: Engine) -> dict[str, Any]:
+    llama = engine.llama
+    defaults = ChatRequest.model_construct(messages=[])
+    sampling = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty")
+    return {
+        "default_generation_settings": {
+            "n_ctx": llama.n_ctx(),
+            "params": {
+                name: llama.request_defaults.get(name, getattr(defaults, name)) for name in sampling
+            },
+        },
+        "total_slots": engine.n_slots,
+        "model_alias": llama.served_name,
+        "model_path": llama.served_name,  # A name instead of a local path.
+        "modalities": {"vision": llama.images is not None, "audio": False},
+        "chat_template": template_of(llama) or "",
+        "bos_token": _symbol(engine, llama.token_bos()),
+        "eos_token": _symbol(engine, llama.token_eos()),
+        "build_info": f"entropykv {_version.VERSION}",
+    }
+
+
+def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
+    """Return what a worker is doing, in llama-server's words.
+
+    For requests of other users, only whether it is busy, because lengths reveal what is asked.
+    """
+    worker = engine.workers[number]
+    busy = worker in engine.running
+    own = busy and worker.caller.user == user
+    return {
+        "id": number,
+        "n_ctx": engine.llama.n_ctx(),
+        "speculative": False,
+        "is_processing": busy,
+        "n_prompt_tokens": worker.prompt_size if own else 0,
+        "next_token": [{"n_decoded": worker.generated if own else 0}],
+    }
+
+
+def _symbol(engine: Engine, token: int) -> str:
+    llama = engine.llama
+    return llama._model.token_get_text(token) if token >= 0 else ""

@@ -1,0 +1,385 @@
+"""Translate requests of Ollama's API to chats and completions of this server, and answer them."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from entropykv.server.chat.chat_request import ChatRequest
+from entropykv.server.dialects.fields import (
+    FIRST_ERROR,
+    MOST_MESSAGES,
+    MOST_SUFFIX,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    Name,
+    Seed,
+    Stop,
+    Tokens,
+    TopK,
+)
+from entropykv.server.dialects.requests import DOCUMENT, CompletionRequest, Request
+from entropykv.server.http.errors import RequestError, invalid
+from entropykv.server.models.loading import ServedLlama
+from entropykv.thinking.options import template_switch
+
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty"),
+    *("presence_penalty", "frequency_penalty"),
+)
+"""Options that our own requests have under the same name."""
+_NANOSECONDS = 1_000_000_000
+_LATEST = ":latest"
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+
+
+class OllamaOptions(Request):
+    """Hold the options of an answer; options of loading a model are accepted and ignored."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    num_predict: int | None = Field(default=None, ge=-2, le=MOST_TOKENS)
+    num_ctx: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    temperature: float | None = Field(default=None, ge=0, le=1000)
+    top_k: TopK | None = None
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: Seed | None = None
+    stop: Stop | None = None
+    repeat_penalty: float | None = Field(default=None, ge=0, le=1000)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the given options as fields of our own requests."""
+        fields = {name: getattr(self, name) for name in _SAMPLING}
+        if self.num_predict is not None and self.num_predict > 0:
+            fields["max_tokens"] = self.num_predict
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class OllamaRequest(Request):
+    """Hold the fields that requests of /api/chat and /api/generate share."""
+
+    model: Name
+    document: Name | None = DOCUMENT
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions = OllamaOptions()
+    keep_alive: str | float | None = None
+    """Accepted and ignored: the server itself decides how long a model stays loaded."""
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    @property
+    def model_name(self) -> str:
+        """Return the model's name without the tag that Ollama's clients append."""
+        return self.model.removesuffix(_LATEST)
+
+    @property
+    def only_loads(self) -> bool:
+        """Tell whether the request has no text to answer: then it only loads the model."""
+        return False
+
+    @abstractmethod
+    def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
+        """Return the equivalent request of our own API; raises RequestError."""
+
+    @abstractmethod
+    def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of an answer for texts with the keys content, thinking and
+        tool_calls.
+        """
+
+    def call(self, llama: ServedLlama, started: float, loaded: float) -> Any:
+        """Generate, and return the answer or an iterator over its lines; raises RequestError.
+
+        `started` and `loaded` are the times of time.monotonic() when the request arrived and when
+        its model was loaded.
+        """
+        asked = self.asked(llama)
+        writer = _Writer(self, started, loaded)
+        chunks = asked.call(llama)
+        lines = writer.lines(chunks)
+        return lines if self.stream else _joined(list(lines), self)
+
+    def check(self, llama: ServedLlama) -> None:
+        """Raise RequestError for options that the served model does not support."""
+        if self.options.num_ctx is not None and self.options.num_ctx > llama.n_ctx():
+            raise RequestError(
+                400,
+                f"options.num_ctx: the server's context is {llama.n_ctx()}; start it with a larger "
+                "-c, or leave num_ctx out",
+                param="options.num_ctx",
+            )
+        if self.think and llama.thinking is None:
+            raise RequestError(
+                400, f"{self.model!r} does not support thinking; leave think out", param="think"
+            )
+
+    def template_fields(self) -> dict[str, Any]:
+        """Return the chat template's variables for the field `think`."""
+        if self.think is None:
+            return {}
+        if isinstance(self.think, str):
+            return {"reasoning_effort": self.think}
+        return {"chat_template_kwargs": template_switch(thinks=self.think)}
+
+
+class OllamaFunction(BaseModel):
+    """Hold a function that the model called in an earlier message."""
+
+    name: Name
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaCall(BaseModel):
+    """Hold a tool call of the model in an earlier message."""
+
+    function: OllamaFunction
+
+
+class OllamaMessage(BaseModel):
+    """Hold one message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = ""
+    thinking: str | None = None
+    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
+    tool_calls: Annotated[list[OllamaCall], FIRST_ERROR] | None = Field(
+        default=None, max_length=MOST_TOOLS
+    )
+    tool_name: Name | None = None
+
+    def as_ours(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form."""
+        content = _content(self.content or "", self.images)
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.thinking:
+            message["reasoning_content"] = self.thinking
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": call.function.model_dump()}
+                for call in self.tool_calls
+            ]
+        if self.role == "tool" and self.tool_name is not None:
+            message["name"] = self.tool_name
+        return message
+
+
+class OllamaChat(OllamaRequest):
+    """Hold a request of /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], FIRST_ERROR] = Field(
+        default_factory=list, max_length=MOST_MESSAGES
+    )
+    tools: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = Field(
+        default=None, max_length=MOST_TOOLS
+    )
+
+    @property
+    def only_loads(self) -> bool:
+        """Tell whether there is no message: then the request only loads the model."""
+        return not self.messages
+
+    def asked(self, llama: ServedLlama) -> ChatRequest:
+        """Return the equivalent chat completion request; raises RequestError."""
+        self.check(llama)
+        messages = [each.as_ours() for each in self.messages]
+        return _chat_of(self, messages, self.tools)
+
+    def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with the given texts."""
+        return {"message": {"role": "assistant", "content": "", **texts}}
+
+
+class OllamaGenerate(OllamaRequest):
+    """Hold a request of /api/generate: one turn of a chat, or with `raw` a text to continue."""
+
+    prompt: str = ""
+    suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
+    system: str | None = None
+    template: str | None = None
+    context: Tokens | None = None
+    images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
+    raw: bool = False
+
+    @property
+    def only_loads(self) -> bool:
+        """Tell whether there is no prompt: then the request only loads the model."""
+        return not self.prompt
+
+    def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
+        """Return the equivalent chat completion or completion request; raises RequestError."""
+        self.check(llama)
+        if self.template:
+            raise RequestError(
+                400,
+                "template: start the server with --chat-template, or send raw with the whole text",
+                param="template",
+            )
+        if self.context:
+            raise RequestError(
+                400,
+                "context: nothing is kept between requests; send a conversation to /api/chat",
+                param="context",
+            )
+        if not self.raw and not self.suffix:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            turn = {"role": "user", "content": _content(self.prompt, self.images)}
+            return _chat_of(self, [*system, turn], None)
+        if self.images:
+            raise RequestError(
+                400,
+                "images: a text to continue has no images; leave out raw and suffix, or the images",
+                param="images",
+            )
+        schema: Any = self.format or None
+        if isinstance(schema, str):
+            schema = {"type": "object"}
+        limit = llama.request_defaults.get("max_tokens")
+        fields = {"max_tokens": -1 if limit is None else limit, **self.options.fields()}
+        fields["prompt"] = self.prompt
+        fields |= {"suffix": self.suffix, "json_schema": schema, "stream": True}
+        return _validated(CompletionRequest, fields)
+
+    def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
+        """Return the given texts with the names of /api/generate."""
+        thinking = {"thinking": texts["thinking"]} if "thinking" in texts else {}
+        return {"response": texts.get("content", ""), **thinking}
+
+
+def _chat_of(
+    request: OllamaRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> ChatRequest:
+    fields = {**request.options.fields(), **request.template_fields(), "messages": messages}
+    if isinstance(request.format, dict):
+        schema = {"name": "format", "schema": request.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif request.format:
+        fields["response_format"] = {"type": "json_object"}
+    return _validated(
+        ChatRequest,
+        {**fields, "model": request.model_name, "tools": tools or None, "stream": True}
+        | {"reasoning_format": "auto"},
+    )
+
+
+def _validated(kind: type[Asked], fields: dict[str, Any]) -> Asked:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+
+
+def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return a text with its images, which Ollama's clients send in base64, as OpenAI has them."""
+    if not images:
+        return text
+    urls = [f"data:image/png;base64,{image}" for image in images]  # the file says what it is
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
+
+
+@dataclass
+class _Writer:
+    """Write the lines of one answer, and measure its tokens and durations."""
+
+    request: OllamaRequest
+    started: float
+    loaded: float
+    _reason: str = "stop"
+    _usage: dict[str, int] = field(default_factory=dict)
+
+    def lines(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield a line for every piece of text, and a last one with the totals."""
+        began = first = time.monotonic()
+        is_first = True
+        for chunk in chunks:
+            if is_first:
+                first, is_first = time.monotonic(), False
+            self._usage = chunk.get("usage") or self._usage
+            for choice in chunk["choices"]:
+                self._reason = choice["finish_reason"] or self._reason
+                texts = _texts_of(choice)
+                if texts:
+                    yield {**self._head(), **self.request.piece(texts), "done": False}
+        yield {**self._head(), **self.request.piece({}), **self._end(began, first)}
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self.request.model, "created_at": now()}
+
+    def _end(self, began: float, first: float) -> dict[str, Any]:
+        """Return the fields of the last line, with durations in nanoseconds.
+
+        `began` and `first`: when generation began, and when its first piece came, in seconds of
+        time.monotonic().
+        """
+        ended = time.monotonic()
+        return {
+            "done": True,
+            "done_reason": "length" if self._reason == "length" else "stop",
+            "total_duration": _nanoseconds(ended - self.started),
+            "load_duration": _nanoseconds(self.loaded - self.started),
+            "prompt_eval_count": self._usage.get("prompt_tokens", 0),
+            "prompt_eval_duration": _nanoseconds(first - began),
+            "eval_count": self._usage.get("completion_tokens", 0),
+            "eval_duration": _nanoseconds(ended - first),
+        }
+
+
+def _texts_of(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return the texts that a choice of a chunk adds, with Ollama's names."""
+    delta = choice.get("delta") or {"content": choice.get("text", "")}
+    texts: dict[str, Any] = {}
+    if delta.get("reasoning_content"):
+        texts["thinking"] = delta["reasoning_content"]
+    if delta.get("content"):
+        texts["content"] = delta["content"]
+    if delta.get("tool_calls"):
+        texts["tool_calls"] = [_call_of(call["function"]) for call in delta["tool_calls"]]
+    return texts
+
+
+def _call_of(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        arguments = {}
+    given = arguments if isinstance(arguments, dict) else {}
+    return {"function": {"name": function["name"], "arguments": given}}
+
+
+def _joined(lines: list[dict[str, Any]], request: OllamaRequest) -> dict[str, Any]:
+    """Join the lines of an answer to a single one."""
+    texts: dict[str, Any] = {}
+    for line in lines:
+        held = line.get("message", line)
+        said = held.get("content") or held.get("response")
+        for name, text in (("content", said), ("thinking", held.get("thinking"))):
+            if text:
+                texts[name] = texts.get(name, "") + text
+        if held.get("tool_calls"):
+            texts["tool_calls"] = [*texts.get("tool_calls", []), *held["tool_calls"]]
+    return {**lines[-1], **request.piece(texts)}
+
+
+def only_loaded(request: OllamaRequest) -> dict[str, Any]:
+    """Return the answer to a request without text, which has only loaded the model."""
+    head = {"model": request.model, "created_at": now()}
+    return {**head, **request.piece({}), "done": True, "done_reason": "load"}
+
+
+def now() -> str:
+    """Return the current time as Ollama writes it."""
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * _NANOSECONDS))

@@ -1,0 +1,301 @@
+"""Offer Ollama's API, the only one that many tools support: chats, texts and lists of models.
+
+Streams are lines of JSON. The models are those of the server; the routes cannot pull, create or
+delete any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, model_validator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from entropykv.errors import EntropyKVError
+from entropykv.model.geometry import ModelGeometry, read_chat_template, read_geometry
+from entropykv.model.shipped import path_of_model
+from entropykv.server.dialects.fields import Name
+from entropykv.server.dialects.ollama_requests import (
+    OllamaChat,
+    OllamaGenerate,
+    OllamaRequest,
+    now,
+    only_loaded,
+)
+from entropykv.server.dialects.openai_routes import SESSION_HEADER
+from entropykv.server.dialects.streaming import stream, whole
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.routes import use_document
+from entropykv.server.engine.admission import arrival_of
+from entropykv.server.http.bodies import BodyRoute
+from entropykv.server.http.errors import RequestError
+from entropykv.server.http.users import Caller, user_of
+from entropykv.server.models.held_model import HeldModel
+from entropykv.server.models.registry import ModelRegistry
+from entropykv.thinking.tags import tags_of
+
+INTERFACE = "0.12.6"
+"""The release of Ollama whose API this is; clients check it to learn which fields they may send."""
+PREFIX = "/api"
+_NEVER = "2318-01-01T00:00:00Z"
+"""Ollama's time of unloading for a model that stays loaded."""
+_LINES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, as lines of JSON.",
+        "content": {"application/json": {}, "application/x-ndjson": {}},
+    }
+}
+_NOT_HERE = {
+    "pull": "models are not pulled here; start the server with -hf user/model, or with -m FILE",
+    "push": "models are not pushed from here; copy their files",
+    "create": "models are not made here; use `entropykv convert`",
+    "copy": "models have the names that the server was started with; use --alias",
+    "embed": "embeddings are not possible inside a KV budget; use llama_cpp.server for them",
+    "embeddings": "embeddings are not possible inside a KV budget; use llama_cpp.server for them",
+}
+"""Error messages for routes of Ollama that this server does not offer."""
+
+
+class OllamaErrorAnswer(BaseModel):
+    """The body of every answer of Ollama's routes that is an error."""
+
+    error: str
+
+
+class ShownModel(BaseModel):
+    """Hold the name of the model to show, in its newer or older field."""
+
+    model: Name = ""
+    name: Name = ""
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ShownModel:
+        self.model = (self.model or self.name).removesuffix(":latest")
+        return self
+
+
+def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = None) -> APIRouter:
+    """Return the routes of Ollama's API for the models of a server, and for its documents."""
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": OllamaErrorAnswer} for status in ("4XX", "5XX")
+    }
+    router = APIRouter(prefix=PREFIX, tags=["Ollama"], route_class=BodyRoute, responses=errors)
+
+    async def answer(request: Request, body: OllamaRequest) -> Response:
+        started = arrival_of(request.scope)
+        engine = await models.use(request, body.model_name)
+        if body.only_loads:
+            return JSONResponse(only_loaded(body))
+        await use_document(request, models, engine, documents, body.document)
+        caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER))
+        call = partial(_call, body=body, started=started, loaded=time.monotonic())
+        if body.stream:
+            return await stream(request, engine, [call], None, caller, ping=False, lines=True)
+        return await whole(request, engine, [call], None, caller)
+
+    @router.post("/chat", response_model=None, responses=_LINES)
+    async def chat(request: Request, body: OllamaChat) -> Response:
+        return await answer(request, body)
+
+    @router.post("/generate", response_model=None, responses=_LINES)
+    async def generate(request: Request, body: OllamaGenerate) -> Response:
+        return await answer(request, body)
+
+    router.include_router(_about_models(models))
+    for name, why in _NOT_HERE.items():
+        router.add_api_route(f"/{name}", _refusing(why), methods=["POST"], include_in_schema=False)
+    router.add_api_route(
+        "/delete",
+        _refusing("models are not removed from here; delete their files"),
+        methods=["DELETE"],
+        include_in_schema=False,
+    )
+    return router
+
+
+def _call(llama: Any, *, body: OllamaRequest, started: float, loaded: float) -> Any:
+    return body.call(llama, started, loaded)
+
+
+def _refusing(why: str) -> Any:
+    async def refuse() -> Response:
+        raise RequestError(400, why)
+
+    return refuse
+
+
+def _about_models(models: ModelRegistry) -> APIRouter:
+    router = APIRouter(route_class=BodyRoute)
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": INTERFACE}
+
+    @router.get("/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": await run_in_threadpool(_listed, models.all())}
+
+    @router.get("/ps")
+    async def loaded() -> dict[str, Any]:
+        held = [each for each, _ in models.loaded()]
+        listed = await run_in_threadpool(_listed, held)
+        return {"models": [{**each, "expires_at": _NEVER, "size_vram": 0} for each in listed]}
+
+    @router.post("/show")
+    async def show(body: ShownModel) -> dict[str, Any]:
+        return await run_in_threadpool(_shown, models.find(body.model or None))
+
+    return router
+
+
+def _listed(held: list[HeldModel]) -> list[dict[str, Any]]:
+    return [_entry(each) for each in held]
+
+
+def _entry(held: HeldModel) -> dict[str, Any]:
+    """Return a model's entry in a list; its size is 0 without a local file."""
+    path = _file_of(held)
+    size, modified = 0, now()
+    if path is not None:
+        status = path.stat()
+        size = status.st_size
+        modified = datetime.fromtimestamp(status.st_mtime, timezone.utc).isoformat()
+    known = f"{held.name} {size} {modified if path is not None else ''}"
+    return {
+        "name": held.name,
+        "model": held.name,
+        "modified_at": modified,
+        "size": size,
+        "digest": hashlib.sha256(known.encode()).hexdigest(),
+        "details": _details(path, _geometry_of(path)),
+    }
+
+
+def _details(path: Path | None, geometry: ModelGeometry | None) -> dict[str, Any]:
+    family = "" if geometry is None else geometry.architecture
+    kind = "" if geometry is None or not geometry.weight_types else geometry.weight_types[0][0]
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": kind if path is not None else "",
+    }
+
+
+def _shown(held: HeldModel) -> dict[str, Any]:
+    path = _file_of(held)
+    geometry = _geometry_of(path)
+    template = held.served.options.chat_template
+    if template is None and path is not None and geometry is not None:
+        template = read_chat_template(path)
+    capabilities = ["completion", "tools", *(["thinking"] if tags_of(template) else [])]
+    if held.served.options.projector is not None:
+        capabilities.append("vision")
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template or "",
+        "details": _details(path, geometry),
+        "model_info": {} if geometry is None else _facts(geometry),
+        "capabilities": capabilities,
+        "modified_at": _entry(held)["modified_at"],
+    }
+
+
+def _facts(geometry: ModelGeometry) -> dict[str, Any]:
+    """Return the facts of a model's header, with the header's own names."""
+    kind = geometry.architecture
+    return {
+        "general.architecture": kind,
+        "general.basename": geometry.name,
+        f"{kind}.context_length": geometry.n_ctx_train,
+        f"{kind}.block_count": geometry.n_layer,
+        f"{kind}.attention.head_count": geometry.n_head,
+        f"{kind}.attention.head_count_kv": max(geometry.kv_heads_per_layer, default=0),
+    }
+
+
+def _file_of(held: HeldModel) -> Path | None:
+    """Return the local file of a model; None without one, and for models of the hub."""
+    options = held.served.options
+    if options.hf_repo is not None:
+        return None
+    try:
+        path = Path(path_of_model(options.model))
+    except EntropyKVError:
+        return None
+    return path if path.is_file() else None
+
+
+def _geometry_of(path: Path | None) -> ModelGeometry | None:
+    try:
+        return None if path is None else read_geometry(path)
+    except EntropyKVError:
+        return None
+
+
+class OllamaErrors:
+    """Convert the errors of all routes below /api to Ollama's form, {"error": "..."} (ASGI
+    middleware).
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+        """Wrap an app whose errors are in OpenAI's form."""
+        self._app = app
+        self._prefix = f"{root_path.rstrip('/')}{PREFIX}/"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, and convert its error if it has one."""
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not path.startswith((f"{PREFIX}/", self._prefix)):
+            await self._app(scope, receive, send)
+            return
+        await self._app(scope, receive, _Translated(send).send)
+
+
+class _Translated:
+    """Collect the body of an error, and send only its message in the end."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+            return
+        if self._start is None:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        body = _in_their_form(self._body)
+        headers = [pair for pair in self._start["headers"] if pair[0] != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send({**self._start, "headers": headers})
+        self._start = None
+        await self._send({**message, "body": body})
+
+
+def _in_their_form(body: bytes) -> bytes:
+    """Return an error's body in Ollama's form; a body that is not an error of OpenAI's form is
+    unchanged.
+    """
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return body
+    return json.dumps({"error": message}).encode()

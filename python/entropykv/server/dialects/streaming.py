@@ -1,0 +1,219 @@
+"""Answer with a generation, whole or as server-sent events, while the client is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from entropykv.server.dialects.choices import Choices
+from entropykv.server.documents.asked_document import document_of
+from entropykv.server.engine.admission import arrival_of
+from entropykv.server.engine.engine import Engine, Job
+from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
+from entropykv.server.http.errors import RequestError
+from entropykv.server.http.request_log import note_tokens
+from entropykv.server.http.users import SOMEBODY, Caller
+from entropykv.server.models.loading import ServedLlama
+
+_PATIENCE = 5.0
+"""Seconds that a stream waits for its first chunk before it answers 200, to detect invalid
+requests.
+"""
+_PING_INTERVAL = 15.0
+MOST_UNREAD = 65_536
+"""The most chunks of a stream that wait for their client. They take memory, because the model does
+not wait for a client that reads slowly.
+"""
+_END = object()
+Call = Callable[[ServedLlama], Any]
+
+
+async def whole(
+    request: Request,
+    engine: Engine,
+    calls: Sequence[Call],
+    choices: Choices | None,
+    caller: Caller = SOMEBODY,
+) -> Response:
+    """Return the response of calls, which are stopped if the client disconnects.
+
+    `choices` joins their results.
+    """
+    note = note_tokens(request.scope)
+    arrival = arrival_of(request.scope)
+    document = document_of(request.scope)
+    jobs = [Job(call, None, note, caller, document, arrival) for call in calls]
+    done, answers = await unless_gone(request.receive, engine.generate_all(jobs))
+    if not done:
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse(answers[0] if choices is None else choices.whole(answers))
+
+
+async def stream(
+    request: Request,
+    engine: Engine,
+    calls: Sequence[Call],
+    choices: Choices | None,
+    caller: Caller = SOMEBODY,
+    *,
+    ping: bool,
+    lines: bool = False,
+) -> Response:
+    """Return the chunks of calls as events; raises RequestError if one fails before the first
+    chunk.
+
+    `choices` joins the chunks; None: they are sent unchanged.
+    """
+    loop = asyncio.get_running_loop()
+    chunks: asyncio.Queue[Any] = asyncio.Queue()
+
+    def take(index: int, chunk: Any) -> None:
+        shown = chunk if choices is None else choices.chunk(index, chunk)
+        if shown is not None:
+            chunks.put_nowait(shown)
+
+    note = note_tokens(request.scope)
+    emits = _emits(loop, chunks, take, len(calls))
+    arrival = arrival_of(request.scope)
+    document = document_of(request.scope)
+    jobs = [
+        Job(call, emit, note, caller, document, arrival)
+        for call, emit in zip(calls, emits, strict=True)
+    ]
+    work = asyncio.ensure_future(engine.generate_all(jobs))
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        # Retrieve the error; otherwise asyncio logs it if the client has disconnected.
+        failed = task.cancelled() or task.exception()
+        last = None if failed or choices is None else choices.end()
+        if last is not None:
+            chunks.put_nowait(last)
+        chunks.put_nowait(_END)
+
+    work.add_done_callback(ended)
+    events = _Lines(chunks, work, ping=False) if lines else _Events(chunks, work, ping=ping)
+    try:
+        there, _ = await unless_gone(request.receive, events.wait_for_first())
+    except BaseException:
+        work.cancel()
+        raise
+    if not there:
+        work.cancel()
+        return Response(status_code=CLIENT_GONE)
+    return events
+
+
+def _emits(
+    loop: asyncio.AbstractEventLoop,
+    chunks: asyncio.Queue[Any],
+    take: Callable[[int, Any], None],
+    n: int,
+) -> list[Callable[[Any], None]]:
+    """Return, for each of n choices, the function that worker threads call with its chunks.
+
+    It ends the request by RequestError if too many chunks wait for the client.
+    """
+
+    def emits_as(index: int) -> Callable[[Any], None]:
+        def emit(chunk: Any) -> None:
+            if chunks.qsize() >= MOST_UNREAD:
+                raise RequestError(
+                    408,
+                    f"{MOST_UNREAD:,} pieces of the answer wait for their client, which reads too "
+                    "slowly; read faster, or ask for fewer choices or tokens",
+                )
+            loop.call_soon_threadsafe(take, index, chunk)
+
+        return emit
+
+    return [emits_as(index) for index in range(n)]
+
+
+class _Events(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: asyncio.Queue[Any], work: asyncio.Task[Any], *, ping: bool) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._work = work
+        self._ping_interval = _PING_INTERVAL if ping else None
+        self._first: Any = None
+
+    async def wait_for_first(self) -> None:
+        """Wait for the first chunk, or until a time limit; raises an error that occurs before."""
+        self._first = await self._next(_PATIENCE)
+        if self._first is _END:
+            self._work.result()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            await unless_gone(receive, self._write(send))
+        finally:
+            self._work.cancel()
+
+    async def _write(self, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        item = self._first
+        while item is not _END:
+            await self._send(send, self._ping() if item is None else self._text_of(item))
+            item = await self._next(self._ping_interval)
+        error = self._work.exception()
+        last = self._last(error if isinstance(error, RequestError) else None)
+        await self._send(send, last, more=False)
+
+    def _ping(self) -> str:
+        return ": ping\n\n"
+
+    def _text_of(self, item: Any) -> str:
+        return _event(item)
+
+    def _last(self, error: RequestError | None) -> str:
+        return f"data: {'[DONE]' if error is None else json.dumps(error.body)}\n\n"
+
+    @staticmethod
+    async def _send(send: Send, text: str, *, more: bool = True) -> None:
+        body = text.encode("utf-8")
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _next(self, seconds: float | None) -> Any:
+        """Return the next chunk or the end; None if there is none within this time."""
+        with contextlib.suppress(asyncio.QueueEmpty):
+            return self._chunks.get_nowait()
+        # Do not use wait_for(): before Python 3.12 it loses a chunk that arrives with a
+        # cancellation.
+        chunk = asyncio.ensure_future(self._chunks.get())
+        try:
+            done, _ = await asyncio.wait({chunk}, timeout=seconds)
+            return chunk.result() if done else None
+        finally:
+            chunk.cancel()
+
+
+class _Lines(_Events):
+    """Send chunks as lines of JSON, as Ollama does; an error is the last of them."""
+
+    media_type = "application/x-ndjson"
+
+    def _ping(self) -> str:
+        return ""
+
+    def _text_of(self, item: Any) -> str:
+        return f"{json.dumps(item)}\n"
+
+    def _last(self, error: RequestError | None) -> str:
+        return "" if error is None else f"{json.dumps({'error': error.detail})}\n"
+
+
+def _event(item: Any) -> str:
+    """Return an item as a server-sent event; events of the Responses API have a name."""
+    name = f"event: {item['type']}\n" if "type" in item else ""
+    return f"{name}data: {json.dumps(item)}\n\n"

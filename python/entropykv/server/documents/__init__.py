@@ -1,0 +1,1 @@
+"""Read documents once, and answer questions about them."""

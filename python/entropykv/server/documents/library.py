@@ -1,0 +1,434 @@
+"""Know the documents of a server: their files, what is being read, and which are in use.
+
+A document is a file NAME.kv that session/document.py has written, in a folder of its user below the
+directory of --documents; with several models, each has a folder with those of its users. Several
+servers may share the directory: files appear complete or not at all, and a lock says which are
+being read. What this server reads and deletes is in the tables of document_readings.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from entropykv import system
+from entropykv.errors import (
+    DocumentBusyError,
+    EntropyKVError,
+    SessionFileError,
+    SettingsError,
+)
+from entropykv.file_locks import is_locked
+from entropykv.server.documents.accepted_text import (
+    Accepted,
+    AcceptedText,
+    bytes_of,
+    read_accepted,
+)
+from entropykv.server.documents.readings import (
+    MOST_DOCUMENT_NAME,
+    DocumentId,
+    Reading,
+    Readings,
+    Removal,
+    Status,
+    in_use,
+    not_there,
+    of_another_text,
+)
+from entropykv.server.http.errors import RequestError
+from entropykv.session.document import is_being_read, remove_partial
+from entropykv.session.document_folder import (
+    PARTIAL,
+    SUFFIX,
+    TEXT,
+    folder_of,
+    last_use,
+    make_folder,
+    note_use,
+    partial_of,
+    text_file_of,
+)
+from entropykv.session.file import DocumentNote, open_session
+from entropykv.session.object_storage import FileStamp, stamp_of
+
+MOST_DOCUMENTS = 256
+"""The most documents of one user; each is as large as the entries that it keeps."""
+_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MOST_DOCUMENT_NAME - 1}}}", re.ASCII)
+_MOST_SUMMARIES = 4096
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """Hold what the header of a document's file says, without its text."""
+
+    n_read: int
+    n_tokens: int
+    n_entries: int
+
+
+class DocumentLibrary:
+    """Find, count and remove the documents below a directory; any thread may call it."""
+
+    def __init__(
+        self, directory: str | os.PathLike[str], limit_bytes: int | None, *, several: bool
+    ) -> None:
+        """Make the directory if it does not exist; only its owner can read it.
+
+        It may be an address in object storage: see folder_of(). `limit_bytes`: the most bytes of
+        all complete documents on the disk, and of the texts that wait; None: no limit. `several`:
+        whether each model has a folder of its own. Raises SettingsError and MissingExtraError.
+        """
+        self._several = several
+        self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
+        try:
+            self._files = folder_of(directory, limit_bytes)
+        except OSError as error:
+            raise SettingsError(
+                f"{directory}: documents cannot be kept there ({error.strerror}); give another "
+                "directory (--documents)"
+            ) from None
+        self._readings = Readings(self._files)
+
+    # --- names and files --------------------------------------------------------------------------
+
+    def folder(self, model: str, user: str) -> Path:
+        """Return the folder of a user's documents of a model."""
+        folder = self._files.directory
+        if self._several:
+            name = quote(model, safe="")
+            folder = folder / (f"%2E{name[1:]}" if name.startswith(".") else name)
+        return folder / user if user else folder
+
+    def path(self, document: DocumentId) -> Path:
+        """Return the file of a document; raises RequestError (400) for an impossible name."""
+        name = document.name
+        if not _NAME.fullmatch(name):
+            raise RequestError(
+                400,
+                f"a document has a name of up to {MOST_DOCUMENT_NAME} letters, digits, dots, "
+                "dashes and underscores, without a folder, that begins with no dot",
+                param="name",
+            )
+        if (obstacle := system.name_obstacle(name + SUFFIX)) is not None:
+            raise RequestError(400, f"name: {obstacle}; give another", param="name")
+        return self.folder(document.model, document.user) / (name + SUFFIX)
+
+    def names(self, model: str, user: str) -> list[str]:
+        """Return the names of a user's documents of a model, in alphabetical order."""
+        folder = self.folder(model, user)
+        names = self._readings.names(folder) | {
+            name.removesuffix(PARTIAL).removesuffix(TEXT) for name in self._files.names(folder)
+        }
+        kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
+        return sorted(name for name in kept if _NAME.fullmatch(name))
+
+    # --- what there is to say of one --------------------------------------------------------------
+
+    def status(self, document: DocumentId) -> dict[str, Any] | None:
+        """Return what clients are told of a document; None if there is none of this name."""
+        path = self.path(document)
+        reading = self._readings.find(path)
+        if reading is not None and reading.status != "failed":
+            counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
+            return self._told(document, reading.status, **counts)
+        if self._readings.is_leaving(path):
+            return None
+        if (stamp := self._files.stamp(path)) is not None:
+            return self._of_file(document, path, "ready", stamp)
+        if reading is not None:
+            return self._told(document, "failed", error=reading.error)
+        partial, text = partial_of(path), text_file_of(path)
+        if is_being_read(path):
+            state: Status = "reading"
+        else:
+            state = "queued" if is_locked(text) else "interrupted"
+        if (stamp := stamp_of(partial)) is not None:
+            return self._of_file(document, partial, state, stamp)
+        is_there = state != "interrupted" or text.exists()
+        return self._told(document, state) if is_there else None
+
+    def _of_file(
+        self, document: DocumentId, path: Path, status: Status, stamp: FileStamp
+    ) -> dict[str, Any]:
+        try:
+            summary = self._summary(path, stamp)
+        except SessionFileError as error:
+            said = str(error).replace(str(path), document.name)  # Clients learn no paths.
+            return self._told(document, "failed", error=said, bytes=stamp[1])
+        used = last_use(path)
+        return self._told(
+            document,
+            status,
+            tokens_read=summary.n_read,
+            tokens=summary.n_tokens,
+            entries=summary.n_entries,
+            bytes=stamp[1],
+            used_at=None if used is None else int(used),
+        )
+
+    @staticmethod
+    def _told(document: DocumentId, status: Status, **facts: Any) -> dict[str, Any]:
+        told = {"tokens_read": 0, "tokens": 0, "entries": 0, "bytes": 0, "used_at": None}
+        head = {"id": document.name, "object": "document", "model": document.model}
+        return {**head, "status": status, **told, "error": None, **facts}
+
+    def _summary(self, path: Path, stamp: FileStamp) -> _Summary:
+        """Return what the header of a file says; raises SessionFileError if it is no document."""
+        known = self._summaries.get(path)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        with self._files.opened(path) as reader:
+            contents = reader.contents
+        if contents.document is None:
+            raise SessionFileError(f"{path}: is a saved session, not a document")
+        summary = _Summary(contents.position, contents.document.n_tokens, contents.n_entries)
+        if len(self._summaries) >= _MOST_SUMMARIES:
+            self._summaries.clear()
+        self._summaries[path] = stamp, summary
+        return summary
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def begin(self, reading: Reading) -> bool:
+        """Record a reading; returns False if the same document is ready or being read.
+
+        When it returns True, the text is on the disk, where it stays until it was read. Raises
+        RequestError for another document of the same name (409), for too many of the user (400),
+        for too many that wait (429), and for a text that the disk or the limit has no room for
+        (507).
+        """
+        path = self.path(reading.id)
+        make_folder(path.parent)
+        status = self.status(reading.id)
+        told = None if status is None else status["status"]
+        if told in ("ready", "reading", "queued"):
+            if self._text_of(path) == reading.text:
+                return False
+            raise of_another_text(reading.id.name)
+        if told is None and len(self.names(reading.id.model, reading.id.user)) >= MOST_DOCUMENTS:
+            raise RequestError(
+                400,
+                f"{MOST_DOCUMENTS} documents are kept, and there may be no more; delete one of "
+                "them",
+                param="name",
+            )
+        if not self._readings.add(path, reading):
+            return False
+        kept = None
+        try:
+            kept = self._kept(path, reading)
+        except DocumentBusyError:
+            return False
+        finally:
+            if kept is None:
+                self._readings.withdraw(path)
+        self._readings.accept(reading, kept)
+        return True
+
+    def _kept(self, path: Path, reading: Reading) -> AcceptedText:
+        """Write the text of a reading to the disk, or take over the file that a server has left.
+
+        Raises RequestError (507), and DocumentBusyError if another server has taken it over.
+        """
+        accepted = Accepted(reading.text, [*reading.names], reading.system)
+        file = text_file_of(path)
+        if read_accepted(file) == accepted and (left := AcceptedText.take(file)) is not None:
+            return left
+        try:
+            self._files.make_room_for_text(path, len(bytes_of(accepted)))
+            return AcceptedText.write(file, accepted)
+        except SessionFileError as error:
+            raise RequestError(507, f"text: {error}", param="text") from None
+        except OSError as error:
+            raise RequestError(
+                507, f"the text cannot be kept until it is read ({error.strerror}); try again later"
+            ) from None
+
+    def _text_of(self, path: Path) -> str | None:
+        if (text := self._readings.text_of(path)) is not None:
+            return text
+        note = None
+        if self._files.fetch(path):
+            note = _note_of(path)
+        if note is None and (accepted := read_accepted(text_file_of(path))) is not None:
+            return accepted.text
+        note = note or _note_of(partial_of(path))
+        return None if note is None else note.text
+
+    def wait_for_next(self, model: str, closing: threading.Event) -> Reading | None:
+        """Wait for a queued reading of a model, which now begins; None after `closing`, see
+        wake().
+        """
+        return self._readings.wait_for_next(model, closing)
+
+    def wake(self) -> None:
+        """Let threads in wait_for_next() look at `closing` again."""
+        self._readings.wake()
+
+    def end(self, reading: Reading, error: str | None = None) -> Removal | None:
+        """Record that a reading has ended; `error` is the sentence that says why it failed.
+
+        If it was deleted, its files are removed before. Returns its deletion.
+        """
+        return self._end(reading, error, goes_on=False)
+
+    def pause(self, reading: Reading) -> Removal | None:
+        """Record that a reading was stopped and can go on later, here or at another server: see
+        end().
+        """
+        return self._end(reading, None, goes_on=True)
+
+    def _end(self, reading: Reading, error: str | None, *, goes_on: bool) -> Removal | None:
+        path = self.path(reading.id)
+        removal = self._readings.end(path, reading, error, goes_on=goes_on)
+        if removal is not None:
+            self._carry_out(removal, reading.id, path)
+        reading.end()
+        return removal
+
+    def leave(self, model: str) -> None:
+        """End the queued readings of a model, which no thread reads any more; the next server, or
+        the next thread of this model, goes on with them.
+        """
+        for reading in self._readings.leave(model):
+            reading.end()
+
+    def interrupted(self, model: str) -> list[Reading]:
+        """Return readings that go on with what is left of interrupted ones of a model."""
+        users = [""]
+        with suppress(OSError):
+            users += [each.name for each in os.scandir(self.folder(model, "")) if each.is_dir()]
+        found = []
+        for user in users:
+            for name in self.names(model, user):
+                document = DocumentId(model, user, name)
+                path = self.path(document)
+                if not (partial_of(path).exists() or text_file_of(path).exists()):
+                    continue  # Its header need not be read.
+                status = self.status(document)
+                if status is not None and status["status"] == "interrupted":
+                    reading = self.resumed(document)
+                    found += [] if reading is None else [reading]
+                elif status is not None and status["status"] == "ready":
+                    _remove_text_of_ready(path)
+        return found
+
+    def resumed(self, document: DocumentId) -> Reading | None:
+        """Return a reading that goes on with what is left of an interrupted one; None without.
+
+        A text that was accepted is newer than a partial file of another text.
+        """
+        path = self.path(document)
+        if (accepted := read_accepted(text_file_of(path))) is not None:
+            return Reading(document, accepted.text, accepted.names, accepted.system)
+        note = _note_of(partial_of(path))
+        return None if note is None else Reading(document, note.text, note.names, note.system)
+
+    # --- use and room -----------------------------------------------------------------------------
+
+    @contextmanager
+    def in_use(self, document: DocumentId) -> Iterator[Path]:
+        """Keep a document from being deleted; yields its file, which hold() looks for.
+
+        Raises RequestError (404) if it is being deleted already.
+        """
+        path = self.path(document)
+        with self._readings.in_use(document, path):
+            yield path
+
+    def hold(self, document: DocumentId) -> bool:
+        """Keep a document in use from being removed by other processes, too, and note its use.
+
+        Returns False if it is not there, or not read to its end. Raises RequestError (503) if
+        another process does not let go of its file. The storage is asked once.
+        """
+        path = self.path(document)
+        reading = self._readings.find(path)
+        if reading is not None and reading.status != "failed":
+            return False
+        try:
+            if not self._files.hold(path):
+                return False
+        except DocumentBusyError:
+            raise RequestError(
+                503,
+                f"another process is removing or replacing the document {document.name!r}; try "
+                "again later",
+                retry_after=1,
+            ) from None
+        note_use(path)
+        return True
+
+    def remove(self, document: DocumentId) -> Removal:
+        """Delete a document, or stop its reading, whose thread then removes its files.
+
+        The deletion that is returned ends when the files are gone. Raises RequestError if there is
+        no such document (404), or if a request uses it or waits for it (409).
+        """
+        path = self.path(document)
+        removal, reading, is_ours = self._readings.remove(document, path)
+        if is_ours:
+            self._carry_out(removal, document, path)
+        if reading is not None and reading.removal is None:
+            reading.end()
+        return removal
+
+    def _carry_out(self, removal: Removal, document: DocumentId, path: Path) -> None:
+        """Remove the files of a document that is being deleted, and end the deletion."""
+        refusal: Exception | None = RequestError(500, f"{document.name}: it cannot be removed")
+        try:
+            if not removal.is_known and not self._has_files(path):
+                raise not_there(document.name)
+            self._remove_files(document, path)
+            refusal = None
+        except (RequestError, EntropyKVError) as error:
+            refusal = error
+        finally:
+            self._readings.finish(path, removal, refusal)
+
+    def _has_files(self, path: Path) -> bool:
+        return partial_of(path).exists() or self._files.stamp(path) is not None
+
+    def _remove_files(self, document: DocumentId, path: Path) -> None:
+        """Remove the files of a document, complete or not.
+
+        Raises RequestError if another process uses it (409), or if they cannot be removed (500).
+        """
+        try:
+            remove_partial(path)
+            is_removed = self._files.remove(path)
+        except DocumentBusyError:
+            raise in_use(document.name) from None
+        except (SessionFileError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            reason = cause.strerror if isinstance(cause, OSError) else "its lock cannot be taken"
+            raise RequestError(500, f"{document.name}: it cannot be removed ({reason})") from None
+        if not is_removed:
+            raise in_use(document.name)
+
+    def keep(self, document: DocumentId) -> None:
+        """Keep a document that was read, and make room for it: see DocumentFolder.keep()."""
+        self._files.keep(self.path(document))
+
+
+def _remove_text_of_ready(path: Path) -> None:
+    """Remove the text of a document that another server has read."""
+    with suppress(DocumentBusyError):
+        if (left := AcceptedText.take(text_file_of(path))) is not None:
+            left.remove()
+
+
+def _note_of(path: Path) -> DocumentNote | None:
+    try:
+        with open_session(path) as reader:
+            return reader.contents.document
+    except SessionFileError:
+        return None

@@ -1,0 +1,171 @@
+"""Read documents in the background, one at a time, while the model answers requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+
+from entropykv.errors import DocumentBusyError, EntropyKVError, PoolError
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.readings import DocumentId, Reading, not_there
+from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.errors import RequestError
+from entropykv.server.http.users import Caller
+from entropykv.server.models.loading import ServedLlama
+from entropykv.session.document import read_document
+from entropykv.session.pool import Pool
+from entropykv.session.session import Session
+
+_logger = logging.getLogger("entropykv.server")
+_CHECK_INTERVAL = 0.05
+"""Seconds between two checks whether a document is ready."""
+
+
+class _StoppedError(Exception):
+    """Raised between two micro-batches of a reading that was told to stop."""
+
+
+class DocumentReader:
+    """Read the documents of one model in a thread of its own, in a place of the pool of its own."""
+
+    def __init__(
+        self, llama: ServedLlama, pool: Pool, prefix_cache: PrefixCache, library: DocumentLibrary
+    ) -> None:
+        """Go on with the readings that an earlier server of this model has left."""
+        self.library = library
+        self.model = llama.served_name
+        self._llama = llama
+        self._pool = pool
+        self._prefix_cache = prefix_cache
+        self._current: Reading | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="entropykv-documents", daemon=True)
+        self._thread.start()
+        for reading in library.interrupted(self.model):
+            with contextlib.suppress(RequestError):  # Those beyond a limit wait for their requests.
+                library.begin(reading)
+
+    def id_of(self, user: str, name: str) -> DocumentId:
+        """Return the id of a user's document of this model."""
+        return DocumentId(self.model, user, name)
+
+    async def until_ready(self, document: DocumentId) -> None:
+        """Wait until a document was read; raises RequestError if there is none, or if that failed.
+
+        A reading that was interrupted goes on.
+        """
+        while True:
+            status = await asyncio.to_thread(self._looked_at, document)
+            if status == "ready":
+                return
+            await asyncio.sleep(_CHECK_INTERVAL)
+
+    def _looked_at(self, document: DocumentId) -> str:
+        status = self.library.status(document)
+        if status is None:
+            raise not_there(document.name)
+        if status["status"] == "failed":
+            raise RequestError(
+                409,
+                f"the document {document.name!r} could not be read: {status['error']}",
+                param="document",
+            )
+        if status["status"] == "interrupted":
+            reading = self.library.resumed(document)
+            if reading is not None:
+                self.library.begin(reading)
+        return str(status["status"])
+
+    def close(self) -> None:
+        """Stop reading; what was read of a document stays in its partial file."""
+        self._closing.set()
+        self.library.wake()
+        current = self._current
+        if current is not None:
+            current.stop.set()
+        self._thread.join()
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (reading := self.library.wait_for_next(self.model, self._closing)) is not None:
+            self._current = reading
+            try:
+                error = self._outcome_of(reading)
+                self._current = None
+                removal = self.library.end(reading, error)
+            except (_StoppedError, DocumentBusyError):
+                self._current = None
+                removal = self.library.pause(reading)
+            if removal is not None and removal.refusal is not None:
+                _logger.warning("a deleted document cannot be removed: %s", removal.refusal)
+        self.library.leave(self.model)
+
+    def _outcome_of(self, reading: Reading) -> str | None:
+        """Read a document; returns the sentence that says why it failed, or None.
+
+        Raises _StoppedError, or DocumentBusyError if another process is reading it.
+        """
+        try:
+            self._read(reading)
+        except (_StoppedError, DocumentBusyError):
+            raise
+        except RequestError as refusal:
+            return str(refusal.detail)
+        except EntropyKVError as failure:  # Clients must not learn the paths of files.
+            folder = str(self.library.path(reading.id).parent)
+            return str(failure).replace(f"{folder}/", "").replace(folder, "")
+        except Exception:  # An error of any kind must not affect the next document.
+            _logger.exception("a document cannot be read")
+            return "reading it failed; the server's log says why"
+        return None
+
+    def _read(self, reading: Reading) -> None:
+        self._check(reading)
+        self._llama.control_tokens.check(reading.text.encode("utf-8", "replace"))
+        caller = Caller(reading.id.user)
+        tenant = caller.tenant(shared_prefixes=self._llama.shared_prefixes)
+        session = self._pool.session(tenant=tenant)
+        session.name = reading.id.name
+        try:
+            self._read_into(session, reading)
+        finally:
+            session.close()
+        self.library.keep(reading.id)
+
+    def _read_into(self, session: Session, reading: Reading) -> None:
+        """Read a document; conversations that cannot be swapped out are dropped for it."""
+
+        def progress(done: int, total: int) -> None:
+            reading.n_read, reading.n_tokens = done, total
+            self._check(reading)
+
+        path = self.library.path(reading.id)
+
+        def read() -> bool:
+            """Tell whether it was read, and not stopped by the lack of room in the pool."""
+            try:
+                read_document(
+                    session,
+                    reading.text,
+                    path,
+                    names=reading.names,
+                    system=reading.system,
+                    progress=progress,
+                )
+            except PoolError:
+                self._check(reading)
+                if not self._prefix_cache.forget_one():
+                    raise
+                session.reset()  # The next attempt goes on with the partial file.
+                return False
+            return True
+
+        while not read():
+            pass
+
+    def _check(self, reading: Reading) -> None:
+        if reading.stop.is_set() or self._closing.is_set():
+            raise _StoppedError

@@ -1,0 +1,1 @@
+"""Let workers use a model: admission, the texts it holds, conversations on disk."""

@@ -1,0 +1,349 @@
+"""Run the worker threads that use the model, one per concurrent request."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+from entropykv.errors import ContextError
+from entropykv.server.documents.asked_document import AskedDocument
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.reader import DocumentReader
+from entropykv.server.engine.admission import Admission, Limits, too_late
+from entropykv.server.engine.inspections import Inspections
+from entropykv.server.engine.pool_totals import Moment, figures_of_pool
+from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.errors import RequestError, as_request_error, without_frames
+from entropykv.server.http.users import SOMEBODY, Caller
+from entropykv.server.models.loading import ServedLlama
+from entropykv.session.stats import SessionStats
+
+_STATS_INTERVAL = 0.25
+"""Seconds between two updates of the figures during a generation."""
+_CHECK_INTERVAL = 0.05
+"""Seconds between two checks whether a stopped job has ended."""
+Result = TypeVar("Result")
+Outcome = Literal["finished", "refused", "failed", "stopped"]
+
+
+class _StoppedError(Exception):
+    """Raised when a generation was told to stop, between two steps."""
+
+
+@dataclass(eq=False)
+class Job:
+    """Hold a request that waits or runs."""
+
+    call: Callable[[ServedLlama], Any]
+    emit: Callable[[Any], None] | None
+    note: Callable[[int, int], None] | None
+    caller: Caller = SOMEBODY
+    document: AskedDocument | None = None
+    """The document that it asks about."""
+    arrival: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    """The time at which its first chunk was ready."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raise _StoppedError if the request was told to stop."""
+        if self.stop.is_set():
+            raise _StoppedError
+
+    def run(self, llama: ServedLlama) -> Any:
+        """Execute the request; the chunks of a stream are emitted one by one."""
+        result = self.call(llama)
+        if self.emit is None:
+            return result
+        for chunk in result:
+            if self.first is None:
+                self.first = time.monotonic()
+            self.emit(chunk)
+            self.check()
+        return None
+
+
+class Engine:
+    """Own a model and its worker threads, which alone use it; requests wait until a worker is free.
+
+    A model with a pool answers as many requests at a time as the pool holds sequences.
+    """
+
+    def __init__(
+        self,
+        llama: ServedLlama,
+        *,
+        interrupt: bool = False,
+        limits: Limits | None = None,
+        shared_prefixes: bool = True,
+        documents: DocumentLibrary | None = None,
+    ) -> None:
+        """Use a loaded model; with `interrupt`, a new request ends the streams of the same user.
+
+        `shared_prefixes`: whether conversations with the same key may reuse each other's prefixes.
+        `documents`: where documents are kept; they are read in one of the pool's places.
+        """
+        self.llama = llama
+        """The model, for callers that only use its vocabulary."""
+        self.limits = limits or Limits()
+        self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
+        self.first_chunks = 0
+        """How many streams have sent their first chunk."""
+        self.first_chunk_seconds = 0.0
+        """The sum of the seconds from the arrival of those streams to their first chunk."""
+        self.prefix_cache: PrefixCache | None = None
+        """Keeps conversations between two requests, if the model has a pool."""
+        llama.shared_prefixes = shared_prefixes
+        n_kept = 0 if documents is None else 1
+        self.workers = [llama] if llama.pool is None else self._workers_of(llama, n_kept)
+        self.running: dict[ServedLlama, Job] = {}
+        """The request that each model object is answering."""
+        self._running_lock = threading.Lock()
+        """Held while `running` changes and while a job is stopped, so that the next job is not
+        stopped instead.
+        """
+        self.admission = Admission(self.limits, len(self.workers))
+        """Limits what requests may cost."""
+        self._moment: tuple[float, Moment] | None = None
+        """The latest figures that were requested, and when they were taken."""
+        self._moment_lock = threading.Lock()
+        self._free: queue.SimpleQueue[ServedLlama] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._free.put(worker)
+        self._interrupt = interrupt
+        self._closing = False
+        self._stopped_at = 0.0
+        self._before_close: list[Callable[[ServedLlama], object]] = []
+        self._looked_at = 0.0
+        self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
+        self.inspections = Inspections(llama, self._thread.submit)
+        """Answers inspections between two steps."""
+        self.stats: SessionStats = self._figures()
+        """Current figures; during a generation they are at most a quarter of a second old."""
+        self.documents: DocumentReader | None = None
+        """Reads documents in the background, if the server keeps any."""
+        if documents is not None and llama.pool is not None and self.prefix_cache is not None:
+            reader = DocumentReader(llama, llama.pool, self.prefix_cache, documents)
+            self.documents = reader
+            self.before_close(lambda _: reader.close())
+
+    def _workers_of(self, llama: ServedLlama, n_kept: int) -> list[ServedLlama]:
+        """Return a worker for every place of the pool, but `n_kept`."""
+        pool = llama.pool
+        if pool is None:
+            return []
+        self.prefix_cache = PrefixCache(
+            pool, self.limits.conversations, shared_prefixes=llama.shared_prefixes
+        )
+        workers = [llama.another() for _ in range(pool.runner.n_sequences - n_kept)]
+        seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
+        for worker in workers:
+            worker.serve_from(self.prefix_cache)
+            # Otherwise all would sample with the same random numbers.
+            worker.set_seed(seeds.randrange(2**32))
+        return workers
+
+    @property
+    def waiting(self) -> int:
+        """Return how many jobs wait or run."""
+        return self.admission.jobs
+
+    @property
+    def n_slots(self) -> int:
+        """Return how many requests are answered at a time."""
+        return len(self.workers)
+
+    async def generate(
+        self,
+        call: Callable[[ServedLlama], Any],
+        emit: Callable[[Any], None] | None = None,
+        note: Callable[[int, int], None] | None = None,
+        caller: Caller = SOMEBODY,
+    ) -> Any:
+        """Run a request's call when a worker is free; cancelling stops it within a micro-batch.
+
+        With `emit`, the call returns an iterator, whose items are passed to `emit` in a worker
+        thread. `note` is called at the end with the numbers of tokens read and written. `caller` is
+        who sent the request. Raises RequestError for any error; the next request starts from a
+        clean state.
+        """
+        (result,) = await self.generate_all([Job(call, emit, note, caller)])
+        return result
+
+    async def generate_all(self, jobs: Sequence[Job]) -> list[Any]:
+        """Run the jobs of one request, at the same time as far as workers are free; see generate().
+
+        If one of them fails, the others are stopped.
+        """
+        if self._closing:
+            raise shutting_down()
+        with self.admission.jobs_of(len(jobs)):
+            if self._interrupt:
+                users = {job.caller.user for job in jobs}
+                streams = [job for job in list(self.running.values()) if job.emit is not None]
+                self._stop(job for job in streams if job.caller.user in users)
+            try:
+                runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]
+                seconds = self.admission.seconds_left(min(job.arrival for job in jobs))
+                return await asyncio.wait_for(asyncio.gather(*runs), seconds)
+            except asyncio.TimeoutError:
+                raise too_late() from None
+            finally:
+                self._stop_for_sure(jobs)
+
+    def answers(self, caller: Caller) -> bool:
+        """Tell whether a request for a caller's conversation is being answered."""
+        return any(job.caller == caller for job in list(self.running.values()))
+
+    async def call(self, function: Callable[[ServedLlama], Result]) -> Result:
+        """Call a function with the model, between two requests."""
+        return await asyncio.wrap_future(self._thread.submit(function, self.llama))
+
+    def before_close(self, function: Callable[[ServedLlama], object]) -> None:
+        """Register a function that is called with the model, in its thread, before it is freed."""
+        self._before_close.append(function)
+
+    def stop(self) -> None:
+        """Refuse waiting and new requests, and give running ones their time to end."""
+        if not self._closing:
+            self._stopped_at = time.monotonic()
+        self._closing = True
+        self.inspections.close()
+        if self.limits.drain_seconds <= 0:
+            self._stop(self.running.values())
+
+    def _stop(self, jobs: Iterable[Job]) -> None:
+        """Tell jobs to end within a micro-batch, also those that wait for another
+        session's step.
+        """
+        for job in list(jobs):
+            job.stop.set()
+            with self._running_lock:
+                for worker, running in self.running.items():
+                    if running is job and worker.prefix_cache is not None:
+                        worker.interrupt()
+
+    def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
+        """Stop jobs repeatedly until they have ended.
+
+        A job that was just about to wait for room in the pool would miss a single call.
+        """
+        self._stop(jobs)
+        if any(job in jobs for job in list(self.running.values())):
+            loop = asyncio.get_running_loop()
+            loop.call_later(_CHECK_INTERVAL, self._stop_for_sure, jobs)
+
+    def close(self) -> None:
+        """Stop all requests, then free the model. It may be called twice."""
+        self.stop()
+        while running := list(self.running.values()):
+            self._stop(running)
+            time.sleep(_CHECK_INTERVAL)
+        before, self._before_close = self._before_close, []
+        try:
+            for function in before:
+                self._thread.submit(function, self.llama).result()
+        finally:
+            self._thread.shutdown(wait=True)
+            if self.prefix_cache is not None:
+                self.prefix_cache.close()
+                for worker in self.workers:
+                    worker.close()
+            self.llama.close()
+
+    def _run(self, job: Job) -> Any:
+        worker = self._free.get()
+        with self._running_lock:
+            self.running[worker] = job
+        worker.checkpoint = partial(self._checkpoint, job)
+        worker.caller = job.caller
+        worker.asked = job.document
+        outcome: Outcome = "finished"
+        refusal: RequestError | None = None
+        before = worker.counts()
+        try:
+            if self._closing:
+                raise _StoppedError
+            self._checkpoint(job)
+            return job.run(worker)
+        except _StoppedError:
+            outcome = "stopped"
+            if self._closing:
+                raise shutting_down() from None
+        # An error of any kind must not affect the next request.
+        except Exception as error:
+            # The job's decode was interrupted.
+            if job.stop.is_set() and worker.prefix_cache is not None:
+                outcome = "stopped"
+                return None
+            if not isinstance(error, RequestError | ContextError):
+                worker.reset()
+            refusal = without_frames(as_request_error(error))
+            outcome = "refused" if refusal.status_code < 500 else "failed"
+        finally:
+            with self._running_lock:
+                del self.running[worker]
+            worker.checkpoint = worker.asked = None
+            self._free.put(worker)
+            self._note(job, outcome, before, worker.counts())
+        try:
+            if refusal is not None:
+                raise refusal
+            return None
+        finally:
+            del refusal  # Break the reference cycle between this frame and the traceback.
+
+    def _note(
+        self, job: Job, outcome: Outcome, before: tuple[int, int], now: tuple[int, int]
+    ) -> None:
+        self.outcomes[outcome] += 1
+        self._moment = None
+        self.stats = self._figures()
+        if job.first is not None:
+            self.first_chunks += 1
+            self.first_chunk_seconds += job.first - job.arrival
+        if job.note is not None:
+            job.note(now[0] - before[0], now[1] - before[1])
+
+    def _figures(self) -> SessionStats:
+        one = self.llama.kv_stats()
+        if self.llama.pool is None:
+            return one
+        return figures_of_pool(self.llama.pool, one, [worker.totals for worker in self.workers])
+
+    def moment(self) -> Moment:
+        """Return figures of the pool that are at most a quarter of a second old.
+
+        Taking them delays all sessions, so it is done once for any number of clients.
+        """
+        with self._moment_lock:
+            last, now = self._moment, time.monotonic()
+            if last is not None and now - last[0] <= _STATS_INTERVAL:
+                return last[1]
+            pool = None if self.llama.pool is None else self.llama.pool.stats()
+            kept = [] if self.prefix_cache is None else self.prefix_cache.conversations()
+            self._moment = now, Moment(pool, kept)
+            return self._moment[1]
+
+    def _checkpoint(self, job: Job) -> None:
+        job.check()
+        self.inspections.answer()
+        now = time.monotonic()
+        if self._closing and now - self._stopped_at >= self.limits.drain_seconds:
+            raise _StoppedError
+        if now - self._looked_at > _STATS_INTERVAL:
+            self._looked_at = now
+            self.stats = self._figures()
+
+
+def shutting_down() -> RequestError:
+    """Return the error for requests that arrive or wait while the server stops."""
+    return RequestError(503, "the server is shutting down; try again later")

@@ -1,0 +1,60 @@
+"""Add up the figures of the workers that answer requests at the same time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entropykv.server.http.users import Caller
+from entropykv.session.pool import Pool, PoolStats
+from entropykv.session.stats import SessionStats
+
+
+@dataclass
+class Totals:
+    """Count tokens and seconds of one worker."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
+    draft_steps: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def add(self, before: SessionStats, now: SessionStats) -> None:
+        """Add the difference between the figures before and after a request."""
+        for name in vars(self):
+            done = getattr(now, name) - getattr(before, name)
+            setattr(self, name, getattr(self, name) + done)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Hold the figures of a pool and of its conversations, taken between two steps."""
+
+    pool: PoolStats | None
+    """The figures of the pool; None without a pool."""
+    conversations: list[tuple[Caller, SessionStats, bool]]
+    """For each kept conversation: its caller, its figures, and whether it holds entries of the
+    pool.
+    """
+
+
+def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:
+    """Return the sum over all conversations as SessionStats; `one` are the figures of any
+    session.
+    """
+    now = pool.stats()
+    return dataclasses.replace(
+        one,
+        kv_bytes_budget=now.kv_bytes_budget,
+        kv_bytes_now=now.kv_bytes_now,
+        kv_bytes_peak=now.kv_bytes_peak,
+        kv_bytes_staging=now.kv_bytes_staging,
+        kv_bytes_scratch=now.kv_bytes_scratch,
+        entries_kept=now.entries_kept,
+        evictions=now.evictions,
+        **{name: sum(getattr(each, name) for each in totals) for name in vars(Totals())},
+    )

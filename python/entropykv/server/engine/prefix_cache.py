@@ -1,0 +1,635 @@
+"""Keep idle conversations of a pool, and find them by the beginning of their texts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from entropykv.errors import ContextError, EntropyKVError, PoolError
+from entropykv.server.http.users import Caller
+from entropykv.session.file import SavedContents
+from entropykv.session.object_storage import FileStamp, stamp_of
+from entropykv.session.pool import Pool
+from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, common_prefix, reuse_of
+from entropykv.session.session import Session
+from entropykv.session.stats import SessionStats
+
+_WORTH_WAITING = 64
+"""The least common tokens for which a prompt waits for another one that is being read."""
+_CHECK_INTERVAL = 0.05
+"""Seconds between two checks of a waiting prompt."""
+_MORE_ATTEMPTS = 3
+"""How often a document is loaded again that was dropped for others before it could be used."""
+_Made = TypeVar("_Made")
+
+
+@dataclass(eq=False)
+class _Conversation:
+    session: Session
+    caller: Caller
+    tokens: list[int]
+    last_use: float
+    document: Path | None = None
+    """The file of the document that it has read and nothing else; its questions get copies."""
+    version: FileStamp | None = None
+    """The version of that file, which another server may replace."""
+    answer_place: int = 0
+    """The position at which later turns continue, because they lack its thought; 0: it has none."""
+
+
+@dataclass(eq=False)
+class _WaitingPrompt:
+    """Hold a prompt that waits for a copy of what another one has read."""
+
+    tokens: list[int]
+    shared: int
+    """How many tokens both prompts have in common."""
+    done: bool = False
+    """True once it need not wait any more, with or without a copy."""
+    gone: bool = False
+    """True once the copy is not needed any more."""
+    copy: Session | None = None
+    goes_on_at: int = 0
+    """The position up to which the copy is useful."""
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Hold a prompt that is being read, and those that wait for a part of it."""
+
+    tokens: list[int]
+    waiting_prompts: list[_WaitingPrompt] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Hold the session chosen for a prompt, and the steps to take before it reads the prompt."""
+
+    session: Session
+    is_new: bool = False
+    """True if it has read nothing yet."""
+    near: _Conversation | None = None
+    """The conversation whose copy would save most reading."""
+    spared: int = 0
+    """How many tokens that copy would save."""
+    goes_back_to: int | None = None
+    """The position where its text differs from the prompt."""
+    document: Path | None = None
+    """The file of the document whose copy it becomes."""
+
+
+class PrefixCache:
+    """Keep conversations between two requests; the least recently used are dropped first.
+
+    A dropped conversation is read again with its next turn, because requests have the whole text.
+    Conversations continue only from others of their tenant: see Caller.tenant().
+    """
+
+    def __init__(self, pool: Pool, most: int, *, shared_prefixes: bool = True) -> None:
+        """Use a pool; at most `most` of its conversations are kept."""
+        self._pool = pool
+        self._most = most
+        self._shared_prefixes = shared_prefixes
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._reading: dict[Session, _Reading] = {}
+        """The prompts that are being read, by their sessions."""
+        self._free: list[_Conversation] = []
+        self.forgotten = 0
+        """How many conversations were dropped so far."""
+        self.forked = 0
+        """How many requests continued from a copy of another conversation."""
+        self.resumed = 0
+        """How many requests continued a conversation itself."""
+
+    # --- a prompt comes ---------------------------------------------------------------------------
+
+    def take(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        check: Callable[[], object] | None = None,
+        continues: Callable[[list[int]], bool] | None = None,
+        document: Path | None = None,
+    ) -> Session:
+        """Return the session that a prompt continues, or a new one; put() returns it to the cache.
+
+        `document` is the file of a document with whose tokens the prompt begins: if the caller has
+        no conversation about it that the prompt continues, it continues a copy of the document.
+
+        A named conversation continues only under its name. `continues` tells whether the prompt
+        begins with the text of some tokens, possibly in other tokens. If another prompt with the
+        same beginning is just being read, this one waits for the common part, and calls `check`
+        meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
+        """
+        start = self._started(tokens, caller, check, continues, document)
+        session = start.session
+        try:
+            if start.goes_back_to is not None:
+                _go_back(session, start.goes_back_to)
+            elif start.is_new:  # This may take long, but no other prompt waits for it.
+                session = self._going_on_from_others(start, tokens, caller)
+        except BaseException:
+            self.gives_up(session)
+            session.close()
+            raise
+        session.name = caller.name
+        return session
+
+    def _started(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        check: Callable[[], object] | None,
+        continues: Callable[[list[int]], bool] | None,
+        document: Path | None,
+    ) -> _Start:
+        """Return the session for a prompt, once it need not wait; from now on, others may wait for
+        it.
+        """
+        asked: set[Session] = set()
+        n_document = 0 if document is None else len(self.open_document(document, caller))
+        while True:
+            with self._lock:
+                reader, waiting_prompt = self._worth_waiting_for(tokens, caller, asked, n_document)
+                if reader is None:
+                    start = self._start(tokens, caller, continues, document, n_document)
+                    self._reading[start.session] = _Reading(tokens)
+                    return start
+                reading = self._reading[reader]
+                reading.waiting_prompts.append(waiting_prompt)
+            asked.add(reader)
+            self._wait(waiting_prompt, reading, check)
+            if waiting_prompt.copy is not None:
+                with self._lock:
+                    self._reading[waiting_prompt.copy] = _Reading(tokens)
+                    self.forked += 1
+                return _Start(waiting_prompt.copy, goes_back_to=waiting_prompt.goes_on_at)
+
+    def _start(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        continues: Callable[[list[int]], bool] | None,
+        document: Path | None,
+        n_document: int,
+    ) -> _Start:
+        own = self._going_on(tokens, caller, continues)
+        if own is not None and len(own.tokens) > n_document:
+            self._free.remove(own)
+            self.resumed += 1
+            return _Start(own.session)
+        if document is not None:
+            session = self._pool.session(tenant=self._tenant(caller))
+            return _Start(session, is_new=True, document=document)
+        near, spared = self._nearest(tokens, caller)
+        session = self._pool.session(tenant=self._tenant(caller))
+        return _Start(session, is_new=True, near=near, spared=spared)
+
+    def _going_on_from_others(self, start: _Start, tokens: list[int], caller: Caller) -> Session:
+        """Return a new session at the checkpoint, or a copy of the conversation, that saves most
+        reading.
+
+        It is an empty session if there is neither.
+        """
+        session, beyond = start.session, max(start.spared, LEAST_SPARED) - 1
+        if start.document is not None:
+            copy = self._copy_of_document(start.document, caller)
+            with self._lock:
+                self.forked += 1
+                self._reading[copy] = self._reading.pop(session)
+            session.close()
+            return copy
+        if session.return_to_checkpoint(tokens, beyond, repeatable=True):
+            with self._lock:
+                self.forked += 1
+            return session
+        return self._copy_of_kept(start.near, caller, session) or session
+
+    def _tenant(self, caller: Caller) -> Caller:
+        return caller.tenant(shared_prefixes=self._shared_prefixes)
+
+    def _going_on(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        continues: Callable[[list[int]], bool] | None,
+    ) -> _Conversation | None:
+        """Return the caller's conversation that a prompt continues, or None.
+
+        Other prompts may also continue it. Therefore the prompt must contain the whole
+        conversation, or all but its last answer, which is quickly read again from the checkpoint
+        before it.
+        """
+        runner = self._pool.runner
+        leads_back = runner.checkpoints.limit_bytes > 0 and runner.config.freezing is None
+        best, most = None, 0
+        for each in self._of(caller):
+            held = each.session.held()
+            reuse = reuse_of(held, tokens, Demand(is_cut=False, needs_logits=False))
+            shared, kept = reuse.shared, 0
+            if reuse.source is ReuseSource.WHOLE or (
+                shared and continues and continues(each.tokens)
+            ):
+                kept = len(each.tokens)
+            elif leads_back and 0 < each.session.end_of_prompt <= shared:
+                kept = shared if held.can_return_to(shared) else 0
+            if kept > most:
+                best, most = each, kept
+        return best
+
+    def _nearest(self, tokens: list[int], caller: Caller) -> tuple[_Conversation | None, int]:
+        """Return the tenant's conversation with the most common tokens, and how many a
+        copy saves.
+        """
+        tenant = self._tenant(caller)
+        those = [each for each in self._free if self._tenant(each.caller) == tenant]
+        near = max(those, key=lambda each: common_prefix(each.tokens, tokens), default=None)
+        if near is None:
+            return None, 0
+        spared = _place_in(near.session, tokens)
+        return (near, spared) if spared >= LEAST_SPARED else (None, 0)
+
+    def _copy_of_kept(
+        self, near: _Conversation | None, caller: Caller, session: Session
+    ) -> Session | None:
+        """Return a copy of a conversation instead of a new session; None if there is none.
+
+        If there is no room for a copy, it may be the caller's own conversation itself.
+        """
+        with self._lock:
+            if near is None or near not in self._free:  # Another request has taken it meanwhile.
+                return None
+            near.last_use = time.monotonic()
+            try:
+                found = near.session.fork()
+                self.forked += 1
+            except PoolError:
+                if near.caller != caller or near.document is not None:
+                    return None
+                self._free.remove(near)
+                found = near.session
+                self.resumed += 1
+            self._reading[found] = self._reading.pop(session)
+        session.close()
+        return found
+
+    # --- documents --------------------------------------------------------------------------------
+
+    def open_document(self, path: Path, caller: Caller) -> list[int]:
+        """Load a document unless it is kept already; returns its tokens.
+
+        Raises SessionFileError, or PoolError if there is no room for it.
+        """
+        return self._with_document(path, caller, lambda kept: kept.tokens)
+
+    def _copy_of_document(self, path: Path, caller: Caller) -> Session:
+        return self._with_document(path, caller, lambda kept: kept.session.fork())
+
+    def _with_document(
+        self, path: Path, caller: Caller, use: Callable[[_Conversation], _Made]
+    ) -> _Made:
+        """Load a document if necessary, and use it before it can be dropped.
+
+        Other conversations are dropped if it needs their room.
+        """
+
+        def attempt() -> tuple[_Made] | None:
+            """Return what was made; None if another attempt is needed."""
+            try:
+                with self._lock:
+                    kept = self._document(path, caller)
+                    if kept is not None:
+                        return (use(kept),)
+                self._load_document(path, caller)
+            except PoolError:
+                if not self.forget_one():
+                    raise
+            return None
+
+        for _ in range(self._most + _MORE_ATTEMPTS):
+            if (made := attempt()) is not None:
+                return made[0]
+        raise PoolError(f"the pool has no room for the document {path.stem!r}; try again later")
+
+    def _document(self, path: Path, caller: Caller) -> _Conversation | None:
+        """Return the kept document of a file, for the caller's tenant; `_lock` is held.
+
+        A file that is there, but is another version than the one that was loaded, is not kept.
+        """
+        tenant, version = self._tenant(caller), stamp_of(path)
+        for each in self._free:
+            if each.document != path or self._tenant(each.caller) != tenant:
+                continue
+            if version in (None, each.version):
+                each.last_use = time.monotonic()
+                return each
+        return None
+
+    def _load_document(self, path: Path, caller: Caller) -> None:
+        version = stamp_of(path)
+        self._drop_documents(lambda each: each.document == path and each.version != version)
+        session = self._loaded(caller, path)
+        session.name = path.stem
+        session.rest()
+        loaded = _Conversation(session, caller, session.tokens, time.monotonic(), path, version)
+        with self._lock:
+            kept = self._document(path, caller)
+            if kept is None:
+                self._free.append(loaded)
+        if kept is not None:  # Another request has loaded it meanwhile.
+            session.close()
+        self._drop_surplus()
+
+    def forget_document(self, path: Path) -> None:
+        """Drop a document whose file was removed."""
+        self._drop_documents(lambda each: each.document == path)
+
+    def _drop_documents(self, is_gone: Callable[[_Conversation], bool]) -> None:
+        with self._lock:
+            gone = [each for each in self._free if is_gone(each)]
+            self._free = [each for each in self._free if each not in gone]
+        for each in gone:
+            each.session.close()
+
+    # --- while another one is read ----------------------------------------------------------------
+
+    def _worth_waiting_for(
+        self, tokens: list[int], caller: Caller, asked: set[Session], n_document: int
+    ) -> tuple[Session | None, _WaitingPrompt]:
+        """Return the session that is reading more of a prompt than any kept one has, and is not in
+        `asked`. `n_document`: the tokens of the prompt's document.
+        """
+        runner = self._pool.runner
+        tenant = self._tenant(caller)
+        reader, most = None, 0
+        for session, reading in self._reading.items():
+            if session in asked or session.tenant != tenant:
+                continue
+            shared = common_prefix(reading.tokens, tokens)
+            # Text after the position where both differ can be cut only if nothing was evicted.
+            can_be = shared >= session.position or not (runner.recurrent or session.evicted)
+            if can_be and shared > most:
+                reader, most = session, shared
+        waiting_prompt = _WaitingPrompt(tokens, most)
+        if reader is None or most < _WORTH_WAITING:
+            return None, waiting_prompt
+        _, known = self._nearest(tokens, caller)
+        with runner.scheduler.between_steps():
+            _, spared = runner.checkpoints.nearest(tokens, tenant, repeatable=True)
+        piece = runner.config.n_ubatch  # Up to so many tokens of it are read again.
+        worth = most >= max(known, spared, n_document) + max(_WORTH_WAITING, piece)
+        return (reader if worth else None), waiting_prompt
+
+    def _wait(
+        self, waiting_prompt: _WaitingPrompt, reading: _Reading, check: Callable[[], object] | None
+    ) -> None:
+        try:
+            while not waiting_prompt.done:
+                with self._changed:
+                    if not waiting_prompt.done:
+                        self._changed.wait(_CHECK_INTERVAL)
+                if check is not None:
+                    check()
+        except BaseException:
+            with self._lock:
+                waiting_prompt.gone = True
+                if waiting_prompt in reading.waiting_prompts:
+                    reading.waiting_prompts.remove(waiting_prompt)
+            if waiting_prompt.copy is not None:
+                waiting_prompt.copy.close()
+            raise
+
+    def reads(self, session: Session, n_tokens: int) -> None:
+        """Record, in the thread that reads a prompt, that `n_tokens` more are read next.
+
+        Prompts that differ before the end of these tokens get copies of what was read so far.
+        """
+        reading = self._reading.get(session)
+        if reading is not None and reading.waiting_prompts:
+            end = session.position + n_tokens
+            self._hand_over(session, reading, lambda waiting_prompt: waiting_prompt.shared < end)
+
+    def has_read(self, session: Session) -> None:
+        """Record, in the reading thread, that the prompt of a session was read to its end."""
+        with self._lock:
+            reading = self._reading.pop(session, None)
+        if reading is not None:
+            self._hand_over(session, reading, lambda _: True)
+
+    def gives_up(self, session: Session) -> None:
+        """Record that the prompt of a session is not read any further, if it was being read."""
+        with self._changed:
+            reading = self._reading.pop(session, None)
+            for waiting_prompt in reading.waiting_prompts if reading else ():
+                waiting_prompt.done = True
+            self._changed.notify_all()
+
+    def _hand_over(
+        self, session: Session, reading: _Reading, is_due: Callable[[_WaitingPrompt], bool]
+    ) -> None:
+        with self._lock:
+            due = [each for each in reading.waiting_prompts if is_due(each)]
+            reading.waiting_prompts = [each for each in reading.waiting_prompts if each not in due]
+        try:
+            for waiting_prompt in due:
+                self._give_copy(session, waiting_prompt)
+        finally:
+            with self._changed:
+                for waiting_prompt in due:
+                    waiting_prompt.done = True
+                self._changed.notify_all()
+
+    def _give_copy(self, session: Session, waiting_prompt: _WaitingPrompt) -> None:
+        place = _place_in(session, waiting_prompt.tokens, is_read=True)
+        if place < LEAST_SPARED:
+            return
+        try:
+            copy = session.fork()
+        except (EntropyKVError, MemoryError):
+            return  # There is no room for a copy: the waiting prompt is read separately.
+        with self._lock:
+            if not waiting_prompt.gone:
+                waiting_prompt.copy, waiting_prompt.goes_on_at = copy, place
+                return
+        copy.close()
+
+    # --- between two requests ---------------------------------------------------------------------
+
+    def _of(self, caller: Caller) -> list[_Conversation]:
+        """Return a caller's kept conversations, without documents; `_lock` is held."""
+        return [each for each in self._free if each.caller == caller and each.document is None]
+
+    def put(self, session: Session, caller: Caller, answer_place: int = 0) -> None:
+        """Keep a conversation for its next turn.
+
+        `answer_place`: the position at which its next turn continues if its answer begins with a
+        thought. The caller's conversations of which it is a later turn are then forgotten: no
+        further turn has their thoughts, and checkpoints have what was read before them.
+        """
+        if session.position == 0:
+            session.close()
+            return
+        session.rest()
+        kept = _Conversation(session, caller, session.tokens, time.monotonic())
+        kept.answer_place = answer_place
+        with self._lock:
+            earlier = [each for each in self._of(caller) if _is_earlier_turn(each, kept)]
+            self._free = [each for each in self._free if each not in earlier]
+            self._free.append(kept)
+        for each in earlier:
+            each.session.close()
+        self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
+        while len(self._free) > self._most and self.forget_one():
+            pass
+
+    def length_of(self, caller: Caller) -> int:
+        """Return how many tokens a caller's conversation has; 0 if there is none."""
+        with self._lock:
+            last = self._last(caller)
+            return 0 if last is None else len(last.tokens)
+
+    def save(self, caller: Caller, path: Path) -> None:
+        """Save a caller's conversation to a file; no request can use it meanwhile.
+
+        Raises SessionFileError, or PoolError if it was dropped.
+        """
+        with self._of_caller(caller) as session:
+            session.save(path)
+
+    def load(self, caller: Caller, path: Path) -> None:
+        """Replace a caller's conversation by the content of a file.
+
+        Raises SessionFileError, or PoolError if there is no room for it.
+        """
+        session = self._loaded(caller, path)
+        with self._lock:
+            former = self._of(caller)
+            self._free = [each for each in self._free if each not in former]
+        for each in former:
+            each.session.close()
+        self.put(session, caller)
+
+    def load_one(self, caller: Caller, path: Path) -> Session:
+        """Load a file as an additional conversation of a caller; raises the errors of load()."""
+        session = self._loaded(caller, path)
+        self.put(session, caller)
+        return session
+
+    def _loaded(self, caller: Caller, path: Path) -> Session:
+        session = self._pool.session(tenant=self._tenant(caller))
+        session.name = caller.name
+        try:
+            session.load(path)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def save_one(self, session: Session, caller: Caller, path: Path) -> SavedContents | None:
+        """Save a conversation to a file if it exists and belongs to the caller's key; returns None
+        if not.
+        """
+        kept = self._taken(session, caller)
+        if kept is None:
+            return None
+        try:
+            return session.save(path)
+        finally:
+            with self._lock:
+                self._free.append(kept)
+
+    def erase_one(self, session: Session, caller: Caller) -> int:
+        """Drop a conversation of the caller's key; returns its tokens, 0 if it does not exist."""
+        kept = self._taken(session, caller)
+        if kept is None:
+            return 0
+        session.close()
+        return len(kept.tokens)
+
+    def _taken(self, session: Session, caller: Caller) -> _Conversation | None:
+        """Take a conversation out of the cache if it exists and belongs to the caller's key."""
+        with self._lock:
+            for kept in self._free:
+                if kept.session is session and kept.caller.user == caller.user:
+                    self._free.remove(kept)
+                    return kept
+        return None
+
+    def _last(self, caller: Caller) -> _Conversation | None:
+        """Return the caller's latest conversation; after an edit, the former one is kept, too."""
+        return max(self._of(caller), key=lambda each: each.last_use, default=None)
+
+    @contextmanager
+    def _of_caller(self, caller: Caller) -> Iterator[Session]:
+        with self._lock:
+            kept = self._last(caller)
+            if kept is None:
+                raise PoolError(
+                    f"the conversation {caller.name!r} was forgotten for others; read it again"
+                )
+            self._free.remove(kept)
+        try:
+            yield kept.session
+        finally:
+            with self._lock:
+                self._free.append(kept)
+
+    def forget_one(self) -> bool:
+        """Close the least recently used conversation; returns False if there is none."""
+        with self._lock:
+            if not self._free:
+                return False
+            oldest = min(self._free, key=lambda each: each.last_use)
+            self._free.remove(oldest)
+            self.forgotten += 1
+        oldest.session.close()
+        return True
+
+    def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
+        """Return all kept conversations: the caller, its figures, and whether it is in the pool."""
+        with self._lock:
+            kept = list(self._free)
+        return [(each.caller, each.session.stats(), each.session.is_live) for each in kept]
+
+    def close(self) -> None:
+        """Drop all conversations."""
+        while self.forget_one():
+            self.forgotten -= 1
+
+
+def _is_earlier_turn(other: _Conversation, kept: _Conversation) -> bool:
+    """Tell whether a conversation's text parts from a kept one's within its last thought."""
+    if not other.answer_place:
+        return False
+    shared = common_prefix(other.tokens, kept.tokens)
+    return other.answer_place <= shared < len(other.tokens)
+
+
+def _place_in(session: Session, tokens: list[int], *, is_read: bool = False) -> int:
+    """Return up to which position a copy of a session saves reading tokens; 0: it does not.
+
+    It is all of them only if the copy ends there, because only then it has logits. `is_read`: the
+    session's own prompt is just being read, and was cut as in any reading. With freezing, a text
+    that is truncated equals one that was read from 0 only while nothing of it is frozen.
+    """
+    end = None if is_read and session.freezing is None else len(tokens)
+    return reuse_of(session.held(), tokens, Demand(end=end)).position
+
+
+def _go_back(copy: Session, position: int) -> None:
+    """Roll a copy back to the position where texts differ, or to the start if there is no
+    room now.
+    """
+    if position < copy.position:
+        try:
+            copy.truncate(position)
+        except (PoolError, ContextError):
+            copy.truncate(0)

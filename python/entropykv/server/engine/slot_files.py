@@ -1,0 +1,214 @@
+"""Save and restore a slot's conversation by llama-server's route: POST /slots/{id}?action=save.
+
+A slot is a worker of the model, and has the conversation that it answered last. The files are
+sessions in the directory of --slot-save-path, in a separate folder for each API key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from entropykv import system
+from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.server.dialects.fields import Name
+from entropykv.server.engine.engine import Engine
+from entropykv.server.http.bodies import read_body
+from entropykv.server.http.errors import RequestError
+from entropykv.server.http.users import Caller, user_of
+from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.registry import ModelRegistry
+
+MOST_FILES = 256
+"""The most files of one user; each is as large as the entries that its conversation keeps."""
+MOST_FILE_NAME = 128
+_FILE_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MOST_FILE_NAME - 1}}}", re.ASCII)
+
+Action = Literal["save", "restore", "erase"]
+
+
+class SlotFile(BaseModel):
+    """The file that a conversation is saved to or restored from."""
+
+    filename: str = Field(max_length=MOST_FILE_NAME, description="A name without a folder.")
+    model: Name | None = None
+
+
+class SlotFiles:
+    """Execute requests for slots and their files."""
+
+    def __init__(self, engine: Engine, directory: str | os.PathLike[str]) -> None:
+        """Use a directory that make_directory() has made."""
+        self._engine = engine
+        self._directory = Path(directory)
+
+    async def do(self, number: int, action: Action, name: str | None, user: str) -> dict[str, Any]:
+        """Execute an action when a worker is free; returns llama-server's answer, or raises
+        RequestError.
+        """
+        if not 0 <= number < self._engine.n_slots:
+            raise RequestError(
+                404, f"there is no slot {number}; they are 0 to {self._engine.n_slots - 1}"
+            )
+        caller = Caller(user)
+        slot = self._engine.workers[number]
+        path = None if name is None else await asyncio.to_thread(self._path, action, name, user)
+
+        def call(_: ServedLlama) -> dict[str, Any]:
+            start = time.perf_counter()
+            try:
+                done = _ACTIONS[action](slot, caller, path)
+            except EntropyKVError as error:  # Clients must not learn the paths of files.
+                raise RequestError(400, str(error).replace(str(path), str(name))) from None
+            if path is None:
+                return {"id_slot": number, **done}
+            took = round(1000 * (time.perf_counter() - start), 3)
+            timings = {f"{action}_ms": took}
+            return {"id_slot": number, "filename": name, **done, "timings": timings}
+
+        result: dict[str, Any] = await self._engine.generate(call, caller=caller)
+        return result
+
+    def _path(self, action: Action, name: str, user: str) -> Path:
+        """Return the path of a file; raises RequestError for a name outside the user's folder."""
+        if not _FILE_NAME.fullmatch(name):
+            raise RequestError(
+                400,
+                "filename: give a name of letters, digits, dots, dashes and underscores, without a "
+                "folder, that begins with no dot",
+                param="filename",
+            )
+        obstacle = system.name_obstacle(name)
+        if obstacle is not None:
+            raise RequestError(400, f"filename: {obstacle}; give another", param="filename")
+        folder = self._directory / user if user else self._directory
+        make_directory(folder)
+        path = folder / name
+        if action == "save" and not path.exists() and _n_files(folder) >= MOST_FILES:
+            raise RequestError(
+                400,
+                f"{MOST_FILES} files are saved, and there may be no more; save to one of them",
+                param="filename",
+            )
+        if action == "restore" and not path.is_file():
+            raise RequestError(400, f"{name}: no such file", param="filename")
+        return path
+
+
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Make a directory that only its owner can read; raises SettingsError if that fails."""
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: conversations cannot be saved there ({error.strerror}); give another "
+            "directory (--slot-save-path)"
+        ) from None
+
+
+def _n_files(folder: Path) -> int:
+    return sum(each.is_file() for each in folder.iterdir())
+
+
+def _save(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any]:
+    """Save the caller's conversation in a slot; raises RequestError if there is none."""
+    if path is None:
+        raise _without_a_name()
+    if slot.prefix_cache is not None:
+        contents = (
+            None if slot.latest is None else slot.prefix_cache.save_one(slot.latest, caller, path)
+        )
+    else:
+        contents = slot.save_session(path) if _holds(slot, caller) else None
+    if contents is None:
+        raise _holds_nothing()
+    return {"n_saved": contents.n_tokens, "n_written": path.stat().st_size}
+
+
+def _restore(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any]:
+    """Load a file into a slot, so that later requests can reuse its text."""
+    if path is None:
+        raise _without_a_name()
+    if slot.prefix_cache is not None:
+        slot.latest = slot.prefix_cache.load_one(caller, path)
+        n_tokens = slot.latest.position
+    else:
+        slot.serve_for(caller)
+        n_tokens = slot.load_session(path).n_tokens
+    return {"n_restored": n_tokens, "n_read": path.stat().st_size}
+
+
+def _erase(slot: ServedLlama, caller: Caller, _: Path | None) -> dict[str, Any]:
+    """Remove the caller's conversation from a slot; raises RequestError if there is none."""
+    if slot.prefix_cache is not None:
+        erased = 0 if slot.latest is None else slot.prefix_cache.erase_one(slot.latest, caller)
+    else:
+        erased = slot.n_tokens if _holds(slot, caller) else 0
+        if erased:
+            slot.reset()
+    if not erased:
+        raise _holds_nothing()
+    return {"n_erased": erased}
+
+
+_ACTIONS: dict[Action, Callable[[ServedLlama, Caller, Path | None], dict[str, Any]]] = {
+    "save": _save,
+    "restore": _restore,
+    "erase": _erase,
+}
+
+
+def _holds(slot: ServedLlama, caller: Caller) -> bool:
+    """Tell whether a model without a prefix cache has read a text of the caller."""
+    own = slot.tenant == caller.tenant(shared_prefixes=slot.shared_prefixes)
+    return own and slot.n_tokens > 0
+
+
+def _holds_nothing() -> RequestError:
+    return RequestError(
+        400, "the slot holds no conversation of yours, or is answering it; ask for /slots"
+    )
+
+
+def _without_a_name() -> RequestError:
+    return RequestError(400, "filename: the body must have it", param="filename")
+
+
+def slot_file_routes(models: ModelRegistry, directory: str | None) -> APIRouter:
+    """Return the route; without a directory it answers 501, as llama-server does."""
+    router = APIRouter(tags=["llama-server"])
+
+    @router.post("/slots/{number}")
+    async def slots(
+        number: int, action: Action, request: Request, model: Name | None = None
+    ) -> dict[str, Any]:
+        if directory is None:
+            raise RequestError(
+                501, "slots are not saved by this server; start it with --slot-save-path DIR"
+            )
+        name = None
+        if action != "erase":
+            body = cast(SlotFile, read_body(SlotFile, await request.body()))
+            name, model = body.filename, body.model or model
+        engine = await models.use(request, model)
+        files = SlotFiles(engine, _folder_of(models, engine, directory))
+        return await files.do(number, action, name, user_of(request.scope))
+
+    return router
+
+
+def _folder_of(models: ModelRegistry, engine: Engine, directory: str) -> Path:
+    """Return the folder for the files of a model; with several models, each has its own."""
+    if not models.has_several:
+        return Path(directory)
+    name = quote(engine.llama.served_name, safe="")
+    return Path(directory) / (f"%2E{name[1:]}" if name.startswith(".") else name)

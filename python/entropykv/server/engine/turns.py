@@ -1,0 +1,242 @@
+"""Serialise the requests of each conversation, and save it after every turn (ASGI middleware)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from entropykv.server.engine.admission import arrival_of, too_late
+from entropykv.server.engine.conversations import CachedConversation, Conversations
+from entropykv.server.engine.engine import Engine
+from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.client_presence import CLIENT_GONE
+from entropykv.server.http.errors import RequestError
+from entropykv.server.http.request_log import tokens_of
+from entropykv.server.http.users import Caller, user_of
+from entropykv.server.models.loading import ServedLlama
+
+SESSION_HEADER = b"x-session-id"
+REPLICA_HEADER = b"x-entropykv-replica"
+TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
+"""The types of answers that are sent while the model generates."""
+_CHECK_INTERVAL = 0.01
+"""Seconds between two checks of a waiting request whether the conversation is free."""
+
+
+class TurnMiddleware:
+    """Load a request's conversation before it is answered, and save it before the answer ends.
+
+    A conversation is identified by a user's header X-Session-Id. A model that holds a single
+    conversation answers one request at a time; with a pool, only requests of the same conversation
+    wait for each other. Every response to a POST names its replica and, if it is not streamed, how
+    many tokens of the prompt were read for it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, engine: Engine, conversations: Conversations, replica: str
+    ) -> None:
+        """Wrap an app whose POST requests use the engine's model."""
+        self._app = app
+        self._engine = engine
+        self._conversations = conversations
+        self._replica = replica.encode()
+        self._locks: defaultdict[Caller | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """A lock for every conversation with a request; the key None is the lock for all."""
+        self._waiting: defaultdict[Caller | None, int] = defaultdict(int)
+        """How many requests hold or wait for each lock."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        caller = _caller(scope)
+        kind: type[_Turn] = _Turn if self._engine.prefix_cache is None else _PoolTurn
+        turn = kind(self._engine, self._conversations, self._replica, scope, send)
+        async with AsyncExitStack() as stack:
+            if kind is _Turn or caller.name is not None:
+                client = _Client(receive)
+                receive = client.receive
+                key = None if kind is _Turn else caller
+                try:
+                    await stack.enter_async_context(self._alone(key, arrival_of(scope), client))
+                except RequestError as error:
+                    await error.response()(scope, receive, send)
+                    return
+            await turn.begin()
+            try:
+                await self._app(scope, receive, turn.send)
+            finally:  # A cancelled request has also read tokens into this conversation.
+                await turn.end()
+            await turn.finish()
+
+    @asynccontextmanager
+    async def _alone(
+        self, caller: Caller | None, arrival: float, client: _Client
+    ) -> AsyncIterator[None]:
+        """Wait for earlier requests of the same conversation; None: of all conversations.
+
+        Raises RequestError if too many wait (429), if it takes too long (504), or if the client
+        disconnects.
+        """
+        if self._waiting[caller]:
+            n_waiting = sum(self._waiting.values()) - len(self._locks)
+            self._engine.admission.check_waiting(n_waiting + 1)
+        self._waiting[caller] += 1
+        lock = self._locks[caller]
+        try:
+            await client.wait_for(lock, self._engine.admission.seconds_left(arrival))
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller], self._locks[caller]
+
+
+class _Client:
+    """Detect a client that disconnects while its request waits, without losing its messages."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._heard: deque[Message] = deque()
+
+    async def receive(self) -> Message:
+        """Return the client's messages in order."""
+        return self._heard.popleft() if self._heard else await self._receive()
+
+    async def wait_for(self, lock: asyncio.Lock, seconds: float | None) -> None:
+        """Acquire a lock; raises RequestError on a timeout, or if the client disconnects."""
+        acquired = asyncio.ensure_future(lock.acquire())
+        gone = asyncio.ensure_future(self._gone())
+        has_it = False
+        try:
+            await asyncio.wait(
+                {acquired, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if gone.done():
+                raise RequestError(CLIENT_GONE, "the client has gone")
+            if not acquired.done():
+                raise too_late()
+            has_it = True
+        finally:
+            gone.cancel()
+            if not acquired.cancel() and not has_it:
+                lock.release()
+
+    async def _gone(self) -> None:
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._heard.append(message)
+
+
+class _Turn:
+    """Handle one request to a model that holds a single conversation."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        conversations: Conversations,
+        replica: bytes,
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        self._engine = engine
+        self._conversations = conversations
+        self._caller = _caller(scope)
+        self._replica = replica
+        self._scope = scope
+        self._send = send
+        self._last: Message | None = None
+        self._before = (0, 0)
+
+    async def begin(self) -> None:
+        """Load the conversation."""
+        await self._engine.call(self._enter)
+
+    async def end(self) -> None:
+        """Save the conversation if something was read."""
+        await self._engine.call(self._leave)
+
+    async def tokens_read(self) -> int:
+        """Return how many tokens of the prompt were read for this request."""
+        now, _ = await self._engine.call(_counts)
+        return now - self._before[0]
+
+    def _enter(self, llama: ServedLlama) -> None:
+        llama.serve_for(self._caller)
+        if self._caller.name is not None:
+            self._conversations.enter(llama, self._caller)
+        self._before = _counts(llama)
+
+    def _leave(self, llama: ServedLlama) -> None:
+        if _counts(llama) == self._before:  # A refused request has not changed the model.
+            return
+        if self._caller.name is None:
+            self._conversations.forget()
+        else:
+            self._conversations.leave(llama, self._caller)
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, but delay the last one until the conversation is saved: the client may
+        send its next request to another replica.
+        """
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ())]
+            message = {**message, "headers": [*headers, *await self._headers(dict(headers))]}
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._last = message
+        else:
+            await self._send(message)
+
+    async def finish(self) -> None:
+        if self._last is not None:
+            await self._send(self._last)
+
+    async def _headers(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        own = [(REPLICA_HEADER, self._replica)]
+        if headers.get(b"content-type", b"").startswith(_STREAMS):
+            return own  # The model may be busy, and asking it would have to wait.
+        return [*own, (TOKENS_READ_HEADER, str(await self.tokens_read()).encode())]
+
+
+class _PoolTurn(_Turn):
+    """Handle one request to a model with a pool, whose prefix cache has the conversations."""
+
+    async def begin(self) -> None:
+        if self._caller.name is not None:
+            await self._with_kept(self._conversations.enter)
+
+    async def end(self) -> None:
+        if self._caller.name is None:
+            return
+        # The client has disconnected, but its answer has not ended.
+        while self._engine.answers(self._caller):
+            await asyncio.sleep(_CHECK_INTERVAL)
+        if tokens_of(self._scope) != (0, 0):
+            await self._with_kept(self._conversations.leave)
+
+    async def _with_kept(self, function: Callable[[CachedConversation, Caller], None]) -> None:
+        """Run a function on the conversation in a thread; it needs no worker of the engine."""
+        kept = CachedConversation(cast(PrefixCache, self._engine.prefix_cache), self._caller)
+        await asyncio.to_thread(function, kept, self._caller)
+
+    async def tokens_read(self) -> int:
+        return tokens_of(self._scope)[0]
+
+
+def _counts(llama: ServedLlama) -> tuple[int, int]:
+    stats = llama.kv_stats()
+    return stats.prompt_tokens, stats.generated_tokens
+
+
+def _caller(scope: Scope) -> Caller:
+    name = dict(scope["headers"]).get(SESSION_HEADER, b"").decode("latin-1")
+    return Caller(user_of(scope), name or None)

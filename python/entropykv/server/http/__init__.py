@@ -1,0 +1,1 @@
+"""Receive requests: the app, keys, hosts, bodies, connections, metrics."""

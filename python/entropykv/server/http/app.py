@@ -1,0 +1,278 @@
+"""Make the app: the routes of llama_cpp.server, with an EntropyLlama behind them.
+
+Settings and request types are llama_cpp.server's, but its app is not used: it keeps the model in
+globals of its module, answers errors of a stream with 200, and cannot stop a generation whose
+client has disconnected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
+from starlette.datastructures import State
+
+from entropykv import _version
+from entropykv.errors import SettingsError
+from entropykv.server.dialects.fields import Name, Tokens
+from entropykv.server.dialects.llama_server_routes import describe, llama_server_routes, text_of
+from entropykv.server.dialects.ollama_routes import OllamaErrors, ollama_routes
+from entropykv.server.dialects.openai_routes import openai_routes
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.routes import document_routes
+from entropykv.server.engine.admission import LARGE_BODIES, LARGE_BODY, Limits
+from entropykv.server.engine.engine import Engine
+from entropykv.server.engine.slot_files import make_directory, slot_file_routes
+from entropykv.server.http.api_key_check import ApiKeyCheck
+from entropykv.server.http.bodies import Bodies, BodyRoute
+from entropykv.server.http.docs_page import docs_page
+from entropykv.server.http.errors import ErrorAnswer, add_error_handlers
+from entropykv.server.http.host_header_check import HostHeaderCheck
+from entropykv.server.http.metrics import PROMETHEUS, as_json, as_prometheus
+from entropykv.server.http.request_log import RequestLog
+from entropykv.server.http.users import Keys, shows_text, user_of
+from entropykv.server.models.catalog import ModelCatalog, ServedModel
+from entropykv.server.models.loading import cache_options, load_llama
+from entropykv.server.models.registry import Leases, ModelRegistry, Room
+from entropykv.server.models.routes import model_routes
+from entropykv.server.options import ModelOptions, ServerOptions
+from entropykv.server.page.kv_stream import MOST_SECONDS, kv_stream_routes
+from entropykv.server.page.routes import WebDefaults, web_routes
+
+_DESCRIPTION = (
+    "A model inside a KV budget, for clients of OpenAI, Ollama, llama-server and llama_cpp.server."
+)
+
+
+class _Tokenize(TokenizeInputRequest):
+    """A text, and the name of a model with a maximum length."""
+
+    model: Name | None = None
+
+
+class _Detokenize(DetokenizeInputRequest):
+    """Tokens of a text, which are validated up to their first error."""
+
+    model: Name | None = None
+    tokens: Tokens
+
+
+_LIMITS = (
+    *("max_jobs", "max_waiting", "max_body", "max_bodies"),
+    *("client_seconds", "request_seconds", "drain_seconds"),
+    *("max_images", "max_image_bytes", "max_image_pixels"),
+)
+"""The fields of ServerOptions that are also fields of Limits."""
+
+
+def create_app(
+    model: ModelOptions | ModelCatalog,
+    server: ServerOptions,
+    page: WebDefaults | None = None,
+    *,
+    viewer_seconds: int = MOST_SECONDS,
+) -> FastAPI:
+    """Make the app that serves one model, which is loaded at once, or the models of a catalog.
+
+    The shutdown of the app frees the models. app.state.models is the ModelRegistry. For one model,
+    app.state.engine is its Engine, which is another one after the model has slept: engine.call()
+    uses the EntropyLlama between two requests, and engine.before_close() registers a function for
+    the shutdown (to save sessions, for example).
+    `page`: the initial settings of conversations of the page at /. `viewer_seconds`: after how many
+    seconds a viewer of the cache has to ask again. Two apps share nothing. Raises the errors of
+    EntropyLlama for one model, and SettingsError for a file of keys that cannot be read, and for
+    impossible options of a model.
+    """
+    keys = Keys.of(server)
+    catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
+    for each in catalog.models:
+        _check_cache(each.options, server, keys)
+        if not catalog.any_name:
+            cache_options(each.options, documents=server.documents is not None)
+    if server.slot_save_path is not None:
+        make_directory(server.slot_save_path)
+    documents = _library(catalog, server)
+    models = _registry(catalog, server, documents)
+    if catalog.any_name:
+        models.load_now()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        models.begin()
+        try:
+            yield
+        finally:
+            await run_in_threadpool(models.close)
+
+    app = FastAPI(
+        title="entropykv",
+        description=_DESCRIPTION,
+        version=_version.VERSION,
+        root_path=server.root_path,
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own pages would load scripts from the internet.
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+    )
+    app.state = _AppState(models, has_engine=catalog.any_name)
+    _add_middleware(app, server, models, keys)
+    add_error_handlers(app)
+    app.include_router(openai_routes(models, documents, ping=not server.disable_ping_events))
+    app.include_router(ollama_routes(models, documents))
+    app.include_router(model_routes(models))
+    app.include_router(llama_server_routes(models))
+    app.include_router(slot_file_routes(models, server.slot_save_path))
+    app.include_router(document_routes(models, documents))
+    app.include_router(_extra_routes(models))
+    app.include_router(_figures(models))
+    shown = shows_text(server, keys)
+    app.include_router(kv_stream_routes(models, show_text=shown, most_seconds=viewer_seconds))
+    if server.web:
+        keeps = documents is not None
+        app.include_router(web_routes(models, page or WebDefaults(), documents=keeps))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
+
+    return app
+
+
+class _AppState(State):
+    """Hold what app.state offers to the code that embeds the app."""
+
+    def __init__(self, models: ModelRegistry, *, has_engine: bool) -> None:
+        super().__init__({"models": models, "_has_engine": has_engine})
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine of the only model, which is another one after the model has slept.
+
+        Raises RequestError while it is not in memory.
+        """
+        if not self._has_engine:
+            raise AttributeError("an app of several models has no engine; use app.state.models")
+        engine: Engine = self.models.engine_of(None)
+        return engine
+
+
+def limits_of(model: ModelOptions | ModelCatalog, server: ServerOptions) -> Limits:
+    """Return what requests may take: bodies with images or documents are larger, unless the options
+    say it.
+    """
+    catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
+    given = {name: getattr(server, name) for name in _LIMITS}
+    if server.documents is not None or any(each.options.projector for each in catalog.models):
+        larger = {"max_body": LARGE_BODY, "max_bodies": LARGE_BODIES}
+        given.update({n: size for n, size in larger.items() if n not in server.model_fields_set})
+    return Limits(**given)
+
+
+def _library(catalog: ModelCatalog, server: ServerOptions) -> DocumentLibrary | None:
+    if server.documents is None:
+        return None
+    limit = server.documents_limit_bytes
+    return DocumentLibrary(server.documents, limit, several=not catalog.any_name)
+
+
+def _registry(
+    catalog: ModelCatalog, server: ServerOptions, documents: DocumentLibrary | None
+) -> ModelRegistry:
+    limits = limits_of(catalog, server)
+
+    def open_model(model: ServedModel) -> Engine:
+        """Load a model, in a thread."""
+        return Engine(
+            load_llama(model.options, limits.images, documents=documents is not None),
+            interrupt=server.interrupt_requests,
+            limits=replace(limits, conversations=model.options.conversations),
+            shared_prefixes=server.shared_prefixes,
+            documents=documents,
+        )
+
+    room = Room(server.models_max or None, server.models_memory_bytes)
+    catalog.check_startup(room.models)
+    return ModelRegistry(
+        catalog,
+        open_model,
+        describe,
+        room=room,
+        limits=limits,
+        autoload=server.models_autoload,
+    )
+
+
+def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None:
+    """Raise SettingsError for llama-cpp-python's cache if users must not share prefixes."""
+    if model.cache and (len(keys) > 1 or not server.shared_prefixes):
+        raise SettingsError(
+            "--cache lets every user's prompts begin with those of the others; leave it out, and "
+            "give --checkpoints 64MiB or --parallel for conversations that are kept apart"
+        )
+
+
+def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, keys: Keys) -> None:
+    """Let requests pass in this order: log, host, CORS (a preflight has no key), key, body."""
+    app.add_middleware(Leases)
+    app.add_middleware(Bodies, admission=models.admission)
+    app.add_middleware(ApiKeyCheck, keys=keys)
+    if server.cors_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in server.cors_origins.split(",")],
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(HostHeaderCheck, host=server.host, allowed=server.allowed_hosts)
+    app.add_middleware(OllamaErrors, root_path=server.root_path)
+    app.add_middleware(RequestLog)
+
+
+def _extra_routes(models: ModelRegistry) -> APIRouter:
+    """Return routes of llama_cpp.server that only need the vocabulary, and do not wait for a
+    worker.
+    """
+    router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
+
+    def ids(engine: Engine, body: _Tokenize) -> list[int]:
+        return engine.llama.tokenize(body.input.encode("utf-8"), special=True)
+
+    # A long answer is written in a thread: FastAPI would do it in the event loop.
+    @router.post("/tokenize")
+    async def tokenize(request: Request, body: _Tokenize) -> JSONResponse:
+        engine = await models.use(request, body.model)
+        return await run_in_threadpool(lambda: JSONResponse({"tokens": ids(engine, body)}))
+
+    @router.post("/tokenize/count")
+    async def count(request: Request, body: _Tokenize) -> dict[str, int]:
+        engine = await models.use(request, body.model)
+        return {"count": len(await run_in_threadpool(ids, engine, body))}
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request, body: _Detokenize) -> dict[str, str]:
+        engine = await models.use(request, body.model)
+        return {"text": await run_in_threadpool(text_of, engine, body.tokens)}
+
+    return router
+
+
+def _figures(models: ModelRegistry) -> APIRouter:
+    router = APIRouter(tags=["KV cache"])
+
+    # Not in the event loop, because figures of a pool are taken between two steps.
+    @router.get("/v1/kv")
+    def kv(request: Request, model: Name | None = None) -> dict[str, Any]:
+        return as_json(models.engine_of(model), user_of(request.scope))
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> PlainTextResponse:
+        return PlainTextResponse(as_prometheus(models), media_type=PROMETHEUS)
+
+    return router

@@ -1,0 +1,1 @@
+"""Serve the page at /, and show what the cache holds."""

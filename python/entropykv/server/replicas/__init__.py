@@ -1,0 +1,1 @@
+"""Run the server several times, and send each request to the replica that holds its text."""
