@@ -288,11 +288,11 @@ def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
 ) -> None:
     """The server reads a prompt piece by piece: a single token does not count as written."""
     llm = ServedLlama(str(model), n_ctx=N_CTX, n_sequences=2, n_ubatch=PIECE, **QUIET)
+    llm.serve_from(PrefixCache(llm.pool, 4))
     prompt = SYSTEM[:n_tokens]
     ask: dict[str, Any] = {"temp": 0.0}
     first = list(itertools.islice(llm.generate(prompt, **ask), 5))
     list(itertools.islice(llm.generate([*prompt, *first, *PROMPTS[0]], **ask), 5))
-    assert llm.pool is not None
     found, position = llm.pool.runner.checkpoints.nearest(prompt)
     assert found is not None
     assert position == found.position == n_tokens

@@ -68,7 +68,7 @@ def replica(directory: Path, **options: Any) -> Iterator[Replica]:
     }
     app = create_app(ModelOptions(**chosen), ServerOptions())
     engine = app.state.engine
-    conversations = Conversations(directory, 1 << 30, several=True)
+    conversations = Conversations(directory, 1 << 30, engine.prefix_cache)
     app.user_middleware.append(
         Middleware(TurnMiddleware, engine=engine, conversations=conversations, replica="one")
     )

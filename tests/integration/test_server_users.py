@@ -165,7 +165,7 @@ def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
     )
     app = create_app(model, ServerOptions(api_key_file=str(keys), show_text=True))
     engine = app.state.engine
-    conversations = Conversations(tmp_path, 1 << 30, several=engine.prefix_cache is not None)
+    conversations = Conversations(tmp_path, 1 << 30, engine.prefix_cache)
     turns = Middleware(
         TurnMiddleware, engine=engine, conversations=conversations, replica="the only one"
     )

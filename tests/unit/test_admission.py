@@ -6,9 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,36 +27,16 @@ from entropykv.server.engine.turns import TurnMiddleware
 from entropykv.server.http.bodies import Bodies, read_body
 from entropykv.server.http.errors import RequestError, as_request_error
 from entropykv.server.http.host_header_check import HostHeaderCheck
+from tests.support.fake_served_llama import FakeServedLlama
 
 
-@dataclass(eq=False)
-class FakeLlama:
-    """Fake a model that holds one conversation, or one of several conversations of a pool."""
+class InterruptedLlama(FakeServedLlama):
+    """Fake a model that is interrupted while a request waits."""
 
-    checkpoint: Any = None
-    caller: Any = None
-    pool: Any = None
-    prefix_cache: Any = None
-    interrupts: int = 0
-    interrupted: threading.Event = field(default_factory=threading.Event)
-    saved: int = 0
-
-    n_tokens = 1
-
-    def kv_stats(self) -> Any:
-        return SimpleNamespace(prompt_tokens=self.saved, generated_tokens=0)
-
-    def counts(self) -> tuple[int, int]:
-        return 0, 0
-
-    def reset(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def serve_for(self, caller: Any) -> None:
-        self.caller = caller
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupts = 0
+        self.interrupted = threading.Event()
 
     def interrupt(self) -> None:
         self.interrupts += 1
@@ -66,7 +44,7 @@ class FakeLlama:
             self.interrupted.set()
 
 
-def engine_of(llama: FakeLlama, **limits: Any) -> Engine:
+def engine_of(llama: FakeServedLlama, **limits: Any) -> Engine:
     return Engine(llama, limits=Limits(**limits))  # type: ignore[arg-type]
 
 
@@ -216,9 +194,8 @@ def test_waiting_is_counted_in_jobs() -> None:
 
 def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
     """A call to stop is lost between the job's last check and its waiting for room."""
-    llama = FakeLlama(prefix_cache=object())
+    llama = InterruptedLlama()
     engine = engine_of(llama)
-    engine.prefix_cache = None
     begun = threading.Event()
 
     def wait_for_room(_: Any) -> None:
@@ -240,7 +217,7 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
 
 def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that ends while it is being stopped makes room for another one in the same model."""
-    llama = FakeLlama(prefix_cache=object())
+    llama = FakeServedLlama()
     engine = engine_of(llama)
     stopped = []
 
@@ -265,7 +242,7 @@ def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_seconds_of_a_request_go_by_while_it_waits() -> None:
-    engine = engine_of(FakeLlama(), request_seconds=0.2)
+    engine = engine_of(FakeServedLlama(), request_seconds=0.2)
     release = threading.Event()
 
     async def two() -> None:
@@ -292,12 +269,11 @@ def test_figures_of_a_pool_are_taken_once_however_many_ask() -> None:
             self.taken += 1
             return self.taken
 
-    engine = engine_of(FakeLlama())
-    pool = engine.llama.pool = Pool()  # type: ignore[assignment]
+    engine = engine_of(FakeServedLlama())
+    pool = engine.pool = Pool()  # type: ignore[assignment]
     moments = [engine.moment() for _ in range(1_000)]
     assert pool.taken < 10
     assert moments[0] is moments[1]
-    engine.llama.pool = None
     engine.close()
 
 
@@ -358,8 +334,8 @@ def test_bodies_have_limits_of_bytes_and_seconds() -> None:
 
 def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
     """With a single model, the turn was once taken before the body had arrived."""
-    engine = engine_of(FakeLlama(), client_seconds=60)
-    conversations = Conversations(tmp_path, 1 << 20)
+    engine = engine_of(FakeServedLlama(), client_seconds=60)
+    conversations = Conversations(tmp_path, 1 << 20, engine.prefix_cache)
     turns = TurnMiddleware(echo, engine=engine, conversations=conversations, replica="one")
     app = Bodies(turns, engine.admission)
 
@@ -375,7 +351,7 @@ def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
 
 def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
     """Its turn once came all the same, and its conversation was loaded for it."""
-    engine = engine_of(FakeLlama())
+    engine = engine_of(FakeServedLlama())
     release = asyncio.Event()
     inside = []
 
@@ -385,7 +361,7 @@ def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    conversations = Conversations(tmp_path, 1 << 20)
+    conversations = Conversations(tmp_path, 1 << 20, engine.prefix_cache)
     turns = TurnMiddleware(slow, engine=engine, conversations=conversations, replica="one")
 
     async def three() -> None:
@@ -404,7 +380,7 @@ def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(tmp_path: Path) -> None:
-    engine = engine_of(FakeLlama(), max_waiting=1, request_seconds=0.3)
+    engine = engine_of(FakeServedLlama(), max_waiting=1, request_seconds=0.3)
     release = asyncio.Event()
 
     async def slow(_: Any, __: Any, send: Any) -> None:
@@ -412,7 +388,7 @@ def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(tmp_path: Path)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    conversations = Conversations(tmp_path, 1 << 20)
+    conversations = Conversations(tmp_path, 1 << 20, engine.prefix_cache)
     turns = TurnMiddleware(slow, engine=engine, conversations=conversations, replica="one")
     app = Bodies(turns, engine.admission)
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,39 +19,25 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv.server.engine.conversations import Conversations
 from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.turns import TurnMiddleware, _caller
+from entropykv.server.http.request_log import note_tokens
 from entropykv.server.http.users import Caller
+from tests.support.fake_served_llama import FakeServedLlama
 
 
 @dataclass(eq=False)
-class FakeLlama:
-    """Fake a model that reads text; its saved sessions are this text."""
+class FakeCache:
+    """Fake a prefix cache that keeps one conversation; its saved sessions are their texts."""
 
     text: str = ""
-    checkpoint: Any = None
-    read: int = 0
+    caller: Caller | None = None
+    """Whose text it is."""
     calls: list[str] = field(default_factory=list)
     broken: bool = False
-    pool: None = None
-    prefix_cache: None = None
-    callers: list[Caller] = field(default_factory=list)
 
-    def serve_for(self, caller: Caller) -> None:
-        self.callers.append(caller)
+    def length_of(self, caller: Caller) -> int:
+        return len(self.text) if caller == self.caller else 0
 
-    @property
-    def n_tokens(self) -> int:
-        return len(self.text)
-
-    def reset(self) -> None:
-        self.text = ""
-
-    def kv_stats(self) -> Any:
-        return SimpleNamespace(prompt_tokens=self.read, generated_tokens=0)
-
-    def counts(self) -> tuple[int, int]:
-        return self.read, 0
-
-    def save_session(self, path: Path) -> None:
+    def save(self, _: Caller, path: Path) -> None:
         self.calls.append("save")
         if self.broken:
             raise EntropyKVError("the last decode failed half-way; call reset() first")
@@ -60,77 +45,84 @@ class FakeLlama:
         part.write_text(self.text)
         part.replace(path)
 
-    def load_session(self, path: Path) -> None:
+    def load(self, caller: Caller, path: Path) -> None:
         self.calls.append("load")
         if path.read_text(encoding="utf-8") == "damaged":
             raise SessionFileError(f"{path}: is damaged; save a new session")
-        self.text, self.read = path.read_text(encoding="utf-8"), 0
+        self.text, self.caller = path.read_text(encoding="utf-8"), caller
 
-    def complete(self, text: str) -> None:
+    def read(self, caller: Caller, text: str) -> None:
+        if caller != self.caller:  # It takes the place of another one.
+            self.text, self.caller = "", caller
         self.text += text
-        self.read += len(text)
+
+
+def conversations_of(directory: Path, cache: FakeCache, max_bytes: int = 1 << 20) -> Conversations:
+    return Conversations(directory, max_bytes, cache)  # type: ignore[arg-type]
 
 
 def named(name: str, user: str = "") -> Caller:
     return Caller(user, name)
 
 
-def turn(conversations: Conversations, llama: Any, name: str, text: str, *, user: str = "") -> None:
-    conversations.enter(llama, named(name, user))
-    llama.complete(text)
-    conversations.leave(llama, named(name, user))
+def turn(
+    conversations: Conversations, cache: FakeCache, name: str, text: str, *, user: str = ""
+) -> None:
+    conversations.enter(named(name, user))
+    cache.read(named(name, user), text)
+    conversations.leave(named(name, user))
 
 
 def test_switching_loads_only_what_the_model_does_not_hold(tmp_path: Path) -> None:
-    llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20)
-    turn(conversations, llama, "a", "1")
-    turn(conversations, llama, "a", "2")
-    assert llama.calls == ["save", "save"]
-    llama.text = ""
-    turn(conversations, llama, "b", "3")
-    turn(conversations, llama, "a", "4")
-    assert llama.text == "124"
-    assert llama.calls == ["save", "save", "save", "load", "save"]
+    cache = FakeCache()
+    conversations = conversations_of(tmp_path, cache)
+    turn(conversations, cache, "a", "1")
+    turn(conversations, cache, "a", "2")
+    assert cache.calls == ["save", "save"]
+    turn(conversations, cache, "b", "3")
+    turn(conversations, cache, "a", "4")
+    assert cache.text == "124"
+    assert cache.calls == ["save", "save", "save", "load", "save"]
 
 
 def test_another_replica_has_read_on(tmp_path: Path) -> None:
-    llamas = FakeLlama(), FakeLlama()
-    both = Conversations(tmp_path, 1 << 20), Conversations(tmp_path, 1 << 20)
+    caches = FakeCache(), FakeCache()
+    both = [conversations_of(tmp_path, cache) for cache in caches]
     for number, text in ((0, "1"), (1, "2"), (0, "3"), (1, "4")):
-        turn(both[number], llamas[number], "a", text)
-    assert llamas[1].text == "1234"
+        turn(both[number], caches[number], "a", text)
+    assert caches[1].text == "1234"
 
 
-def test_what_was_read_without_a_name_is_not_taken_for_a_conversation(tmp_path: Path) -> None:
-    llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20)
-    turn(conversations, llama, "a", "1")
-    llama.text = "something else"
-    conversations.forget()
-    turn(conversations, llama, "a", "2")
-    assert llama.text == "12"
+def test_a_forgotten_conversation_is_loaded_again(tmp_path: Path) -> None:
+    cache = FakeCache()
+    conversations = conversations_of(tmp_path, cache)
+    turn(conversations, cache, "a", "1")
+    cache.text = ""  # Another one has taken its place.
+    turn(conversations, cache, "a", "2")
+    assert cache.text == "12"
 
 
 def test_damage_and_failures_cost_no_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20)
+    cache = FakeCache()
+    conversations = conversations_of(tmp_path, cache)
     conversations.path(named("a")).write_text("damaged")
-    turn(conversations, llama, "a", "1")
+    turn(conversations, cache, "a", "1")
     assert "is damaged" in caplog.text
-    llama.broken = True
-    turn(conversations, llama, "a", "2")
+    cache.broken = True
+    turn(conversations, cache, "a", "2")
     assert "failed half-way" in caplog.text
     assert conversations.path(named("a")).read_text() == "1"
 
 
 def test_least_recently_used_go_first(tmp_path: Path) -> None:
-    llama, conversations = FakeLlama(), Conversations(tmp_path, 25)
+    cache = FakeCache()
+    conversations = conversations_of(tmp_path, cache, 25)
     left = []
     # The second turn of conversation a makes its file 20 bytes long.
     for number, name in enumerate("abac"):
-        if not conversations.path(named(name)).exists():
-            llama.text = ""
-        turn(conversations, llama, name, "x" * 10)
+        turn(conversations, cache, name, "x" * 10)
         # File times are too coarse to order the files.
         os.utime(conversations.path(named(name)), ns=(number, number))
         left.append("".join(name for name in "abc" if conversations.path(named(name)).exists()))
@@ -138,16 +130,16 @@ def test_least_recently_used_go_first(tmp_path: Path) -> None:
 
 
 def test_the_same_name_is_another_conversation_for_another_user(tmp_path: Path) -> None:
-    llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20, several=True)
-    turn(conversations, llama, "a", "1", user="anna")
-    llama.text = ""
-    turn(conversations, llama, "a", "2", user="ben")
+    cache = FakeCache()
+    conversations = conversations_of(tmp_path, cache)
+    turn(conversations, cache, "a", "1", user="anna")
+    turn(conversations, cache, "a", "2", user="ben")
     assert conversations.path(named("a", "anna")).read_text() == "1"
     assert conversations.path(named("a", "ben")).read_text() == "2"
 
 
 def test_names_are_no_paths(tmp_path: Path) -> None:
-    conversations = Conversations(tmp_path / "deep" / "er", 1)
+    conversations = conversations_of(tmp_path / "deep" / "er", FakeCache(), 1)
     for name in ("../../x", "/etc/passwd", "a\0b", "é" * 300):
         assert conversations.path(named(name)).parent == tmp_path / "deep" / "er"
     assert (tmp_path / "deep" / "er").stat().st_mode & 0o077 == 0
@@ -156,7 +148,7 @@ def test_names_are_no_paths(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match="give another directory"):
-        Conversations(tmp_path / "file", 1)
+        conversations_of(tmp_path / "file", FakeCache())
 
 
 # --- the middleware -------------------------------------------------------------------------------
@@ -164,9 +156,9 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def middleware(app: App, llama: FakeLlama, directory: Path) -> TurnMiddleware:
-    engine = Engine(llama)  # type: ignore[arg-type]
-    conversations = Conversations(directory, 1 << 20)
+def middleware(app: App, cache: FakeCache, directory: Path) -> TurnMiddleware:
+    engine = Engine(FakeServedLlama())  # type: ignore[arg-type]
+    conversations = conversations_of(directory, cache)
     return TurnMiddleware(app, engine=engine, conversations=conversations, replica="one")
 
 
@@ -186,21 +178,22 @@ def start(kind: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])
 def test_the_end_of_an_answer_comes_after_saving(tmp_path: Path, kind: bytes) -> None:
-    llama = FakeLlama()
+    cache = FakeCache()
     seen: list[tuple[str, bool]] = []
     headers: dict[bytes, bytes] = {}
 
-    async def app(_: Any, __: Any, send: Any) -> None:
-        await asyncio.to_thread(llama.complete, "12345")
+    async def app(scope: Any, _: Any, send: Any) -> None:
+        cache.read(named("a"), "12345")
+        note_tokens(scope)(5, 1)
         await send(start(kind))
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def send(message: Any) -> None:
-        seen.append((message["type"], "save" in llama.calls))
+        seen.append((message["type"], "save" in cache.calls))
         headers.update(message.get("headers", ()))
 
-    asyncio.run(middleware(app, llama, tmp_path)(scope("a"), nothing, send))
+    asyncio.run(middleware(app, cache, tmp_path)(scope("a"), nothing, send))
     assert [saved for _, saved in seen] == [False, False, True]
     assert headers[b"x-entropykv-replica"] == b"one"
     expected = None if kind == b"text/event-stream" else b"5"
@@ -208,7 +201,7 @@ def test_the_end_of_an_answer_comes_after_saving(tmp_path: Path, kind: bytes) ->
 
 
 def test_a_refused_request_changes_nothing(tmp_path: Path) -> None:
-    llama = FakeLlama()
+    cache = FakeCache()
 
     async def app(_: Any, __: Any, send: Any) -> None:
         await send(start(b"application/json"))
@@ -217,32 +210,36 @@ def test_a_refused_request_changes_nothing(tmp_path: Path) -> None:
     async def send(_: Any) -> None:
         pass
 
-    asyncio.run(middleware(app, llama, tmp_path)(scope("a"), nothing, send))
-    assert llama.calls == []
+    asyncio.run(middleware(app, cache, tmp_path)(scope("a"), nothing, send))
+    assert cache.calls == []
     assert not list(tmp_path.iterdir())
 
 
 def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> None:
-    llama = FakeLlama()
+    cache = FakeCache()
     inside: list[str] = []
-    engine = Engine(llama)  # type: ignore[arg-type]
+    engine = Engine(FakeServedLlama())  # type: ignore[arg-type]
 
     def generate(name: str) -> None:
         assert not inside
         inside.append(name)
         time.sleep(0.05)
-        llama.complete(name)
+        cache.read(named(name), name)
         inside.remove(name)
 
     async def app(scope: Any, _: Any, send: Any) -> None:
-        await engine.generate(lambda _: generate(_caller(scope).name or ""))
+        def note_read(*_: int) -> None:
+            note_tokens(scope)(1, 0)
+
+        name = _caller(scope).name or ""
+        await engine.generate(lambda _: generate(name), note=note_read)
         await send({"type": "http.response.body"})
 
     async def send(_: Any) -> None:
         pass
 
     async def three() -> None:
-        conversations = Conversations(tmp_path, 1 << 20)
+        conversations = conversations_of(tmp_path, cache)
         turns = TurnMiddleware(app, engine=engine, conversations=conversations, replica="one")
         first, second, third = (
             asyncio.create_task(turns(scope(name), nothing, send)) for name in "abc"
@@ -254,18 +251,18 @@ def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> N
             await first
         await second
         assert conversations.path(named("a")).read_text() == "a"
-        assert conversations.path(named("b")).read_text() == "ab"
+        assert conversations.path(named("b")).read_text() == "b"
         assert not conversations.path(named("c")).exists()
 
     asyncio.run(three())
 
 
 def test_a_failed_generation_keeps_what_the_turn_before_saved(tmp_path: Path) -> None:
-    llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20)
-    turn(conversations, llama, "a", "1")
-    conversations.enter(llama, named("a"))  # type: ignore[arg-type]
-    llama.complete("2")
-    llama.reset()
-    conversations.leave(llama, named("a"))  # type: ignore[arg-type]
-    turn(conversations, llama, "a", "3")
-    assert llama.text == "13"
+    cache = FakeCache()
+    conversations = conversations_of(tmp_path, cache)
+    turn(conversations, cache, "a", "1")
+    conversations.enter(named("a"))
+    cache.text = ""
+    conversations.leave(named("a"))
+    turn(conversations, cache, "a", "3")
+    assert cache.text == "13"

@@ -222,7 +222,7 @@ def test_files_of_dead_processes_are_removed_where_open_files_cannot_be(tmp_path
 
 @pytest.mark.usefixtures("unlinks_closed_files")
 def test_a_conversation_that_another_replica_reads_stays(tmp_path: Path) -> None:
-    conversations = Conversations(tmp_path, max_bytes=1)
+    conversations = Conversations(tmp_path, 1, SimpleNamespace())  # type: ignore[arg-type]
     files = [tmp_path / f"{name}.session" for name in "ab"]
     for file in files:
         file.write_bytes(b"12")
@@ -234,13 +234,13 @@ def test_a_conversation_that_another_replica_reads_stays(tmp_path: Path) -> None
 def test_a_conversation_whose_name_is_refused_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversations = Conversations(tmp_path, max_bytes=1)
+    conversations = Conversations(tmp_path, 1, SimpleNamespace())  # type: ignore[arg-type]
 
     def refused(path: Path, **_: Any) -> os.stat_result:
         raise PermissionError(errno.EACCES, "it is being removed", str(path))
 
     monkeypatch.setattr(Path, "stat", refused)
-    conversations.enter(SimpleNamespace(n_tokens=0), Caller(name="a"))
+    conversations.enter(Caller(name="a"))
 
 
 @pytest.mark.parametrize(("on_windows", "option"), [(True, -5), (False, socket.SO_REUSEADDR)])

@@ -258,10 +258,14 @@ class EntropyLlama(llama_cpp.Llama):
             n_threads_batch=self.n_threads_batch,
             n_gpu_layers=self.model_params.n_gpu_layers,
         ).going_back()
-        if not cache.in_pool:
+        self._pool = self._pool_of(model, cache)
+        if self._pool is None:
             return Session(model, cache, on_climb=budget.on_climb)
-        self._pool = Pool(model, cache)
         return self._pool.session(on_climb=budget.on_climb)
+
+    def _pool_of(self, model: BorrowedModel, cache: CacheOptions) -> Pool | None:
+        """Return the pool that the options ask for; None if they are those of one session."""
+        return Pool(model, cache) if cache.in_pool else None
 
     def _take(self, session: Session) -> None:
         """Use a session that has read nothing."""

@@ -1,8 +1,8 @@
 """Serve models inside KV budgets, OpenAI-compatible; needs the extra `server`.
 
->>> from entropykv.server import ModelOptions, ServerOptions, create_app >>> app =
-create_app(ModelOptions(model="model.gguf", kv_budget="0.2"), ServerOptions()) >>> await
-app.state.engine.call(lambda llama: llama.kv_stats())
+>>> from entropykv.server import ModelOptions, ServerOptions, create_app
+>>> app = create_app(ModelOptions(model="model.gguf", kv_budget="0.2"), ServerOptions())
+>>> app.state.engine.stats.kv_bytes_now
 """
 
 from entropykv.errors import MissingExtraError

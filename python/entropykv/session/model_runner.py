@@ -69,10 +69,19 @@ class ModelRunner:
     """Learns the model's predictor from its first texts; None if it is known, or not needed."""
 
     def __init__(
-        self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
+        self,
+        model: str | os.PathLike[str] | Model,
+        options: CacheOptions,
+        *,
+        verbose: bool = False,
+        ends_with_session: bool = False,
     ) -> None:
-        """Load the model; everything is checked before the weights are read."""
+        """Load the model; everything is checked before the weights are read.
+
+        `ends_with_session`: the only session owns the runner, which closes with it.
+        """
         others = OtherWork()
+        self._ends_with_session = ends_with_session
         self.n_sequences = options.n_sequences or 1
         swap_space = SwapSpace(options.swap, options.swap_limit)
         self.checkpoints = Checkpoints(swap_space, options.checkpoint_limit)
@@ -272,10 +281,15 @@ class ModelRunner:
     # --- slots ------------------------------------------------------------------------------------
 
     def add_slot(self, weight: float = 1.0) -> SequenceSlot:
-        """Make a store for another sequence; it gets a share of the pool when it reads."""
+        """Make a store for another sequence; it gets a share of the pool when it reads.
+
+        Raises PoolError if another sequence keeps the only place.
+        """
         if not is_number(weight) or not 0.001 <= weight <= 1000.0:
             raise SettingsError(f"a weight cannot be {weight!r}; use a number from 0.001 to 1000")
         with self.scheduler.between_steps():
+            if self.shared.is_private and self.slots:
+                raise PoolError("the pool holds one conversation, and no other; close its session")
             store, self._spare = self._spare or self._make_store(), None
             if self.config.learns_predictor and isinstance(store, HeadwiseStore):
                 self.fit = self.fit or fit_for(self.model, self.config)
@@ -287,11 +301,19 @@ class ModelRunner:
                 TokenSequence(self.config.n_ubatch),
                 live=self.shared.is_private,
             )
+            # The store may be that of an earlier session, which has left its place.
+            slot.inherited = slot.text.evicted_before = store.evicted
             if self.config.freezing is not None:
                 slot.trajectory = Trajectory(store.n_kv_heads)
             self._slots_made += 1
             self.slots.append(slot)
             return slot
+
+    @property
+    def stores(self) -> list[Store]:
+        """Return the stores of all sequences, and one that waits for the next sequence."""
+        spare = [] if self._spare is None else [self._spare]
+        return [*(slot.store for slot in self.slots), *spare]
 
     def drafter(self) -> Drafter | None:
         """Make what guesses the tokens of a sequence; None if nothing does."""
@@ -326,7 +348,7 @@ class ModelRunner:
         if self.scheduler.is_forked:
             return
         self._leaving.append(slot)
-        if self.shared.is_private:
+        if self._ends_with_session:
             self.close()
 
     def check_usable(self, slot: SequenceSlot) -> None:
@@ -371,10 +393,14 @@ class ModelRunner:
         if slot not in self.slots:
             return
         self.slots.remove(slot)
-        if not self.shared.is_private:
+        keeps_place = self.shared.is_private and not self.closed
+        if keeps_place or not self.shared.is_private:
             self.shared.forget(slot)
         self._evicted_by_gone += slot.evicted
-        slot.store.close()
+        if keeps_place:  # It belongs to the next session.
+            self._spare = slot.store
+        else:
+            slot.store.close()
 
     @contextlib.contextmanager
     def exclusively(self, slot: SequenceSlot) -> Iterator[None]:

@@ -104,8 +104,25 @@ class Pool:
         """Load the model; up to `n_ubatch` tokens of a prompt are read between two tokens of other
         sessions.
         """
-        asked = CacheOptions.of(options, arguments).pooled()
-        self._runner = ModelRunner(model, asked, verbose=verbose)
+        self._begin(model, CacheOptions.of(options, arguments).pooled(), verbose=verbose)
+
+    @classmethod
+    def of_one(
+        cls, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
+    ) -> Pool:
+        """Make a pool of one conversation, which has the whole budget as a session alone has it.
+
+        Any store can serve it. There is one session at a time, which is neither swapped out nor
+        forked: session() raises PoolError until the one before is closed.
+        """
+        self = cls.__new__(cls)
+        self._begin(model, options.alone(), verbose=verbose)
+        return self
+
+    def _begin(
+        self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool
+    ) -> None:
+        self._runner = ModelRunner(model, options, verbose=verbose)
         try:
             open_draft_model(self._runner)
         except BaseException:
@@ -136,6 +153,11 @@ class Pool:
         warn_of_name("Pool.host", "runner")
         return self._runner
 
+    @property
+    def holds_one(self) -> bool:
+        """Tell whether of_one() made it, so that its only conversation keeps its place."""
+        return self._runner.shared.is_private
+
     def session(
         self,
         *,
@@ -148,7 +170,8 @@ class Pool:
 
         `weight`: its weight, relative to the others. `recovery` None: that of the pool. `on_climb`:
         see Session. `tenant`: whose texts it may continue from, for example the name of a user: it
-        finds only checkpoints of sessions of the same tenant.
+        finds only checkpoints of sessions of the same tenant. Raises PoolError if the pool holds
+        one conversation, whose session is open.
         """
         recovery = recovery or self._runner.config.options.recovery
         return Session.of_pool(self, self._runner, recovery, on_climb, weight=weight, tenant=tenant)
@@ -178,11 +201,11 @@ class Pool:
     def stats(self) -> PoolStats:
         """Return current counts and bytes."""
         runner, shared = self._runner, self._runner.shared
-        core = shared.core
-        if runner.closed or core is None:
+        if runner.closed:
             raise EntropyKVError("the pool is closed; make a new one")
         with runner.scheduler.between_steps():
-            counters = [slot.store.counters() for slot in runner.slots]
+            counters = [store.counters() for store in runner.stores]
+            core = shared.core or _Bytes.of(counters[0])
             return PoolStats(
                 kv_bytes_budget=core.budget_bytes,
                 kv_bytes_now=core.used_bytes,
@@ -212,6 +235,23 @@ class Pool:
         if not self._closed:
             self._closed = True
             self._runner.close()
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Hold the bytes of the only store of a pool of one."""
+
+    budget_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    staging_bytes: int
+    scratch_bytes: int = 0
+    """Those outside of the store; its counters have its own."""
+
+    @classmethod
+    def of(cls, counters: Mapping[str, Any]) -> _Bytes:
+        names = ("kv_bytes_budget", "kv_bytes_now", "kv_bytes_peak", "kv_bytes_staging")
+        return cls(*(counters[name] for name in names))
 
 
 def _sum(counters: Sequence[Mapping[str, Any]], name: str) -> int:

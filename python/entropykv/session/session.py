@@ -79,7 +79,7 @@ class Session:
     ) -> None:
         """Load the model and make its store; everything is checked before the weights are read."""
         asked = CacheOptions.of(options, arguments).alone()
-        runner = ModelRunner(model, asked, verbose=verbose)
+        runner = ModelRunner(model, asked, verbose=verbose, ends_with_session=True)
         try:
             open_draft_model(runner)
             self._begin(runner, asked.recovery, on_climb)

@@ -124,9 +124,7 @@ def _add_deleting(
         if removal.refusal is not None:
             raise removal.refusal
         for _, engine in models.loaded():
-            if engine.prefix_cache is not None:
-                path = kept.path(document)
-                await run_in_threadpool(engine.prefix_cache.forget_document, path)
+            await run_in_threadpool(engine.prefix_cache.forget_document, kept.path(document))
         return {"id": name, "object": "document", "deleted": True}
 
 

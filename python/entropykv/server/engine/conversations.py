@@ -10,9 +10,7 @@ import hashlib
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.server.engine.prefix_cache import PrefixCache
@@ -20,41 +18,6 @@ from entropykv.server.http.users import Caller
 
 _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
-
-
-class ConversationHolder(Protocol):
-    """Define what holds the text of one conversation, such as an EntropyLlama."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Return how many tokens have been read."""
-
-    def load_session(self, path: Path) -> Any:
-        """Load a saved session; raises SessionFileError or PoolError."""
-
-    def save_session(self, path: Path) -> Any:
-        """Save what has been read; raises EntropyKVError."""
-
-
-@dataclass(frozen=True)
-class CachedConversation:
-    """Hold a caller's conversation in the prefix cache of a pool."""
-
-    prefix_cache: PrefixCache
-    caller: Caller
-
-    @property
-    def n_tokens(self) -> int:
-        """Return how many tokens the prefix cache has of the conversation; 0 if it has none."""
-        return self.prefix_cache.length_of(self.caller)
-
-    def load_session(self, path: Path) -> None:
-        """Replace the conversation in the prefix cache by the content of a file."""
-        self.prefix_cache.load(self.caller, path)
-
-    def save_session(self, path: Path) -> None:
-        """Save the conversation to a file; no request can use it meanwhile."""
-        self.prefix_cache.save(self.caller, path)
 
 
 class Conversations:
@@ -65,18 +28,17 @@ class Conversations:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], max_bytes: int, *, several: bool = False
+        self, directory: str | os.PathLike[str], max_bytes: int, prefix_cache: PrefixCache
     ) -> None:
         """Make the directory if it does not exist; only its owner can read the conversations.
 
-        `several`: each conversation has its own holder; otherwise all share one, which holds the
-        latest of them.
+        `prefix_cache`: holds them between two requests.
         """
         self._directory = Path(directory)
         self._max_bytes = max_bytes
-        self._several = several
+        self._prefix_cache = prefix_cache
         self._held: dict[Caller, _Stamp] = {}
-        """For each conversation, the version of the file that its holder has continued from."""
+        """For each conversation, the version of the file that the prefix cache holds."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -94,29 +56,29 @@ class Conversations:
         digest = hashlib.blake2b(name, key=user, digest_size=16).hexdigest()
         return self._directory / f"{digest}.session"
 
-    def enter(self, holder: ConversationHolder, caller: Caller) -> None:
-        """Load a caller's conversation into the holder, unless the holder has it already."""
-        path = self.path(caller)
+    def enter(self, caller: Caller) -> None:
+        """Load a caller's conversation, unless the prefix cache holds it already."""
+        path, held = self.path(caller), self._prefix_cache
         stamp = _stamp(path)
-        if stamp is None or (self._held.get(caller) == stamp and holder.n_tokens > 0):
+        if stamp is None or (self._held.get(caller) == stamp and held.length_of(caller) > 0):
             return
-        self._drop(caller)
+        self._held.pop(caller, None)
         try:
-            holder.load_session(path)
+            held.load(caller, path)
         # Continue without it, because the request contains the whole text.
         except EntropyKVError as error:
             _logger.warning("%s", error)
         else:
             self._held[caller] = stamp
 
-    def leave(self, holder: ConversationHolder, caller: Caller) -> None:
+    def leave(self, caller: Caller) -> None:
         """Save a conversation after its turn; an error only means that it must be read again."""
-        self._drop(caller)
-        if holder.n_tokens == 0:  # The generation failed; the file of the previous turn is better.
-            return
+        self._held.pop(caller, None)
+        if not self._prefix_cache.length_of(caller):
+            return  # The generation failed; the file of the previous turn is better.
         path = self.path(caller)
         try:
-            holder.save_session(path)
+            self._prefix_cache.save(caller, path)
         except EntropyKVError as error:
             _logger.warning("%s", error)
             return
@@ -124,16 +86,6 @@ class Conversations:
         if stamp is not None:
             self._held[caller] = stamp
         self._remove_oldest()
-
-    def forget(self) -> None:
-        """Note that the shared holder has read something that is not a conversation."""
-        self._held.clear()
-
-    def _drop(self, caller: Caller) -> None:
-        if self._several:
-            self._held.pop(caller, None)
-        else:
-            self._held.clear()
 
     def _remove_oldest(self) -> None:
         files = []

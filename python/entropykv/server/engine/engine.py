@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from entropykv.errors import ContextError
 from entropykv.server.documents.asked_document import AskedDocument
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.reader import DocumentReader
@@ -74,7 +73,7 @@ class Job:
 class Engine:
     """Own a model and its worker threads, which alone use it; requests wait until a worker is free.
 
-    A model with a pool answers as many requests at a time as the pool holds sequences.
+    As many requests are answered at a time as the model's pool holds sequences.
     """
 
     def __init__(
@@ -99,11 +98,13 @@ class Engine:
         """How many streams have sent their first chunk."""
         self.first_chunk_seconds = 0.0
         """The sum of the seconds from the arrival of those streams to their first chunk."""
-        self.prefix_cache: PrefixCache | None = None
-        """Keeps conversations between two requests, if the model has a pool."""
+        self.pool = llama.pool
+        self.prefix_cache = PrefixCache(
+            llama.pool, self.limits.conversations, shared_prefixes=shared_prefixes
+        )
+        """Keeps conversations between two requests."""
         llama.shared_prefixes = shared_prefixes
-        n_kept = 0 if documents is None else 1
-        self.workers = [llama] if llama.pool is None else self._workers_of(llama, n_kept)
+        self.workers = self._workers_of(llama, 0 if documents is None else 1)
         self.running: dict[ServedLlama, Job] = {}
         """The request that each model object is answering."""
         self._running_lock = threading.Lock()
@@ -130,20 +131,17 @@ class Engine:
         """Current figures; during a generation they are at most a quarter of a second old."""
         self.documents: DocumentReader | None = None
         """Reads documents in the background, if the server keeps any."""
-        if documents is not None and llama.pool is not None and self.prefix_cache is not None:
-            reader = DocumentReader(llama, llama.pool, self.prefix_cache, documents)
+        if documents is not None:
+            reader = DocumentReader(llama, self.pool, self.prefix_cache, documents)
             self.documents = reader
             self.before_close(lambda _: reader.close())
 
     def _workers_of(self, llama: ServedLlama, n_kept: int) -> list[ServedLlama]:
         """Return a worker for every place of the pool, but `n_kept`."""
-        pool = llama.pool
-        if pool is None:
-            return []
-        self.prefix_cache = PrefixCache(
-            pool, self.limits.conversations, shared_prefixes=llama.shared_prefixes
-        )
-        workers = [llama.another() for _ in range(pool.runner.n_sequences - n_kept)]
+        if self.pool.holds_one:
+            llama.serve_from(self.prefix_cache)
+            return [llama]
+        workers = [llama.another() for _ in range(self.pool.runner.n_sequences - n_kept)]
         seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
         for worker in workers:
             worker.serve_from(self.prefix_cache)
@@ -228,7 +226,7 @@ class Engine:
             job.stop.set()
             with self._running_lock:
                 for worker, running in self.running.items():
-                    if running is job and worker.prefix_cache is not None:
+                    if running is job:
                         worker.interrupt()
 
     def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
@@ -253,10 +251,9 @@ class Engine:
                 self._thread.submit(function, self.llama).result()
         finally:
             self._thread.shutdown(wait=True)
-            if self.prefix_cache is not None:
-                self.prefix_cache.close()
-                for worker in self.workers:
-                    worker.close()
+            self.prefix_cache.close()
+            for worker in self.workers:
+                worker.close()
             self.llama.close()
 
     def _run(self, job: Job) -> Any:
@@ -281,11 +278,9 @@ class Engine:
         # An error of any kind must not affect the next request.
         except Exception as error:
             # The job's decode was interrupted.
-            if job.stop.is_set() and worker.prefix_cache is not None:
+            if job.stop.is_set():
                 outcome = "stopped"
                 return None
-            if not isinstance(error, RequestError | ContextError):
-                worker.reset()
             refusal = without_frames(as_request_error(error))
             outcome = "refused" if refusal.status_code < 500 else "failed"
         finally:
@@ -314,10 +309,14 @@ class Engine:
             job.note(now[0] - before[0], now[1] - before[1])
 
     def _figures(self) -> SessionStats:
-        one = self.llama.kv_stats()
-        if self.llama.pool is None:
-            return one
-        return figures_of_pool(self.llama.pool, one, [worker.totals for worker in self.workers])
+        totals = [worker.totals for worker in self.workers]
+        return figures_of_pool(self.pool, self.llama.kv_stats(), totals)
+
+    @property
+    def n_conversations(self) -> int:
+        """Return how many conversations are kept or being answered."""
+        n_own = 0 if self.pool.holds_one else len(self.workers) + 1  # They read nothing themselves.
+        return self.moment().pool.sessions - n_own
 
     def moment(self) -> Moment:
         """Return figures of the pool that are at most a quarter of a second old.
@@ -328,9 +327,7 @@ class Engine:
             last, now = self._moment, time.monotonic()
             if last is not None and now - last[0] <= _STATS_INTERVAL:
                 return last[1]
-            pool = None if self.llama.pool is None else self.llama.pool.stats()
-            kept = [] if self.prefix_cache is None else self.prefix_cache.conversations()
-            self._moment = now, Moment(pool, kept)
+            self._moment = now, Moment(self.pool.stats(), self.prefix_cache.conversations())
             return self._moment[1]
 
     def _checkpoint(self, job: Job) -> None:

@@ -1,12 +1,9 @@
-"""Find the conversations that hold entries of the KV cache: a server's only one, or all of its
-pool.
-"""
+"""Find the conversations of a server's pool that hold entries of the KV cache."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from entropykv.server.http.users import Caller
@@ -15,7 +12,6 @@ from entropykv.session.session import Session
 from entropykv.session.shared_pool import PoolStatus
 from entropykv.session.stats import SessionStats
 
-_ALONE = "0"
 _COUNTERS = (
     "prompt_tokens",
     "generated_tokens",
@@ -31,26 +27,13 @@ _COUNTERS = (
 )
 
 
-@contextlib.contextmanager
-def between_steps(llama: ServedLlama) -> Iterator[None]:
-    """Prevent all sequences from reading in the `with` block; a single session reads in the calling
-    thread anyway.
-    """
-    if llama.pool is None:
-        yield
-        return
-    with llama.pool.runner.scheduler.between_steps():
-        yield
+def between_steps(llama: ServedLlama) -> contextlib.AbstractContextManager[None]:
+    """Prevent all sequences from reading in the `with` block."""
+    return llama.pool.runner.scheduler.between_steps()
 
 
 def conversations(llama: ServedLlama, user: str) -> dict[str, Session]:
-    """Return a user's sessions that have read something, by their id in routes.
-
-    Without a pool there is always exactly one, even before any text was read.
-    """
-    if llama.pool is None:
-        is_seen = llama.tenant is None or llama.tenant.user == user
-        return {_ALONE: llama._session} if is_seen else {}
+    """Return a user's sessions that have read something, by their id in routes."""
     return {
         f"{each.number}": each
         for each in llama.pool.sessions()
@@ -66,26 +49,24 @@ class Holder:
     name: str | None
     """Its name, as the client has given it."""
     position: int
-    pool_status: PoolStatus | None
-    """Its status among the other sessions of a pool; None without a pool."""
+    pool_status: PoolStatus
+    """Its status among the other sessions of the pool."""
     stats: SessionStats
 
     @classmethod
     def of(cls, name: str, session: Session) -> Holder:
         """Read the figures of a session, between two steps."""
-        client, pool_status = None, None
-        if not session.is_alone:
-            client, pool_status = session.name, session.pool_status()
-        return cls(name, client, session.position, pool_status, session.stats())
+        status = session.pool_status()
+        return cls(name, session.name, session.position, status, session.stats())
 
     @property
     def is_swapped_out(self) -> bool:
         """Tell whether it is swapped out, so that nothing can be shown before its next turn."""
-        return self.pool_status is not None and self.pool_status.is_swapped_out
+        return self.pool_status.is_swapped_out
 
     def key(self) -> tuple[Any, ...]:
         """Return a key that differs if anything has changed that a viewer sees."""
-        told = self.pool_status and dataclasses.replace(self.pool_status, idle_seconds=0.0)
+        told = dataclasses.replace(self.pool_status, idle_seconds=0.0)
         stats = self.stats
         counts = tuple(getattr(stats, name) for name in _COUNTERS)
         return self.id, self.position, told, stats.kv_bytes_budget, stats.entries_kept, counts
@@ -99,20 +80,16 @@ class Holder:
             "id": self.id,
             "name": self.name,
             "position": self.position,
-            "state": pool_status.state if pool_status else "active",
-            "idle_seconds": round(pool_status.idle_seconds, 1) if pool_status else 0.0,
-            "given_up": pool_status.given_up if pool_status else 0,
+            "state": pool_status.state,
+            "idle_seconds": round(pool_status.idle_seconds, 1),
+            "given_up": pool_status.given_up,
             "swapped_out": self.is_swapped_out,
-            "swapped_bytes": pool_status.swapped_bytes if pool_status else 0,
-            "entries": pool_status.swapped_entries
-            if pool_status and pool_status.is_swapped_out
-            else stats.entries_kept,
+            "swapped_bytes": pool_status.swapped_bytes,
+            "entries": pool_status.swapped_entries if self.is_swapped_out else stats.entries_kept,
             "entries_full": stats.entries_full,
             "frozen_entries": stats.frozen_entries,
             "budget": 0 if self.is_swapped_out else stats.kv_bytes_budget,
-            "bytes": pool_status.pages_bytes
-            if pool_status and pool_status.is_swapped_out
-            else stats.kv_bytes_now,
+            "bytes": pool_status.pages_bytes if self.is_swapped_out else stats.kv_bytes_now,
             "bytes_full": stats.kv_bytes_full,
             "frozen_bytes": stats.frozen_bytes,
             **{name: getattr(stats, name) for name in _COUNTERS},
@@ -121,15 +98,6 @@ class Holder:
 
 def pool_figures(llama: ServedLlama) -> dict[str, Any]:
     """Return the figures that all users share, as JSON: sums without names."""
-    if llama.pool is None:
-        stats = llama._session.stats()
-        return {
-            "budget": stats.kv_bytes_budget,
-            "used": stats.kv_bytes_now,
-            "peak": stats.kv_bytes_peak,
-            "sequences": 1,
-            "swapped_bytes": 0,
-        }
     now = llama.pool.stats()
     return {
         "budget": now.kv_bytes_budget,

@@ -34,8 +34,7 @@ class Totals:
 class Moment:
     """Hold the figures of a pool and of its conversations, taken between two steps."""
 
-    pool: PoolStats | None
-    """The figures of the pool; None without a pool."""
+    pool: PoolStats
     conversations: list[tuple[Caller, SessionStats, bool]]
     """For each kept conversation: its caller, its figures, and whether it holds entries of the
     pool.

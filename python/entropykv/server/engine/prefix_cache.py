@@ -179,6 +179,8 @@ class PrefixCache:
         document: Path | None,
         n_document: int,
     ) -> _Start:
+        if self._pool.holds_one:
+            return self._in_the_only_place(tokens, caller)
         own = self._going_on(tokens, caller, continues)
         if own is not None and len(own.tokens) > n_document:
             self._free.remove(own)
@@ -190,6 +192,21 @@ class PrefixCache:
         near, spared = self._nearest(tokens, caller)
         session = self._pool.session(tenant=self._tenant(caller))
         return _Start(session, is_new=True, near=near, spared=spared)
+
+    def _in_the_only_place(self, tokens: list[int], caller: Caller) -> _Start:
+        """Return the only conversation, which the reader truncates to what the prompt continues.
+
+        A text of another tenant is discarded, because the time would reveal how much of it the
+        prompt has.
+        """
+        kept = self._free.pop() if self._free else None
+        if kept is not None and self._tenant(kept.caller) == self._tenant(caller):
+            self.resumed += common_prefix(kept.tokens, tokens) > 1
+            return _Start(kept.session)
+        if kept is not None:
+            kept.session.close()
+            self.forgotten += 1
+        return _Start(self._pool.session(tenant=self._tenant(caller)), is_new=True)
 
     def _going_on_from_others(self, start: _Start, tokens: list[int], caller: Caller) -> Session:
         """Return a new session at the checkpoint, or a copy of the conversation, that saves most
@@ -524,6 +541,8 @@ class PrefixCache:
         return session
 
     def _loaded(self, caller: Caller, path: Path) -> Session:
+        if self._pool.holds_one:
+            self.forget_one()
         session = self._pool.session(tenant=self._tenant(caller))
         session.name = caller.name
         try:

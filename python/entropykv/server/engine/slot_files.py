@@ -123,12 +123,8 @@ def _save(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any
     """Save the caller's conversation in a slot; raises RequestError if there is none."""
     if path is None:
         raise _without_a_name()
-    if slot.prefix_cache is not None:
-        contents = (
-            None if slot.latest is None else slot.prefix_cache.save_one(slot.latest, caller, path)
-        )
-    else:
-        contents = slot.save_session(path) if _holds(slot, caller) else None
+    latest = slot.latest
+    contents = None if latest is None else slot.prefix_cache.save_one(latest, caller, path)
     if contents is None:
         raise _holds_nothing()
     return {"n_saved": contents.n_tokens, "n_written": path.stat().st_size}
@@ -138,23 +134,13 @@ def _restore(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, 
     """Load a file into a slot, so that later requests can reuse its text."""
     if path is None:
         raise _without_a_name()
-    if slot.prefix_cache is not None:
-        slot.latest = slot.prefix_cache.load_one(caller, path)
-        n_tokens = slot.latest.position
-    else:
-        slot.serve_for(caller)
-        n_tokens = slot.load_session(path).n_tokens
-    return {"n_restored": n_tokens, "n_read": path.stat().st_size}
+    slot.latest = slot.prefix_cache.load_one(caller, path)
+    return {"n_restored": slot.latest.position, "n_read": path.stat().st_size}
 
 
 def _erase(slot: ServedLlama, caller: Caller, _: Path | None) -> dict[str, Any]:
     """Remove the caller's conversation from a slot; raises RequestError if there is none."""
-    if slot.prefix_cache is not None:
-        erased = 0 if slot.latest is None else slot.prefix_cache.erase_one(slot.latest, caller)
-    else:
-        erased = slot.n_tokens if _holds(slot, caller) else 0
-        if erased:
-            slot.reset()
+    erased = 0 if slot.latest is None else slot.prefix_cache.erase_one(slot.latest, caller)
     if not erased:
         raise _holds_nothing()
     return {"n_erased": erased}
@@ -165,12 +151,6 @@ _ACTIONS: dict[Action, Callable[[ServedLlama, Caller, Path | None], dict[str, An
     "restore": _restore,
     "erase": _erase,
 }
-
-
-def _holds(slot: ServedLlama, caller: Caller) -> bool:
-    """Tell whether a model without a prefix cache has read a text of the caller."""
-    own = slot.tenant == caller.tenant(shared_prefixes=slot.shared_prefixes)
-    return own and slot.n_tokens > 0
 
 
 def _holds_nothing() -> RequestError:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.engine.admission import arrival_of, too_late
-from entropykv.server.engine.conversations import CachedConversation, Conversations
+from entropykv.server.engine.conversations import Conversations
 from entropykv.server.engine.engine import Engine
-from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.client_presence import CLIENT_GONE
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.request_log import tokens_of
 from entropykv.server.http.users import Caller, user_of
-from entropykv.server.models.loading import ServedLlama
 
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
@@ -32,10 +29,10 @@ _CHECK_INTERVAL = 0.01
 class TurnMiddleware:
     """Load a request's conversation before it is answered, and save it before the answer ends.
 
-    A conversation is identified by a user's header X-Session-Id. A model that holds a single
-    conversation answers one request at a time; with a pool, only requests of the same conversation
-    wait for each other. Every response to a POST names its replica and, if it is not streamed, how
-    many tokens of the prompt were read for it.
+    A conversation is identified by a user's header X-Session-Id. Requests of the same conversation
+    wait for each other, and all do if the pool holds a single conversation. Every response to a
+    POST names its replica and, if it is not streamed, how many tokens of the prompt were read for
+    it.
     """
 
     def __init__(
@@ -57,13 +54,13 @@ class TurnMiddleware:
             await self._app(scope, receive, send)
             return
         caller = _caller(scope)
-        kind: type[_Turn] = _Turn if self._engine.prefix_cache is None else _PoolTurn
-        turn = kind(self._engine, self._conversations, self._replica, scope, send)
+        turn = _Turn(self._engine, self._conversations, self._replica, scope, send)
         async with AsyncExitStack() as stack:
-            if kind is _Turn or caller.name is not None:
+            holds_one = self._engine.pool.holds_one
+            if holds_one or caller.name is not None:
                 client = _Client(receive)
                 receive = client.receive
-                key = None if kind is _Turn else caller
+                key = None if holds_one else caller
                 try:
                     await stack.enter_async_context(self._alone(key, arrival_of(scope), client))
                 except RequestError as error:
@@ -138,7 +135,7 @@ class _Client:
 
 
 class _Turn:
-    """Handle one request to a model that holds a single conversation."""
+    """Handle one request."""
 
     def __init__(
         self,
@@ -155,34 +152,24 @@ class _Turn:
         self._scope = scope
         self._send = send
         self._last: Message | None = None
-        self._before = (0, 0)
 
     async def begin(self) -> None:
-        """Load the conversation."""
-        await self._engine.call(self._enter)
+        """Load the conversation, in a thread; it needs no worker of the engine."""
+        if self._caller.name is not None:
+            await asyncio.to_thread(self._conversations.enter, self._caller)
 
     async def end(self) -> None:
         """Save the conversation if something was read."""
-        await self._engine.call(self._leave)
+        # The client has disconnected, but its answer has not ended.
+        while self._is_answered():
+            await asyncio.sleep(_CHECK_INTERVAL)
+        if self._caller.name is not None and tokens_of(self._scope) != (0, 0):
+            await asyncio.to_thread(self._conversations.leave, self._caller)
 
-    async def tokens_read(self) -> int:
-        """Return how many tokens of the prompt were read for this request."""
-        now, _ = await self._engine.call(_counts)
-        return now - self._before[0]
-
-    def _enter(self, llama: ServedLlama) -> None:
-        llama.serve_for(self._caller)
-        if self._caller.name is not None:
-            self._conversations.enter(llama, self._caller)
-        self._before = _counts(llama)
-
-    def _leave(self, llama: ServedLlama) -> None:
-        if _counts(llama) == self._before:  # A refused request has not changed the model.
-            return
-        if self._caller.name is None:
-            self._conversations.forget()
-        else:
-            self._conversations.leave(llama, self._caller)
+    def _is_answered(self) -> bool:
+        if self._engine.pool.holds_one:  # No other request has begun.
+            return bool(self._engine.running)
+        return self._caller.name is not None and self._engine.answers(self._caller)
 
     async def send(self, message: Message) -> None:
         """Pass a message on, but delay the last one until the conversation is saved: the client may
@@ -190,7 +177,7 @@ class _Turn:
         """
         if message["type"] == "http.response.start":
             headers = [*message.get("headers", ())]
-            message = {**message, "headers": [*headers, *await self._headers(dict(headers))]}
+            message = {**message, "headers": [*headers, *self._headers(dict(headers))]}
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._last = message
         else:
@@ -200,41 +187,11 @@ class _Turn:
         if self._last is not None:
             await self._send(self._last)
 
-    async def _headers(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    def _headers(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         own = [(REPLICA_HEADER, self._replica)]
         if headers.get(b"content-type", b"").startswith(_STREAMS):
-            return own  # The model may be busy, and asking it would have to wait.
-        return [*own, (TOKENS_READ_HEADER, str(await self.tokens_read()).encode())]
-
-
-class _PoolTurn(_Turn):
-    """Handle one request to a model with a pool, whose prefix cache has the conversations."""
-
-    async def begin(self) -> None:
-        if self._caller.name is not None:
-            await self._with_kept(self._conversations.enter)
-
-    async def end(self) -> None:
-        if self._caller.name is None:
-            return
-        # The client has disconnected, but its answer has not ended.
-        while self._engine.answers(self._caller):
-            await asyncio.sleep(_CHECK_INTERVAL)
-        if tokens_of(self._scope) != (0, 0):
-            await self._with_kept(self._conversations.leave)
-
-    async def _with_kept(self, function: Callable[[CachedConversation, Caller], None]) -> None:
-        """Run a function on the conversation in a thread; it needs no worker of the engine."""
-        kept = CachedConversation(cast(PrefixCache, self._engine.prefix_cache), self._caller)
-        await asyncio.to_thread(function, kept, self._caller)
-
-    async def tokens_read(self) -> int:
-        return tokens_of(self._scope)[0]
-
-
-def _counts(llama: ServedLlama) -> tuple[int, int]:
-    stats = llama.kv_stats()
-    return stats.prompt_tokens, stats.generated_tokens
+            return own  # They are sent before the prompt was read.
+        return [*own, (TOKENS_READ_HEADER, str(tokens_of(self._scope)[0]).encode())]
 
 
 def _caller(scope: Scope) -> Caller:

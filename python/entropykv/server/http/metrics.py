@@ -43,21 +43,20 @@ def as_json(engine: Engine, user: str) -> dict[str, Any]:
     They are sums over all users; only conversations of `user` are listed.
     """
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
-    figures: dict[str, Any] = {
+    conversations = [
+        {
+            "name": caller.name,
+            "live": live,
+            **{key: getattr(stats, key) for key in _OF_CONVERSATION},
+        }
+        for caller, stats, live in engine.moment().conversations
+        if caller.user == user
+    ]
+    return {
         **dataclasses.asdict(engine.stats),
         "requests": {**requests, "waiting": engine.waiting},
+        "conversations": conversations,
     }
-    if engine.prefix_cache is not None:
-        figures["conversations"] = [
-            {
-                "name": caller.name,
-                "live": live,
-                **{key: getattr(stats, key) for key in _OF_CONVERSATION},
-            }
-            for caller, stats, live in engine.moment().conversations
-            if caller.user == user
-        ]
-    return figures
 
 
 @dataclasses.dataclass
@@ -140,9 +139,7 @@ def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
     if (images := engine.llama.images) is not None:
         yield "image_bytes", "gauge", images.n_bytes, "Bytes of embeddings of images."
     pool = engine.moment().pool
-    if engine.prefix_cache is None or pool is None:
-        return
-    yield "conversations", "gauge", pool.sessions - engine.n_slots - 1, "Conversations kept."
+    yield "conversations", "gauge", engine.n_conversations, "Conversations kept."
     yield "conversations_live", "gauge", pool.live, "Conversations that hold entries."
     yield (
         "conversations_swapped_out",

@@ -84,8 +84,7 @@ class HeldModel:
         It may wait for a step of the model, so it must not be called in the event loop.
         """
         total = 0 if self.estimate is None else self.estimate.total
-        pool = None if self.engine is None else self.engine.moment().pool
-        return total + (pool.swapped_bytes if pool is not None else 0)
+        return total + (0 if self.engine is None else self.engine.moment().pool.swapped_bytes)
 
 
 def failure_of(held: HeldModel, error: Exception) -> RequestError:

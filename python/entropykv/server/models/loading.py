@@ -25,6 +25,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from entropykv.constraint.constraint import Constraint
 from entropykv.constraint.sampler import ConstraintSampler
 from entropykv.constraint.trial import Trials
+from entropykv.drop_in.context import BorrowedModel
 from entropykv.drop_in.entropy_llama import EntropyLlama
 from entropykv.errors import (
     EntropyKVError,
@@ -51,6 +52,7 @@ from entropykv.session.document import document_header
 from entropykv.session.image_spans import end_of_piece
 from entropykv.session.images import ImageLimits
 from entropykv.session.passages import AttentionSince, Passage
+from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.recovery import WITHOUT_REWALK
@@ -70,9 +72,9 @@ class ServedLlama(EntropyLlama):
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; an exception that it raises ends the generation cleanly."""
     totals: Totals
-    """Counts what it has read and written, if it takes conversations from a prefix cache."""
-    prefix_cache: PrefixCache | None = None
-    """Keeps conversations between requests; None: it holds its own conversation all the time."""
+    """Counts what it has read and written."""
+    prefix_cache: PrefixCache
+    """Keeps conversations between requests; serve_from() sets it."""
     latest: Session | None = None
     """The conversation that it answered last, which is in the prefix cache unless it was dropped
     there.
@@ -81,8 +83,6 @@ class ServedLlama(EntropyLlama):
     """The caller of the next answer, or of the current one."""
     shared_prefixes: bool = True
     """Whether texts with the same key may share prefixes: see Caller.tenant()."""
-    tenant: Caller | None = None
-    """The tenant of its text, if it has no prefix cache; None: it has no text yet."""
     served_name: str = ""
     """The name that clients use for the model; never a path."""
     request_defaults: Mapping[str, Any] = MappingProxyType({})
@@ -114,6 +114,16 @@ class ServedLlama(EntropyLlama):
     """How many tokens of the prompt of the latest generation had been read before."""
     generated: int = 0
     """How many tokens the latest generation has written so far, without one that ends a text."""
+
+    @property
+    def pool(self) -> Pool:
+        """Return the pool of all workers, of one conversation if the options ask for no more."""
+        if self._pool is None:
+            raise EntropyKVError("the model is closed; load it again")
+        return self._pool
+
+    def _pool_of(self, model: BorrowedModel, cache: CacheOptions) -> Pool:
+        return super()._pool_of(model, cache) or Pool.of_one(model, cache)
 
     @cached_property
     def traits(self) -> TemplateTraits:
@@ -197,7 +207,7 @@ class ServedLlama(EntropyLlama):
         while True:
             if self.checkpoint is not None:
                 self.checkpoint()
-            if self.prefix_cache is not None and self._session.position == self.n_tokens:
+            if self._session.position == self.n_tokens:
                 self.prefix_cache.reads(self._session, len(tokens))
             try:
                 if self.n_passages and self._attention is None:
@@ -206,23 +216,22 @@ class ServedLlama(EntropyLlama):
             except PoolError as error:
                 if self.checkpoint is not None:
                     self.checkpoint()
-                if self.prefix_cache is None or not self.prefix_cache.forget_one():
+                if not self.prefix_cache.forget_one():
                     raise RequestError(503, str(error)) from error
 
     def counts(self) -> tuple[int, int]:
         """Return how many tokens were read and written so far."""
-        counted = self.kv_stats() if self.prefix_cache is None else self.totals
-        return counted.prompt_tokens, counted.generated_tokens
+        return self.totals.prompt_tokens, self.totals.generated_tokens
 
     def document_tokens(self) -> list[int]:
         """Return the tokens of the document that the current request asks about; raises
         RequestError.
         """
-        asked, prefix_cache = self.asked, self.prefix_cache
-        if asked is None or prefix_cache is None:
+        asked = self.asked
+        if asked is None:
             return []
         try:
-            return prefix_cache.open_document(asked.path, self.caller)
+            return self.prefix_cache.open_document(asked.path, self.caller)
         except EntropyKVError as error:
             raise asked.refusal(error) from None
 
@@ -247,24 +256,13 @@ class ServedLlama(EntropyLlama):
         self.prefix_cache, self.latest = prefix_cache, None
         self.totals = Totals()
         self._idle = self._session
-
-    def serve_for(self, caller: Caller) -> None:
-        """Discard the text of another tenant, because the time would reveal how much of it a prompt
-        has.
-        """
-        tenant = caller.tenant(shared_prefixes=self.shared_prefixes)
-        if self.tenant is not None and tenant != self.tenant:
-            self.reset()
-        self.tenant = tenant
+        if self.pool.holds_one:  # Its place is for conversations; nothing else is read meanwhile.
+            self._idle.close()
 
     def _create_completion(self, prompt: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
         """Generate in the conversation that the prompt continues."""
         self.check_files_shown()
         caller = self.caller
-        if self.prefix_cache is None:
-            self.serve_for(caller)
-            yield from super()._create_completion(prompt, *arguments, **options)
-            return
         anew = options.get("echo") and options.get("logprobs") is not None
         tokens = [] if anew else list(self._tokens_of(prompt))
         asked = self.asked
@@ -336,10 +334,9 @@ class ServedLlama(EntropyLlama):
             tokens, *arguments, logits_processor=logits_processor, grammar=grammar, **options
         )
         for token in written:
-            if self.generated == 0 and self.prefix_cache is not None:
+            if self.generated == 0:
                 self._session.note_turn(writes=True)
                 self.prefix_cache.has_read(self._session)
-            if self.generated == 0:
                 self.cached = max(0, self.prompt_size - self._reader.n_read)
                 self.tell_what_is_learnt()
                 if self.reads_only:
@@ -439,7 +436,7 @@ def load_llama(
     llama.request_defaults = options.request_defaults
     llama.learn_from_several_texts()
     llama.tell_what_is_on_host()
-    if options.parallel > 1 and llama.pool is not None:
+    if options.parallel > 1:
         _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)

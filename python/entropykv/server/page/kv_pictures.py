@@ -33,7 +33,7 @@ def about(llama: ServedLlama) -> dict[str, Any]:
         "freeze": stats.freeze is not None,
         "n_ctx": stats.n_ctx,
         "layers": [len(heads) for heads in session.budgets()],
-        "shared": llama.pool is not None,
+        "shared": not llama.pool.holds_one,
     }
 
 
@@ -153,8 +153,4 @@ class CacheView:
             for each in found:
                 if sessions[each.id] is self._look[0]:
                     return each
-        return min(found, key=_idle_seconds, default=None)
-
-
-def _idle_seconds(holder: Holder) -> float:
-    return holder.pool_status.idle_seconds if holder.pool_status else 0.0
+        return min(found, key=lambda each: each.pool_status.idle_seconds, default=None)

@@ -68,6 +68,6 @@ def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
         (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
         for plane in (held, frozen)
     )
-    swapped = not session.is_alone and session.pool_status().is_swapped_out
+    swapped = session.pool_status().is_swapped_out
     position = session.position
     return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, swapped)

@@ -214,11 +214,10 @@ class Replica:
             check_shared(server.documents, mark)
         app = create_app(model, server, viewer_seconds=_VIEWER_SECONDS)
         engine = app.state.engine
-        several = engine.prefix_cache is not None
         turns = Middleware(
             TurnMiddleware,
             engine=engine,
-            conversations=Conversations(sessions, sessions_bytes, several=several),
+            conversations=Conversations(sessions, sessions_bytes, engine.prefix_cache),
             replica=serve.get_replica_context().replica_id.unique_id,
         )
         # It is the innermost middleware, so that refused requests do not delay other conversations.

@@ -1,0 +1,59 @@
+"""Fake the model of a server, and its pool, for tests of what is around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from entropykv.server.engine.pool_totals import Totals
+from entropykv.session.pool import PoolStats
+from entropykv.session.stats import SessionStats
+
+
+def _zeros(of: Any) -> Any:
+    required = [each for each in dataclasses.fields(of) if each.default is dataclasses.MISSING]
+    return of(**{each.name: 0 for each in required if each.default_factory is dataclasses.MISSING})
+
+
+class FakePool:
+    """Fake a pool of one conversation, or of several."""
+
+    def __init__(self, n_sequences: int = 1) -> None:
+        self.holds_one = n_sequences == 1
+        self.runner = self
+        self.n_sequences = n_sequences
+
+    def stats(self) -> PoolStats:
+        return _zeros(PoolStats)
+
+
+class FakeServedLlama:
+    """Fake a model that reads nothing."""
+
+    _seed = 0
+
+    def __init__(self, pool: FakePool | None = None) -> None:
+        self.pool = pool or FakePool()
+        self.totals = Totals()
+        self.checkpoint: Any = None
+
+    def another(self) -> FakeServedLlama:
+        return type(self)(self.pool)
+
+    def serve_from(self, prefix_cache: Any) -> None:
+        self.prefix_cache = prefix_cache
+
+    def set_seed(self, seed: int) -> None:
+        pass
+
+    def kv_stats(self) -> SessionStats:
+        return _zeros(SessionStats)
+
+    def counts(self) -> tuple[int, int]:
+        return self.totals.prompt_tokens, self.totals.generated_tokens
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
