@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import Caller
-from entropykv.session.reuse import common_prefix
+from entropykv.session.prefix_index import common_prefix
 from entropykv.session.session import Session
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
@@ -234,8 +235,8 @@ def test_tokens_that_spell_the_same_text_go_on_with_it(pool_llama: Path) -> None
         spelled = [*SYSTEM[:40], 5, 6, *text[41:], 7, 8]
         asked: list[list[int]] = []
 
-        def continues(held: list[int]) -> bool:
-            asked.append(held)
+        def continues(held: Sequence[int]) -> bool:
+            asked.append(list(held))
             return True
 
         session = prefix_cache.take(spelled, ANNA, None, continues)

@@ -534,7 +534,7 @@ class EntropyLlama(llama_cpp.Llama):
         found = continuing(cached.tolist(), prompt, self._spell, self._tokenize_text)
         return found if found and len(found) < self._n_ctx else None
 
-    def _goes_on_from(self, held: list[int], prompt: list[int]) -> bool:
+    def _goes_on_from(self, held: Sequence[int], prompt: Sequence[int]) -> bool:
         """Tell whether a prompt begins with the text of some tokens, in any spelling."""
         return continuing(held, prompt, self._spell, self._tokenize_text) is not None
 

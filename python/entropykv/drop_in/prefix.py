@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from entropykv.session.reuse import common_prefix
+from entropykv.session.prefix_index import common_prefix
 
 _BYTES = 256
 _IMAGES = 0x100000

@@ -12,7 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from entropykv.errors import PoolError, SettingsError
-from entropykv.session.reuse import Demand, HeldText, Reuse, reuse_of
+from entropykv.session.prefix_index import PrefixIndex
+from entropykv.session.reuse import Demand, HeldText, reuse_of
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import parse_bytes
@@ -44,14 +45,15 @@ class Checkpoint:
         """Return the bytes outside the pool: of entries, text and logits."""
         return self.swapped.n_bytes + self.sequence.n_bytes
 
-    def reuse(self, tokens: array[int], *, repeatable: bool) -> Reuse:
-        """Decide how many tokens of a text need not be read; all of them only if it has logits.
+    def saves(self, tokens: array[int], shared: int, *, repeatable: bool) -> int:
+        """Return how many tokens of a text need not be read; all of them only if it has logits.
 
-        With `repeatable`, and if the texts differ before its end, it is cut only where a reading
-        from position 0 would also start a micro-batch.
+        `shared`: how many tokens both have in common. With `repeatable`, and if the texts differ
+        before its end, it is cut only where a reading from position 0 would also start a
+        micro-batch.
         """
         held = HeldText.of(self.sequence, self._can_return_to)
-        return reuse_of(held, tokens, Demand(is_cut=repeatable))
+        return reuse_of(held, tokens, Demand(is_cut=repeatable), shared).position
 
     def _can_return_to(self, position: int) -> bool:
         return self.goes_back and self.swapped.whole_from <= position
@@ -75,7 +77,7 @@ class Checkpoints:
             )
         self.limit_bytes = n_bytes
         self._swap_space = swap_space
-        self._kept: list[Checkpoint] = []
+        self._kept: PrefixIndex[Checkpoint] = PrefixIndex()
         swap_space.give_first = self.make_room
 
     def __len__(self) -> int:
@@ -91,16 +93,16 @@ class Checkpoints:
         """Keep a checkpoint instead of the tenant's earlier one of the same text; drops those
         beyond the limit.
         """
+        tokens = checkpoint.sequence.tokens
+        for each in self._kept.same(tokens, checkpoint.tenant):
+            self._drop(each)
+        self._kept.add(checkpoint, tokens, checkpoint.tenant)
+        excess = self.bytes - self.limit_bytes
         for each in self._kept:
-            if (
-                each.tenant == checkpoint.tenant
-                and each.sequence.tokens == checkpoint.sequence.tokens
-            ):
-                self._drop(each)
+            if excess <= 0:
                 break
-        self._kept.append(checkpoint)
-        while self._kept and self.bytes > self.limit_bytes:
-            self._drop(self._kept[0])
+            excess -= each.n_bytes
+            self._drop(each)
 
     def nearest(
         self, tokens: Sequence[int], tenant: Hashable = None, *, repeatable: bool = False
@@ -110,20 +112,19 @@ class Checkpoints:
 
         Checkpoints of others are not examined, so that the time does not reveal whether they exist.
         """
-        for lost in [each for each in self._kept if each.swapped.is_lost]:
-            self._drop(lost)
-        text = array("i", tokens)
-        best, most = None, 0
-        for each in self._kept:
-            if each.tenant != tenant:
-                continue
-            n = each.reuse(text, repeatable=repeatable).position
-            # This one ends within the text, so it need not be cut.
-            if n > most or (n == most > 0 and each.position == n):
-                best, most = each, n
+        text, lost = array("i", tokens), []
+
+        def saves(checkpoint: Checkpoint, shared: int) -> int:
+            if checkpoint.swapped.is_lost:
+                lost.append(checkpoint)
+                return 0
+            return checkpoint.saves(text, shared, repeatable=repeatable)
+
+        best, most = self._kept.nearest(text, tenant, saves)
+        for each in lost:
+            self._drop(each)
         if best is not None:
-            self._kept.remove(best)
-            self._kept.append(best)
+            self._kept.touch(best)
         return best, most
 
     def make_room(self) -> bool:
@@ -144,8 +145,8 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Drop all checkpoints."""
-        while self._kept:
-            self._drop(self._kept[0])
+        for each in self._kept:
+            self._drop(each)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         self._kept.remove(checkpoint)

@@ -20,8 +20,8 @@ from entropykv.llamacpp.model import Model
 from entropykv.session.drafter import LONGEST_MATCH, Evidence, Tokens
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.model_runner import ModelRunner
+from entropykv.session.prefix_index import common_prefix
 from entropykv.session.reader import SequenceReader
-from entropykv.session.reuse import common_prefix
 from entropykv.session.rollback import Rollback
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Logits

@@ -27,7 +27,7 @@ from entropykv.llamacpp.foreign_text import without_names
 from entropykv.llamacpp.image_header import image_size
 from entropykv.llamacpp.projector import ImageChunk, Projector, TextChunk
 from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpans
-from entropykv.session.reuse import common_prefix
+from entropykv.session.prefix_index import common_prefix
 
 HELD_BYTES = 256 << 20
 """The most bytes of embeddings that are kept in case the same images are read again."""

@@ -1,8 +1,9 @@
 """Decide which part of a text that was read before a prompt can continue from.
 
-EntropyLlama asks this for its own sequence, a pool for its checkpoints, the server for the
-conversations that it keeps, and --prompt-cache for its file. Each caller describes a text as a
-HeldText, and applies the Reuse that reuse_of() returns. Nothing here changes a sequence.
+EntropyLlama asks this for its own sequence, and --prompt-cache for its file. A pool asks it for the
+checkpoints, and the server for the conversations, that the index of prefix_index.py finds. Each
+caller describes a text as a HeldText, and applies the Reuse that reuse_of() returns. Nothing here
+changes a sequence.
 """
 
 from __future__ import annotations
@@ -12,27 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from entropykv.session.prefix_index import common_prefix
 from entropykv.session.sequence import ReadParts, TokenSequence
 
 LEAST_SPARED = 32
 """The fewest tokens for which a checkpoint or a copy is used: fewer are read just as quickly."""
-_BLOCK = 256
-"""How many tokens of two texts are compared at once."""
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common beginning of two sequences."""
-    n = min(len(first), len(second))
-    for begin in range(0, n, _BLOCK):
-        one, other = (
-            first[begin : begin + _BLOCK],
-            second[begin : begin + _BLOCK],
-        )
-        if one != other:  # Lists are compared at once, many tokens in the time of one.
-            for index in range(min(len(one), len(other))):
-                if one[index] != other[index]:
-                    return begin + index
-    return n
 
 
 class ReuseSource(Enum):
@@ -167,14 +152,17 @@ class Demand:
     """True if the logits of the last prompt can be used when it is asked again."""
 
 
-def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
+def reuse_of(
+    held: HeldText, prompt: Sequence[int], demand: Demand, shared: int | None = None
+) -> Reuse:
     """Decide from which position a prompt must be read if a text is already held.
 
     If the prompt begins with the text, all of the text is reused. Otherwise it is a part of the
-    common beginning, without the last token of the prompt, whose logits are needed.
+    common beginning, without the last token of the prompt, whose logits are needed. `shared`: how
+    many tokens both have in common, if that is known.
     """
-    tokens = prompt if isinstance(prompt, array) else array("i", prompt)
-    shared, n_tokens = common_prefix(held.tokens, tokens), len(tokens)
+    n_tokens = len(prompt)
+    shared = common_prefix(held.tokens, prompt) if shared is None else shared
 
     def reuse(position: int, source: ReuseSource, why: str) -> Reuse:
         return Reuse(position, n_tokens - position, shared, source, why)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,8 @@ from entropykv.server.http.users import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.object_storage import FileStamp, stamp_of
 from entropykv.session.pool import Pool
-from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, common_prefix, reuse_of
+from entropykv.session.prefix_index import PrefixIndex, common_prefix
+from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
@@ -32,8 +33,6 @@ _Made = TypeVar("_Made")
 class _Conversation:
     session: Session
     caller: Caller
-    tokens: list[int]
-    last_use: float
     document: Path | None = None
     """The file of the document that it has read and nothing else; its questions get copies."""
     version: FileStamp | None = None
@@ -46,7 +45,7 @@ class _Conversation:
 class _WaitingPrompt:
     """Hold a prompt that waits for a copy of what another one has read."""
 
-    tokens: list[int]
+    tokens: array[int]
     shared: int
     """How many tokens both prompts have in common."""
     done: bool = False
@@ -62,7 +61,7 @@ class _WaitingPrompt:
 class _Reading:
     """Hold a prompt that is being read, and those that wait for a part of it."""
 
-    tokens: list[int]
+    tokens: array[int]
     waiting_prompts: list[_WaitingPrompt] = field(default_factory=list)
 
 
@@ -99,7 +98,10 @@ class PrefixCache:
         self._changed = threading.Condition(self._lock)
         self._reading: dict[Session, _Reading] = {}
         """The prompts that are being read, by their sessions."""
-        self._free: list[_Conversation] = []
+        self._prompts: PrefixIndex[Session] = PrefixIndex()
+        """The sessions that read them, by the tokens of the prompts."""
+        self._kept: PrefixIndex[_Conversation] = PrefixIndex()
+        """The conversations; nobody changes their texts while they are in it."""
         self.forgotten = 0
         """How many conversations were dropped so far."""
         self.forked = 0
@@ -111,10 +113,10 @@ class PrefixCache:
 
     def take(
         self,
-        tokens: list[int],
+        tokens: Sequence[int],
         caller: Caller,
         check: Callable[[], object] | None = None,
-        continues: Callable[[list[int]], bool] | None = None,
+        continues: Callable[[Sequence[int]], bool] | None = None,
         document: Path | None = None,
     ) -> Session:
         """Return the session that a prompt continues, or a new one; put() returns it to the cache.
@@ -127,13 +129,14 @@ class PrefixCache:
         same beginning is just being read, this one waits for the common part, and calls `check`
         meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
         """
-        start = self._started(tokens, caller, check, continues, document)
+        text = array("i", tokens)
+        start = self._started(text, caller, check, continues, document)
         session = start.session
         try:
             if start.goes_back_to is not None:
                 _go_back(session, start.goes_back_to)
             elif start.is_new:  # This may take long, but no other prompt waits for it.
-                session = self._going_on_from_others(start, tokens, caller)
+                session = self._going_on_from_others(start, text, caller)
         except BaseException:
             self.gives_up(session)
             session.close()
@@ -143,10 +146,10 @@ class PrefixCache:
 
     def _started(
         self,
-        tokens: list[int],
+        tokens: array[int],
         caller: Caller,
         check: Callable[[], object] | None,
-        continues: Callable[[list[int]], bool] | None,
+        continues: Callable[[Sequence[int]], bool] | None,
         document: Path | None,
     ) -> _Start:
         """Return the session for a prompt, once it need not wait; from now on, others may wait for
@@ -159,7 +162,7 @@ class PrefixCache:
                 reader, waiting_prompt = self._worth_waiting_for(tokens, caller, asked, n_document)
                 if reader is None:
                     start = self._start(tokens, caller, continues, document, n_document)
-                    self._reading[start.session] = _Reading(tokens)
+                    self._begin_reading(start.session, tokens)
                     return start
                 reading = self._reading[reader]
                 reading.waiting_prompts.append(waiting_prompt)
@@ -167,23 +170,23 @@ class PrefixCache:
             self._wait(waiting_prompt, reading, check)
             if waiting_prompt.copy is not None:
                 with self._lock:
-                    self._reading[waiting_prompt.copy] = _Reading(tokens)
+                    self._begin_reading(waiting_prompt.copy, tokens)
                     self.forked += 1
                 return _Start(waiting_prompt.copy, goes_back_to=waiting_prompt.goes_on_at)
 
     def _start(
         self,
-        tokens: list[int],
+        tokens: array[int],
         caller: Caller,
-        continues: Callable[[list[int]], bool] | None,
+        continues: Callable[[Sequence[int]], bool] | None,
         document: Path | None,
         n_document: int,
     ) -> _Start:
         if self._pool.holds_one:
             return self._in_the_only_place(tokens, caller)
         own = self._going_on(tokens, caller, continues)
-        if own is not None and len(own.tokens) > n_document:
-            self._free.remove(own)
+        if own is not None and len(self._kept.tokens(own)) > n_document:
+            self._kept.remove(own)
             self.resumed += 1
             return _Start(own.session)
         if document is not None:
@@ -193,22 +196,23 @@ class PrefixCache:
         session = self._pool.session(tenant=self._tenant(caller))
         return _Start(session, is_new=True, near=near, spared=spared)
 
-    def _in_the_only_place(self, tokens: list[int], caller: Caller) -> _Start:
+    def _in_the_only_place(self, tokens: array[int], caller: Caller) -> _Start:
         """Return the only conversation, which the reader truncates to what the prompt continues.
 
         A text of another tenant is discarded, because the time would reveal how much of it the
         prompt has.
         """
-        kept = self._free.pop() if self._free else None
-        if kept is not None and self._tenant(kept.caller) == self._tenant(caller):
-            self.resumed += common_prefix(kept.tokens, tokens) > 1
-            return _Start(kept.session)
-        if kept is not None:
+        for kept in self._kept:
+            shared = common_prefix(self._kept.tokens(kept), tokens)
+            self._kept.remove(kept)
+            if self._tenant(kept.caller) == self._tenant(caller):
+                self.resumed += shared > 1
+                return _Start(kept.session)
             kept.session.close()
             self.forgotten += 1
         return _Start(self._pool.session(tenant=self._tenant(caller)), is_new=True)
 
-    def _going_on_from_others(self, start: _Start, tokens: list[int], caller: Caller) -> Session:
+    def _going_on_from_others(self, start: _Start, tokens: array[int], caller: Caller) -> Session:
         """Return a new session at the checkpoint, or a copy of the conversation, that saves most
         reading.
 
@@ -219,7 +223,7 @@ class PrefixCache:
             copy = self._copy_of_document(start.document, caller)
             with self._lock:
                 self.forked += 1
-                self._reading[copy] = self._reading.pop(session)
+                self._read_in(copy, session)
             session.close()
             return copy
         if session.return_to_checkpoint(tokens, beyond, repeatable=True):
@@ -233,9 +237,9 @@ class PrefixCache:
 
     def _going_on(
         self,
-        tokens: list[int],
+        tokens: array[int],
         caller: Caller,
-        continues: Callable[[list[int]], bool] | None,
+        continues: Callable[[Sequence[int]], bool] | None,
     ) -> _Conversation | None:
         """Return the caller's conversation that a prompt continues, or None.
 
@@ -246,30 +250,34 @@ class PrefixCache:
         runner = self._pool.runner
         leads_back = runner.checkpoints.limit_bytes > 0 and runner.config.freezing is None
         best, most = None, 0
-        for each in self._of(caller):
+        for each, shared in self._own(tokens, caller):
+            text, kept = self._kept.tokens(each), 0
+            if max(shared, len(text)) <= most:
+                continue
             held = each.session.held()
-            reuse = reuse_of(held, tokens, Demand(is_cut=False, needs_logits=False))
-            shared, kept = reuse.shared, 0
-            if reuse.source is ReuseSource.WHOLE or (
-                shared and continues and continues(each.tokens)
-            ):
-                kept = len(each.tokens)
+            demand = Demand(is_cut=False, needs_logits=False)
+            is_whole = reuse_of(held, tokens, demand, shared).source is ReuseSource.WHOLE
+            if is_whole or (continues and continues(text)):
+                kept = len(text)
             elif leads_back and 0 < each.session.end_of_prompt <= shared:
                 kept = shared if held.can_return_to(shared) else 0
             if kept > most:
                 best, most = each, kept
         return best
 
-    def _nearest(self, tokens: list[int], caller: Caller) -> tuple[_Conversation | None, int]:
-        """Return the tenant's conversation with the most common tokens, and how many a
-        copy saves.
-        """
-        tenant = self._tenant(caller)
-        those = [each for each in self._free if self._tenant(each.caller) == tenant]
-        near = max(those, key=lambda each: common_prefix(each.tokens, tokens), default=None)
-        if near is None:
-            return None, 0
-        spared = _place_in(near.session, tokens)
+    def _own(self, tokens: array[int], caller: Caller) -> Iterator[tuple[_Conversation, int]]:
+        """Yield a caller's conversations that begin as `tokens` do, and how many both share."""
+        for each, shared in self._kept.longest_first(tokens, self._tenant(caller)):
+            if each.caller == caller and each.document is None:
+                yield each, shared
+
+    def _nearest(self, tokens: array[int], caller: Caller) -> tuple[_Conversation | None, int]:
+        """Return the tenant's conversation of which a copy saves most tokens, and how many."""
+
+        def saved(kept: _Conversation, shared: int) -> int:
+            return _place_in(kept.session, tokens, shared)
+
+        near, spared = self._kept.nearest(tokens, self._tenant(caller), saved)
         return (near, spared) if spared >= LEAST_SPARED else (None, 0)
 
     def _copy_of_kept(
@@ -280,19 +288,19 @@ class PrefixCache:
         If there is no room for a copy, it may be the caller's own conversation itself.
         """
         with self._lock:
-            if near is None or near not in self._free:  # Another request has taken it meanwhile.
+            if near is None or near not in self._kept:  # Another request has taken it meanwhile.
                 return None
-            near.last_use = time.monotonic()
+            self._kept.touch(near)
             try:
                 found = near.session.fork()
                 self.forked += 1
             except PoolError:
                 if near.caller != caller or near.document is not None:
                     return None
-                self._free.remove(near)
+                self._kept.remove(near)
                 found = near.session
                 self.resumed += 1
-            self._reading[found] = self._reading.pop(session)
+            self._read_in(found, session)
         session.close()
         return found
 
@@ -303,7 +311,7 @@ class PrefixCache:
 
         Raises SessionFileError, or PoolError if there is no room for it.
         """
-        return self._with_document(path, caller, lambda kept: kept.tokens)
+        return self._with_document(path, caller, lambda kept: kept.session.tokens)
 
     def _copy_of_document(self, path: Path, caller: Caller) -> Session:
         return self._with_document(path, caller, lambda kept: kept.session.fork())
@@ -340,11 +348,11 @@ class PrefixCache:
         A file that is there, but is another version than the one that was loaded, is not kept.
         """
         tenant, version = self._tenant(caller), stamp_of(path)
-        for each in self._free:
+        for each in self._kept:
             if each.document != path or self._tenant(each.caller) != tenant:
                 continue
             if version in (None, each.version):
-                each.last_use = time.monotonic()
+                self._kept.touch(each)
                 return each
         return None
 
@@ -354,11 +362,11 @@ class PrefixCache:
         session = self._loaded(caller, path)
         session.name = path.stem
         session.rest()
-        loaded = _Conversation(session, caller, session.tokens, time.monotonic(), path, version)
+        loaded = _Conversation(session, caller, path, version)
         with self._lock:
             kept = self._document(path, caller)
             if kept is None:
-                self._free.append(loaded)
+                self._add(loaded)
         if kept is not None:  # Another request has loaded it meanwhile.
             session.close()
         self._drop_surplus()
@@ -369,30 +377,29 @@ class PrefixCache:
 
     def _drop_documents(self, is_gone: Callable[[_Conversation], bool]) -> None:
         with self._lock:
-            gone = [each for each in self._free if is_gone(each)]
-            self._free = [each for each in self._free if each not in gone]
+            gone = [each for each in self._kept if is_gone(each)]
+            for each in gone:
+                self._kept.remove(each)
         for each in gone:
             each.session.close()
 
     # --- while another one is read ----------------------------------------------------------------
 
     def _worth_waiting_for(
-        self, tokens: list[int], caller: Caller, asked: set[Session], n_document: int
+        self, tokens: array[int], caller: Caller, asked: set[Session], n_document: int
     ) -> tuple[Session | None, _WaitingPrompt]:
         """Return the session that is reading more of a prompt than any kept one has, and is not in
         `asked`. `n_document`: the tokens of the prompt's document.
         """
         runner = self._pool.runner
         tenant = self._tenant(caller)
-        reader, most = None, 0
-        for session, reading in self._reading.items():
-            if session in asked or session.tenant != tenant:
-                continue
-            shared = common_prefix(reading.tokens, tokens)
+
+        def saved(session: Session, shared: int) -> int:
             # Text after the position where both differ can be cut only if nothing was evicted.
             can_be = shared >= session.position or not (runner.recurrent or session.evicted)
-            if can_be and shared > most:
-                reader, most = session, shared
+            return shared if can_be and session not in asked else 0
+
+        reader, most = self._prompts.nearest(tokens, tenant, saved)
         waiting_prompt = _WaitingPrompt(tokens, most)
         if reader is None or most < _WORTH_WAITING:
             return None, waiting_prompt
@@ -422,6 +429,23 @@ class PrefixCache:
                 waiting_prompt.copy.close()
             raise
 
+    def _begin_reading(self, session: Session, tokens: array[int]) -> None:
+        self._reading[session] = _Reading(tokens)
+        self._prompts.add(session, tokens, session.tenant)
+
+    def _read_in(self, session: Session, former: Session) -> None:
+        """Let another session read the prompt of a former one."""
+        self._reading[session] = reading = self._reading.pop(former)
+        self._prompts.remove(former)
+        self._prompts.add(session, reading.tokens, session.tenant)
+
+    def _end_reading(self, session: Session) -> _Reading | None:
+        """Return a prompt that is read no further; None if none was read. `_lock` is held."""
+        reading = self._reading.pop(session, None)
+        if reading is not None:
+            self._prompts.remove(session)
+        return reading
+
     def reads(self, session: Session, n_tokens: int) -> None:
         """Record, in the thread that reads a prompt, that `n_tokens` more are read next.
 
@@ -435,14 +459,14 @@ class PrefixCache:
     def has_read(self, session: Session) -> None:
         """Record, in the reading thread, that the prompt of a session was read to its end."""
         with self._lock:
-            reading = self._reading.pop(session, None)
+            reading = self._end_reading(session)
         if reading is not None:
             self._hand_over(session, reading, lambda _: True)
 
     def gives_up(self, session: Session) -> None:
         """Record that the prompt of a session is not read any further, if it was being read."""
         with self._changed:
-            reading = self._reading.pop(session, None)
+            reading = self._end_reading(session)
             for waiting_prompt in reading.waiting_prompts if reading else ():
                 waiting_prompt.done = True
             self._changed.notify_all()
@@ -479,8 +503,14 @@ class PrefixCache:
     # --- between two requests ---------------------------------------------------------------------
 
     def _of(self, caller: Caller) -> list[_Conversation]:
-        """Return a caller's kept conversations, without documents; `_lock` is held."""
-        return [each for each in self._free if each.caller == caller and each.document is None]
+        """Return a caller's kept conversations, without documents, the least recently used first;
+        `_lock` is held.
+        """
+        return [each for each in self._kept if each.caller == caller and each.document is None]
+
+    def _add(self, kept: _Conversation) -> None:
+        """Keep a conversation; `_lock` is held."""
+        self._kept.add(kept, kept.session.held().tokens, self._tenant(kept.caller))
 
     def put(self, session: Session, caller: Caller, answer_place: int = 0) -> None:
         """Keep a conversation for its next turn.
@@ -493,25 +523,30 @@ class PrefixCache:
             session.close()
             return
         session.rest()
-        kept = _Conversation(session, caller, session.tokens, time.monotonic())
-        kept.answer_place = answer_place
+        kept = _Conversation(session, caller, answer_place=answer_place)
         with self._lock:
-            earlier = [each for each in self._of(caller) if _is_earlier_turn(each, kept)]
-            self._free = [each for each in self._free if each not in earlier]
-            self._free.append(kept)
+            earlier = [
+                each
+                for each, shared in self._own(session.held().tokens, caller)
+                # It parts from this one within its last thought.
+                if 0 < each.answer_place <= shared < len(self._kept.tokens(each))
+            ]
+            for each in earlier:
+                self._kept.remove(each)
+            self._add(kept)
         for each in earlier:
             each.session.close()
         self._drop_surplus()
 
     def _drop_surplus(self) -> None:
-        while len(self._free) > self._most and self.forget_one():
+        while len(self._kept) > self._most and self.forget_one():
             pass
 
     def length_of(self, caller: Caller) -> int:
         """Return how many tokens a caller's conversation has; 0 if there is none."""
         with self._lock:
             last = self._last(caller)
-            return 0 if last is None else len(last.tokens)
+            return 0 if last is None else len(self._kept.tokens(last))
 
     def save(self, caller: Caller, path: Path) -> None:
         """Save a caller's conversation to a file; no request can use it meanwhile.
@@ -529,7 +564,8 @@ class PrefixCache:
         session = self._loaded(caller, path)
         with self._lock:
             former = self._of(caller)
-            self._free = [each for each in self._free if each not in former]
+            for each in former:
+                self._kept.remove(each)
         for each in former:
             each.session.close()
         self.put(session, caller)
@@ -563,28 +599,30 @@ class PrefixCache:
             return session.save(path)
         finally:
             with self._lock:
-                self._free.append(kept)
+                self._add(kept)
 
     def erase_one(self, session: Session, caller: Caller) -> int:
         """Drop a conversation of the caller's key; returns its tokens, 0 if it does not exist."""
         kept = self._taken(session, caller)
         if kept is None:
             return 0
+        n_tokens = session.position
         session.close()
-        return len(kept.tokens)
+        return n_tokens
 
     def _taken(self, session: Session, caller: Caller) -> _Conversation | None:
         """Take a conversation out of the cache if it exists and belongs to the caller's key."""
         with self._lock:
-            for kept in self._free:
+            for kept in self._kept:
                 if kept.session is session and kept.caller.user == caller.user:
-                    self._free.remove(kept)
+                    self._kept.remove(kept)
                     return kept
         return None
 
     def _last(self, caller: Caller) -> _Conversation | None:
         """Return the caller's latest conversation; after an edit, the former one is kept, too."""
-        return max(self._of(caller), key=lambda each: each.last_use, default=None)
+        own = self._of(caller)
+        return own[-1] if own else None
 
     @contextmanager
     def _of_caller(self, caller: Caller) -> Iterator[Session]:
@@ -594,20 +632,20 @@ class PrefixCache:
                 raise PoolError(
                     f"the conversation {caller.name!r} was forgotten for others; read it again"
                 )
-            self._free.remove(kept)
+            self._kept.remove(kept)
         try:
             yield kept.session
         finally:
             with self._lock:
-                self._free.append(kept)
+                self._add(kept)
 
     def forget_one(self) -> bool:
         """Close the least recently used conversation; returns False if there is none."""
         with self._lock:
-            if not self._free:
+            oldest = next(iter(self._kept), None)
+            if oldest is None:
                 return False
-            oldest = min(self._free, key=lambda each: each.last_use)
-            self._free.remove(oldest)
+            self._kept.remove(oldest)
             self.forgotten += 1
         oldest.session.close()
         return True
@@ -615,7 +653,7 @@ class PrefixCache:
     def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
         """Return all kept conversations: the caller, its figures, and whether it is in the pool."""
         with self._lock:
-            kept = list(self._free)
+            kept = list(self._kept)
         return [(each.caller, each.session.stats(), each.session.is_live) for each in kept]
 
     def close(self) -> None:
@@ -624,23 +662,18 @@ class PrefixCache:
             self.forgotten -= 1
 
 
-def _is_earlier_turn(other: _Conversation, kept: _Conversation) -> bool:
-    """Tell whether a conversation's text parts from a kept one's within its last thought."""
-    if not other.answer_place:
-        return False
-    shared = common_prefix(other.tokens, kept.tokens)
-    return other.answer_place <= shared < len(other.tokens)
-
-
-def _place_in(session: Session, tokens: list[int], *, is_read: bool = False) -> int:
+def _place_in(
+    session: Session, tokens: array[int], shared: int | None = None, *, is_read: bool = False
+) -> int:
     """Return up to which position a copy of a session saves reading tokens; 0: it does not.
 
-    It is all of them only if the copy ends there, because only then it has logits. `is_read`: the
-    session's own prompt is just being read, and was cut as in any reading. With freezing, a text
-    that is truncated equals one that was read from 0 only while nothing of it is frozen.
+    It is all of them only if the copy ends there, because only then it has logits. `shared`: how
+    many tokens both have in common, if that is known. `is_read`: the session's own prompt is just
+    being read, and was cut as in any reading. With freezing, a text that is truncated equals one
+    that was read from 0 only while nothing of it is frozen.
     """
     end = None if is_read and session.freezing is None else len(tokens)
-    return reuse_of(session.held(), tokens, Demand(end=end)).position
+    return reuse_of(session.held(), tokens, Demand(end=end), shared).position
 
 
 def _go_back(copy: Session, position: int) -> None:

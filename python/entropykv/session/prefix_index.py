@@ -1,0 +1,217 @@
+"""Find texts by their common beginning with a prompt, and say which is used least: PrefixIndex.
+
+Everyone who asks what of a prompt was already read asks it: a pool for its checkpoints, the server
+for idle conversations, and for prompts that are just being read. It is a trie over tokens whose
+edges are runs of tokens (a radix tree), one for each owner, so that nobody's lookup takes longer
+because of the texts of others. A lookup compares a prompt along one path, however many texts begin
+with it. Edges hold no tokens of their own: each refers to one of the texts below it.
+
+All texts are also in the order of their last use. That is the one order in which texts leave:
+whoever has to drop, swap out or forget something begins with the first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+_BLOCK = 256
+"""How many tokens of two texts are compared at once."""
+Item = TypeVar("Item", bound=Hashable)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int], begin: int = 0) -> int:
+    """Return the length of the common beginning of two sequences, which are known to be equal up to
+    `begin`.
+    """
+    if type(first) is not type(second):  # Sequences of different types are never equal.
+        first, second = array("i", first), array("i", second)
+    n = min(len(first), len(second))
+    for block in range(begin, n, _BLOCK):
+        one, other = first[block : block + _BLOCK], second[block : block + _BLOCK]
+        if one != other:  # Blocks are compared at once, many tokens in the time of one.
+            for index in range(min(len(one), len(other))):
+                if one[index] != other[index]:
+                    return block + index
+    return n
+
+
+@dataclass(eq=False)
+class _Node(Generic[Item]):
+    """Hold the end of an edge: a beginning that all texts below it share."""
+
+    end: int = 0
+    """How many tokens they share."""
+    parent: _Node[Item] | None = None
+    witness: array[int] = field(default_factory=lambda: array("i"))
+    """The tokens of one of these texts."""
+    children: dict[int, _Node[Item]] = field(default_factory=dict)
+    """The nodes below it, by the first tokens of their edges."""
+    items: dict[Item, None] = field(default_factory=dict)
+    """The texts that end here."""
+
+    def below(self, without: _Node[Item] | None) -> Iterator[Item]:
+        """Yield all texts that begin with the node's tokens, except those below another node."""
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
+            if node is not without:
+                yield from node.items
+                nodes += node.children.values()
+
+
+@dataclass(frozen=True)
+class _Text(Generic[Item]):
+    tokens: array[int]
+    owner: Hashable
+    node: _Node[Item]
+    last_use: int
+
+
+class PrefixIndex(Generic[Item]):
+    """Hold texts by their tokens and owners, in the order of their last use.
+
+    Tokens must not change while they are in the index, because it keeps no copy of them.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._texts: dict[Item, _Text[Item]] = {}
+        """All texts; the least recently used is the first."""
+        self._roots: dict[Hashable, _Node[Item]] = {}
+        self._uses = 0
+
+    def __len__(self) -> int:
+        """Return how many texts there are."""
+        return len(self._texts)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield all texts, the least recently used first."""
+        return iter(list(self._texts))
+
+    def __contains__(self, item: object) -> bool:
+        """Tell whether a text is in the index."""
+        return item in self._texts
+
+    def tokens(self, item: Item) -> array[int]:
+        """Return the tokens of a text."""
+        return self._texts[item].tokens
+
+    def add(self, item: Item, tokens: array[int], owner: Hashable = None) -> None:
+        """Add a text, as the most recently used."""
+        self._roots.setdefault(owner, _Node())
+        node = self._node_at(owner, tokens)
+        node.items[item] = None
+        self._uses += 1
+        self._texts[item] = _Text(tokens, owner, node, self._uses)
+
+    def touch(self, item: Item) -> None:
+        """Note that a text is the most recently used."""
+        text = self._texts.pop(item)
+        self._uses += 1
+        self._texts[item] = _Text(text.tokens, text.owner, text.node, self._uses)
+
+    def remove(self, item: Item) -> None:
+        """Remove a text; raises KeyError if it is not there."""
+        text = self._texts.pop(item)
+        node = text.node
+        del node.items[item]
+        while (above := node.parent) is not None and not node.items and len(node.children) < 2:
+            first = text.tokens[above.end]
+            del above.children[first]
+            for child in node.children.values():  # Its edge goes on with that of the only one.
+                child.parent, above.children[first] = above, child
+            node = above
+        if not node.items and not node.children:
+            del self._roots[text.owner]
+        while node.parent is not None:  # Below it, no edge refers to the text any more.
+            if node.witness is text.tokens:
+                node.witness = self._witness(node)
+            node = node.parent
+
+    def _witness(self, node: _Node[Item]) -> array[int]:
+        for item in node.items:
+            return self._texts[item].tokens
+        return next(iter(node.children.values())).witness
+
+    # --- look up ----------------------------------------------------------------------------------
+
+    def same(self, tokens: array[int], owner: Hashable = None) -> list[Item]:
+        """Return the owner's texts that consist of just these tokens."""
+        node, shared = self._path(owner, tokens)[-1]
+        return list(node.items) if shared == node.end == len(tokens) else []
+
+    def longest_first(
+        self, tokens: array[int], owner: Hashable = None
+    ) -> Iterator[tuple[Item, int]]:
+        """Yield the owner's texts that begin as `tokens` do, and how many tokens both share.
+
+        Those that share most come first; of these, the ones that end there, and then the most
+        recently used.
+        """
+        seen: _Node[Item] | None = None
+        for node, shared in reversed(self._path(owner, tokens)[1:]):
+            group = [(item, self._texts[item]) for item in node.below(seen)]
+            group.sort(key=lambda each: (len(each[1].tokens) > shared, -each[1].last_use))
+            for item, _ in group:
+                yield item, shared
+            seen = node
+
+    def nearest(
+        self, tokens: array[int], owner: Hashable, saved: Callable[[Item, int], int]
+    ) -> tuple[Item | None, int]:
+        """Return the owner's text that saves most reading, and how many tokens; (None, 0) if none
+        does.
+
+        `saved(item, shared)`: how many of the shared tokens a text saves. If several save as many,
+        it is one that ends there, then the one that shares most, then the most recently used.
+        """
+        best, most, ends = None, 0, False
+        for item, shared in self.longest_first(tokens, owner):
+            ends_there = len(self._texts[item].tokens) == shared
+            if shared < most or (shared == most and (ends or not ends_there)):
+                break
+            n = saved(item, shared)
+            if n > most or (n == most > 0 and ends_there and shared == n):
+                best, most, ends = item, n, ends_there and shared == n
+        return best, most
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _node_at(self, owner: Hashable, tokens: array[int]) -> _Node[Item]:
+        """Return the node at which a text ends, after making it if necessary."""
+        node, shared = self._path(owner, tokens)[-1]
+        if shared < node.end:  # The texts part within its edge.
+            node = self._cut(node, shared)
+        if shared == len(tokens):
+            return node
+        leaf: _Node[Item] = _Node(len(tokens), node, tokens)
+        node.children[tokens[shared]] = leaf
+        return leaf
+
+    @staticmethod
+    def _cut(node: _Node[Item], end: int) -> _Node[Item]:
+        """Return a new node in the middle of an edge."""
+        middle = _Node(end, node.parent, node.witness, {node.witness[end]: node})
+        if node.parent is not None:  # Only a root has none, and no text parts before it ends.
+            node.parent.children[node.witness[node.parent.end]] = middle
+        node.parent = middle
+        return middle
+
+    def _path(self, owner: Hashable, tokens: array[int]) -> list[tuple[_Node[Item], int]]:
+        """Return the nodes along a text, each with how many tokens it and the text share.
+
+        That is less than the end of a node only for the last one.
+        """
+        node, shared = self._roots.get(owner) or _Node[Item](), 0
+        path = [(node, 0)]
+        while shared == node.end and shared < len(tokens):
+            child = node.children.get(tokens[shared])
+            if child is None:
+                break
+            node = child
+            shared = min(common_prefix(node.witness, tokens, shared), node.end)
+            path.append((node, shared))
+        return path

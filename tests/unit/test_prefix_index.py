@@ -1,0 +1,124 @@
+"""The index of texts finds what a linear scan over them finds (no model needed)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entropykv.session.prefix_index import PrefixIndex, common_prefix
+
+TEXTS = st.lists(st.integers(0, 2), max_size=9)
+OWNERS = st.sampled_from(["anna", "ben"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), OWNERS, TEXTS),
+        st.tuples(st.just("remove"), st.integers(0, 40)),
+        st.tuples(st.just("touch"), st.integers(0, 40)),
+    ),
+    max_size=40,
+)
+
+
+@dataclass(eq=False)
+class Text:
+    """A text, of which the first so many tokens are worth something."""
+
+    owner: str
+    tokens: array[int]
+    worth: int
+
+    def saves(self, shared: int) -> int:
+        return min(shared, self.worth)
+
+
+class Scan:
+    """Do by a scan over all texts what the index does."""
+
+    def __init__(self) -> None:
+        self.texts: list[Text] = []
+
+    def longest_first(self, tokens: array[int], owner: str) -> list[tuple[Text, int]]:
+        found = [
+            (each, common_prefix(each.tokens, tokens))
+            for each in reversed(self.texts)
+            if each.owner == owner
+        ]
+        found.sort(key=lambda each: (-each[1], len(each[0].tokens) > each[1]))
+        return [each for each in found if each[1] > 0]
+
+    def nearest(self, tokens: array[int], owner: str) -> tuple[Text | None, int]:
+        def rank(found: tuple[Text, int]) -> tuple[int, bool]:
+            text, shared = found
+            saved = text.saves(shared)
+            return saved, len(text.tokens) == saved
+
+        best = max(self.longest_first(tokens, owner), key=rank, default=None)
+        if best is None or best[0].saves(best[1]) == 0:
+            return None, 0
+        return best[0], best[0].saves(best[1])
+
+    def same(self, tokens: array[int], owner: str) -> list[Text]:
+        return [each for each in self.texts if (each.owner, each.tokens) == (owner, tokens)]
+
+
+def edges(index: PrefixIndex[Text]) -> Iterator[Any]:
+    nodes = [child for root in index._roots.values() for child in root.children.values()]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        nodes += node.children.values()
+
+
+@given(STEPS, TEXTS, OWNERS, st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_index_finds_what_a_scan_finds(
+    steps: list[tuple[Any, ...]], prompt: list[int], owner: str, data: st.DataObject
+) -> None:
+    index: PrefixIndex[Text] = PrefixIndex()
+    scan = Scan()
+    for what, *arguments in steps:
+        if what == "add":
+            text = Text(arguments[0], array("i", arguments[1]), data.draw(st.integers(0, 9)))
+            index.add(text, text.tokens, text.owner)
+            scan.texts.append(text)
+        elif scan.texts:
+            text = scan.texts.pop(arguments[0] % len(scan.texts))
+            if what == "remove":
+                index.remove(text)
+            else:
+                index.touch(text)
+                scan.texts.append(text)
+    asked = array("i", prompt)
+    assert list(index) == scan.texts
+    assert list(index.longest_first(asked, owner)) == scan.longest_first(asked, owner)
+    assert index.nearest(asked, owner, Text.saves) == scan.nearest(asked, owner)
+    assert set(index.same(asked, owner)) == set(scan.same(asked, owner))
+    held = [each.tokens for each in scan.texts]
+    for node in edges(index):
+        assert any(node.witness is tokens for tokens in held), "the tokens of a removed text"
+        assert node.items or len(node.children) > 1
+
+
+def test_long_texts_part_within_and_between_blocks() -> None:
+    long = array("i", range(1000))
+    index: PrefixIndex[int] = PrefixIndex()
+    for n in (1, 255, 256, 257, 999):
+        index.add(n, array("i", [*long[:n], -1]))
+    found = list(index.longest_first(long))
+    assert found == [(n, n) for n in (999, 257, 256, 255, 1)]
+    index.add(1000, long)
+    assert index.nearest(long, None, lambda _, shared: shared) == (1000, 1000)
+
+
+def test_a_lookup_does_not_touch_the_texts_of_others() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add("hers", array("i", [1, 2, 3]), "anna")
+    assert list(index.longest_first(array("i", [1, 2, 3]), "ben")) == []
+    assert index.same(array("i", [1, 2, 3]), "ben") == []
+    index.remove("hers")
+    assert not index._roots
