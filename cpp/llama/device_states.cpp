@@ -1,10 +1,10 @@
 // Saves and loads what a device store holds, in the format of the headwise store's states.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "decide/budget.hpp"
 #include "llama/device_store.hpp"
-#include "llama/ledger_rows.hpp"
 #include "store/head_states.hpp"
 
 namespace entropykv {
@@ -63,23 +63,19 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
     std::vector<std::vector<std::byte>> of_ledger;
     std::vector<const std::byte*> addresses;
     std::vector<int> budgets;
-    const KernelTable& kernels = *ledger_.components().common.kernels;
     std::size_t next = 0;
     for_each_head([&](int layer, int h) {
         const PageLayout& saved = layers_[index(layer)].layout;
         const PageLayout& own = ledger_.layout(layer);
         const int n = counts.at(next);
         std::vector<std::byte> state(index(pages_for(n, own.entries)) * own.bytes);
-        std::vector<float> row(index(saved.v_dim));
-        float values[kLedgerDim];
+        std::vector<float> value(index(saved.v_dim));
         for (int i = 0; i < n; ++i) {
             const std::byte* from = states.at(next) + index(saved.page_of(i)) * saved.bytes;
             std::byte* to = state.data() + index(own.page_of(i)) * own.bytes;
-            load_v(saved, from, saved.slot_of(i), row.data());
-            write_row_number(values, i);
-            kernels.store_k(own, to, own.slot_of(i), values);
-            write_norm(values, squared_norm(row.data(), saved.v_dim));
-            kernels.store_v(own, to, own.slot_of(i), values);
+            load_v(saved, from, saved.slot_of(i), value.data());
+            own.row(to, own.slot_of(i)) = i;
+            own.value_square(to, own.slot_of(i)) = squared_norm(value.data(), saved.v_dim);
             own.positions(to)[own.slot_of(i)] = saved.positions(from)[saved.slot_of(i)];
             own.importance(to)[own.slot_of(i)] = saved.importance(from)[saved.slot_of(i)];
         }
@@ -107,19 +103,14 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
 // numbers in a state.
 void DeviceStore::load_rows(int layer, int h, const std::byte* state) {
     const PageLayout& saved = layers_[index(layer)].layout;
-    const KernelTable& kernels = *ledger_.components().common.kernels;
     Head& entries = ledger_.components().head(layer, h);
     const int n = entries.count();
     std::vector<float> keys(index(n * saved.k_dim));
     std::vector<float> values(index(n * saved.v_dim));
     std::vector<std::int32_t> positions(index(n));
-    float key[kLedgerDim];
     for (int i = 0; i < n; ++i) {
         const Slot slot = entries.place(i);
-        load_k(entries.layout(), slot.page, slot.index, key);
-        const int number = row_number(key);
-        write_row_number(key, i);
-        kernels.store_k(entries.layout(), slot.page, slot.index, key);
+        const int number = std::exchange(entries.layout().row(slot.page, slot.index), i);
         positions[index(i)] = entries.position(i);
         const std::byte* from = state + index(saved.page_of(number)) * saved.bytes;
         load_k(saved, from, saved.slot_of(number), keys.data() + index(i * saved.k_dim));

@@ -7,7 +7,6 @@
 
 #include "decide/budget.hpp"
 #include "decide/eviction.hpp"
-#include "llama/ledger_rows.hpp"
 
 namespace entropykv {
 namespace {
@@ -19,9 +18,13 @@ constexpr std::size_t kMuch = 1 << 15;
 
 std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& layers) {
     std::vector<LayerShape> shapes;
-    for (const DeviceLayerSource& layer : layers)
-        shapes.push_back({layer.shape.n_head_kv, layer.shape.n_head_kv, kLedgerDim, kLedgerDim,
-                          layer.shape.window, layer.shape.chunked});
+    for (const DeviceLayerSource& layer : layers) {
+        LayerShape shape{layer.shape.n_head_kv, layer.shape.n_head_kv, 1, 1};
+        shape.window = layer.shape.window;
+        shape.chunked = layer.shape.chunked;
+        shape.elsewhere = true;
+        shapes.push_back(shape);
+    }
     return shapes;
 }
 
@@ -32,7 +35,6 @@ StoreSettings ledger_settings(StoreSettings settings) {
                            importance.measure().statistic == Statistic::squared_probability;
     if (importance.distinct || !of_shares || evidence == Evidence::expectation)
         throw std::invalid_argument("a measure that needs keys on the host");
-    settings.type = KvType::f16;
     settings.stages_all_layers = true;  // threads commit heads of several layers at a time
     settings.ropes.clear();
     return settings;
@@ -315,18 +317,14 @@ void DeviceStore::complete_entries(int layer, int h, int n, int n_later) {
     const Layer& of = layers_[index(layer)];
     const float* value_squares = of.device->value_squares(of.number, h);
     const bool predicts = ledger_.settings().importance.predicts();
-    const KernelTable& kernels = *ledger_.components().common.kernels;
     Head& entries = ledger_.components().head(layer, h);
     const PageLayout& layout = entries.layout();
     const int first = of.device->n_found() - n_later - n;
-    float values[kLedgerDim];
     for (int i = 0; i < n; ++i) {
         const int entry = entries.count() - n + i;
         const Slot slot = entries.place(entry);
-        if (value_squares != nullptr) {
-            write_norm(values, value_squares[first + i]);
-            kernels.store_v(layout, slot.page, slot.index, values);
-        }
+        if (value_squares != nullptr)
+            layout.value_square(slot.page, slot.index) = value_squares[first + i];
         if (predicts) {
             const float given = PackedImportance(entries.importance(entry)).given();
             entries.pages.importance(layout.page_of(entry))[slot.index] =
@@ -394,17 +392,14 @@ void DeviceStore::stage(int layer, int h, bool found) {
     // Findings about earlier tokens come before theirs.
     const int first = std::max(0, of.device->n_found() - step_.n_tokens);
     const PageLayout& layout = ledger_.layout(layer);
-    const KernelTable& kernels = *ledger_.components().common.kernels;
-    float values[kLedgerDim];
     for (int token = 0; token < step_.n_tokens; ++token) {
         // Every token of a run with drafts is staged in a page of its own.
         const bool alone = step_.n_drafts > 0;
         std::byte* page = ledger_.staging(layer, h)[alone ? token : layout.page_of(token)];
         const int slot = alone ? 0 : layout.slot_of(token);
-        write_row_number(values, head(layer, h).count + token);
-        kernels.store_k(layout, page, slot, values);
-        write_norm(values, value_squares == nullptr ? 0.0f : value_squares[first + token]);
-        kernels.store_v(layout, page, slot, values);
+        layout.row(page, slot) = head(layer, h).count + token;
+        layout.value_square(page, slot) =
+            value_squares == nullptr ? 0.0f : value_squares[first + token];
         layout.positions(page)[slot] = step_.position + token;
         layout.importance(page)[slot] =
             predicts
@@ -425,20 +420,17 @@ void DeviceStore::follow_ledger(int layer, int h) {
 void DeviceStore::take_order_of_ledger(int layer, int h) {
     DeviceHead& of = head(layer, h);
     Head& entries = ledger_.components().head(layer, h);
-    const KernelTable& kernels = *ledger_.components().common.kernels;
+    const PageLayout& layout = entries.layout();
     std::vector<std::int32_t> positions(index(entries.count()));
-    float key[kLedgerDim];
     for (int i = 0; i < entries.count(); ++i) {
         const Slot slot = entries.place(i);
-        positions[index(i)] = entries.layout().positions(slot.page)[slot.index];
+        positions[index(i)] = layout.positions(slot.page)[slot.index];
         // No two entries of a head have one position.
         if (of.positions[index(i)] == static_cast<float>(positions[index(i)])) continue;
-        load_k(entries.layout(), slot.page, slot.index, key);
-        const int row = row_number(key);
+        std::int32_t& row = layout.row(slot.page, slot.index);
         if (row == i) continue;
         of.moves.push_back({row, i});
-        write_row_number(key, i);
-        kernels.store_k(entries.layout(), slot.page, slot.index, key);
+        row = i;
     }
     of.hold(positions);
 }

@@ -23,7 +23,7 @@ struct DeviceLayerSource {
     bool is_apart;        // whether llama.cpp computes its attention on another device than that
     DeviceParams params;  // of its attention node
     bool has_sinks;
-    int slots;        // of the nodes that can become others before an attention node: see GraphHook
+    int slots;        // of the nodes that can become others before an attention node: see NodeOrder
     RopeParams rope;  // rotates its keys
     std::vector<float> predictor;  // [KV head][feature], see features.hpp; empty: none
 };

@@ -53,6 +53,26 @@ void copy_values(const PageLayout& layout, const std::byte* from, int from_slot,
                layout.v_units, layout.v_together);
 }
 
+// Gives every array of a page its place.
+void place_arrays(PageLayout& layout) {
+    const std::size_t n_groups =
+        static_cast<std::size_t>(whole_groups(layout.entries) / kGroupEntries);
+    const std::size_t n = n_groups * kGroupEntries;
+    std::size_t end = 0;
+    const auto place = [&](std::size_t bytes) {
+        const std::size_t start = end;
+        end = aligned(end + bytes);
+        return start;
+    };
+    layout.k_offset = place(n_groups * layout.k_group_bytes());
+    layout.k_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.k_blocks));
+    layout.v_offset = place(n_groups * layout.v_group_bytes());
+    layout.v_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.v_blocks));
+    layout.position_offset = place(n * sizeof(std::int32_t));
+    layout.importance_offset = place(n * sizeof(float));
+    layout.bytes = end;
+}
+
 }  // namespace
 
 PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool latent) {
@@ -75,21 +95,21 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
     layout.k_unit_bytes = codec.k_unit_bytes;
     layout.v_unit_bytes = codec.v_unit_bytes;
     layout.v_together = codec.v_together;
-    const std::size_t n_groups = static_cast<std::size_t>(whole_groups(entries) / kGroupEntries);
-    const std::size_t n = n_groups * kGroupEntries;
-    std::size_t end = 0;
-    const auto place = [&](std::size_t bytes) {
-        const std::size_t start = end;
-        end = aligned(end + bytes);
-        return start;
-    };
-    layout.k_offset = place(n_groups * layout.k_group_bytes());
-    layout.k_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.k_blocks));
-    layout.v_offset = place(n_groups * layout.v_group_bytes());
-    layout.v_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.v_blocks));
-    layout.position_offset = place(n * sizeof(std::int32_t));
-    layout.importance_offset = place(n * sizeof(float));
-    layout.bytes = end;
+    place_arrays(layout);
+    return layout;
+}
+
+PageLayout make_reference_layout(int entries) {
+    PageLayout layout{};
+    layout.elsewhere = true;
+    layout.entries = entries;
+    layout.k_dim = layout.v_dim = 1;
+    layout.k_stride = layout.v_stride = 1;
+    layout.k_units = layout.v_units = 1;
+    layout.k_unit_bytes = sizeof(std::int32_t);
+    layout.v_unit_bytes = sizeof(float);
+    layout.v_together = 1;
+    place_arrays(layout);
     return layout;
 }
 

@@ -32,6 +32,10 @@ constexpr int quad_place(int i) { return i % 2 * 2 + i % 4 / 2; }
 //
 // If V is the first values of K (multi-head latent attention), V is not stored: it is read from K.
 //
+// If K and V lie elsewhere, such as in rows on a device, an entry has the number of its row there
+// in the place of K, and the squared norm of its value in the place of V. That is enough to decide
+// which entries stay.
+//
 // The K of a group of entries is interleaved, so that q.k of 16 entries is one vector and needs no
 // sum over lanes. V is stored entry by entry, since p.v sums over entries. In q8_0 both are
 // interleaved by 4 for products of pairs of integers; bytes of K have their sign bit flipped
@@ -49,7 +53,8 @@ struct PageLayout {
     std::size_t k_offset, k_scale_offset, v_offset, v_scale_offset;
     std::size_t position_offset, importance_offset;
     std::size_t bytes;
-    bool latent;  // V is the first v_dim values of K
+    bool latent;     // V is the first v_dim values of K
+    bool elsewhere;  // K and V are not in the page; no kernel may read them
     // How the keys of a KV head are stored; null: as they are. Only store_k() and load_k() know it,
     // all other functions and kernels work on what is stored.
     const KeyCentre* key_centre;
@@ -79,6 +84,14 @@ struct PageLayout {
         const int place = v_together == 4 ? quad_place(slot) : 0;
         return v_offset + index((first * v_units + place) * v_unit_bytes);
     }
+    // Return the number of an entry's row, and the squared norm of its value, of a layout whose K
+    // and V lie elsewhere.
+    std::int32_t& row(std::byte* page, int slot) const {
+        return *reinterpret_cast<std::int32_t*>(page + k_at(slot));
+    }
+    float& value_square(std::byte* page, int slot) const {
+        return *reinterpret_cast<float*>(page + v_at(slot));
+    }
     static std::size_t scale_index(int blocks, int slot, int block) {
         return index((slot / kGroupEntries * blocks + block) * kGroupEntries +
                      slot % kGroupEntries);
@@ -100,6 +113,8 @@ struct PageLayout {
 
 // Returns the layout of a page of `entries` entries with rows of k_dim and v_dim values.
 PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool latent = false);
+// Returns the layout of a page of entries whose K and V lie elsewhere.
+PageLayout make_reference_layout(int entries);
 
 // Copies one entry with everything that belongs to it; both pages have the same layout.
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,

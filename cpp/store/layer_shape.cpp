@@ -25,6 +25,7 @@ void check_shapes(const std::vector<LayerShape>& shapes) {
 }
 
 PageLayout layout_of(const LayerShape& shape, KvType type, int entries) {
+    if (shape.elsewhere) return make_reference_layout(entries);
     return make_page_layout(type, shape.k_dim, shape.v_dim, entries, shape.latent);
 }
 

@@ -14,10 +14,11 @@ struct LayerShape {
     int n_head_kv;  // KV heads
     int k_dim;
     int v_dim;
-    int window = 0;        // sliding window in tokens; 0: none
-    bool chunked = false;  // windows begin at multiples of their size, and do not slide
-    bool latent = false;   // V is the first v_dim values of K (multi-head latent attention)
-    int readers = 1;       // layers of the model that attend to its entries, one after another
+    int window = 0;          // sliding window in tokens; 0: none
+    bool chunked = false;    // windows begin at multiples of their size, and do not slide
+    bool latent = false;     // V is the first v_dim values of K (multi-head latent attention)
+    int readers = 1;         // layers of the model that attend to its entries, one after another
+    bool elsewhere = false;  // K and V are not in pages: see PageLayout
 
     // Returns how many values an entry of a KV head has.
     int entry_values() const { return k_dim + (latent ? 0 : v_dim); }

@@ -119,8 +119,13 @@ void Scorer::score_separately(int n) noexcept {
 void Scorer::weigh_by_values(const Head& head, const StagedEntries& staged) noexcept {
     const bool squared = common_.measure().squared;
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
+        const PageLayout& layout = head.layout();
         float* norms = of_page_.data();
-        common_.kernels->value_norms(head.layout(), page, norms);
+        if (layout.elsewhere) {
+            for (int i = 0; i < n; ++i) norms[i] = layout.value_square(page, i);
+        } else {
+            common_.kernels->value_norms(layout, page, norms);
+        }
         for (int i = 0; i < n; ++i)
             scores_[index(first + i)] *= squared ? norms[i] : std::sqrt(norms[i]);
     });

@@ -264,6 +264,74 @@ void test_threads() {
     }
 }
 
+// A store whose K and V lie elsewhere decides as one that holds them: here, in rows of floats that
+// follow what the entries say about their rows.
+void test_keys_and_values_may_lie_elsewhere(const KernelTable& kernels) {
+    constexpr int kHeads = 2, kBudget = 90;
+    const LayerShape here{4, kHeads, 32, 32};
+    LayerShape there{kHeads, kHeads, 1, 1};
+    there.elsewhere = true;
+    StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
+    settings.importance.distinct = false;
+    HeadStore whole({here}, settings);
+    settings.ropes.clear();
+    HeadStore ledger({there}, settings);
+    for (HeadStore* store : {&whole, &ledger}) {
+        const int pages = pages_for(kBudget, store->layout(0).entries) * kHeads;
+        store->set_workers(1, kernels);
+        store->set_budgets({kBudget, kBudget}, index(pages), kProtection);
+    }
+    const PageLayout& layout = whole.layout(0);
+    const PageLayout& reference = ledger.layout(0);
+    std::mt19937 random(21);
+    std::uniform_real_distribution<float> given(0.0f, 1.0f);
+    std::vector<float> norms(index(layout.entries));
+    // [KV head][row][value]
+    std::vector<std::vector<std::vector<float>>> elsewhere(kHeads);
+    bool equal = true, follows = true;
+    std::int32_t position = 0;
+    for (const int n : {64, 1, 1, 300, 7, 1, 40, 1}) {
+        for (HeadStore* store : {&whole, &ledger}) store->reserve(n, position + n - 1, false);
+        for (int h = 0; h < kHeads; ++h) {
+            for (int token = 0; token < n; ++token) {
+                const std::vector<float> row = random_rows(random, layout.v_dim);
+                std::byte* page = whole.staging(0, h)[layout.page_of(token)];
+                const int slot = layout.slot_of(token);
+                kernels.store_k(layout, page, slot, row.data());
+                kernels.store_v(layout, page, slot, row.data());
+                kernels.value_norms(layout, page, norms.data());
+                std::byte* other = ledger.staging(0, h)[reference.page_of(token)];
+                const int place = reference.slot_of(token);
+                reference.row(other, place) = static_cast<int>(elsewhere[index(h)].size());
+                reference.value_square(other, place) = norms[index(slot)];
+                elsewhere[index(h)].push_back(row);
+                layout.positions(page)[slot] = reference.positions(other)[place] = position + token;
+                layout.importance(page)[slot] = reference.importance(other)[place] = 0.0f;
+            }
+            std::vector<float> observed(index(whole.head(0, h).count() + n));
+            for (float& share : observed) share = given(random);
+            for (HeadStore* store : {&whole, &ledger})
+                store->commit(0, h, n, observed.data(), nullptr, 0.0f, 0);
+            equal = equal && positions_of(whole.head(0, h)) == positions_of(ledger.head(0, h)) &&
+                    importance_of(whole.head(0, h)) == importance_of(ledger.head(0, h));
+            std::vector<float> value(index(layout.v_dim));
+            for (int i = 0; i < ledger.head(0, h).count(); ++i) {
+                const Slot slot = whole.head(0, h).place(i);
+                load_v(layout, slot.page, slot.index, value.data());
+                const Slot other = ledger.head(0, h).place(i);
+                const int row = reference.row(other.page, other.index);
+                const std::vector<float>& of_row = elsewhere[index(h)][index(row)];
+                for (std::size_t d = 0; d < value.size(); ++d)
+                    follows = follows && std::fabs(value[d] - of_row[d]) < 0.01f;
+            }
+        }
+        position += n;
+    }
+    CHECK(equal);
+    CHECK(follows);
+    CHECK(whole.evicted() > 0 && whole.evicted() == ledger.evicted());
+}
+
 // Neighbouring shares that can be stored differ by at most this part.
 constexpr float kShareStep = 1.0f / 128;
 
@@ -459,6 +527,8 @@ int main() {
                 test_layout_round_trip(type, *kernels, dim, 144 - dim);
                 test_layout_round_trip(type, *kernels, dim, dim - 7, true);
             }
+    for (const KernelTable* kernels : available_kernels())
+        test_keys_and_values_may_lie_elsewhere(*kernels);
     test_packed_importance();
     test_scores_of_both_parts();
     test_threads();

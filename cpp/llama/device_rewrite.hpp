@@ -1,0 +1,48 @@
+// Lets the device store compute attention. The nodes that write K and V stay, and the attention
+// nodes are left out: their attention is computed on the layer's device, between the nodes before
+// and after. Where llama.cpp's own graph can compute a step as a whole (see DeviceStore::begin()),
+// its nodes are changed for that step instead.
+#pragma once
+
+#include <vector>
+
+#include "llama/attention_probe.hpp"
+#include "llama/graph_rewrite.hpp"
+#include "llama/node_changes.hpp"
+#include "llama/node_order.hpp"
+#include "llama/node_times.hpp"
+
+namespace entropykv {
+
+class DeviceBatch;
+
+class DeviceRewrite : public GraphRewrite {
+public:
+    // `batch`, `nodes` and `times` must outlive the last decode of the context. While nodes are
+    // timed, no graph computes a step as a whole.
+    DeviceRewrite(DeviceBatch& batch, const std::vector<AttentionNode>& nodes,
+                  const NodeTimes& times, std::atomic<const char*>& fault)
+        : GraphRewrite(fault), batch_(batch), nodes_(nodes), times_(times) {}
+
+    void begin_step() override;
+    bool change(ggml_tensor* node) override;
+    bool attend_instead(ggml_tensor* node) override;
+    void end_step() override { changes_.undo(); }
+    void check_step() override;
+    int n_expected() const override;
+
+private:
+    int layer_of(int cache_layer) const;
+    bool is_served(int layer);
+    bool leave_out(ggml_tensor* node);
+
+    DeviceBatch& batch_;
+    const std::vector<AttentionNode>& nodes_;
+    const NodeTimes& times_;
+    const ggml_tensor* left_out_ = nullptr;  // the attention node that the device store computes
+    bool begun_ = false;                     // whether the batch has begun this step
+    NodeOrder order_;
+    NodeChanges changes_;  // of the graph of this step
+};
+
+}  // namespace entropykv
