@@ -14,6 +14,7 @@ import pytest
 
 from entropykv.model import shipped
 from tests.support.browser import Watched, chromium
+from tests.support.kv_events import events
 from tests.support.running_server import KEY, Server
 from tests.support.served import served
 from tests.support.several_models import write_models
@@ -78,6 +79,9 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         page.finished()
         assert page.answers()[0]
         page.page.get_by_text("Passages that this answer looked at").click()
+        assert "% of what this answer looked at" in page.page.locator(".passages").inner_text()
+        assert page.page.locator(".holders").count() == 0, "a document and its chat are one"
+        assert names_of_figures(page)[:2] == ["Tokens", "Entries held"]
         marks = page.page.locator(".passages mark").all_inner_texts()
         assert len(marks) == 4
         assert all(squeezed(mark) in squeezed(text * 7) for mark in marks)
@@ -97,20 +101,23 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         running.end()
 
 
-def test_an_answer_whose_attention_was_not_measured_shows_no_passages(
-    browser: Any, tmp_path: Path
+@pytest.mark.parametrize("policy", ["auto", "streaming"])
+def test_an_answer_whose_attention_was_not_measured_says_why_it_has_no_passages(
+    browser: Any, tmp_path: Path, policy: str
 ) -> None:
-    usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", "streaming")
+    """The profile of the shipped model predicts what is looked up, and measures nothing."""
+    usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", policy)
     running = Server("--documents", tmp_path, usual=usual)
     page = Watched(browser, running.url, **CONTEXT)
     try:
         page.settings(Temperature=0, Longest_answer=4)
-        drop(page, "book.txt", DEMO.document.read_text(encoding="utf-8"))
+        drop(page, "book.txt", DEMO.document.read_text(encoding="utf-8"), on="main.chat")
         page.page.get_by_role("group", name="Document book").wait_for()
         page.ask(DEMO.question)
         page.finished()
         assert page.answers()[0]
-        assert page.page.locator(".passages").count() == 0
+        said = page.page.locator(".passages").inner_text()
+        assert "does not measure what an answer looks at" in said
         page.check(ENDED)
     finally:
         running.end()
@@ -121,8 +128,8 @@ def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-def drop(page: Watched, name: str, text: str) -> None:
-    """Drop a text file on the field for messages."""
+def drop(page: Watched, name: str, text: str, on: str = "form.composer") -> None:
+    """Drop a text file on the field for messages, or somewhere else."""
     transfer = page.page.evaluate_handle(
         """([name, text]) => {
             const data = new DataTransfer();
@@ -131,7 +138,12 @@ def drop(page: Watched, name: str, text: str) -> None:
         }""",
         [name, text],
     )
-    page.page.dispatch_event("form.composer", "drop", {"dataTransfer": transfer})
+    page.page.dispatch_event(on, "drop", {"dataTransfer": transfer})
+
+
+def names_of_figures(page: Watched) -> list[str]:
+    page.page.locator(".budget dd").nth(3).wait_for()
+    return [str(name) for name in page.page.locator(".budget dt").all_inner_texts()]
 
 
 def figures(server: Server) -> Any:
@@ -276,6 +288,101 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
     shaded.nth(100).wait_for(state="attached")  # The text is shown after the map.
     shaded.nth(3).click()
     page.page.locator(".t.pointed").wait_for()
+
+
+def test_the_map_keeps_its_place_where_the_page_changes(page: Watched) -> None:
+    """Pointing must not move what is pointed at, and the mark must follow another size."""
+    page.settings(Longest_answer=4)
+    page.page.set_input_files("input[type=file]", str(DEMO.document))
+    page.ask(DEMO.question)
+    page.finished()
+    surface = page.page.get_by_role("slider", name="Position in the text")
+    for width in (1440, 1100, 390):
+        page.page.set_viewport_size({"width": width, "height": 900})
+        if width == 390:
+            page.page.get_by_role("button", name="Cache", exact=True).click()
+        surface.scroll_into_view_if_needed()
+        before = surface.bounding_box()
+        page.page.mouse.move(before["x"] + 200, before["y"] + 30)
+        page.page.wait_for_function(
+            """x => {
+                const { left } = document.querySelector(".pointer").getBoundingClientRect();
+                return Math.abs(left - x) < 4;
+            }""",
+            arg=before["x"] + 200,
+        )
+        page.page.locator(".readout mark").wait_for()
+        assert surface.bounding_box()["height"] == before["height"]
+    page.page.set_viewport_size({"width": 700, "height": 900})
+    after, mark = surface.bounding_box(), page.page.locator(".pointer").bounding_box()
+    labels = 44
+    shares = (
+        (200 - labels) / (before["width"] - labels),
+        (mark["x"] - after["x"] - labels) / (after["width"] - labels),
+    )
+    assert abs(shares[0] - shares[1]) < 0.02
+
+
+def test_what_is_not_read_yet_has_no_map_and_can_be_dropped_on_the_page(browser: Any) -> None:
+    server = Server()
+    try:
+        page = Watched(browser, server.url, **CONTEXT)
+        page.page.get_by_text("Nothing has been read yet.").wait_for()
+        assert page.page.get_by_role("slider").count() == 0
+        page.page.get_by_text("Drop a text file here").wait_for()
+        page.check(LOADING)
+    finally:
+        server.end()
+
+
+def test_names_of_policies_are_shown_to_their_end(browser: Any) -> None:
+    server = Server("--policy", "adaptive:mass+values+distinct")
+    try:
+        page = Watched(browser, server.url, **CONTEXT)
+        name = page.page.locator(".budget dd", has_text="adaptive:mass+values+distinct")
+        name.wait_for()
+        assert name.evaluate("e => e.scrollWidth <= e.clientWidth")
+        page.check(LOADING)
+    finally:
+        server.end()
+
+
+def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server: Server) -> None:
+    """The server sends nothing then."""
+    (_, _, model), (_, _, now) = events(server, most=2)
+    (holder,) = now["conversations"]
+    begun = time.time() - 100
+
+    def picture(seconds: float, tokens: int) -> str:
+        each = holder | {"generated_tokens": tokens, "decode_seconds": tokens / 100}
+        data = now | {"time": begun + seconds, "conversations": [each], "map": None}
+        return f"event: kv\ndata: {json.dumps(data)}\n\n"
+
+    wrote = [picture(10 + i / 4, 100 + 25 * i) for i in range(8)]
+    later = [picture(90 + i / 4, 300 + 25 * i) for i in range(8)]
+    body = "".join([f"event: model\ndata: {json.dumps(model)}\n\n", *wrote, *later])
+
+    def send(route: Any) -> None:
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.page.route("**/v1/kv/stream*", send)
+    page.page.reload()
+    chart = page.page.locator("figure.chart", has_text="Tokens per second")
+    chart.get_by_text("written 100").wait_for()
+    painted = chart.locator("canvas").evaluate("""canvas => {
+        const colour = getComputedStyle(document.documentElement)
+            .getPropertyValue("--speed-written").trim();
+        const wanted = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+        const { width, height } = canvas;
+        const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+        const columns = new Set();
+        for (let i = 0; i < data.length; i += 4)
+            if (data[i + 3] > 99 && wanted.every((each, at) => Math.abs(data[i + at] - each) < 40))
+                columns.add(Math.floor(((i / 4) % width) / width * 20));
+        return [...columns].sort((a, b) => a - b);
+    }""")
+    assert painted, "nothing was drawn"
+    assert not set(painted) & set(range(8, 16)), painted
 
 
 def test_a_stream_that_ends_is_followed_by_the_next_without_a_gap(page: Watched) -> None:
@@ -438,11 +545,15 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
         page.route("**/v1/chat/completions", write_on)
         page.set_input_files("input[type=file]", str(DEMO.document))
         watched.ask(DEMO.question)
+        page.locator(".markdown").wait_for()
+        assert names_of_figures(watched)[:2] == ["Tokens", "Entries held"]
         holders = page.locator(".holders tbody tr")
-        holders.filter(has_text="writes").wait_for()
-        assert DEMO.question in holders.first.inner_text()
+        assert holders.count() == 0, "one conversation shares with nobody"
         body = {"prompt": "A quiet market. " * 90, "max_tokens": 4, "user": "ben"}
         server.post("/v1/completions", json.dumps(body))
+        holders.filter(has_text="writes").wait_for()
+        assert DEMO.question in holders.first.inner_text()
+        assert names_of_figures(watched)[0] == "In the pool"
         own = page.locator(".holders tr.chosen")
         given_up = own.locator("td").last
         given_up.filter(has_text=re.compile(r"\d")).wait_for()
@@ -457,6 +568,7 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
         server.post("/v1/completions", json.dumps({**body, "user": "cleo"}))
         page.locator(".holders tr.swapped_out", has_text="ben").wait_for()
         page.get_by_text("Swapped out: others needed the room.").wait_for()
+        page.get_by_text("of swapped out texts lie outside of the budget").wait_for()
         assert watched.findings() == []
         watched.check(LOADING)
     finally:

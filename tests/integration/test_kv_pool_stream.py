@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -90,3 +91,30 @@ def test_several_look_while_several_write(pooled: Server) -> None:
         seen = [threads.submit(events, pooled, most=4) for _ in range(2)]
         for each in (*written, *seen):
             each.result()
+
+
+def test_documents_and_texts_of_other_keys_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{KEY}\nanother-key\n", encoding="utf-8")
+    options = ("--documents", tmp_path / "documents", "--api-key-file", tmp_path / "keys")
+    server = Server(*options, usual=("-c", 16384, "-t", 1, "--kv-budget", 4096))
+    try:
+        body = {"name": "book", "text": "A quiet market. " * 30}
+        assert server.post("/v1/documents", json.dumps(body)).status_code == 202
+        say(server, "anna", "Who is there?", document="book")
+        (_, (_, _, picture)) = events(server, most=2)
+        kinds = {each["name"]: each["document"] for each in picture["conversations"]}
+        assert kinds == {"book": True, "anna": False}
+        assert not picture["pool"]["others"]
+        of_another = {"authorization": "Bearer another-key"}
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            json={"prompt": PROMPT, "max_tokens": 2},
+            headers=of_another,
+            timeout=60,
+        )
+        assert answer.status_code == 200
+        (_, (_, _, picture)) = events(server, most=2)
+        assert len(picture["conversations"]) == 2
+        assert picture["pool"]["others"]
+    finally:
+        server.end()

@@ -120,7 +120,7 @@ async function answer(id: string): Promise<void> {
         showSoon();
       }
       const passages: Passage[] | null | undefined = chunk.choices?.[0]?.passages;
-      if (passages?.length) message.passages = passages;
+      if (passages !== undefined) message.passages = passages;
       if (chunk.choices?.[0]?.finish_reason === "length") figures.ending = "cut off";
       if (chunk.usage) {
         figures.tokens = chunk.usage.completion_tokens;

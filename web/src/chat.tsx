@@ -95,6 +95,11 @@ function Welcome(): JSX.Element {
           {given.question}
         </button>
       )}
+      <p>
+        {given?.documents
+          ? "Drop a text file here: it is read once, and you can ask about it again and again."
+          : "Drop a text file here to ask about it."}
+      </p>
       {given?.documents && <DocumentChoice />}
     </div>
   );
@@ -206,7 +211,7 @@ function Answer({ message, isWritten, canRepeat }: AnswerProps): JSX.Element {
           {message.error}
         </p>
       )}
-      {!isWritten && message.passages && <Passages passages={message.passages} />}
+      {!isWritten && message.passages !== undefined && <Passages passages={message.passages} />}
       {!isWritten && (
         <div class="actions">
           {canRepeat && (

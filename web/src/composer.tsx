@@ -35,6 +35,7 @@ export function Composer({
   const [problem, setProblem] = useState("");
   const field = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
+  const form = useRef<HTMLFormElement>(null);
 
   useLayoutEffect(() => field.current?.focus(), []);
   useLayoutEffect(() => {
@@ -63,17 +64,28 @@ export function Composer({
       else setFiles((others) => [...others, { name: file.name, text: content }]);
     }
   };
+  // Files can be dropped anywhere on the chat.
+  useLayoutEffect(() => {
+    const chat = form.current!.parentElement!;
+    const allow = (event: DragEvent): void => event.preventDefault();
+    const drop = (event: DragEvent): void => {
+      event.preventDefault();
+      void add(event.dataTransfer?.files ?? null);
+    };
+    chat.addEventListener("dragover", allow);
+    chat.addEventListener("drop", drop);
+    return () => {
+      chat.removeEventListener("dragover", allow);
+      chat.removeEventListener("drop", drop);
+    };
+  });
   return (
     <form
+      ref={form}
       class="composer"
       onSubmit={(event) => {
         event.preventDefault();
         send();
-      }}
-      onDragOver={(event) => event.preventDefault()}
-      onDrop={(event) => {
-        event.preventDefault();
-        void add(event.dataTransfer?.files ?? null);
       }}
     >
       {(document || files.length > 0 || problem) && (

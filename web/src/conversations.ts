@@ -33,8 +33,8 @@ export interface Message {
   // What the model thought before this answer; it is not sent again.
   thought?: string;
   attachments?: Attachment[];
-  // The passages of the document that an answer looked at.
-  passages?: Passage[];
+  // The passages of the document that an answer looked at; null: the server did not measure it.
+  passages?: Passage[] | null;
   // What an answer cost, and why it ended.
   note?: string;
   error?: string;

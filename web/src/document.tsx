@@ -8,6 +8,7 @@ import {
   learnDocuments,
   leaveDocument,
   watchDocument,
+  whyNoPassages,
 } from "./documents";
 import { Button, Icon } from "./icons";
 import { useStore } from "./store";
@@ -54,7 +55,9 @@ function progressOf({ status, tokens_read, tokens }: DocumentState): string {
 }
 
 // What an answer looked at, in the order of the document; more attention gives a stronger mark.
-export function Passages({ passages }: { passages: Passage[] }): JSX.Element {
+export function Passages({ passages }: { passages: Passage[] | null }): JSX.Element | null {
+  if (passages === null) return <p class="passages">{whyNoPassages(chosen().document)}</p>;
+  if (passages.length === 0) return null;
   const most = Math.max(...passages.map((each) => each.share));
   const inOrder = [...passages].sort((one, other) => one.start - other.start);
   return (
@@ -65,7 +68,7 @@ export function Passages({ passages }: { passages: Passage[] }): JSX.Element {
           <mark style={{ "--strength": `${Math.round((100 * share) / most)}%` }}>
             {text.trim()}
           </mark>{" "}
-          <small>{Math.round(100 * share)} % of what this answer raised</small>
+          <small>{Math.round(100 * share)} % of what this answer looked at</small>
         </blockquote>
       ))}
     </details>

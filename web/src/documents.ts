@@ -6,6 +6,8 @@ import { Store } from "./store";
 
 // What the server takes.
 export const MOST_DOCUMENT_BYTES = 8 * 2 ** 20;
+// Longer ones are not cut into passages.
+const MOST_PASSAGE_TOKENS = 2 ** 18;
 const WATCH_MS = 400;
 const MOST_NAMES = 20;
 
@@ -90,6 +92,15 @@ export function watchDocument(name: string): () => void {
   };
   void ask();
   return () => controller.abort();
+}
+
+// Why an answer about a document has no passages.
+export function whyNoPassages(name: string | undefined): string {
+  const tokens = (name && documents.value[name]?.tokens) || 0;
+  return tokens > MOST_PASSAGE_TOKENS
+    ? "No passages are shown: the document is longer than 262,144 tokens."
+    : "No passages are shown: the policy of this server does not measure what an answer looks at. " +
+        "With --policy adaptive, it does.";
 }
 
 // Take the document out of the chosen conversation; reading it ends.

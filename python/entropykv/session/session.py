@@ -64,6 +64,10 @@ class Session:
 
     name: str | None = None
     """A name that callers may set, to find it among the sessions of a pool."""
+    is_document: bool = False
+    """Whether it holds a document and nothing else, so that questions get copies of it; callers may
+    set it, to tell viewers of a pool.
+    """
     _closed = True
     """True until it holds something, so that close() works even if __init__ raises."""
 

@@ -1,36 +1,55 @@
 // What the budget holds: of one conversation, or of all that share a pool.
-import type { JSX } from "preact";
+import type { ComponentChildren, JSX } from "preact";
 import { useStore } from "../store";
 import { colourOf } from "./colours";
-import { about, type Holder, picture } from "./stream";
+import { about, hasSeveral, type Holder, picture } from "./stream";
 import { bytes, count, share } from "./units";
 
-export function Budget(): JSX.Element {
+// `shown`: the conversation whose heads are shown.
+export function Budget({ shown }: { shown: Holder | undefined }): JSX.Element {
   const model = useStore(about)!;
-  const { pool, conversations } = useStore(picture)!;
+  const now = useStore(picture)!;
+  const { pool, conversations } = now;
+  const several = hasSeveral(model, now);
+  const bands = several
+    ? conversations.map((each) => ({ name: colourOf(each.id), size: each.bytes }))
+    : [{ name: "map-held", size: pool.used }];
+  const swappedOut = conversations.filter((each) => each.swapped_out).length;
   return (
     <section class="budget" aria-label="Budget">
       <h2>
         {bytes(pool.used)} <span>of {bytes(pool.budget)} for the cache</span>
       </h2>
       <div class="pool" role="img" aria-label={`${share(pool.used, pool.budget)} of the budget`}>
-        {conversations
-          .filter((each) => each.bytes > 0)
-          .map((each) => (
+        {bands
+          .filter(({ size }) => size > 0)
+          .map(({ name, size }) => (
             <i
-              key={each.id}
-              class={model.shared ? colourOf(each.id) : "map-held"}
+              key={name}
+              class={name}
               ref={(element) => {
-                if (element)
-                  element.style.width = `${(100 * each.bytes) / Math.max(pool.budget, 1)}%`;
+                if (element) element.style.width = `${(100 * size) / Math.max(pool.budget, 1)}%`;
               }}
             />
           ))}
       </div>
       <dl>
-        {model.shared ? <OfAll /> : conversations[0] && <OfOne map={conversations[0]} />}
-        <Figure name="Policy" value={model.policy} more={`${model.store}, ${model.kv_type}`} />
+        {several && (
+          <Figure
+            name="In the pool"
+            value={count(conversations.length - swappedOut)}
+            more={`of ${count(conversations.length)}`}
+          />
+        )}
+        {shown && <OfOne map={shown} />}
+        <Figure
+          name="Policy"
+          value={model.policy.split(/(?<=[:+])/).map((part) => [part, <wbr />])}
+          more={`${model.store}, ${model.kv_type}`}
+          class={model.policy.length > 10 ? "long" : ""}
+        />
       </dl>
+      <Outside />
     </section>
   );
 }
@@ -62,40 +81,35 @@ function OfOne({ map }: { map: Holder }): JSX.Element {
   );
 }
 
-function OfAll(): JSX.Element {
+// The budget is hard, so the page says what lies beside it, and why.
+function Outside(): JSX.Element | null {
   const { pool, conversations } = useStore(picture)!;
-  const total = (of: (each: Holder) => number): number =>
-    conversations.reduce((sum, each) => sum + of(each), 0);
-  const swappedOut = conversations.filter((each) => each.swapped_out).length;
+  const frozen = conversations.reduce((sum, each) => sum + each.frozen_bytes, 0);
+  if (frozen + pool.swapped_bytes === 0) return null;
   return (
-    <>
-      <Figure
-        name="With a share"
-        value={count(conversations.length - swappedOut)}
-        more={`of ${pool.sequences} at a time`}
-      />
-      <Figure
-        name="Swapped out"
-        value={count(swappedOut)}
-        more={`${bytes(pool.swapped_bytes)} outside`}
-      />
-      <Figure name="Tokens" value={count(total((each) => each.position))} more="of all texts" />
-      <Figure
-        name="Full f16 caches"
-        value={bytes(total((each) => each.bytes_full))}
-        more="without a budget"
-      />
-    </>
+    <p class="outside">
+      {frozen > 0 &&
+        `${bytes(frozen)} of frozen entries lie outside of the budget: nothing is computed with them until they come back. `}
+      {pool.swapped_bytes > 0 &&
+        `${bytes(pool.swapped_bytes)} of swapped out texts lie outside of the budget: they come back with their next turn.`}
+    </p>
   );
 }
 
-function Figure(props: { name: string; value: string; more?: string }): JSX.Element {
+interface FigureProps {
+  name: string;
+  value: ComponentChildren;
+  more?: string;
+  class?: string;
+}
+
+function Figure({ name, value, more, class: kind = "" }: FigureProps): JSX.Element {
   return (
-    <div>
-      <dt>{props.name}</dt>
+    <div class={kind}>
+      <dt>{name}</dt>
       <dd>
-        {props.value}
-        {props.more && <small>{props.more}</small>}
+        {value}
+        {more && <small>{more}</small>}
       </dd>
     </div>
   );

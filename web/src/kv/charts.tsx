@@ -5,7 +5,15 @@ import uPlot from "uplot";
 import { useStore } from "../store";
 import { colour, isDark } from "../theme";
 import { colourOf } from "./colours";
-import { type About, type Holder, history, type Picture, type Point, type Share } from "./stream";
+import {
+  type About,
+  hasSeveral,
+  type Holder,
+  history,
+  type Picture,
+  type Point,
+  type Share,
+} from "./stream";
 import { bytes, duration, short } from "./units";
 
 const HEIGHT = 92;
@@ -31,6 +39,15 @@ interface ChartProps {
 const POWERS_OF_TWO = Array.from({ length: 50 }, (_, i) => 2 ** i);
 
 const agoOf = (seconds: number): string => `−${duration(seconds)}`;
+
+// A value between two times in which there is none has no line: it is shown as a point.
+function alone(plot: uPlot, series: number): number[] {
+  const values = plot.data[series]!;
+  const found = [];
+  for (let at = 0; at < values.length; ++at)
+    if (values[at] != null && values[at - 1] == null && values[at + 1] == null) found.push(at);
+  return found;
+}
 
 function options({ lines, stacked, limit = null }: ChartProps, width: number): uPlot.Options {
   const axis = {
@@ -73,7 +90,7 @@ function options({ lines, stacked, limit = null }: ChartProps, width: number): u
         fill: stacked ? colour(line.colour) : undefined,
         width: stacked ? 0 : 1.5,
         spanGaps: false,
-        points: { show: false },
+        points: { show: true, size: 3, width: 0, fill: colour(line.colour), filter: alone },
       })),
     ],
   };
@@ -145,13 +162,13 @@ const ENTRIES: Line[] = [
   { name: "frozen", colour: "map-frozen-line", value: (each) => each.frozen },
 ];
 const MOVES: Line[] = [
-  { name: "frozen", colour: "map-left", value: (each) => each.evicted },
+  { name: "frozen", colour: "map-frozen-line", value: (each) => each.evicted },
   { name: "came back", colour: "map-restored", value: (each) => each.restored },
 ];
 const EVICTED: Line[] = [{ name: "evicted", colour: "map-left", value: (each) => each.evicted }];
 const SPEEDS: Line[] = [
-  { name: "read", colour: "map-left", value: (each) => each.read },
-  { name: "written", colour: "map-held", value: (each) => each.written },
+  { name: "read", colour: "speed-read", value: (each) => each.read },
+  { name: "written", colour: "speed-written", value: (each) => each.written },
 ];
 
 // A line for every conversation.
@@ -202,15 +219,16 @@ function PoolCharts({ conversations, pool }: Picture): JSX.Element {
 
 export function Charts({ model, now }: { model: About; now: Picture }): JSX.Element {
   const { freeze } = model;
+  const several = hasSeveral(model, now);
   return (
-    <div class={`charts ${model.shared ? "of-pool" : ""}`}>
-      {model.shared ? (
+    <div class={`charts ${several ? "of-pool" : ""}`}>
+      {several ? (
         <PoolCharts {...now} />
       ) : (
         <Chart key={`held-${freeze}`} title="Entries" lines={ENTRIES.slice(0, freeze ? 2 : 1)} />
       )}
       <Chart key={`${freeze}`} title="Entries per second" lines={freeze ? MOVES : EVICTED} />
-      {!model.shared && <Chart title="Tokens per second" lines={SPEEDS} />}
+      {!several && <Chart title="Tokens per second" lines={SPEEDS} />}
     </div>
   );
 }

@@ -30,9 +30,11 @@ function doing(holder: Holder, now: Share | undefined, age: number): string {
       ? "swapped out, in the pool"
       : `swapped out: ${bytes(holder.swapped_bytes)}`;
   if (holder.state === "waiting") return "waits for room";
+  if (holder.state === "idle" && holder.document) return "document";
   if (holder.state === "idle") return `idle for ${duration(holder.idle_seconds + age)}`;
-  if (now && now.read > now.written && now.read > 1) return `reads ${short(now.read)}/s`;
-  if (now && now.written > 0) return `writes ${short(now.written)}/s`;
+  const [read, written] = [now?.read ?? 0, now?.written ?? 0];
+  if (read > written && read > 1) return `reads ${short(read)}/s`;
+  if (written > 0) return `writes ${short(written)}/s`;
   return "reads";
 }
 

@@ -43,13 +43,10 @@ export function MapView({ map, range, onRange, at, onPoint }: MapProps): JSX.Ele
   }, [map, model]);
   useEffect(() => {
     const line = overlay.current!;
-    const { width } = layoutOf(canvas.current!.clientWidth, canvas.current!.clientHeight);
     const inside = at !== null && at >= map.first && at < map.first + span;
     line.hidden = !inside;
     if (!inside) return;
-    const column = Math.floor((at - map.first) / map.per_column);
-    line.style.left = `${LEFT + (width * column) / map.columns}px`;
-    line.style.width = `${Math.max(1, width / map.columns)}px`;
+    place(line, Math.floor((at - map.first) / map.per_column), 1, map);
   }, [at, map]);
 
   const pointed = (event: PointerEvent): [number, number] => {
@@ -146,7 +143,7 @@ export function MapView({ map, range, onRange, at, onPoint }: MapProps): JSX.Ele
           const [position, pointedRow] = pointed(event);
           onPoint(position);
           setRow(pointedRow);
-          markSelection(selection.current!, pressed.current, position, map, canvas.current!);
+          markSelection(selection.current!, pressed.current, position, map);
         }}
         onPointerUp={(event) => {
           const [position] = pointed(event);
@@ -167,17 +164,17 @@ export function MapView({ map, range, onRange, at, onPoint }: MapProps): JSX.Ele
   );
 }
 
-function markSelection(
-  element: HTMLElement,
-  from: number | null,
-  to: number,
-  map: HeldMap,
-  canvas: HTMLCanvasElement,
-): void {
+// Put an element over columns of the map; it stays there when the page gets another size.
+function place(element: HTMLElement, column: number, columns: number, map: HeldMap): void {
+  const of = (n: number): string => `(100% - ${LEFT}px) * ${n / map.columns}`;
+  element.style.left = `calc(${LEFT}px + ${of(column)})`;
+  element.style.width = `max(1px, ${of(columns)})`;
+}
+
+function markSelection(element: HTMLElement, from: number | null, to: number, map: HeldMap): void {
   element.hidden = from === null || Math.abs(to - from) < 4 * map.per_column;
   if (element.hidden || from === null) return;
-  const { width } = layoutOf(canvas.clientWidth, canvas.clientHeight);
-  const scale = width / (map.columns * map.per_column);
-  element.style.left = `${LEFT + (Math.min(from, to) - map.first) * scale}px`;
-  element.style.width = `${Math.abs(to - from) * scale}px`;
+  const columnOf = (position: number): number => (position - map.first) / map.per_column;
+  const first = columnOf(Math.min(from, to));
+  place(element, first, columnOf(Math.max(from, to)) - first, map);
 }

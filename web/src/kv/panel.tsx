@@ -9,7 +9,16 @@ import { Charts } from "./charts";
 import { assignColours } from "./colours";
 import { Holders } from "./holders";
 import { MapView, WHOLE } from "./map";
-import { absence, about, type Holder, type Picture, picture, type Range, watch } from "./stream";
+import {
+  absence,
+  about,
+  hasSeveral,
+  type Holder,
+  type Picture,
+  picture,
+  type Range,
+  watch,
+} from "./stream";
 import { ShadedText } from "./text";
 
 // Whether the page can be seen: what nobody sees costs the server nothing.
@@ -76,12 +85,14 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
   const shown = now.conversations.find((each) => each.id === id);
   return (
     <aside class="panel" aria-label="Cache">
-      <Budget />
-      {model.shared && now.conversations.length > 0 && <Holders shown={id} onChoose={choose} />}
-      {now.map && now.map.id === id ? (
+      <Budget shown={shown} />
+      {hasSeveral(model, now) && now.conversations.length > 0 && (
+        <Holders shown={id} onChoose={choose} />
+      )}
+      {now.map && now.map.id === id && now.map.position > 0 ? (
         <MapView map={now.map} range={range} onRange={setRange} at={at} onPoint={setAt} />
       ) : (
-        <p class="unseen">{shown ? whyUnseen(shown) : whyNone(now)}</p>
+        <p class="unseen">{shown && shown.position > 0 ? whyUnseen(shown) : whyNone(now)}</p>
       )}
       <Charts model={model} now={now} />
       {shown &&

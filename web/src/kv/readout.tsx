@@ -52,17 +52,17 @@ export function Readout({ map, at, row }: Props): JSX.Element {
     <p class="readout" aria-live="polite">
       <b>Position {at.toLocaleString("en")}</b>
       {known && (
-        <>
-          <code>
-            <mark>{known.texts[0] || "␣"}</mark>
-            {known.texts.slice(1).join("")}
-          </code>
-          <span>
-            held by {held} of {known.heads} heads{frozen > 0 && `, frozen in ${frozen}`}
-          </span>
-        </>
+        <span>
+          held by {held} of {known.heads} heads{frozen > 0 && `, frozen in ${frozen}`}
+        </span>
       )}
       {row !== null && map.rows > 1 && <span>{rowName(row, model.layers, map, at)}</span>}
+      {known && (
+        <code>
+          <mark>{known.texts[0] || "␣"}</mark>
+          {known.texts.slice(1).join("").replace(/\s+/g, " ")}
+        </code>
+      )}
     </p>
   );
 }

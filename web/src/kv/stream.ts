@@ -11,6 +11,12 @@ const MOST_POINTS = 1200;
 const LEAST_SECONDS = 0.02;
 // Speeds of conversations are those over so long: there are few tokens between two pictures.
 const SPEED_SECONDS = 1.5;
+// Pictures come only while something changes: without one for so long, and for several times as long
+// as from one to the next before, nothing happened. (Large pictures are rare.)
+const REST_SECONDS = 3;
+const REST_TIMES = 4;
+// The server looks so often.
+const LOOK_SECONDS = 0.25;
 
 export interface About {
   model: string;
@@ -31,8 +37,10 @@ export interface About {
 // A conversation, and what it has of the pool.
 export interface Holder {
   id: string;
-  // What its client calls it: of conversations of this page, their own id.
+  // What its client calls it: of conversations of this page, their own id; of documents, their name.
   name: string | null;
+  // Whether it is a document, of which conversations have copies.
+  document: boolean;
   position: number;
   state: "active" | "idle" | "swapped_out" | "waiting";
   idle_seconds: number;
@@ -80,7 +88,15 @@ export interface HeldMap extends Shape {
 
 interface Sent {
   time: number;
-  pool: { budget: number; used: number; peak: number; sequences: number; swapped_bytes: number };
+  pool: {
+    budget: number;
+    used: number;
+    peak: number;
+    sequences: number;
+    // Whether texts of other users are in the pool.
+    others: boolean;
+    swapped_bytes: number;
+  };
   requests: number;
   conversations: Holder[];
   map: (Shape & { planes: string }) | null;
@@ -105,16 +121,19 @@ export interface Share {
   givenUp: number;
   prompt: number;
   generated: number;
-  read: number;
-  written: number;
+  read: number | null;
+  written: number | null;
 }
 
 export interface Point {
   time: number;
+  // The end of a time in which nothing happened.
+  rests: boolean;
   held: number;
   frozen: number;
-  evicted: number;
-  restored: number;
+  // null: nothing happened for a while.
+  evicted: number | null;
+  restored: number | null;
   read: number | null;
   written: number | null;
   of: Map<string, Share>;
@@ -179,6 +198,10 @@ export async function watch(
   }
 }
 
+// Whether several conversations share the pool now: a document and the only one that asks it are one.
+export const hasSeveral = ({ shared }: About, { conversations, pool }: Picture): boolean =>
+  shared && (pool.others || conversations.filter((each) => !each.document).length > 1);
+
 // Show nothing of a model that is not in memory, or that is no longer looked at.
 export function forget(why: "unknown" | "unloaded"): void {
   absence.set(why);
@@ -190,40 +213,58 @@ export function forget(why: "unknown" | "unloaded"): void {
 async function show(sent: Sent): Promise<void> {
   const before = picture.value;
   const now = { ...sent, received: performance.now(), map: await mapOf(sent) };
-  history.set([...history.value.slice(1 - MOST_POINTS), pointOf(now, before)]);
+  const points = history.value.slice(2 - MOST_POINTS);
+  const [last, lastButOne] = [points.at(-1), points.at(-2)];
+  const usual = last && lastButOne ? last.time - lastButOne.time : 0;
+  // What was held stays as it was while nothing happens; what moves stands still.
+  if (last && now.time - last.time > Math.max(REST_SECONDS, REST_TIMES * usual))
+    points.push(restOf(last, now.time - LOOK_SECONDS));
+  history.set([...points, pointOf(now, before, points)]);
   picture.set(now);
 }
 
-type Count = Exclude<keyof Holder, "id" | "name" | "state" | "swapped_out">;
+const restOf = (last: Point, time: number): Point => ({
+  ...last,
+  time,
+  rests: true,
+  evicted: null,
+  restored: null,
+  read: null,
+  written: null,
+  of: new Map([...last.of].map(([id, of]) => [id, { ...of, read: null, written: null }])),
+});
 
-// What happened between two pictures; speeds only where something was read or written.
-function pointOf(now: Picture, before: Picture | null): Point {
+type Count = Exclude<keyof Holder, "id" | "name" | "document" | "state" | "swapped_out">;
+
+// What happened since the last of the `points`; speeds only where something was read or written.
+function pointOf(now: Picture, before: Picture | null, points: Point[]): Point {
   const former = new Map(before?.conversations.map((each) => [each.id, each]));
   const of = (each: Holder, name: Count): number =>
-    Math.max(0, each[name] - (former.get(each.id)?.[name] ?? 0));
+    Math.max(0, each[name] - (former.get(each.id)?.[name] ?? each[name]));
   const more = (name: Count): number =>
     now.conversations.reduce((sum, each) => sum + of(each, name), 0);
-  const seconds = before ? Math.max(now.time - before.time, 0.001) : 1;
-  const speed = (tokens: Count, spent: Count): number | null => {
-    const time = more(spent);
+  const seconds = Math.max(now.time - (points.at(-1)?.time ?? now.time - 1), 0.001);
+  const speed = (tokens: Count, during: Count): number | null => {
+    const time = more(during);
     return before && time > LEAST_SECONDS && more(tokens) > 0 ? more(tokens) / time : null;
   };
   const there = now.conversations.filter((each) => !each.swapped_out);
   const total = (name: Count): number => there.reduce((sum, each) => sum + each[name], 0);
   return {
     time: now.time,
+    rests: false,
     held: total("entries"),
     frozen: total("frozen_entries"),
     evicted: before ? (more("evictions") + more("entries_frozen")) / seconds : 0,
     restored: before ? more("entries_restored") / seconds : 0,
     read: speed("prompt_tokens", "prompt_seconds"),
     written: speed("generated_tokens", "decode_seconds"),
-    of: new Map(now.conversations.map((each) => [each.id, shareOf(each, now.time)])),
+    of: new Map(now.conversations.map((each) => [each.id, shareOf(each, now.time, points)])),
   };
 }
 
-function shareOf(holder: Holder, time: number): Share {
-  const then = history.value.findLast((point) => point.time <= time - SPEED_SECONDS);
+function shareOf(holder: Holder, time: number, points: Point[]): Share {
+  const then = points.findLast((point) => point.rests || point.time <= time - SPEED_SECONDS);
   const former = then?.of.get(holder.id);
   const rate = (now: number, before: number | undefined): number =>
     then && before !== undefined ? Math.max(0, now - before) / (time - then.time) : 0;

@@ -83,7 +83,7 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
         </h3>
         <span class="range">
           {text && text.texts.length > 0
-            ? `tokens ${text.first.toLocaleString("en")} to ${(end - 1).toLocaleString("en")}`
+            ? `${text.first.toLocaleString("en")}–${(end - 1).toLocaleString("en")}`
             : ""}
         </span>
         <button

@@ -128,7 +128,7 @@ class DocumentReader:
         caller = Caller(reading.id.user)
         tenant = caller.tenant(shared_prefixes=self._llama.shared_prefixes)
         session = self._pool.session(tenant=tenant)
-        session.name = reading.id.name
+        session.name, session.is_document = reading.id.name, True
         try:
             self._read_into(session, reading)
         finally:

@@ -47,7 +47,8 @@ class Holder:
 
     id: str
     name: str | None
-    """Its name, as the client has given it."""
+    """Its name, as the client has given it, or that of the document."""
+    is_document: bool
     position: int
     pool_status: PoolStatus
     """Its status among the other sessions of the pool."""
@@ -56,8 +57,8 @@ class Holder:
     @classmethod
     def of(cls, name: str, session: Session) -> Holder:
         """Read the figures of a session, between two steps."""
-        status = session.pool_status()
-        return cls(name, session.name, session.position, status, session.stats())
+        status, kind = session.pool_status(), session.is_document
+        return cls(name, session.name, kind, session.position, status, session.stats())
 
     @property
     def is_swapped_out(self) -> bool:
@@ -79,6 +80,7 @@ class Holder:
         return {
             "id": self.id,
             "name": self.name,
+            "document": self.is_document,
             "position": self.position,
             "state": pool_status.state,
             "idle_seconds": round(pool_status.idle_seconds, 1),
@@ -96,13 +98,20 @@ class Holder:
         }
 
 
-def pool_figures(llama: ServedLlama) -> dict[str, Any]:
-    """Return the figures that all users share, as JSON: sums without names."""
+def pool_figures(llama: ServedLlama, user: str) -> dict[str, Any]:
+    """Return the figures that all users share, as JSON: sums without names.
+
+    `others` says whether texts of another key than the `user`'s are in the pool.
+    """
     now = llama.pool.stats()
     return {
         "budget": now.kv_bytes_budget,
         "used": now.kv_bytes_now,
         "peak": now.kv_bytes_peak,
         "sequences": llama.pool.runner.n_sequences,
+        "others": any(
+            each.position > 0 and isinstance(each.tenant, Caller) and each.tenant.user != user
+            for each in llama.pool.sessions()
+        ),
         "swapped_bytes": now.swapped_bytes,
     }

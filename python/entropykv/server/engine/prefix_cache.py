@@ -360,7 +360,7 @@ class PrefixCache:
         version = stamp_of(path)
         self._drop_documents(lambda each: each.document == path and each.version != version)
         session = self._loaded(caller, path)
-        session.name = path.stem
+        session.name, session.is_document = path.stem, True
         session.rest()
         loaded = _Conversation(session, caller, path, version)
         with self._lock:

@@ -125,7 +125,7 @@ class CacheView:
         with between_steps(llama):
             sessions = conversations(llama, self._user)
             found = [Holder.of(name, session) for name, session in sessions.items()]
-            pool = pool_figures(llama)
+            pool = pool_figures(llama, self._user)
             seen = [each.key() for each in found], None if found else pool
             if seen == self._seen:
                 return None
