@@ -1,7 +1,8 @@
 """Write the reference pages that are generated from code, whenever mkdocs builds the docs.
 
 The options come from the command line's parser, the formats from JSON schemas and docstrings.
-mkdocs calls `on_files` (see `hooks` in mkdocs.yml); the pages exist only in the built site.
+mkdocs calls `on_files` (see `hooks` in mkdocs.yml). The files of these names in the repository only
+say where the pages are, so that links work there, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the pages that mkdocs found."""
     pages = {"reference/options.md": options_page(), "reference/formats.md": formats_page()}
     for path, text in pages.items():
+        in_repository = files.get_file_from_path(path)
+        if in_repository is not None:
+            files.remove(in_repository)
         files.append(File.generated(config, path, content=text))
     return files
 
