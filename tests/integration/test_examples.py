@@ -1,0 +1,92 @@
+"""The files of examples/ that no other test runs, and the Dockerfile, say what works."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from entropykv.model.shipped import DEMOS
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PLUGIN = EXAMPLES / "llm-entropykv" / "llm_entropykv.py"
+
+
+def assert_only_the_model_is_missing(words: list[str], folder: Path) -> None:
+    """Run a command line of `serve` whose files are elsewhere: all that is wrong is its model."""
+    moved = [re.sub(r"^(/models|/var/lib/entropykv)", str(folder), word) for word in words]
+    result = subprocess.run(
+        [sys.executable, "-m", "entropykv.cli", *moved],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 2, result.stderr
+    assert f"{folder}/model.gguf: no such file" in result.stderr
+
+
+def test_the_dockerfile_starts_a_server(tmp_path: Path) -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (entry,) = re.findall(r"^ENTRYPOINT (.+)$", text, flags=re.MULTILINE)
+    (given,) = re.findall(r"^#   docker run .* entropykv (-m .+)$", text, flags=re.MULTILINE)
+    program, *words = json.loads(entry)
+    assert program.endswith("/bin/entropykv")
+    assert_only_the_model_is_missing([*words, *shlex.split(given)], tmp_path)
+
+
+def test_the_service_file_starts_a_server(tmp_path: Path) -> None:
+    text = (EXAMPLES / "entropykv.service").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^ExecStart=(.+)$", text, flags=re.MULTILINE)
+    program, *words = shlex.split(line)
+    assert program.endswith("/bin/entropykv")
+    assert_only_the_model_is_missing(words, tmp_path)
+
+
+def test_the_notebook_can_be_run(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer tokens than it says."""
+    matplotlib: Any = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    monkeypatch.chdir(EXAMPLES)
+    notebook = json.loads((EXAMPLES / "heads.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
+    code = "\n".join(cells).replace("N_READ = 4000", "N_READ = 320")
+    code = code.replace("N_MEASURED = 100", "N_MEASURED = 4").replace("n_ctx=6000", "n_ctx=400")
+    exec(compile(code, "heads.ipynb", "exec"), {"__name__": "notebook"})  # noqa: S102
+    assert smollm2.is_file()
+    assert "KL" in capsys.readouterr().out
+
+
+def test_the_plugin_for_llm_answers_and_continues() -> None:
+    pytest.importorskip("llm")
+    spec = importlib.util.spec_from_file_location("llm_entropykv", PLUGIN)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.EntropyModel()
+    options = model.Options(gguf=str(DEMOS["bitnet"].path), max_tokens=4, temperature=0)
+
+    def said(text: str, turns: list[Any]) -> str:
+        prompt = SimpleNamespace(prompt=text, system=None, options=options)
+        conversation = SimpleNamespace(responses=turns)
+        return "".join(model.execute(prompt, True, None, conversation))
+
+    first = said("The old garden", [])
+    assert first
+    turn = SimpleNamespace(prompt=SimpleNamespace(prompt="The old garden"), text=lambda: first)
+    assert said("Where is it?", [turn])
+    loaded = model._loaded[1]
+    assert loaded.kv_stats().position > 0
+    loaded.close()
