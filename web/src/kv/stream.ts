@@ -248,6 +248,10 @@ function pointOf(now: Picture, before: Picture | null, points: Point[]): Point {
     const time = more(during);
     return before && time > LEAST_SECONDS && more(tokens) > 0 ? more(tokens) / time : null;
   };
+  // The server counts no prompt while it reads a document.
+  const ofDocuments = now.conversations
+    .filter((each) => each.document)
+    .reduce((sum, each) => sum + of(each, "position"), 0);
   const there = now.conversations.filter((each) => !each.swapped_out);
   const total = (name: Count): number => there.reduce((sum, each) => sum + each[name], 0);
   return {
@@ -257,7 +261,7 @@ function pointOf(now: Picture, before: Picture | null, points: Point[]): Point {
     frozen: total("frozen_entries"),
     evicted: before ? (more("evictions") + more("entries_frozen")) / seconds : 0,
     restored: before ? more("entries_restored") / seconds : 0,
-    read: speed("prompt_tokens", "prompt_seconds"),
+    read: speed("prompt_tokens", "prompt_seconds") ?? (ofDocuments ? ofDocuments / seconds : null),
     written: speed("generated_tokens", "decode_seconds"),
     of: new Map(now.conversations.map((each) => [each.id, shareOf(each, now.time, points)])),
   };
@@ -266,14 +270,16 @@ function pointOf(now: Picture, before: Picture | null, points: Point[]): Point {
 function shareOf(holder: Holder, time: number, points: Point[]): Share {
   const then = points.findLast((point) => point.rests || point.time <= time - SPEED_SECONDS);
   const former = then?.of.get(holder.id);
-  const rate = (now: number, before: number | undefined): number =>
-    then && before !== undefined ? Math.max(0, now - before) / (time - then.time) : 0;
+  // What was not there yet had read and written nothing.
+  const rate = (now: number, before = 0): number =>
+    then ? Math.max(0, now - before) / (time - then.time) : 0;
+  const prompt = holder.document ? holder.position : holder.prompt_tokens;
   return {
     bytes: holder.bytes,
     givenUp: holder.given_up,
-    prompt: holder.prompt_tokens,
+    prompt,
     generated: holder.generated_tokens,
-    read: rate(holder.prompt_tokens, former?.prompt),
+    read: rate(prompt, former?.prompt),
     written: rate(holder.generated_tokens, former?.generated),
   };
 }
