@@ -551,7 +551,7 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
         assert holders.count() == 0, "one conversation shares with nobody"
         body = {"prompt": "A quiet market. " * 90, "max_tokens": 4, "user": "ben"}
         server.post("/v1/completions", json.dumps(body))
-        holders.filter(has_text="writes").wait_for()
+        watched.wait_for(holders.filter(has_text="writes"))
         assert DEMO.question in holders.first.inner_text()
         assert names_of_figures(watched)[0] == "In the pool"
         own = page.locator(".holders tr.chosen")

@@ -60,6 +60,14 @@ class Watched:
         assert not wrong, wrong
         assert not self.foreign, self.foreign
 
+    def wait_for(self, locator: Any) -> None:
+        """Wait until something is shown; the error shows what the page says instead."""
+        try:
+            locator.wait_for()
+        except Exception as error:
+            shown = self.page.locator("#app").inner_text()
+            raise AssertionError(f"{error}\n{self.problems}\n{shown}") from error
+
     # --- what a user does -------------------------------------------------------------------------
 
     def ask(self, text: str) -> None:
