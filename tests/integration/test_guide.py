@@ -21,8 +21,8 @@ WITH_TEMPLATE = "embed"
 
 
 NOT_RUN = {"documents-at-a-server", "gpu", "hub", "images", "install"}
-"""Pages whose commands would change the environment, or need what is not on this machine: a GPU, the
-hub, a model with a projector, object storage.
+"""Pages whose commands would change the environment, or need what is not on this machine: a GPU,
+the hub, a model with a projector, object storage.
 """
 
 
