@@ -10,7 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-conformance test-autoscaling test-clients test-versions test-device \
+.PHONY: demo test coverage test-cpp test-arm test-windows check-macos check-clang-cl test-reference test-conformance test-peers test-autoscaling test-clients test-versions test-device \
 	test-rpc test-vulkan test-cuda models test-models test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
@@ -137,6 +137,15 @@ test-conformance: install  ## JSON schemas against the JSON-Schema-Test-Suite, d
 		--no-binary jsonschema -d $(SUITE) "jsonschema==4.26.0" && \
 		tar xzf $(SUITE)/jsonschema-4.26.0.tar.gz -C $(SUITE))
 	$(BIN)/python -m tests.conformance $(SUITE)/jsonschema-4.26.0/json
+
+# These tests are a part of the sources of llama-cpp-python; they find their program and models in ours.
+PEERS := build/peers
+test-peers: install  ## the server against llama.cpp's own server tests
+	@test -d $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON) || (mkdir -p $(PEERS) && \
+		$(BIN)/pip download -q --no-deps --no-build-isolation --no-binary llama-cpp-python \
+		-d $(PEERS) "llama-cpp-python==$(LLAMA_CPP_PYTHON)" && \
+		tar xzf $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON).tar.gz -C $(PEERS))
+	$(BIN)/python -m tests.peers $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON) $(FILES)
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"

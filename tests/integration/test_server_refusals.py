@@ -186,7 +186,7 @@ def test_a_bad_request_is_refused_by_name(server: Server, name: str, stream: boo
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["message"]
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 def test_the_next_request_is_right_after_all_of_them(client: openai.OpenAI) -> None:

@@ -790,6 +790,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --api-key
         s 1 --api-key-file
         s 1 -a --alias
+        s 1 --tags
         s 1 --api-prefix
         s 1 --cors-origins
         s 1 --ssl-key-file
@@ -808,13 +809,6 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """,
         _OF_A_SERVER,
         serve=noted("the server shares its port with no other process"),
-    ),
-    *_flags(
-        """
-        s 1 --tags
-        """,
-        _OF_A_SERVER,
-        serve=noted("/v1/models shows no tags"),
     ),
     *_flags(
         """

@@ -25,7 +25,7 @@ _COMMENT = re.compile(r"\s*[;#].*")
 _TRUE = ("1", "on", "true", "enabled", "yes")
 _FALSE = ("0", "off", "false", "disabled", "no")
 _STARTUP = "load-on-startup"
-_SKIPPED = ("version", "stop-timeout", "tags")
+_SKIPPED = ("version", "stop-timeout")
 """Keys without effect here; unloading never interrupts an answer, so it needs no timeout."""
 
 

@@ -37,7 +37,7 @@ def models_of(
 
     if options.model_alias is not None:
         raise SettingsError(
-            "--alias names one model; with several, give names in a preset (--models-preset)"
+            "--alias names a single model; with several, give names in a preset (--models-preset)"
         )
     places: dict[str, dict[str, Any]] = {}
     local = {model.name for model in local_models()}

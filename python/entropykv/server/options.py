@@ -93,6 +93,15 @@ class ModelOptions(ModelSettings):
         description="The same as --hf-repo, with --model in the place of --hf-file, as "
         "llama_cpp.server has them.",
     )
+    model_alias: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        description="The name that clients use for the model, and others, separated by commas.",
+    )
+    tags: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_NAME,
+        description="Words that /v1/models shows beside the model, separated by commas.",
+    )
     n_threads: int = _declared("n_threads")
     n_threads_batch: int = _declared("n_threads_batch")
     fixed_threads: bool | None = _declared("fixed_threads")
@@ -297,12 +306,21 @@ class ModelOptions(ModelSettings):
         )
 
     @property
-    def served_name(self) -> str:
-        """Return the model's name for clients: its alias, its name at the hub, or its file's name.
-
-        A file's name has no folder.
+    def served_names(self) -> list[str]:
+        """Return the model's names for clients: its aliases, its name at the hub, or its file's
+        name without the folder. The first one is shown.
         """
-        return self.model_alias or self.hf_repo or Path(self.model).name
+        return _words(self.model_alias) or [self.hf_repo or Path(self.model).name]
+
+    @property
+    def served_name(self) -> str:
+        """Return the name of the model that is shown."""
+        return self.served_names[0]
+
+    @property
+    def served_tags(self) -> list[str]:
+        """Return the words that are shown beside the model."""
+        return _words(self.tags)
 
 
 class ServerOptions(ServerSettings):
@@ -396,7 +414,8 @@ class ServerOptions(ServerSettings):
     cors_origins: Optional[str] = Field(  # noqa: UP045
         default=None,
         description="Web pages that may use the server from a browser: origins such as "
-        "http://localhost:3000, separated by commas, or * for all.",
+        "http://localhost:3000, separated by commas; localhost for all pages of this machine, "
+        "* for all.",
     )
     allowed_hosts: Optional[str] = Field(  # noqa: UP045
         default=None,
@@ -466,6 +485,12 @@ class ServerOptions(ServerSettings):
     def documents_limit_bytes(self) -> int:
         """Return how many bytes documents may take; raises SettingsError for an invalid size."""
         return _size("disk for documents", self.documents_limit, "--documents-limit")
+
+
+def _words(text: str | None) -> list[str]:
+    """Return what stands between commas."""
+    words = [word.strip() for word in (text or "").split(",")]
+    return [word for word in words if word]
 
 
 def _size(what: str, text: str, flag: str) -> int:

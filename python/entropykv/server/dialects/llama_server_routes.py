@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -139,12 +140,13 @@ def _props(engine: Engine) -> dict[str, Any]:
         "default_generation_settings": {
             "n_ctx": llama.n_ctx(),
             "params": {
-                name: llama.request_defaults.get(name, getattr(defaults, name)) for name in sampling
+                "seed": llama._seed,
+                **{n: llama.request_defaults.get(n, getattr(defaults, n)) for n in sampling},
             },
         },
         "total_slots": engine.n_slots,
         "model_alias": llama.served_name,
-        "model_path": llama.served_name,  # A name instead of a local path.
+        "model_path": Path(str(llama.model_path)).name,  # Without its folder.
         "modalities": {"vision": llama.images is not None, "audio": False},
         "chat_template": template_of(llama) or "",
         "bos_token": _symbol(engine, llama.token_bos()),

@@ -7,7 +7,6 @@ delete any.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from datetime import datetime, timezone
 from functools import partial
@@ -18,7 +17,6 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, model_validator
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.errors import EntropyKVError
 from entropykv.model.geometry import ModelGeometry, read_chat_template, read_geometry
@@ -31,13 +29,12 @@ from entropykv.server.dialects.ollama_requests import (
     now,
     only_loaded,
 )
-from entropykv.server.dialects.openai_routes import SESSION_HEADER
-from entropykv.server.dialects.streaming import stream, whole
+from entropykv.server.dialects.openai_routes import SESSION_HEADER, refusing
+from entropykv.server.dialects.streaming import Lines, stream, whole
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.routes import use_document
 from entropykv.server.engine.admission import arrival_of
 from entropykv.server.http.bodies import BodyRoute
-from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import Caller, user_of
 from entropykv.server.models.held_model import HeldModel
 from entropykv.server.models.registry import ModelRegistry
@@ -99,7 +96,7 @@ def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = Non
         caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER))
         call = partial(_call, body=body, started=started, loaded=time.monotonic())
         if body.stream:
-            return await stream(request, engine, [call], None, caller, ping=False, lines=True)
+            return await stream(request, engine, [call], None, caller, ping=False, form=Lines)
         return await whole(request, engine, [call], None, caller)
 
     @router.post("/chat", response_model=None, responses=_LINES)
@@ -112,10 +109,10 @@ def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = Non
 
     router.include_router(_about_models(models))
     for name, why in _NOT_HERE.items():
-        router.add_api_route(f"/{name}", _refusing(why), methods=["POST"], include_in_schema=False)
+        router.add_api_route(f"/{name}", refusing(why), methods=["POST"], include_in_schema=False)
     router.add_api_route(
         "/delete",
-        _refusing("models are not removed from here; delete their files"),
+        refusing("models are not removed from here; delete their files"),
         methods=["DELETE"],
         include_in_schema=False,
     )
@@ -124,13 +121,6 @@ def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = Non
 
 def _call(llama: Any, *, body: OllamaRequest, started: float, loaded: float) -> Any:
     return body.call(llama, started, loaded)
-
-
-def _refusing(why: str) -> Any:
-    async def refuse() -> Response:
-        raise RequestError(400, why)
-
-    return refuse
 
 
 def _about_models(models: ModelRegistry) -> APIRouter:
@@ -245,57 +235,6 @@ def _geometry_of(path: Path | None) -> ModelGeometry | None:
         return None
 
 
-class OllamaErrors:
-    """Convert the errors of all routes below /api to Ollama's form, {"error": "..."} (ASGI
-    middleware).
-    """
-
-    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
-        """Wrap an app whose errors are in OpenAI's form."""
-        self._app = app
-        self._prefix = f"{root_path.rstrip('/')}{PREFIX}/"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, and convert its error if it has one."""
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not path.startswith((f"{PREFIX}/", self._prefix)):
-            await self._app(scope, receive, send)
-            return
-        await self._app(scope, receive, _Translated(send).send)
-
-
-class _Translated:
-    """Collect the body of an error, and send only its message in the end."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message | None = None
-        self._body = b""
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            self._start = message
-            return
-        if self._start is None:
-            await self._send(message)
-            return
-        self._body += message.get("body", b"")
-        if message.get("more_body", False):
-            return
-        body = _in_their_form(self._body)
-        headers = [pair for pair in self._start["headers"] if pair[0] != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._send({**self._start, "headers": headers})
-        self._start = None
-        await self._send({**message, "body": body})
-
-
-def _in_their_form(body: bytes) -> bytes:
-    """Return an error's body in Ollama's form; a body that is not an error of OpenAI's form is
-    unchanged.
-    """
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return body
-    return json.dumps({"error": message}).encode()
+def ollama_error(error: dict[str, Any], _: int) -> dict[str, Any]:
+    """Return an error in Ollama's form."""
+    return {"error": error["message"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -29,6 +30,18 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     }
 }
 
+_EMBEDDINGS = "embeddings are not possible inside a KV budget; use llama_cpp.server for them"
+_RANKS = "texts are not ranked inside a KV budget; use llama-server --reranking for that"
+_SOUND = "sound is not read here; send the text"
+_NOT_HERE = {
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding"), _EMBEDDINGS),
+    **dict.fromkeys(("/v1/rerank", "/v1/reranking", "/rerank", "/reranking"), _RANKS),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/audio/transcriptions"), _SOUND),
+    "/v1/chat/completions/control": "answers are not changed while they are written; ask again",
+    "/lora-adapters": "adapters stay as they are; start the server with --lora",
+}
+"""What OpenAI's and llama-server's routes say that this server does not offer."""
+
 
 def openai_routes(
     models: ModelRegistry, documents: DocumentLibrary | None = None, *, ping: bool
@@ -37,7 +50,7 @@ def openai_routes(
 
     `documents`: those that requests may name.
     """
-    router = APIRouter(prefix="/v1", tags=["OpenAI V1"], route_class=BodyRoute)
+    router = APIRouter(tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
@@ -54,22 +67,30 @@ def openai_routes(
             return await stream(request, engine, calls, choices, caller, ping=ping)
         return await whole(request, engine, calls, choices, caller)
 
-    @router.post("/completions", response_model=None, responses=_ANSWERS)
+    @router.post("/v1/completions", response_model=None, responses=_ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await answer(request, body)
 
-    @router.post("/chat/completions", response_model=None, responses=_ANSWERS)
+    # Without /v1, llama-server's clients send the same.
+    @router.post("/v1/chat/completions", response_model=None, responses=_ANSWERS)
+    @router.post("/chat/completions", response_model=None, include_in_schema=False)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return await answer(request, body)
 
-    @router.post("/responses", response_model=None, responses=_ANSWERS)
+    @router.post("/v1/responses", response_model=None, responses=_ANSWERS)
+    @router.post("/responses", response_model=None, include_in_schema=False)
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         return await answer(request, body)
 
-    @router.post("/embeddings", response_model=None)
-    async def embeddings() -> Response:
-        raise RequestError(
-            400, "embeddings are not possible inside a KV budget; use llama_cpp.server for them"
-        )
-
+    for path, why in _NOT_HERE.items():
+        router.add_api_route(path, refusing(why), methods=["POST"], include_in_schema=False)
     return router
+
+
+def refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+    """Return a route that only says why there is none."""
+
+    async def refuse() -> Response:
+        raise RequestError(400, why)
+
+    return refuse

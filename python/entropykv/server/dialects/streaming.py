@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from entropykv.server.dialects.anthropic_events import anthropic_error
 from entropykv.server.dialects.choices import Choices
 from entropykv.server.documents.asked_document import document_of
 from entropykv.server.engine.admission import arrival_of
@@ -64,12 +65,13 @@ async def stream(
     caller: Caller = SOMEBODY,
     *,
     ping: bool,
-    lines: bool = False,
+    form: type[Events] | None = None,
 ) -> Response:
     """Return the chunks of calls as events; raises RequestError if one fails before the first
     chunk.
 
-    `choices` joins the chunks; None: they are sent unchanged.
+    `choices` joins the chunks; None: they are sent unchanged. `form`: how they are sent, by default
+    as OpenAI's events.
     """
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[Any] = asyncio.Queue()
@@ -98,7 +100,7 @@ async def stream(
         chunks.put_nowait(_END)
 
     work.add_done_callback(ended)
-    events = _Lines(chunks, work, ping=False) if lines else _Events(chunks, work, ping=ping)
+    events = (form or Events)(chunks, work, ping=ping)
     try:
         there, _ = await unless_gone(request.receive, events.wait_for_first())
     except BaseException:
@@ -136,10 +138,13 @@ def _emits(
     return [emits_as(index) for index in range(n)]
 
 
-class _Events(Response):
+class Events(Response):
+    """Send chunks as server-sent events, and [DONE] or an error in the end, as OpenAI does."""
+
     media_type = "text/event-stream"
 
     def __init__(self, chunks: asyncio.Queue[Any], work: asyncio.Task[Any], *, ping: bool) -> None:
+        """Take the queue of the chunks, and the task that fills it."""
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -154,6 +159,7 @@ class _Events(Response):
             self._work.result()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Send all chunks, until the client disconnects."""
         try:
             await unless_gone(receive, self._write(send))
         finally:
@@ -198,12 +204,12 @@ class _Events(Response):
             chunk.cancel()
 
 
-class _Lines(_Events):
+class Lines(Events):
     """Send chunks as lines of JSON, as Ollama does; an error is the last of them."""
 
     media_type = "application/x-ndjson"
 
-    def _ping(self) -> str:
+    def _ping(self) -> str:  # A client of Ollama would read it as a line.
         return ""
 
     def _text_of(self, item: Any) -> str:
@@ -211,6 +217,20 @@ class _Lines(_Events):
 
     def _last(self, error: RequestError | None) -> str:
         return "" if error is None else f"{json.dumps({'error': error.detail})}\n"
+
+
+class NamedEvents(Events):
+    """Send chunks as events whose names are their types; an error is the last of them, as
+    Anthropic does it.
+    """
+
+    def _ping(self) -> str:
+        return _event({"type": "ping"})
+
+    def _last(self, error: RequestError | None) -> str:
+        if error is None:
+            return ""
+        return _event(anthropic_error(error.body["error"], error.status_code))
 
 
 def _event(item: Any) -> str:

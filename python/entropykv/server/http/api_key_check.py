@@ -30,7 +30,7 @@ class ApiKeyCheck:
             # Refuse before the body is read: otherwise it would be held for somebody without a key,
             # and count as one of --max-bodies.
             if scope["path"] not in _PUBLIC or scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-                note_user(scope, self._user_of(headers.get(b"authorization", b"")))
+                note_user(scope, self._user_of(_authorization(headers)))
         except RequestError as error:
             await error.response()(scope, receive, send)
             return
@@ -41,7 +41,14 @@ class ApiKeyCheck:
         if user is None:
             raise RequestError(
                 401,
-                "this server wants its API key; send it as Authorization: Bearer KEY",
+                "this server wants its API key; send it as Authorization: Bearer KEY, or as "
+                "X-Api-Key: KEY",
                 code="invalid_api_key",
             )
         return user
+
+
+def _authorization(headers: dict[bytes, bytes]) -> bytes:
+    """Return the header with the key; clients of Anthropic's interface have another one."""
+    other = headers.get(b"x-api-key")
+    return headers.get(b"authorization", b"" if other is None else b"Bearer " + other)

@@ -21,9 +21,13 @@ from starlette.datastructures import State
 
 from entropykv import _version
 from entropykv.errors import SettingsError
+from entropykv.server.dialects.anthropic_events import anthropic_error
+from entropykv.server.dialects.anthropic_routes import PATH as ANTHROPIC_PATH
+from entropykv.server.dialects.anthropic_routes import anthropic_routes
 from entropykv.server.dialects.fields import Name, Tokens
 from entropykv.server.dialects.llama_server_routes import describe, llama_server_routes, text_of
-from entropykv.server.dialects.ollama_routes import OllamaErrors, ollama_routes
+from entropykv.server.dialects.ollama_routes import PREFIX as OLLAMA_PATH
+from entropykv.server.dialects.ollama_routes import ollama_error, ollama_routes
 from entropykv.server.dialects.openai_routes import openai_routes
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.routes import document_routes
@@ -33,6 +37,7 @@ from entropykv.server.engine.slot_files import make_directory, slot_file_routes
 from entropykv.server.http.api_key_check import ApiKeyCheck
 from entropykv.server.http.bodies import Bodies, BodyRoute
 from entropykv.server.http.docs_page import docs_page
+from entropykv.server.http.error_forms import ErrorForms, Form
 from entropykv.server.http.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.http.host_header_check import HostHeaderCheck
 from entropykv.server.http.metrics import PROMETHEUS, as_json, as_prometheus
@@ -47,8 +52,12 @@ from entropykv.server.page.kv_stream import MOST_SECONDS, kv_stream_routes
 from entropykv.server.page.routes import WebDefaults, web_routes
 
 _DESCRIPTION = (
-    "A model inside a KV budget, for clients of OpenAI, Ollama, llama-server and llama_cpp.server."
+    "A model inside a KV budget, for clients of OpenAI, Anthropic, Ollama, llama-server and "
+    "llama_cpp.server."
 )
+
+_THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""The origins of web pages that this machine serves."""
 
 
 class _Tokenize(TokenizeInputRequest):
@@ -124,7 +133,9 @@ def create_app(
     app.state = _AppState(models, has_engine=catalog.any_name)
     _add_middleware(app, server, models, keys)
     add_error_handlers(app)
-    app.include_router(openai_routes(models, documents, ping=not server.disable_ping_events))
+    ping = not server.disable_ping_events
+    app.include_router(openai_routes(models, documents, ping=ping))
+    app.include_router(anthropic_routes(models, documents, ping=ping))
     app.include_router(ollama_routes(models, documents))
     app.include_router(model_routes(models))
     app.include_router(llama_server_routes(models))
@@ -224,14 +235,17 @@ def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, 
     app.add_middleware(Bodies, admission=models.admission)
     app.add_middleware(ApiKeyCheck, keys=keys)
     if server.cors_origins is not None:
+        origins = [origin.strip() for origin in server.cors_origins.split(",")]
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[origin.strip() for origin in server.cors_origins.split(",")],
+            allow_origins=origins,
+            allow_origin_regex=_THIS_MACHINE if "localhost" in origins else None,
             allow_methods=["*"],
             allow_headers=["*"],
         )
     app.add_middleware(HostHeaderCheck, host=server.host, allowed=server.allowed_hosts)
-    app.add_middleware(OllamaErrors, root_path=server.root_path)
+    forms: dict[str, Form] = {OLLAMA_PATH: ollama_error, ANTHROPIC_PATH: anthropic_error}
+    app.add_middleware(ErrorForms, forms=forms, root_path=server.root_path)
     app.add_middleware(RequestLog)
 
 

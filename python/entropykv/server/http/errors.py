@@ -27,6 +27,15 @@ _MOST_ERRORS = 3
 _MOST_PART = 64
 """The most characters of a part of a field's path, which a client may have chosen."""
 
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+"""llama-server's types of errors by their status."""
+
 
 class RequestError(HTTPException):
     """Raised for a request that is answered with an error: a status of 400 to 599, and one
@@ -48,7 +57,8 @@ class RequestError(HTTPException):
         """
         super().__init__(status, message)
         self.retry_after = retry_after
-        kind = "invalid_request_error" if status < 500 else "server_error"
+        other = "invalid_request_error" if status < 500 else "server_error"
+        kind = _TYPES.get(status, other)
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:

@@ -89,8 +89,9 @@ class ModelCatalog:
     @classmethod
     def of_one(cls, options: ModelOptions) -> ModelCatalog:
         """Return the catalog of a server of one model, which is loaded when the server starts."""
-        name = options.served_name
-        return cls((ServedModel(name, options, load_on_startup=True),), name, any_name=True)
+        name, *others = options.served_names
+        model = ServedModel(name, options, tuple(others), load_on_startup=True)
+        return cls((model,), name, any_name=True)
 
     @classmethod
     def of_several(cls, models: Sequence[ServedModel], default: str | None = None) -> ModelCatalog:

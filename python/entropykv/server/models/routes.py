@@ -24,6 +24,7 @@ def model_routes(models: ModelRegistry) -> APIRouter:
     router = APIRouter(tags=["Models"], route_class=BodyRoute)
 
     @router.get("/v1/models")
+    @router.get("/models", include_in_schema=False)
     async def listed() -> dict[str, Any]:
         return {"object": "list", "data": [_entry(models, each) for each in models.all()]}
 
@@ -33,7 +34,6 @@ def model_routes(models: ModelRegistry) -> APIRouter:
 
     if not models.has_several:
         return router
-    router.add_api_route("/models", listed, methods=["GET"], include_in_schema=False)
 
     @router.post("/models/load")
     async def load(body: ModelName) -> dict[str, bool]:
@@ -57,9 +57,10 @@ def _entry(models: ModelRegistry, held: HeldModel) -> dict[str, Any]:
         "created": models.created,
         "owned_by": "me",
         "permissions": [],
+        "aliases": list(held.served.aliases),
+        "tags": held.served.options.served_tags,
     }
     if models.has_several:
-        entry["aliases"] = list(held.served.aliases)
         entry["status"] = _status(held)
     if held.about is not None:
         entry["meta"] = held.about["meta"]

@@ -1,0 +1,334 @@
+"""Serve Anthropic's Messages API by converting each request to a chat completion.
+
+What a request asks for and this server does not do is refused by name: tools that Anthropic runs
+itself, files that are kept between requests, and blocks of unknown types.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from entropykv.server.chat.chat_request import ChatRequest
+from entropykv.server.dialects.anthropic_events import events, message_of
+from entropykv.server.dialects.fields import (
+    FIRST_ERROR,
+    MOST_MESSAGES,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    Description,
+    Name,
+    Stop,
+    TemplateArguments,
+    TokenCount,
+    TopK,
+)
+from entropykv.server.dialects.requests import DOCUMENT, Request
+from entropykv.server.http.errors import RequestError, invalid
+from entropykv.server.models.loading import ServedLlama
+from entropykv.thinking.options import template_switch
+
+_NOT_HERE = {
+    "container": "code is not run here; leave it out",
+    "context_management": "messages are shown to the model as they are sent; leave it out",
+    "mcp_servers": "tools are run by the client; give them as tools",
+}
+"""What to do instead of fields whose work Anthropic does itself."""
+_BILLING = re.compile(r"\A(x-anthropic-billing-header:[^\n]*?\bcch=)[0-9a-f]+")
+"""A number that Claude Code changes in the first line of every request."""
+
+
+class Thinking(BaseModel):
+    """Hold whether the model thinks before it answers, and for how many tokens."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+
+
+class OutputFormat(BaseModel):
+    """Hold the schema that the answer must follow."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputSettings(BaseModel):
+    """Hold how much the model thinks, and the form of its answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: Name | None = None
+    format: OutputFormat | None = None
+
+
+class OfferedTool(BaseModel):
+    """Define a tool that the client runs."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Name
+    description: Description | None = None
+    input_schema: dict[str, Any]
+    type: Name | None = None
+
+
+class ChosenTool(BaseModel):
+    """Hold which tool the model may, or must, call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class AboutClient(BaseModel):
+    """Hold who the request is for."""
+
+    user_id: Name | None = None
+
+
+class SentMessage(BaseModel):
+    """Hold one message; `content` is text or blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES), FIRST_ERROR]
+
+
+class CountedMessages(Request):
+    """Define the fields of a request that make up its prompt."""
+
+    model: Name | None = None
+    messages: Annotated[list[SentMessage], FIRST_ERROR] = Field(
+        min_length=1, max_length=MOST_MESSAGES
+    )
+    system: (
+        str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES), FIRST_ERROR] | None
+    ) = None
+    tools: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = Field(
+        default=None, max_length=MOST_TOOLS
+    )
+    tool_choice: ChosenTool | None = None
+    thinking: Thinking | None = None
+    output_config: OutputSettings = OutputSettings()
+    container: Any = None
+    context_management: Any = None
+    mcp_servers: Any = None
+    chat_template_kwargs: TemplateArguments | None = Field(
+        default=None, description="What the chat template is told besides the messages."
+    )
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the fields of a chat completion with the same prompt; raises RequestError."""
+        for name, instead in _NOT_HERE.items():
+            if getattr(self, name):
+                raise RequestError(400, f"{name}: {instead}", param=name)
+        fields: dict[str, Any] = {"model": self.model, "messages": [*self._messages()]}
+        if self.tools:
+            fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
+        fields["tool_choice"] = self._tool_choice()
+        fields["reasoning_effort"] = self.output_config.effort
+        given = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            given = {**template_switch(thinks=thinks), **given}
+            fields["thinking_budget_tokens"] = self.thinking.budget_tokens if thinks else None
+        fields["chat_template_kwargs"] = given or None
+        if self.output_config.format is not None:
+            schema = {"schema": self.output_config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+    def _tool_choice(self) -> Any:
+        choice = self.tool_choice
+        if choice is None:
+            return None
+        if choice.type != "tool":
+            return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+        if choice.name is None:
+            raise RequestError(400, "tool_choice.name: the tool is missing", param="tool_choice")
+        return {"type": "function", "function": {"name": choice.name}}
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.system:
+            yield {"role": "system", "content": _system_text(self.system, "system")}
+        for index, message in enumerate(self.messages):
+            place = f"messages.{index}"
+            if isinstance(message.content, str):
+                yield {"role": message.role, "content": message.content}
+            elif message.role == "system":
+                yield {"role": "system", "content": _system_text(message.content, place)}
+            elif message.role == "assistant":
+                yield _said(message.content, place)
+            else:
+                yield from _asked(message.content, place)
+
+    def chat(self, **more: Any) -> ChatRequest:
+        """Return the request as a chat completion; raises RequestError."""
+        try:
+            return ChatRequest.model_validate({**self.chat_fields(), **more})
+        except ValidationError as error:
+            raise invalid(error.errors(include_url=False, include_input=False)) from None
+
+
+class MessagesRequest(CountedMessages):
+    """Define a request of /v1/messages."""
+
+    document: Name | None = DOCUMENT
+    max_tokens: TokenCount | None = None
+    stream: bool = False
+    stop_sequences: Stop | None = None
+    temperature: float | None = Field(default=None, ge=0, le=1000)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: TopK | None = None
+    metadata: AboutClient | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    @property
+    def user(self) -> str | None:
+        """Return the name of the conversation, if the request has one."""
+        return None if self.metadata is None else self.metadata.user_id
+
+    def document_name(self) -> str | None:
+        """Return the document that the request names."""
+        return self.document
+
+    def call(self, llama: ServedLlama) -> Any:
+        """Generate, and return a message or an iterator of events; raises RequestError."""
+        chat = self.chat(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+            stream=self.stream,
+        )
+        head = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model or llama.served_name,
+        }
+        answer = chat.call(llama)
+        return events(head, answer, llama) if self.stream else message_of(head, answer)
+
+
+def _system_text(given: str | list[dict[str, Any]], place: str) -> str:
+    """Return the text of a system prompt, with the same first line in every request."""
+    texts = [given] if isinstance(given, str) else [_text(b, place) for b in given]
+    return "\n\n".join(_BILLING.sub(r"\g<1>0", text) for text in texts)
+
+
+def _said(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
+    """Return a message of the assistant."""
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(blocks):
+        where = f"{place}.content.{index}"
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(_text(block, where, field="thinking"))
+        elif kind == "tool_use":
+            name, given = block.get("name"), block.get("input", {})
+            function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        else:
+            texts.append(_text(block, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _asked(blocks: list[dict[str, Any]], place: str) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a user's turn: results of tools, then what the user says.
+
+    Images in results are shown with what the user says, because templates show them nowhere else.
+    """
+    parts = []
+    for index, block in enumerate(blocks):
+        where = f"{place}.content.{index}"
+        if block.get("type") != "tool_result":
+            parts.append(_part(block, where))
+            continue
+        content = block.get("content") or ""
+        shown = [content] if isinstance(content, str) else []
+        for number, each in enumerate(content if isinstance(content, list) else ()):
+            part = _part(each if isinstance(each, dict) else {}, f"{where}.content.{number}")
+            if part["type"] == "text":
+                shown.append(part["text"])
+            else:
+                parts.append(part)
+        text = "\n".join(shown)
+        failed = "Error: " if block.get("is_error") else ""
+        yield {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id"),
+            "content": failed + text,
+        }
+    if parts:
+        yield {"role": "user", "content": parts}
+
+
+def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a part of a user's message; raises RequestError for what cannot be shown."""
+    if block.get("type") != "image":
+        return {"type": "text", "text": _text(block, place)}
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    if source.get("type") == "base64":
+        kind, data = source.get("media_type", "image/png"), source.get("data", "")
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    if source.get("type") == "url":  # The chat refuses all but data:.
+        return {"type": "image_url", "image_url": {"url": source.get("url")}}
+    raise RequestError(
+        400,
+        f"{place}.source: images of type {source.get('type')!r} are not read here; send base64",
+        param=place,
+    )
+
+
+def _text(block: dict[str, Any], place: str, *, field: str = "text") -> str:
+    """Return the text of a block, also of a document that is plain text; raises RequestError."""
+    kind, source = block.get("type"), block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
+        return title + _text({"type": "text", "text": source.get("data")}, f"{place}.source")
+    if kind != field:
+        raise RequestError(
+            400,
+            f"{place}: blocks of type {kind!r} are not possible here; send text, images, tool_use, "
+            "tool_result, or a document that is plain text",
+            param=place,
+        )
+    text = block.get(field)
+    if not isinstance(text, str):
+        raise RequestError(400, f"{place}.{field}: it must be a string", param=f"{place}.{field}")
+    return text
+
+
+def _tool(given: dict[str, Any], index: int) -> dict[str, Any]:
+    kind = given.get("type")
+    if kind not in (None, "custom"):
+        raise RequestError(
+            400,
+            f"tools.{index}: tools of type {kind!r} are not run here; give tools with a name and "
+            "an input_schema, which the client runs",
+            param="tools",
+        )
+    try:
+        tool = OfferedTool.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RequestError(400, f"tools.{index}.{where}: {first['msg']}", param="tools") from None
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}

@@ -1,0 +1,46 @@
+"""Define the routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from entropykv.server.dialects.anthropic_requests import MessagesRequest
+from entropykv.server.dialects.openai_routes import SESSION_HEADER
+from entropykv.server.dialects.streaming import NamedEvents, stream, whole
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.routes import use_document
+from entropykv.server.http.bodies import BodyRoute
+from entropykv.server.http.users import Caller, user_of
+from entropykv.server.models.registry import ModelRegistry
+
+PATH = "/v1/messages"
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The message; with `stream`, its events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+
+
+def anthropic_routes(
+    models: ModelRegistry, documents: DocumentLibrary | None = None, *, ping: bool
+) -> APIRouter:
+    """Return the routes; with `ping`, silent streams get events, so that they are not closed."""
+    router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
+
+    @router.post(PATH, response_model=None, responses=_ANSWERS)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        name = request.headers.get(SESSION_HEADER) or body.user
+        caller = Caller(user_of(request.scope), name)
+        engine = await models.use(request, body.model)
+        await use_document(request, models, engine, documents, body.document_name())
+        if body.stream:
+            return await stream(
+                request, engine, [body.call], None, caller, ping=ping, form=NamedEvents
+            )
+        return await whole(request, engine, [body.call], None, caller)
+
+    return router

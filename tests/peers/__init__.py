@@ -1,0 +1,1 @@
+"""Run the tests of llama.cpp's server against entropykv: see __main__.py."""
