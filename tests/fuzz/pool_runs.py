@@ -290,7 +290,7 @@ class _Run:
         fresh = self._fresh
         if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
             return
-        self._moved |= any(each._store.rebases > 0 for each in self._sessions)
+        self._moved |= any(each._store.counters()["rebases"] > 0 for each in self._sessions)
         if len(text) > self._model.n_ctx_train or self._moved:
             return
         require(session.evicted == 0, "a budget that holds everything evicts nothing")

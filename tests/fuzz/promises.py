@@ -204,7 +204,7 @@ class Watch:
         if self.by_layer and options.recent_window is None:
             half = budget // 2
             return half - options.n_sinks if half > options.n_sinks else 1
-        recent = session._store.recent_window
+        recent = session._store.reach().recent_window
         if session.policy.schedule and session.freezing:
             recent = min(recent, session.freezing.window)
         return recent

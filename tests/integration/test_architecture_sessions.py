@@ -215,7 +215,7 @@ def test_calibrate_and_use_the_profile(path: Path, tmp_path: Path) -> None:
             stats = session.stats()
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
             budgets = [sum(layer) for layer in session.budgets()]
-            heads = session._store.n_kv_heads
+            heads = session._store.facts.n_kv_heads
             assert sum(budgets) <= round(0.3 * 256) * heads
 
 

@@ -260,7 +260,7 @@ def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Pa
     for store in ("flat", "headwise"):
         with Session(path, store=store, n_threads=1, **options) as session:
             session.decode(tokens_for(n_tokens))
-            stats, n_heads = session.stats(), session._store.n_kv_heads
+            stats, n_heads = session.stats(), session._store.facts.n_kv_heads
             full.append(stats.kv_bytes_full / n_tokens)
     full.append(plan.kv_bytes_f16 / n_ctx)
     # Its header declares heads of two sizes, but not which layers have them.

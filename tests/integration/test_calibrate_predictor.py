@@ -61,7 +61,7 @@ def test_sessions_rank_by_the_predictor_of_a_file(
             store = session._store
             assert isinstance(store, HeadwiseStore)
             scores.append(store.core.importance(1, 1))
-            kept, recent = store.entries(1, 1).tolist(), store.recent_window
+            kept, recent = store.entries(1, 1).tolist(), store.reach().recent_window
     assert len(scores[0]) == 400
     chosen = [p for p in kept if N_SINKS <= p < 400 - recent]
     dropped = sorted(set(range(400)) - set(kept))

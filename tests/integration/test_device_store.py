@@ -221,7 +221,8 @@ def predicting(session: Session, path: Path) -> EntropyProfile:
     """Return a profile of the session's model whose predictor fits its entries."""
     store = session._store
     features = [
-        _core.feature_count(s, n.rope) for s, n in zip(store.layers, store.hook.nodes, strict=True)
+        _core.feature_count(s, n.rope)
+        for s, n in zip(store.layers, store.context.hook.nodes, strict=True)
     ]
     return predicting_profile(path, features, store.layers[0].n_head_kv)
 
@@ -241,7 +242,7 @@ def test_scores_are_predicted_as_on_the_cpu(
     rounding = OTHER_ATTENTION[name].rounding if name in OTHER_ATTENTION else 0.0
     of_device = device_rounding(path)
     with on_cpu(path, kv_budget=1.0, n_ctx=256) as session:
-        if session._store.rope_obstacle:
+        if session._store.facts.rope_obstacle:
             pytest.skip("no keys before RoPE")
         profile = predicting(session, path)
     options: dict[str, Any] = {"n_ctx": 256, "kv_budget": 0.4, "n_ubatch": 24, "policy": policy}

@@ -26,7 +26,7 @@ from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.readings import DocumentId
 from entropykv.session.document import document_header, open_documents, read_document
 from entropykv.session.file import open_session
-from entropykv.store.protocol import Part
+from entropykv.store.step import Part
 from entropykv.system import lock
 from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import MODEL, Server

@@ -160,11 +160,11 @@ def test_frozen_keys_move_beyond_the_trained_context(tmp_path: Path, place: str)
                 core.freeze_all(229)
                 core.restore(229, frozen_after=-1)
                 core.freeze_all(229)
-            ropes = [node.rope for node in session._store.hook.nodes]  # type: ignore[attr-defined]
-            core.rebase(ropes, session._store.rope.n_sinks, 0, 64)
+            ropes = [node.rope for node in session._store.context.hook.nodes]  # type: ignore[attr-defined]
+            core.rebase(ropes, session._store.facts.rope.n_sinks, 0, 64)
             if freeze:
                 core.restore(229)
-            assert core.frozen == (30 if freeze else 0) * session._store.n_kv_heads
+            assert core.frozen == (30 if freeze else 0) * session._store.facts.n_kv_heads
             keys.append([core.rows(0, head) for head in range(2)])
     for ours, theirs in zip(*keys, strict=True):
         positions, _, k, v = ours

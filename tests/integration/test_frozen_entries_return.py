@@ -97,13 +97,13 @@ def test_resize_freezes_and_thaw_restores(tiny_llama: Path) -> None:
         assert {len(entries) for entries in all_entries(session)} == {60}
         assert session.thaw() == 0  # There is no room.
         session.resize(100)
-        assert session.thaw() == 40 * session._store.n_kv_heads
+        assert session.thaw() == 40 * session._store.facts.n_kv_heads
         check_all_is_there(session)
         session.resize(1.0)
         assert session.thaw(Rung.WINDOW, window=10) > 0
         session.thaw()
         assert session.stats().frozen_entries == 0
-        assert all_entries(session) == [list(range(300))] * session._store.n_kv_heads
+        assert all_entries(session) == [list(range(300))] * session._store.facts.n_kv_heads
         session.decode(tokens_for(20))
         check_all_is_there(session)
 

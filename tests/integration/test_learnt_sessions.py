@@ -281,7 +281,7 @@ def test_a_sibling_whose_decode_failed_does_not_stop_the_others(
             raise RuntimeError("something went wrong")
 
         with monkeypatch.context() as patch:
-            patch.setattr("entropykv.store.protocol.Part.settle", fail)
+            patch.setattr("entropykv.store.step.Part.settle", fail)
             with pytest.raises(Exception, match="something went wrong"):
                 failing.decode(TOKENS[50:80])
         assert not failing.is_whole

@@ -16,7 +16,7 @@ import pytest
 
 from entropykv import Pool, Session, SessionFileError
 from entropykv.session.file import MAGIC, SECTION_ALIGNMENT
-from entropykv.store.protocol import Part
+from entropykv.store.step import Part
 from tests.support.logits import tokens_for
 from tests.support.pools import PIECE, pool_of
 from tests.support.saved_sessions import future, sections_start, session_of, signed

@@ -37,7 +37,7 @@ def test_logits_in_company_are_those_alone_to_the_bit(
         sessions = [pool.session() for _ in PROMPTS]
         for session in sessions:  # From now on, all share with all others.
             session.decode([1])
-        plans = [session._slot.headwise for session in sessions]
+        plans = [session._slot.store for session in sessions]
         shares = [plan.share_pages * plan.sharing.plan.page_bytes for plan in plans]
         steps = Steps(pool)
         found = together(sessions, PROMPTS, 24)
@@ -57,13 +57,13 @@ def test_logits_in_company_are_those_alone_to_the_bit(
 def noting_shares(session: Session) -> list[tuple[int, int, int | None]]:
     """Return a list that records a session's share from now on: position, pages, longest text."""
     slot, found = session._slot, list[tuple[int, int, int | None]]()
-    take = slot.headwise.take_share
+    take = slot.store.take_share
 
     def noted(pages: int, longest: int | None) -> None:
         found.append((slot.position, pages, longest))
         take(pages, longest)
 
-    slot.headwise.take_share = noted  # type: ignore[method-assign]
+    slot.store.take_share = noted  # type: ignore[method-assign]
     return found
 
 
@@ -89,12 +89,12 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
 
             def follow(works: Any, session: Any = session, run: Any = run, left: Any = left) -> Any:
                 while left and left[0][0] <= works[0].part.position:
-                    session._slot.headwise.take_share(*left.pop(0)[1:])
+                    session._slot.store.take_share(*left.pop(0)[1:])
                 return run(works)
 
             shared._shares.give = lambda *_, **__: None  # type: ignore[method-assign]
             with single.runner.live_store(session._slot):
-                session._slot.headwise.take_share(*left.pop(0)[1:])
+                session._slot.store.take_share(*left.pop(0)[1:])
             single.runner.scheduler._run = follow
             for row, other in zip(rows, written(session, prompt, 24), strict=True):
                 np.testing.assert_array_equal(row, other)

@@ -11,7 +11,7 @@ import pytest
 from entropykv import Session
 from entropykv.session.echo import Echo
 from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.protocol import Part
+from entropykv.store.step import Part
 from tests.support.logits import tokens_for
 
 TOKENS = tokens_for(700)
@@ -26,7 +26,7 @@ def store_of(session: Session) -> HeadwiseStore:
 
 def predict(session: Session, seed: int = 0) -> None:
     """Give the session's model some linear functions."""
-    prediction = store_of(session).prediction
+    prediction = store_of(session).learning
     random = np.random.default_rng(seed)
     prediction.set_predictor(
         [
@@ -70,7 +70,7 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
         with Session(tiny_llama, policy="adaptive:mass+predicted", **INSIDE) as session:
             predict(session)
             session._runner.fit = None  # It would end the collection.
-            prediction = store_of(session).prediction
+            prediction = store_of(session).learning
             prediction.collect_lessons(on=True)
             read_with_echoes(session, TOKENS[:160], echoes=echoes)
             lessons = list(prediction.lessons())

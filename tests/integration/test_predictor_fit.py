@@ -14,6 +14,7 @@ from entropykv.errors import SettingsError
 from entropykv.profile.find import profile_beside
 from entropykv.session.predictor_fit import LEAST_TOKENS, PredictorFit
 from entropykv.store.headwise import HeadwiseStore
+from entropykv.store.protocol import Reading
 from tests.architectures import ARCHITECTURES
 from tests.support.command import entropykv
 from tests.support.logits import tokens_for
@@ -56,16 +57,9 @@ def micro_batches_of(
     found = []
     before = HeadwiseStore.before
 
-    def note(
-        self: HeadwiseStore,
-        n_tokens: int,
-        position: int,
-        n_echo: int = 0,
-        n_drafts: int = 0,
-        **options: Any,
-    ) -> None:
-        found.append((position, n_tokens, n_echo))
-        before(self, n_tokens, position, n_echo, n_drafts, **options)
+    def note(self: HeadwiseStore, reading: Reading) -> None:
+        found.append((reading.position, reading.n_tokens, reading.n_echo))
+        before(self, reading)
 
     with monkeypatch.context() as patch:
         patch.setattr(HeadwiseStore, "before", note)
@@ -154,13 +148,13 @@ def test_it_is_the_predictor_that_calibration_would_fit(smollm2: Path, prose: st
     ) as session:
         session.decode(tokens)
         fitted = shares(session)
-        store_of(session).prediction.adopt(shipped.predictor)
+        store_of(session).learning.adopt(shipped.predictor)
         session.reset()
         session.decode(tokens[:600])
         by_shipped = shares(session)
         fit = fit_of(session).predictor
         assert fit is not None
-        store_of(session).prediction.adopt(fit)
+        store_of(session).learning.adopt(fit)
         session.reset()
         session.decode(tokens[:600])
         by_fitted = shares(session)
@@ -202,7 +196,7 @@ def test_micro_batches_end_where_the_bytes_are_full(
 ) -> None:
     """Therefore budgets that follow the text know this before anything of it is evicted."""
     with Session(tiny_llama, policy="adaptive", **INSIDE) as session:
-        whole = store_of(session).whole_entries
+        whole = store_of(session).reach().whole
         sizes = micro_batches_of(session, TOKENS[:1500], monkeypatch)
     assert whole < 512
     assert sizes[0][:2] == (0, whole) or sizes[0][1] < 512

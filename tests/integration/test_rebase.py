@@ -44,7 +44,7 @@ def keys_at(path: Path, tokens: list[int], position: int, move_to: int) -> npt.N
         session._slot.text.position = position
         session.decode(tokens)
         store = session._store
-        ropes = [node.rope for node in store.hook.nodes]
+        ropes = [node.rope for node in store.context.hook.nodes]
         store.core.rebase(ropes, 0, 0, position - move_to)
         heads = range(store.layers[0].n_head_kv)
         return np.stack(

@@ -235,7 +235,7 @@ def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
         together([first, *forks], [[7], [8], [9], [10]], 4)
         # Each fork has its own last page of every KV head, and at most one more.
         n_heads = 3 * 2
-        page = first._slot.headwise.sharing.plan.page_bytes
+        page = first._slot.store.sharing.plan.page_bytes
         assert pool.stats().kv_bytes_now <= alone + 4 * 2 * n_heads * page < 2 * alone
         first.close()
         rows = [fork.decode([5]) for fork in forks]  # The shared pages are still theirs.

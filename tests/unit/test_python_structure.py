@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,3 +100,41 @@ def test_a_module_s_name_tells_where_a_class_is() -> None:
     ]
     public = [name for name in names if not name.startswith("_") and "." not in name]
     assert {name for name in public if public.count(name) > 1} == set()
+
+
+def modules_imported(file: Path, known: Collection[str]) -> Iterator[str]:
+    """Yield the modules of the package that a file imports, also within functions and for types."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in known else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves through others, in alphabetical order."""
+    reached = {name: set(others) for name, others in imports.items()}
+    for between, behind in reached.items():
+        for others in reached.values():
+            if between in others:
+                others.update(behind)
+    return sorted(name for name, others in reached.items() if name in others)
+
+
+KNOWN_CIRCLES = {
+    "entropykv.server.chat.chat_request",
+    "entropykv.server.dialects.requests",
+    "entropykv.session.document",
+    "entropykv.session.session",
+}
+
+
+def test_no_modules_import_each_other() -> None:
+    """A circle of modules cannot be read from its beginning, because it has none."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+    paths = {file: file.relative_to(PACKAGE.parent).with_suffix("").parts for file in FILES}
+    known = {".".join(parts).removesuffix(".__init__"): file for file, parts in paths.items()}
+    del known["entropykv"]  # It names everything that is public.
+    imports = {name: {*modules_imported(file, known)} & {*known} for name, file in known.items()}
+    assert {*circles(imports)} <= KNOWN_CIRCLES

@@ -11,7 +11,7 @@ import pytest
 
 from entropykv.errors import PoolError
 from entropykv.session.scheduler import Scheduler, Work, choose
-from entropykv.store.protocol import Part
+from entropykv.store.step import Part
 
 NO_STORE: Any = None
 

@@ -22,7 +22,7 @@ from entropykv.session.file import (
     SessionReader,
     check_settings,
 )
-from entropykv.store.protocol import Section
+from entropykv.store.states import Section
 from tests.support.session_files import CONTENTS, SECTIONS, SETTINGS, file_bytes
 
 

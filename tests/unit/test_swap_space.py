@@ -8,7 +8,7 @@ import pytest
 
 from entropykv.errors import PoolError, SettingsError
 from entropykv.session.swap_space import SwapSpace
-from entropykv.store.protocol import StoreState
+from entropykv.store.states import StoreState
 
 SECTIONS = [b"first", b"", b"the third one"]
 

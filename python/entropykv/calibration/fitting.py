@@ -24,7 +24,7 @@ from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.protocol import decode_inside
+from entropykv.store.step import decode_inside
 
 Rows = npt.NDArray[np.float32]
 
@@ -122,7 +122,7 @@ class _EchoReader:
         try:
             self._store = HeadwiseStore(self._model, config, self._context)
             self._store.sharing.keep_everything()
-            self._store.prediction.collect_lessons(True)
+            self._store.learning.collect_lessons(True)
         except BaseException:
             self.close()
             raise
@@ -153,8 +153,8 @@ class _EchoReader:
 
     def take_lessons(self) -> Lessons:
         """Return the sums that were collected since the last call."""
-        lessons = list(self._store.prediction.lessons())
-        self._store.prediction.clear_lessons()
+        lessons = list(self._store.learning.lessons())
+        self._store.learning.clear_lessons()
         return lessons
 
     def scores(self, tokens: Sequence[int], predictor: ScorePredictor) -> list[list[Rows]]:
@@ -162,8 +162,8 @@ class _EchoReader:
 
         Sinks are left out, because every query attends to them in any text.
         """
-        self._store.prediction.collect_lessons(False)
-        self._store.prediction.adopt(predictor)
+        self._store.learning.collect_lessons(False)
+        self._store.learning.adopt(predictor)
         self._store.truncate(0)
         for start in range(0, len(tokens), self._echo.chunk):
             self._decode(tokens[start : start + self._echo.chunk], start, [])

@@ -21,7 +21,7 @@ from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.protocol import decode_inside
+from entropykv.store.step import decode_inside
 
 Entropies = npt.NDArray[np.float32]
 _TIMED_TOKENS = 384
@@ -83,7 +83,7 @@ class Observer:
         try:
             store = HeadwiseStore(self._model, config, self._context)
             if predictor is not None:
-                store.prediction.adopt(predictor)
+                store.learning.adopt(predictor)
         except BaseException:
             self._context.close()
             raise
@@ -129,7 +129,7 @@ class Observer:
         RoPE are not known.
         """
         recurrent = self.geometry.recurrent or is_recurrent(self._model)
-        return not recurrent and not self._store.rope_obstacle
+        return not recurrent and not self._store.facts.rope_obstacle
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text as a prompt, with BOS if the model wants it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from entropykv import _core
 from entropykv.errors import ContextError
 
 STEPS = 4
@@ -46,6 +47,18 @@ class RopeRange:
         if end - shift <= self.limit and position - shift >= self.limit // 2:
             return shift
         return -(-max(0, end - self.limit) // self.step) * self.step
+
+    def seen(self, position: int, shift: int) -> int:
+        """Return the RoPE position of a position in the text."""
+        return _core.rope_position(position, self.n_sinks, shift)
+
+    def drafts_in_place(self, shift: int, position: int, wanted: int) -> int:
+        """Return how many of `wanted` drafts may follow a token at `position` before keys move to
+        other positions.
+        """
+        while wanted and self.shift_for(shift, position, 1 + wanted) != shift:
+            wanted -= 1
+        return wanted
 
 
 def largest_micro_batch(n_ubatch: int, n_ctx: int, n_ctx_train: int) -> int:

@@ -29,16 +29,15 @@ class Threads:
         *,
         let_help: Callable[[int], None] | None = None,
         others: OtherWork | None = None,
-        fixed: bool = False,
     ) -> None:
-        """Use `options`' numbers of threads for one token and for several: as maxima, or always if
-        `fixed`, or if the options say so.
+        """Use `options`' numbers of threads for one token and for several: as maxima, or always
+        without `let_help`, or if the options say so.
 
-        `let_help(n)` lets n more threads help until `let_help(0)`; None if none can. `others` has
-        looked at what other processes do, such as while the model was loaded. The result of
-        llama.cpp's own attention may depend on the number of threads; ours does not.
+        `let_help(n)` lets n more threads help until `let_help(0)`; None where llama.cpp or a device
+        attends, because numbers may depend on how many threads do; ours do not. `others` has looked
+        at what other processes do, such as while the model was loaded.
         """
-        self._fixed = fixed or options.fixed_threads or options.most_threads == 1
+        self._fixed = let_help is None or options.fixed_threads or options.most_threads == 1
         self._let_help = let_help
         cores = threads_at_a_time()
         self._single = ThreadChoice(options.threads, cores)

@@ -44,7 +44,7 @@ from entropykv import _core, system
 from entropykv.errors import SessionFileError
 from entropykv.files import new_file, open_regular
 from entropykv.policy.names import current_name
-from entropykv.store.protocol import Section
+from entropykv.store.states import Section
 
 MAGIC = b"EKVSESS\0"
 VERSION = 8

@@ -8,24 +8,20 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
-from entropykv import _core
 from entropykv.errors import (
     BudgetError,
     EntropyKVError,
     PoolError,
     SettingsError,
-    UnsupportedModelError,
 )
 from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.model import Model, offloaded_layers
+from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.projector import Projector
-from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
-from entropykv.policy.resolved_config import ResolvedConfig, resolve
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.session.asked import config_for
 from entropykv.session.checkpoints import Checkpoints
@@ -44,13 +40,9 @@ from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import OtherWork
 from entropykv.settings.options import Budget, is_number
-from entropykv.store.device import DeviceStore
-from entropykv.store.device_context import DeviceContext
-from entropykv.store.flat import FlatStore
-from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.protocol import Part, Store, decode_parts
-from entropykv.store.score_prediction import fits_nodes
+from entropykv.store.factory import StoreFactory
+from entropykv.store.protocol import Store
+from entropykv.store.step import Part, decode_parts
 
 _CHECK_INTERVAL = 0.02
 """Seconds between two checks of a waiting thread whether another session is idle."""
@@ -86,8 +78,7 @@ class ModelRunner:
         swap_space = SwapSpace(options.swap, options.swap_limit)
         self.checkpoints = Checkpoints(swap_space, options.checkpoint_limit)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
-        self.config = config_for(options, geometry)
-        """The resolved options, with the store that serves the model."""
+        config = config_for(options, geometry)
         self.budget = options.budget
         self.model = (
             model
@@ -107,176 +98,55 @@ class ModelRunner:
         self._ends = False
         """True if the runner closes after the running step."""
         self._in_step = False
-        self._context: HeadwiseContext | DeviceContext | None = None
-        self.echo: Echo | None = None
         try:
-            self._spare: Store | None = self._first_store()
+            self._stores = StoreFactory(self.model, config, self._most_tokens)
         except BaseException:
-            self._close_context()
             self.model.close()
             raise
-        self.n_kv_heads = self._spare.n_kv_heads
+        context = self._stores.context
+        self.config = self._stores.config
+        """The resolved options, with the store that serves the model."""
+        self.echo = self._make_echo(self.config)
+        self.n_kv_heads = self._stores.n_kv_heads
         # All single tokens in addition to a piece of a prompt.
-        n_tokens = self._most_tokens() + self.n_sequences - 1
+        n_tokens = self._most_tokens(self.config) + self.n_sequences - 1
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self.step_costs = StepCosts()
-        self._threads = self._make_threads(others)
+        self._threads = Threads(self.config.options, let_help=context.let_help, others=others)
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
         self.shared = SharedPool(
-            self._shared_core(),
+            context,
             self.config,
-            self._context.layers if self._context else (),
             swap_space,
             self.slots,
             self.scheduler.is_waiting,
         )
         """The budget, and the sequences that share it; a session alone is a pool of one."""
 
-    def _shared_core(self) -> _core.SequencePool | DeviceContext | None:
-        """Return what has the figures of a pool; None for a session alone."""
-        if isinstance(self._context, DeviceContext):
-            return self._context if self.config.options.in_pool else None
-        return self._context.pool if self._context else None
+    def _make_echo(self, config: ResolvedConfig) -> Echo | None:
+        return Echo(self._tokenize_plainly, config.n_ubatch) if config.reads_twice else None
 
-    def _make_threads(self, others: OtherWork) -> Threads:
-        options, context = self.config.options, self._context
-        if isinstance(context, HeadwiseContext):
-            return Threads(options, let_help=context.hook.help, others=others)
-        return Threads(options, fixed=True)
+    def _tokenize_plainly(self, text: str) -> list[int]:
+        return self.model.tokenize(text, add_bos=False, special=False)
 
-    # --- stores -----------------------------------------------------------------------------------
-
-    def _first_store(self) -> Store:
-        """Make the requested store; with `auto`, the first one that can serve the model: device, if
-        attention is on a device, then headwise, then device with attention in main memory, then
-        flat.
-        """
-        # llama.cpp knows more than the header.
-        if is_recurrent(self.model) and not self.config.geometry.recurrent:
-            geometry = replace(self.config.geometry, recurrent=True)
-            self.config = resolve(self.config.options, geometry, self.config.profile)
-        options, headwise = self.config.options, self.config
-        if options.store != "auto":
-            return self._make_store()
-        refusal: UnsupportedModelError | SettingsError | None = None
-        on_host: ResolvedConfig | None = None
-        if offloaded_layers(options.n_gpu_layers) and not headwise.freezing:
-            try:
-                if (store := self._store_on_devices()) is not None:
-                    if not self._attends_on_host():
-                        return store
-                    on_host = self.config
-            except (UnsupportedModelError, SettingsError) as error:
-                refusal = error  # It says how to get the device store, if there is a way.
-            self._close_context()
-            self.config = headwise
-        try:
-            return self._make_store()
-        except UnsupportedModelError as error:
-            refusal = refusal or error
-        if on_host is not None:
-            self._close_context()
-            self.config = on_host
-            return self._make_store()
-        if options.in_pool and not headwise.freezing:
-            raise refusal
-        self._close_context()
-        self.config = headwise.on_flat_store(str(refusal))
-        return self._make_store()
-
-    def _attends_on_host(self) -> bool:
-        """Tell whether a device store computes all attention in main memory."""
-        return isinstance(self._context, DeviceContext) and self._context.is_on_host
+    def _most_tokens(self, config: ResolvedConfig) -> int:
+        """Return the most tokens of a sequence in a micro-batch, including its echo."""
+        echo = self._make_echo(config)
+        return max(config.n_ubatch, echo.n_ubatch if echo else 0)
 
     @property
     def on_host(self) -> str | None:
         """Return which layers attend in main memory although they are on a device, and why; None if
         none does.
         """
-        return self._context.on_host if isinstance(self._context, DeviceContext) else None
-
-    def _store_on_devices(self) -> Store | None:
-        """Make a device store; returns None if no layer's K and V lie on a device.
-
-        Raises SettingsError or UnsupportedModelError if it cannot serve the model.
-        """
-        why = f"{self.model.name}: layers are on a device, and headwise reads K and V on the CPU"
-        self.config = self.config.on_device_store(why)
-        if not any(node.on_device for node in self._device_context().hook.nodes):
-            return None
-        return self._make_store()
-
-    def _make_store(self) -> Store:
-        try:
-            if self.config.store != "headwise":
-                self._prepare_echo()
-            if self.config.store == "flat":
-                return FlatStore(self.model, self.config, self.budget)
-            if self.config.store == "device":
-                shared = self._device_context()  # This may change the config.
-                return DeviceStore(self.model, self.config, shared, self.budget)
-            context = self._headwise_context()  # This may change the config.
-            return HeadwiseStore(self.model, self.config, context, self.budget)
-        except MemoryError:
-            raise self.too_large(self.budget) from None
-
-    def _device_context(self) -> DeviceContext:
-        """Return the context of the device stores, which the first one makes."""
-        if not isinstance(self._context, DeviceContext):
-            self._context = DeviceContext(self.model, self.config)
-            hook, learnt = self._context.hook, self.config.learnt
-            if hook.rope_obstacle:
-                self.config = self.config.without_prediction()
-            elif learnt is not None and not fits_nodes(learnt.predictor, hook):
-                self.config = self.config.without_learnt()
-        return self._context
-
-    def _headwise_context(self) -> HeadwiseContext:
-        """Return the context of the headwise stores, which the first one makes."""
-        if not isinstance(self._context, HeadwiseContext):
-            self._context = self._make_context()
-        return self._context
-
-    def _make_context(self) -> HeadwiseContext:
-        """Make the context; if a model's keys before RoPE are not known, nothing is predicted."""
-        self._prepare_echo()
-        context = HeadwiseContext(self.model, self.config, self._most_tokens())
-        config = self.config
-        if context.hook.rope_obstacle:
-            config = config.without_prediction()
-        elif config.learnt is not None and not fits_nodes(config.learnt.predictor, context.hook):
-            config = config.without_learnt()
-        if config is self.config:
-            return context
-        context.close()
-        self.config = config
-        return self._make_context()
-
-    def _prepare_echo(self) -> None:
-        config = self.config
-        self.echo = Echo(self._tokenize_plainly, config.n_ubatch) if config.reads_twice else None
-
-    def _tokenize_plainly(self, text: str) -> list[int]:
-        return self.model.tokenize(text, add_bos=False, special=False)
-
-    def _most_tokens(self) -> int:
-        """Return the most tokens of a sequence in a micro-batch, including its echo."""
-        return max(self.config.n_ubatch, self.echo.n_ubatch if self.echo else 0)
+        return self._stores.context.on_host
 
     def too_large(self, budget: Budget) -> BudgetError:
         """Return the error for a budget for which there is no memory."""
-        return BudgetError(
-            f"{self.model.name}: a KV budget of {budget} in a context of {self.config.n_ctx} "
-            "tokens does not fit into this machine's memory; give a smaller one (kv_budget, n_ctx)"
-        )
-
-    def _close_context(self) -> None:
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        return self._stores.too_large(budget)
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -290,10 +160,10 @@ class ModelRunner:
         with self.scheduler.between_steps():
             if self.shared.is_private and self.slots:
                 raise PoolError("the pool holds one conversation, and no other; close its session")
-            store, self._spare = self._spare or self._make_store(), None
-            if self.config.learns_predictor and isinstance(store, HeadwiseStore):
+            store = self._stores.make(self.budget)
+            if self.config.learns_predictor and store.learning is not None:
                 self.fit = self.fit or fit_for(self.model, self.config)
-                self.fit.watch(store)
+                self.fit.watch(store.learning, self._stores.context.layers)
             slot = SequenceSlot(
                 store,
                 weight,
@@ -304,7 +174,7 @@ class ModelRunner:
             # The store may be that of an earlier session, which has left its place.
             slot.inherited = slot.text.evicted_before = store.evicted
             if self.config.freezing is not None:
-                slot.trajectory = Trajectory(store.n_kv_heads)
+                slot.trajectory = Trajectory(store.facts.n_kv_heads)
             self._slots_made += 1
             self.slots.append(slot)
             return slot
@@ -312,7 +182,7 @@ class ModelRunner:
     @property
     def stores(self) -> list[Store]:
         """Return the stores of all sequences, and one that waits for the next sequence."""
-        spare = [] if self._spare is None else [self._spare]
+        spare = [] if self._stores.spare is None else [self._stores.spare]
         return [*(slot.store for slot in self.slots), *spare]
 
     def drafter(self) -> Drafter | None:
@@ -398,7 +268,7 @@ class ModelRunner:
             self.shared.forget(slot)
         self._evicted_by_gone += slot.evicted
         if keeps_place:  # It belongs to the next session.
-            self._spare = slot.store
+            self._stores.spare = slot.store
         else:
             slot.store.close()
 
@@ -424,7 +294,7 @@ class ModelRunner:
     @property
     def recurrent(self) -> bool:
         """Tell whether sequences have a state that cannot be rolled back."""
-        return self._context is not None and self._context.recurrent
+        return self._stores.context.recurrent
 
     @contextlib.contextmanager
     def live_store(self, slot: SequenceSlot) -> Iterator[Store]:
@@ -492,7 +362,7 @@ class ModelRunner:
         teaches = self.fit is not None and self.fit.prepare(parts, self.slots)
         start = time.monotonic()
         try:
-            with self._threads.step(parts[0].store.context, n_tokens):
+            with self._threads.step(parts[0].store.context.handle, n_tokens):
                 decode_parts(parts, self._batch, self.model.name)
         finally:
             self._in_step = False
@@ -521,10 +391,9 @@ class ModelRunner:
                 return
             tokens = slot.text.tokens[begin:end]
             teaches = self.fit.teaches(tokens)
-            if teaches:
-                prediction = cast(HeadwiseStore, store).prediction
-                prediction.collect_lessons(True)
-                prediction.teach_stored(begin, end, store.shift)
+            if teaches and store.learning is not None:
+                store.learning.collect_lessons(True)
+                store.learning.teach_stored(begin, end, store.shift)
             self._note_lessons(slot, begin, tokens, teaches=teaches)
             self._learn()
 
@@ -566,17 +435,15 @@ class ModelRunner:
         own = self.learnt_predictor
         if not self.config.policy.importance.predicts or (own is None and self.fit is None):
             return
-        if not isinstance(self._context, HeadwiseContext):
+        learning = self.slots[0].store.learning
+        if learning is None or not learning.fits(learnt.predictor):
             return
         if own is not None and not self.shared.is_private:
             return
-        if not fits_nodes(learnt.predictor, self._context.hook):
-            return
-        prediction = self.slots[0].headwise.prediction
-        prediction.adopt(learnt.predictor)
+        learning.adopt(learnt.predictor)
         self._from_file = learnt
         if self.fit is not None:
-            self.fit.end_with(learnt.predictor, prediction)
+            self.fit.end_with(learnt.predictor, learning)
 
     def open_projector(
         self,
@@ -615,11 +482,8 @@ class ModelRunner:
         for slot in list(self.slots):
             slot.gone = True
             self._leave(slot)
-        if self._spare is not None:
-            self._spare.close()
-            self._spare = None
         self._batch.close()
-        self._close_context()
+        self._stores.close()
         if self.images is not None:
             self.images.close()
         if self.draft_model is not None:

@@ -9,6 +9,7 @@ predictor is complete when enough tokens agree, of one text or several.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from entropykv import _core
 from entropykv.errors import ProfileError
@@ -18,9 +19,8 @@ from entropykv.profile.growing import GrowingPredictor
 from entropykv.profile.learnt import LearntFile, LearntPredictor
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.protocol import Part
-from entropykv.store.score_prediction import ScorePrediction
+from entropykv.store.protocol import Learning
+from entropykv.store.step import Part
 
 ROUND_TOKENS = 224
 """The least tokens of a round."""
@@ -89,13 +89,15 @@ class PredictorFit:
         self._outcome = outcome
         self._told = False
 
-    def watch(self, store: HeadwiseStore) -> None:
-        """Collect sums from the texts of a store, until the predictor is complete."""
+    def watch(self, learning: Learning, layers: Sequence[_core.LayerShape]) -> None:
+        """Collect sums from the texts of a store, until the predictor is complete; `layers`: the
+        model's attention layers.
+        """
         if self.predictor is None:
-            store.prediction.collect_lessons(True)
+            learning.collect_lessons(True)
         if self._growing is None:
             known = None if self.learnt is None else self.learnt.predictor
-            self._growing = GrowingPredictor(value_features(store.layers), known)
+            self._growing = GrowingPredictor(value_features(layers), known)
 
     @property
     def candidate(self) -> ScorePredictor | None:
@@ -145,7 +147,7 @@ class PredictorFit:
             return False
         texts = [part.tokens for part in parts if part.echo and part.tokens]
         collects = bool(texts) and all(map(self.teaches, texts))
-        slots[0].headwise.prediction.collect_lessons(collects)
+        _learning_of(slots).collect_lessons(collects)
         return collects
 
     def note(self, slot: SequenceSlot, begin: int, tokens: Sequence[int]) -> None:
@@ -166,8 +168,8 @@ class PredictorFit:
         if self.predictor is not None or self._growing is None or self._n_taught < ROUND_TOKENS:
             return False
         self._n_taught = 0
-        prediction = slots[0].headwise.prediction
-        grown = self._growing.grow(prediction.lessons())
+        learning = _learning_of(slots)
+        grown = self._growing.grow(learning.lessons())
         agreement = self._growing.correlation
         agrees = grown and (agreement is None or agreement >= LEAST_CORRELATION)
         if not agrees:
@@ -183,18 +185,18 @@ class PredictorFit:
             self._outcome = "texts differ too much in it for other sessions to use it"
         else:
             self._growing.forget()
-            prediction.clear_lessons()
+            learning.clear_lessons()
             self._n_texts = 0
             self._teachers.clear()
             return False
         if self.predictor is not None:
-            self._end(prediction)
-        return enough and predictor is not None and self._adopt(predictor, prediction, slots)
+            self._end(learning)
+        return enough and predictor is not None and self._adopt(predictor, learning, slots)
 
     def _adopt(
         self,
         predictor: ScorePredictor,
-        prediction: ScorePrediction,
+        learning: Learning,
         slots: Sequence[SequenceSlot],
     ) -> bool:
         """Predict scores from now on; returns whether nothing was predicted before.
@@ -202,26 +204,26 @@ class PredictorFit:
         Entries that have a prediction keep it, because the larger of two would not be comparable
         with that of others.
         """
-        prediction.adopt(predictor)
+        learning.adopt(predictor)
         if self.predicts:
             return False
         self.predicts = True
         for slot in slots:
             if slot.live and not slot.half_read:
-                slot.headwise.predict_held(slot.position)
+                _learning_of([slot]).predict_held(slot.position, slot.store.shift)
         return True
 
-    def _end(self, prediction: ScorePrediction) -> None:
+    def _end(self, learning: Learning) -> None:
         """Free what only learning needs."""
-        prediction.collect_lessons(False)
-        prediction.clear_lessons()
+        learning.collect_lessons(False)
+        learning.clear_lessons()
         self._seen.clear()
         self._teachers.clear()
 
-    def end_with(self, predictor: ScorePredictor, prediction: ScorePrediction) -> None:
+    def end_with(self, predictor: ScorePredictor, learning: Learning) -> None:
         """Take the predictor that a loaded file brings, and learn nothing more; it is not kept."""
         self.predictor = predictor
-        self._end(prediction)
+        self._end(learning)
 
     def _keep(self, candidate: ScorePredictor) -> None:
         """Write what is known for other processes; an error is only told."""
@@ -269,6 +271,11 @@ class PredictorFit:
             f"looks up; {then}"
         )
         return said if self._obstacle is None else f"{self._obstacle}; {said}"
+
+
+def _learning_of(slots: Sequence[SequenceSlot]) -> Learning:
+    """Return what predicts scores in the store of the first slot, and so in all of its pool."""
+    return cast(Learning, slots[0].store.learning)  # Only stores that predict are watched.
 
 
 def fit_for(model: Model, config: ResolvedConfig) -> PredictorFit:

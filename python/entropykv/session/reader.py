@@ -17,7 +17,8 @@ from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.rollback import Rollback
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.store.protocol import Logits, Part
+from entropykv.store.protocol import Logits
+from entropykv.store.step import Part
 
 
 class SequenceReader:
@@ -121,7 +122,7 @@ class SequenceReader:
         if self._runner.config.options.spec_type != "auto":
             return False
         if self._own_products is None:
-            kernels = self._store.hook.products.values()
+            kernels = self._store.context.hook.products.values()
             if not kernels:  # Nothing was read yet.
                 return True
             self._own_products = not any("llama.cpp" in kernel for kernel in kernels)
@@ -155,7 +156,7 @@ class SequenceReader:
             self.drafting.note(part.n_drafts, part.n_right)
         slot.note_evictions()
         slot.broken = False
-        self._store.check()
+        self._check_freezing()
         return part.n_right
 
     def _most_drafts(self) -> int:
@@ -188,7 +189,9 @@ class SequenceReader:
         """
         config = self._runner.config
         most = min(config.n_ubatch, n_before) or config.recall_micro_batch
-        return min(most, self._store.whole_before(self._slot.text.position, n_tokens))
+        if self._store.sharing is not None:
+            n_tokens = self._store.sharing.whole_before(self._slot.text.position, n_tokens)
+        return min(most, n_tokens)
 
     def _image_part(self, ids: list[int], n_before: int) -> ImagePart:
         """Return the rows of an image that are read next, in the place of the first tokens."""
@@ -203,17 +206,17 @@ class SequenceReader:
         if n_tokens == 0:
             raise ContextError("there is nothing to read; give at least one token")
         end, n_ctx = self._slot.text.position + n_tokens, self._runner.config.n_ctx
-        store = self._store
+        facts = self._store.facts
         if end > n_ctx:
             raise ContextError(
                 f"{end} tokens do not fit into a context of {n_ctx}; "
                 "shorten the prompt or raise --ctx-size (n_ctx)"
             )
-        if store.rope_obstacle and end > store.rope.limit:
+        if facts.rope_obstacle and end > facts.rope.limit:
             raise ContextError(
                 f"{self._runner.model.name}: {end} tokens are more than the "
-                f"{store.rope.limit} that the model was trained for, and it cannot go beyond them: "
-                f"{store.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
+                f"{facts.rope.limit} that the model was trained for, and it cannot go beyond them: "
+                f"{facts.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
             )
 
     def _part(self, tokens: list[int], n_rows: int, image: ImagePart | None) -> Part:
@@ -239,8 +242,13 @@ class SequenceReader:
             frozen = counters.get("frozen_entries", 0)
             slot.trajectory.record(text.position, counters["entries_kept"], frozen)
         slot.broken = False
-        self._store.check()
+        self._check_freezing()
         return logits
+
+    def _check_freezing(self) -> None:
+        """Raise FreezeError if frozen entries could not be read or written."""
+        if self._store.freezing is not None:
+            self._store.freezing.check()
 
     def _decode(self, part: Part, arrival: int) -> Logits | None:
         """Decode a micro-batch at the end of the text; if that fails, the sequence is broken."""
@@ -258,12 +266,14 @@ class SequenceReader:
     def _evicts(self, n_tokens: int) -> bool:
         """Tell whether the budget cannot hold the whole text if it grows by n_tokens."""
         self._runner.foresee(self._slot)
-        return self._slot.text.position + n_tokens > self._store.whole_entries
+        return self._slot.text.position + n_tokens > self._store.reach().whole
 
     def _awaits_echoes(self, n_tokens: int, ahead: int = 0) -> bool:
         """Tell whether echoes must begin before the bytes are full, so that no token waits long."""
-        whole = self._store.whole_entries
-        if self._echo is None or n_tokens >= LEAST_TOKENS or whole >= self._runner.config.n_ctx:
+        if self._echo is None or n_tokens >= LEAST_TOKENS:
+            return False
+        whole = self._store.reach().whole
+        if whole >= self._runner.config.n_ctx:
             return False
         text = self._slot.text
         position = text.position + ahead
@@ -277,7 +287,8 @@ class SequenceReader:
         tokens.
         """
         slot, text = self._slot, self._slot.text
-        least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
+        window = self._store.reach().recent_window
+        least = self._echo.least_pending(n_tokens, window) if self._echo else 0
         if self._echo is None or text.position - text.echoed < least:
             return
         while text.echoed < text.position:
@@ -291,7 +302,8 @@ class SequenceReader:
             if n_tokens < LEAST_TOKENS or self._echo is None:
                 break
         with self._runner.live_store(slot) as store:
-            store.share_again()
+            if store.sharing is not None:
+                store.sharing.share_again()
         slot.note_evictions()
 
     def _echo_of(self, chunk: Sequence[int], first: int | None = None) -> list[int]:
@@ -307,4 +319,5 @@ class SequenceReader:
         first = text.position if first is None else first
         echo = self._echo.of(text.tokens[:first], chunk)
         end = max(text.position, first + len(chunk)) + len(echo)
-        return [] if self._store.rope_obstacle and end > self._store.rope.limit else echo
+        facts = self._store.facts
+        return [] if facts.rope_obstacle and end > facts.rope.limit else echo

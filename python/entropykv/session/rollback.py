@@ -34,7 +34,7 @@ class Rollback:
             slot.text,
             slot.store.can_return_to,
             is_whole=not slot.broken,
-            n_sure=slot.store.sure_entries,
+            n_sure=slot.store.reach().sure,
             n_ctx=self._runner.config.n_ctx,
         )
 

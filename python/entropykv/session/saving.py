@@ -16,7 +16,6 @@ from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv._version import VERSION
 from entropykv.errors import FreezeError, PoolError, ProfileError, SessionFileError
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.session.file import (
@@ -36,7 +35,8 @@ from entropykv.session.model_runner import ModelRunner
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
-from entropykv.store.protocol import DamagedState, SavedState, Section, StateDoesNotFit, Store
+from entropykv.store.protocol import Store
+from entropykv.store.states import DamagedState, SavedState, Section, StateDoesNotFit
 
 
 def saved_settings(
@@ -49,7 +49,7 @@ def saved_settings(
         llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
         model=model.name,
         fingerprint=model.identity,
-        store=store.file_format or store.name,
+        store=store.facts.file_format or store.name,
         kv_type=config.kv_type,
         policy=config.policy.name,
         n_ctx=config.n_ctx,
@@ -57,10 +57,8 @@ def saved_settings(
         n_sinks=config.options.n_sinks,
         recent_window=config.options.recent_window,
         freeze=None if freezing is None else freezing.kv_type,
-        key_centres=store.key_centres,
-        sequence_state=(
-            _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None
-        ),
+        key_centres=store.facts.key_centres,
+        sequence_state=_core.SEQUENCE_STATE_VERSION if store.facts.saves_cells else None,
     )
 
 
@@ -163,8 +161,9 @@ def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -
             f"{reader.where}: goes beyond the trained context with {sinks} sinks, but this session "
             f"has {settings.n_sinks}; use --sinks {sinks} (n_sinks={sinks})"
         )
-    beyond = reader.contents.position - shift > store.rope.limit
-    if store.rope_obstacle or beyond or shift % store.rope.step != 0:
+    facts = store.facts
+    beyond = reader.contents.position - shift > facts.rope.limit
+    if facts.rope_obstacle or beyond or shift % facts.rope.step != 0:
         raise reader.damaged("an impossible shift")
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from entropykv.errors import EntropyKVError, PoolError
-from entropykv.store.protocol import Part
+from entropykv.store.step import Part
 
 MOST_PATIENCE = 0.05
 """The most seconds that a step waits for the next tokens of the sessions in the last step."""

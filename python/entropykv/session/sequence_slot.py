@@ -8,8 +8,7 @@ from entropykv.policy.division import LossCurve
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.swap_space import SwappedSequence
 from entropykv.session.trajectory import Trajectory
-from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.protocol import PooledStore, Store
+from entropykv.store.protocol import Pooled, Store
 
 IDLE_SECONDS = 1.0
 """After so many seconds without reading, a sequence counts as idle, and may be swapped out."""
@@ -83,11 +82,11 @@ class SequenceSlot:
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property
-    def headwise(self) -> HeadwiseStore:
-        """Return the store as a HeadwiseStore, because only these share pages."""
-        return cast(HeadwiseStore, self.store)
+    def pooled(self) -> Pooled:
+        """Return the store as one of a pool, which others share."""
+        return cast(Pooled, self.store.pooled)
 
     @property
-    def pooled(self) -> PooledStore:
-        """Return the store as one that others can share a pool with."""
-        return cast(PooledStore, self.store)
+    def measured_curve(self) -> LossCurve | None:
+        """Return what its text loses with fewer pages, if that was measured."""
+        return None if self.store.sharing is None else self.store.sharing.loss_curve()

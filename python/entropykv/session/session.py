@@ -163,7 +163,7 @@ class Session:
         """The options, and what they mean for the model."""
         self._slot = runner.add_slot(weight)
         self._store = self._slot.store
-        self.hook = self._store.hook
+        self.hook = self._store.context.hook
         """Changes the context's graphs, and can time them: see entropykv.evaluation.work."""
         self._rollback = Rollback(runner, self._slot, tenant)
         self._reader = SequenceReader(runner, self._slot, self._rollback, runner.drafter())
@@ -495,7 +495,7 @@ class Session:
     @property
     def context(self) -> Any:
         """Return the llama_context, for samplers; its logits may belong to another session."""
-        return self._store.context
+        return self._store.context.handle
 
     @property
     def is_alone(self) -> bool:
@@ -571,7 +571,7 @@ class Session:
     @property
     def bytes_full_per_token(self) -> int:
         """Return the bytes that a full cache in f16 would take for a token."""
-        return self._store.bytes_full_per_token
+        return self._store.facts.bytes_full_per_token
 
     @property
     def evicted(self) -> int:
@@ -583,7 +583,7 @@ class Session:
         """Return how many of the newest tokens every KV head certainly keeps; n_ctx if nothing is
         evicted.
         """
-        return self._store.sure_entries
+        return self._store.reach().sure
 
     def resize(self, kv_budget: Budget | str | float) -> None:
         """Change the budget while running: a larger one takes effect at once, a smaller one evicts.
@@ -609,7 +609,7 @@ class Session:
         self._runner.check_usable(self._slot)
         at_least("window", window, 0)
         with self._runner.live_store(self._slot) as store:
-            return store.thaw(rung, window, self.position)
+            return store.freezing.thaw(rung, window, self.position) if store.freezing else 0
 
     # --- go back ----------------------------------------------------------------------------------
 
@@ -838,8 +838,8 @@ class Session:
             policy=self.policy.name,
             kv_budget=str(self._runner.budget),
             n_ctx=self.n_ctx,
-            kv_bytes_full=self.position * store.bytes_full_per_token,
-            entries_full=self.position * store.n_kv_heads,
+            kv_bytes_full=self.position * store.facts.bytes_full_per_token,
+            entries_full=self.position * store.facts.n_kv_heads,
             peak_rss_bytes=system.peak_rss_bytes(),
             freeze=self.freezing.where if self.freezing else None,
             drafted_tokens=drafts.drafted,

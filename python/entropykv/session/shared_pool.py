@@ -11,20 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.session.shares import (
-    LEAST_CHANGE,
-    EqualPlaces,
-    PageShares,
-    Shares,
-    WholeBudget,
-)
+from entropykv.session.shares import LEAST_CHANGE, Shares, shares_of
 from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import Budget
-from entropykv.store.device_context import DeviceContext
+from entropykv.store.store_context import StoreContext
 
 
 @dataclass(frozen=True)
@@ -59,23 +52,23 @@ class SharedPool:
 
     def __init__(
         self,
-        core: _core.SequencePool | DeviceContext | None,
+        context: StoreContext,
         config: ResolvedConfig,
-        layers: Sequence[_core.LayerShape],
         swap_space: SwapSpace,
         slots: list[SequenceSlot],
         is_waiting: Callable[[SequenceSlot], bool],
     ) -> None:
-        """Share the pages of `core` by the config's budget, or the places of the device stores of a
-        context; None: a single store has the whole budget.
+        """Share the pages or places of a context by the config's budget; without either, a single
+        store has the whole budget.
 
         `slots`: all sequences, a list that changes; `swap_space`: keeps idle ones; `is_waiting`:
         tells whether tokens of a sequence wait to be read.
         """
-        self.core = core
+        self.core = context.pool
+        """The figures of what sequences share; None for a session alone."""
         self.swap_space = swap_space
         self._config = config
-        self._layers = layers
+        self._layers = context.layers
         self._slots = slots
         self._is_waiting = is_waiting
         self._n_sequences = config.options.n_sequences or 1
@@ -83,12 +76,9 @@ class SharedPool:
         self.evicted_by_gone = 0
         """How many entries were evicted from sequences that no longer exist."""
         self._budget = config.options.budget
-        self._shares: Shares = WholeBudget()
-        if isinstance(core, _core.SequencePool):
-            self._shares = PageShares(core, config, layers)
-            core.on_full(self.swap_space.make_room)
-        elif core is not None:
-            self._shares = EqualPlaces(core, config, layers)
+        self._shares: Shares = shares_of(context, config)
+        if context.pages is not None:
+            context.pages.on_full(self.swap_space.make_room)
 
     @property
     def is_private(self) -> bool:
@@ -118,9 +108,8 @@ class SharedPool:
         """Free a sequence's pages and its number; the caller has kept its content if it is still
         needed.
         """
-        store = slot.pooled
-        store.set_aside()
-        self._free_numbers.append(store.sequence)
+        slot.pooled.set_aside()
+        self._free_numbers.append(slot.store.sequence)
         slot.live = False
 
     def swap_out(self, slot: SequenceSlot) -> None:
@@ -137,11 +126,10 @@ class SharedPool:
         """Keep the content of a live sequence: pages are shared, frozen entries copied. Raises
         PoolError.
         """
-        store = slot.pooled
-        pages = store.checkpoint()
+        store, pages = slot.store, slot.pooled.checkpoint()
         if pages is None:
             return self.swap_space.put(slot.position, store.shift, store.state())
-        return self.swap_space.hold(slot.position, pages, store.state_of)
+        return self.swap_space.hold(slot.position, pages, slot.pooled.state_of)
 
     def _check_shared(self, what: str) -> None:
         if self._shares.keeps_places:
@@ -192,9 +180,9 @@ class SharedPool:
             done = swapped.pages is not None and store.go_on_from(swapped.pages, ends=True)
         if not done:  # Its pages are needed to shrink it.
             self.swap_space.leave_pool(swapped)
-            store.load_state(self.swap_space.take(swapped))
-        if swapped.awaits_prediction:
-            store.predict_held(swapped.position)
+            slot.store.load_state(self.swap_space.take(swapped))
+        if swapped.awaits_prediction and slot.store.learning is not None:
+            slot.store.learning.predict_held(swapped.position, slot.store.shift)
         slot.given_up += n_swapped - store.n_entries
         self.swap_space.drop(swapped)
         slot.swapped = None
@@ -236,7 +224,7 @@ class SharedPool:
         return self.swap_space.hold(slot.position, pages, store.state_of, spare=True)
 
     def _copied_checkpoint(self, slot: SequenceSlot, most_bytes: int) -> SwappedSequence | None:
-        store = slot.pooled
+        store = slot.store
         if slot.swapped is not None:
             fits = slot.swapped.n_bytes <= most_bytes
             return self.swap_space.copy(slot.swapped, spare=True) if fits else None

@@ -12,7 +12,7 @@ from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
-from entropykv.store.device_context import DeviceContext
+from entropykv.store.store_context import Places, StoreContext
 
 GROWTH_STEP = 64
 """Tokens by which a text is expected to grow, so that shares do not change with every token."""
@@ -55,6 +55,15 @@ class Shares(Protocol):
         """Share another budget; raises BudgetError if that is impossible."""
 
 
+def shares_of(context: StoreContext, config: ResolvedConfig) -> Shares:
+    """Return how the stores of a context share its budget."""
+    if context.pages is not None:
+        return PageShares(context.pages, config, context.layers)
+    if context.places is not None:
+        return EqualPlaces(context.places, config, context.layers)
+    return WholeBudget()
+
+
 class WholeBudget:
     """Give the whole budget to the only sequence of a pool of one.
 
@@ -81,7 +90,8 @@ class WholeBudget:
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: ARG002
         """Let the store plan for the expected length of the text."""
-        slot.store.expect(slot.expected)
+        if slot.store.sharing is not None:
+            slot.store.sharing.expect(slot.expected)
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
         """Return False, because the store itself knows what it holds whole."""
@@ -104,13 +114,13 @@ class EqualPlaces:
     grow_by_leaving = False
 
     def __init__(
-        self, context: DeviceContext, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
+        self, places: Places, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
     ) -> None:
         """Check that an equal part holds the protected entries; raises BudgetError.
 
-        `context`: that of the stores; `layers`: the model's attention layers.
+        `places`: those of the stores; `layers`: the model's attention layers.
         """
-        self._context = context
+        self._places = places
         self._config = config
         self._layers = layers
         self._budget = config.options.budget
@@ -137,13 +147,13 @@ class EqualPlaces:
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
         """Tell whether an equal part holds the whole expected text."""
-        return max(slot.expected, slot.position) <= slot.store.whole_entries
+        return max(slot.expected, slot.position) <= slot.store.reach().whole
 
     def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
         """Give all sequences an equal part of another budget, those that are swapped out, too."""
         self._config.equal_share(budget, self._layers)
         held = [slot.pooled.n_entries for slot in slots]
-        self._context.resize(budget, self._budget)
+        self._places.resize(budget, self._budget)
         self._budget = budget
         for slot, n_held in zip(slots, held, strict=True):
             slot.given_up += n_held - slot.pooled.n_entries
@@ -183,7 +193,7 @@ class PageShares:
         """Measure what sequences would lose with fewer pages; returns whether that has changed."""
         news = False
         for slot in slots:
-            curve = slot.headwise.sharing.loss_curve()
+            curve = slot.measured_curve
             news = news or curve is not slot.loss_curve
             slot.loss_curve = curve
         return news
@@ -196,7 +206,7 @@ class PageShares:
         if not slots:
             return
         shares = self._divide(slots)
-        former = [slot.headwise.share_pages for slot in slots]
+        former = [slot.pooled.share_pages for slot in slots]
         changes = [new - old for new, old in zip(shares, former, strict=True)]
         pairs = zip(changes, former, strict=True)
         if all(abs(change) < least_change * old for change, old in pairs):
@@ -205,9 +215,9 @@ class PageShares:
             slot = slots[i]
             whole = self._whole_length(slot, shares[i])
             slot.shared_for = whole or self._length(slot)
-            held = slot.headwise.core.entries
-            slot.headwise.take_share(shares[i], whole)
-            slot.given_up += held - slot.headwise.core.entries
+            held = slot.pooled.n_entries
+            slot.pooled.take_share(shares[i], whole)
+            slot.given_up += held - slot.pooled.n_entries
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
         """Share again if a text becomes longer than the shares have planned for."""
@@ -253,7 +263,7 @@ class PageShares:
         return min(-(-n_tokens // GROWTH_STEP) * GROWTH_STEP, self._config.n_ctx)
 
     def _claim(self, slot: SequenceSlot, part: int) -> Claim:
-        curve = slot.headwise.sharing.loss_curve()
+        curve = slot.measured_curve
         floor = part if curve is None else self._floor(part)
         return Claim(self._pages_for(self._length(slot)), floor, slot.weight, curve)
 

@@ -15,8 +15,8 @@ from typing import BinaryIO
 from entropykv.errors import PoolError, SessionFileError, SettingsError
 from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes
-from entropykv.store.headwise_state import LOST, StoreCheckpoint
-from entropykv.store.protocol import SavedState, StoreState
+from entropykv.store.headwise_state import LOST
+from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
 
 
 @dataclass(eq=False)

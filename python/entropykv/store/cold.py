@@ -16,7 +16,7 @@ from entropykv.policy.policy import Policy
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.recovery import Rung
 from entropykv.store.cold_file import ColdFile
-from entropykv.store.protocol import StateDoesNotFit
+from entropykv.store.states import StateDoesNotFit
 
 
 class ColdSide:

@@ -11,28 +11,21 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.device_context import DeviceContext
-from entropykv.store.figures import core_counters, held_shares
+from entropykv.store.figures import core_counters
 from entropykv.store.headwise_probe import check_config, unsupported
-from entropykv.store.protocol import (
-    CacheMapFunction,
-    DamagedState,
-    PooledStore,
-    SavedState,
-    Shares,
-    StoreState,
-)
+from entropykv.store.protocol import Pooled, Reach, Reading, Store, StoreFacts
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import check_features, ranking_predictor
+from entropykv.store.states import DamagedState, SavedState, StoreState
 
 
-class DeviceStore(PooledStore):
+class DeviceStore(Store, Pooled):
     """Keep the entries of one sequence per (layer, KV head), on the device of the layer.
 
     Every KV head has rows for its budget and for one micro-batch. They are allocated when the store
@@ -41,11 +34,9 @@ class DeviceStore(PooledStore):
     """
 
     name = "device"
-    file_format = "headwise"
     copies_checkpoints = True
-    hook: _core.GraphHook
+    context: DeviceContext
     shift = 0
-    rebases = 0
     _is_committed = True
     """True if the last micro-batch, with its drafts, is in the ledger."""
 
@@ -63,24 +54,26 @@ class DeviceStore(PooledStore):
         """
         self._model, self._config = model, config
         options = config.options
-        self._context = context
-        self.context, self.hook, self.layers = context.handle, context.hook, context.layers
-        check_config(config, model, self.layers, self.hook.rope_obstacle)
+        self.context, self.layers = context, context.layers
+        self._rebases = 0
+        hook = context.hook
+        check_config(config, model, self.layers, hook.rope_obstacle)
         self._plan = self._plan_of(options.budget if budget is None else budget)
         self._store = self._make_rows()
-        self._ropes = [node.rope for node in self.hook.nodes]
+        self._ropes = [node.rope for node in hook.nodes]
         if context.rope_obstacle is None:
-            context.rope_obstacle = self.hook.rope_obstacle or self._store.rotation_problem(
-                self._ropes
-            )
-        self.rope_obstacle = context.rope_obstacle
+            context.rope_obstacle = hook.rope_obstacle or self._store.rotation_problem(self._ropes)
         if options.in_pool:
             self._store.release()
         context.add(self)
         self.rollback = RollbackRange(model, self._store, self.layers, None)
-        self.rope = RopeRange(self.hook.rope_limit or model.geometry.n_ctx_train, options.n_sinks)
-        self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
-        self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
+        self.facts = StoreFacts(
+            n_kv_heads=sum(shape.n_head_kv for shape in self.layers),
+            bytes_full_per_token=sum(2 * s.n_head_kv * s.entry_values for s in self.layers),
+            rope=RopeRange(hook.rope_limit or model.geometry.n_ctx_train, options.n_sinks),
+            rope_obstacle=context.rope_obstacle,
+            file_format="headwise",
+        )
 
     def _plan_of(self, budget: Budget) -> HeadwisePlan:
         if self._config.options.in_pool:
@@ -91,11 +84,11 @@ class DeviceStore(PooledStore):
         config, plan = self._config, self._plan
         # The first store finds out what the devices can compute; later ones of a pool get their
         # rows with their places.
-        live = not config.options.in_pool or self._context.rope_obstacle is None
+        live = not config.options.in_pool or self.context.rope_obstacle is None
         try:
             return _core.DeviceStore(
-                devices=self._context.devices,
-                hook=self.hook,
+                devices=self.context.devices,
+                hook=self.context.hook,
                 layers=self.layers,
                 kv_type=config.kv_type,
                 importance=config.policy.importance.on_devices().settings(config.variation),
@@ -124,7 +117,7 @@ class DeviceStore(PooledStore):
             predictor,
             [
                 _core.feature_count(shape, node.rope)
-                for shape, node in zip(self.layers, self.hook.nodes, strict=True)
+                for shape, node in zip(self.layers, self.context.hook.nodes, strict=True)
             ],
         )
         return list(predictor.weights)
@@ -141,45 +134,29 @@ class DeviceStore(PooledStore):
         """Return the extension's store."""
         return self._store
 
-    @property
-    def recent_window(self) -> int:
-        """Return how many of the newest entries every KV head keeps."""
-        return self._plan.protection.recent_window
-
-    def begin_step(self) -> None:
-        """Begin a micro-batch in the context, which others may share."""
-        self._context.begin_step()
-
-    def end_step(self) -> None:
-        """End the micro-batch: the context checks that every layer was served."""
-        self._context.end_step()
-
-    def before(
-        self,
-        n_tokens: int,
-        position: int,
-        n_echo: int = 0,  # noqa: ARG002
-        n_drafts: int = 0,
-        *,
-        embedded: Embedded | None = None,
-        recalls: bool = True,  # noqa: ARG002
-    ) -> None:
+    def before(self, reading: Reading) -> None:
         """Choose the rows of the micro-batch."""
-        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        n_tokens, position, rope = reading.n_tokens, reading.position, self.facts.rope
+        shift = rope.shift_for(self.shift, position, n_tokens)
         if shift != self.shift:
-            self._store.rebase(self._ropes, self.rope.n_sinks, self.shift, shift)
+            self._store.rebase(self._ropes, rope.n_sinks, self.shift, shift)
             self.shift = shift
-            self.rebases += 1
-        rope_position = self.rope_position(position)
-        sees_all = embedded is not None and embedded.sees_all
-        self._context.batch.add(self._store, n_tokens, position, rope_position, n_drafts, sees_all)
+            self._rebases += 1
+        rope_position = rope.seen(position, shift)
+        sees_all = reading.embedded is not None and reading.embedded.sees_all
+        n_drafts = reading.n_drafts
+        self.context.batch.add(self._store, n_tokens, position, rope_position, n_drafts, sees_all)
         self._is_committed = False
+
+    @property
+    def drafts(self) -> DeviceStore | None:
+        """Return the store itself, if a micro-batch has room for them."""
+        return None if self._config.n_ubatch == 1 else self
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow a token: only as long as nothing else would change."""
-        if self._config.n_ubatch == 1:
-            return 0
-        wanted = self.drafts_in_place(position, min(wanted, self._config.n_ubatch - 1))
+        wanted = min(wanted, self._config.n_ubatch - 1)
+        wanted = self.facts.rope.drafts_in_place(self.shift, position, wanted)
         return self._store.most_drafts(position, wanted)
 
     def settle(self, n_right: int) -> None:
@@ -188,12 +165,12 @@ class DeviceStore(PooledStore):
         self._store.settle_drafts(n_right)
         self._is_committed = True
 
-    def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
+    def after(self, n_tokens: int) -> None:  # noqa: ARG002
         """Evict what the budget cannot hold."""
         if not self._is_committed:
             self._store.commit_step()
         self._is_committed = True
-        self._context.note_use()
+        self.context.note_use()
 
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads; those that hold more evict.
@@ -233,16 +210,14 @@ class DeviceStore(PooledStore):
         finally:
             self.rollback.begin_from(whole_from)
 
-    @property
-    def sure_entries(self) -> int:
-        """Return how many of the newest tokens every KV head certainly keeps."""
-        return self.whole_entries if self._plan.holds_all else self._plan.floor_entries
-
-    @property
-    def whole_entries(self) -> int:
-        """Return the longest text of which the budget drops nothing."""
-        least = min(itertools.chain(*self._plan.budgets))
-        return self._config.n_ctx if self._plan.holds_all else least
+    def reach(self) -> Reach:
+        """Return how much of a text the budget holds; budgets do not change while it is read."""
+        plan, n_ctx = self._plan, self._config.n_ctx
+        return Reach(
+            whole=n_ctx if plan.holds_all else min(itertools.chain(*plan.budgets)),
+            sure=n_ctx if plan.holds_all else plan.floor_entries,
+            recent_window=plan.protection.recent_window,
+        )
 
     def truncate(self, position: int) -> None:
         """Drop entries from a position on.
@@ -268,14 +243,6 @@ class DeviceStore(PooledStore):
         if not self._config.policy.importance.adds_up:
             return None
         return self._store.importance(layer, kv_head)
-
-    def cache_map(self) -> CacheMapFunction:
-        """Return a function that shows what is held: a row for every KV head of all layers."""
-        return self._look
-
-    def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
-        rows = [self._store.positions(*head) for head in self._heads()]
-        return held_shares(rows, first, per_column, n_columns)
 
     def _heads(self) -> Iterator[tuple[int, int]]:
         """Yield layer and KV head of every KV head."""
@@ -325,6 +292,11 @@ class DeviceStore(PooledStore):
 
     # --- in a pool --------------------------------------------------------------------------------
 
+    @property
+    def pooled(self) -> DeviceStore:
+        """Return the store itself."""
+        return self
+
     def take_place(self, sequence: int) -> None:
         """Allocate rows for its part; `sequence` is llama.cpp's number of the sequence."""
         self.sequence = sequence
@@ -343,11 +315,6 @@ class DeviceStore(PooledStore):
         """Return how many entries all KV heads hold."""
         return self._store.entries
 
-    @property
-    def page_bytes(self) -> int:
-        """Return 0, because nothing stays in the pool while a sequence is swapped out."""
-        return 0
-
     def set_evicted(self, n: int) -> None:
         """Set how many entries were evicted so far."""
         self._store.evicted = n
@@ -355,8 +322,7 @@ class DeviceStore(PooledStore):
     # --- figures ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the memory of the devices; the owner frees the context."""
-        self.context = None
+        """Free the memory of the devices."""
         if hasattr(self, "_store"):
             self._store.release()
 
@@ -367,15 +333,15 @@ class DeviceStore(PooledStore):
 
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
-        counters = core_counters(self._store, self.hook)
+        counters = core_counters(self._store, self.context.hook)
         if not self._config.options.in_pool:  # Otherwise the sequences share it.
-            counters["kv_bytes_scratch"] += self._context.scratch_bytes
+            counters["kv_bytes_scratch"] += self.context.scratch_bytes
         return {
             "kv_type": self._config.kv_type,
             **counters,
             "kv_bytes_on_devices": dict(self._store.device_bytes),
-            "device_traffic": self._context.devices.traffic,
-            "rebases": self.rebases,
+            "device_traffic": self.context.devices.traffic,
+            "rebases": self._rebases,
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import llama_cpp
 
@@ -20,19 +20,29 @@ from entropykv.store.headwise_probe import (
     refuse_by_kind,
     unsupported,
 )
-
-if TYPE_CHECKING:
-    from entropykv.store.device import DeviceStore
+from entropykv.store.store_context import StoreContext
 
 
-class DeviceContext:
+class PlacedStore(Protocol):
+    """Have rows for an equal part of the budget: a device store, as far as its context asks."""
+
+    @property
+    def core(self) -> _core.DeviceStore:
+        """Return the extension's store."""
+
+    def resize(self, budget: Budget) -> None:
+        """Take an equal part of another budget; raises BudgetError."""
+
+    def take_back_resize(self, budget: Budget) -> None:
+        """Return to an earlier budget."""
+
+
+class DeviceContext(StoreContext):
     """Hold a context whose attention device stores compute; llama.cpp's own cells hold only one
     micro-batch.
 
     It has the figures of all its stores, as SequencePool has those of headwise stores.
     """
-
-    recurrent = False
 
     def __init__(self, model: Model, config: ResolvedConfig) -> None:
         """Probe the model's graph, and compute its attention from then on.
@@ -45,11 +55,12 @@ class DeviceContext:
         if is_recurrent(model):
             raise unsupported(model, "it has recurrent layers", "device")
         self.n_sequences = options.n_sequences or 1
-        self.hook = _core.GraphHook(
+        self.places = self if options.in_pool else None
+        self.hook: _core.GraphHook = _core.GraphHook(
             relu2_layers(model, options), options.most_threads, on_devices=True
         )
         n_tokens = config.n_ubatch + self.n_sequences * config.n_drafts
-        self.handle: Any = hooked_context(
+        self.handle = hooked_context(
             model, options, self.hook, n_tokens, self.n_sequences, on_devices=True
         )
         try:
@@ -62,7 +73,7 @@ class DeviceContext:
         self.hook.serve_on_devices(self.batch)
         self.rope_obstacle: str | None = None
         """Why keys cannot be moved to other positions, or empty; None until the first store."""
-        self._stores: weakref.WeakSet[DeviceStore] = weakref.WeakSet()
+        self._stores: weakref.WeakSet[PlacedStore] = weakref.WeakSet()
         self._peak = 0
 
     @property
@@ -92,7 +103,7 @@ class DeviceContext:
 
         Raises BudgetError if the devices have no memory for it.
         """
-        done: list[DeviceStore] = []
+        done: list[PlacedStore] = []
         try:
             for store in self._stores:
                 store.resize(budget)
@@ -102,7 +113,7 @@ class DeviceContext:
                 store.take_back_resize(former)
             raise
 
-    def add(self, store: DeviceStore) -> None:
+    def add(self, store: PlacedStore) -> None:
         """Count the bytes of a store, as long as it exists."""
         self._stores.add(store)
 
@@ -148,9 +159,7 @@ class DeviceContext:
 
     def close(self) -> None:
         """Free the context and the devices."""
-        if self.handle:
-            llama_cpp.llama_free(self.handle)
-            self.handle = None
+        super().close()
         if hasattr(self, "devices"):
             for store in self._stores:
                 store.core.release()

@@ -16,32 +16,16 @@ from entropykv.errors import (
     ContextError,
     UnsupportedModelError,
 )
-from entropykv.llamacpp.batch import Embedded
-from entropykv.llamacpp.context import (
-    GGML_TYPES,
-    context_parameters,
-    let_hook_change,
-    refuse_diffusion,
-    relu2_layers,
-)
 from entropykv.llamacpp.k_shift import flat_range, k_shift_obstacle
 from entropykv.llamacpp.model import Model, captured_log
-from entropykv.llamacpp.products import serves_products
 from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
 from entropykv.policy.plan import FlatPlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
-from entropykv.store.figures import held_shares
-from entropykv.store.protocol import (
-    CacheMapFunction,
-    DamagedState,
-    SavedState,
-    Shares,
-    StateDoesNotFit,
-    Store,
-    StoreState,
-)
+from entropykv.store.flat_context import FlatContext
+from entropykv.store.protocol import Reach, Reading, Shares, Store, StoreFacts, held_shares
+from entropykv.store.states import DamagedState, SavedState, StateDoesNotFit, StoreState
 
 WITHOUT_HOLES = frozenset({"qwen4exp"})
 """Architectures with a second cache of compressed keys. As of llama-cpp-python 0.3.36, an assertion
@@ -53,23 +37,21 @@ class FlatStore(Store):
     """Evict whole positions from llama.cpp's own cache: all heads keep the same ones."""
 
     name = "flat"
-    rebases = 0
-    masked_by_llama = True
+    context: FlatContext
 
     def __init__(
         self,
         model: Model,
         config: ResolvedConfig,
+        context: FlatContext,
         budget: Budget | None = None,
     ) -> None:
-        """Make a context whose cells are the budget plus one micro-batch.
+        """Give a context so many cells as the budget plus one micro-batch needs.
 
-        `budget` None takes that of the config. Raises UnsupportedModelError for a squared-ReLU
-        model whose layers are offloaded, for a diffusion model, and for one of WITHOUT_HOLES with a
-        budget below the context.
+        `budget` None takes that of the config. Raises UnsupportedModelError for a model of
+        WITHOUT_HOLES with a budget below the context.
         """
         options, geometry = config.options, model.geometry
-        refuse_diffusion(model)
         if config.profile:
             check_model(config.profile, geometry)
         self._model = model
@@ -78,17 +60,13 @@ class FlatStore(Store):
         """How many of the newest positions layers with sliding windows see; 0 without windows."""
         self._config = config
         self._heads_per_layer = geometry.kv_heads_per_layer
-        self.n_kv_heads = sum(geometry.kv_heads_per_layer)
-        self.bytes_full_per_token = 2 * geometry.cached_values
-        n_gates = relu2_layers(model, options)
-        self.hook = _core.WeightHook(n_gates, options.most_threads, 1 + options.draft_max)
-        self._hooked = n_gates > 0 or serves_products()
         plan = self._plan(budget)
         self._cells = plan.cells
         self._recent_window = plan.protection.recent_window
-        self.context = self._new_context(plan.cells)
+        self.context = context
+        context.replace(context.new_handle(plan.cells))
         self._store = _core.FlatStore(
-            context=_address(self.context),
+            context=_address(context.handle),
             budget=plan.entries,
             score=config.policy.importance.kind,
             variation=config.variation,
@@ -96,17 +74,20 @@ class FlatStore(Store):
             recent_window=plan.protection.recent_window,
             rope_sinks=options.n_sinks,
         )
-        self.rope = flat_range(model, config.n_ctx, options.n_sinks)
+        self._rebases = 0
         self._position = 0
         """The position of the first token of the last micro-batch."""
-        self.rope_obstacle = ""
-        if config.n_ctx > self.rope.limit:
-            self.rope_obstacle = k_shift_obstacle(model, self.context, options, config.kv_type)
-
-    @property
-    def recent_window(self) -> int:
-        """Return how many of the newest entries every KV head keeps."""
-        return self._recent_window
+        rope = flat_range(model, config.n_ctx, options.n_sinks)
+        obstacle = ""
+        if config.n_ctx > rope.limit:
+            obstacle = k_shift_obstacle(model, context.handle, options, config.kv_type)
+        self.facts = StoreFacts(
+            n_kv_heads=sum(geometry.kv_heads_per_layer),
+            bytes_full_per_token=2 * geometry.cached_values,
+            rope=rope,
+            rope_obstacle=obstacle,
+            saves_cells=True,
+        )
 
     @property
     def shift(self) -> int:
@@ -127,61 +108,45 @@ class FlatStore(Store):
             )
         return plan
 
-    def _new_context(self, cells: int) -> Any:
-        config = self._config
-        parameters = context_parameters(self._model, config.options, config.n_ubatch, cells)
-        parameters.type_k = parameters.type_v = GGML_TYPES[config.kv_type]
-        if config.kv_type != "f16":
-            parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        if self._hooked:
-            let_hook_change(parameters, self.hook)
-        return self._model.new_context(parameters)
-
-    def before(
-        self,
-        n_tokens: int,
-        position: int,
-        n_echo: int = 0,  # noqa: ARG002
-        n_drafts: int = 0,  # noqa: ARG002
-        *,
-        embedded: Embedded | None = None,
-        recalls: bool = True,  # noqa: ARG002
-    ) -> None:
+    def before(self, reading: Reading) -> None:
         """Compact if holes would cost attention time; rotate keys if positions run out."""
+        embedded, position = reading.embedded, reading.position
         if embedded is not None and embedded.positions is not None:
             raise UnsupportedModelError(
                 f"{self._model.name}: its images have positions of several dimensions (M-RoPE), by "
                 "which the flat store cannot evict; use --store headwise (store='headwise')"
             )
         self._position = position
-        self._store.make_room(n_tokens)
-        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        self._store.make_room(reading.n_tokens)
+        shift = self.facts.rope.shift_for(self.shift, position, reading.n_tokens)
         # Only directly before a decode, so that a state saved before is not rotated.
         if shift != self.shift:
             self._store.rebase(shift)
-            self.rebases += 1
-        self.hook.begin_step()
+            self._rebases += 1
+        self.context.hook.begin_step()
+
+    @property
+    def drafts(self) -> FlatStore | None:
+        """Return the store itself, unless drafts cannot be undone: layers with sliding windows lose
+        what their first tokens overwrite.
+        """
+        return None if self._is_recurrent or self._window > 0 else self
 
     def most_drafts(self, position: int, wanted: int) -> int:
-        """Return how many drafts may follow: as many as evict nothing, and move no keys.
-
-        Layers with sliding windows lose what their first tokens overwrite.
-        """
-        if self._is_recurrent or self._window > 0:
-            return 0
+        """Return how many drafts may follow: as many as evict nothing, and move no keys."""
         room = min(self._store.budget - self._store.entries, self._config.n_ubatch)
-        return max(0, min(self.drafts_in_place(position, wanted), room - 1))
+        in_place = self.facts.rope.drafts_in_place(self.shift, position, wanted)
+        return max(0, min(in_place, room - 1))
 
     def settle(self, n_right: int) -> None:
         """Remove the cells of wrong drafts, which nothing else has seen yet."""
-        memory = llama_cpp.llama_get_memory(self.context)
-        first = self.rope_position(self._position + 1 + n_right)
+        memory = llama_cpp.llama_get_memory(self.context.handle)
+        first = self.facts.rope.seen(self._position + 1 + n_right, self.shift)
         llama_cpp.llama_memory_seq_rm(memory, self.sequence, first, -1)
 
-    def after(self, n_tokens: int, position: int) -> None:
-        """Check that every gate was changed if necessary, and evict down to the budget."""
-        self.hook.check_step()
-        self._store.settle(position, n_tokens)
+    def after(self, n_tokens: int) -> None:
+        """Evict down to the budget."""
+        self._store.settle(self._position, n_tokens)
 
     def resize(self, budget: Budget) -> None:
         """Evict down to a smaller budget; move to a context with more cells for a larger one."""
@@ -193,7 +158,7 @@ class FlatStore(Store):
 
     def _move_to(self, cells: int) -> None:
         """Move to a larger context; if that fails, change nothing and raise BudgetError."""
-        larger = self._new_context(cells)
+        larger = self.context.new_handle(cells)
         try:
             with captured_log():
                 self._store.move_to(_address(larger))
@@ -203,18 +168,13 @@ class FlatStore(Store):
                 f"{self._model.name}: what is held cannot be moved to a cache of {cells} cells "
                 f"({error}); give a smaller budget"
             ) from error
-        llama_cpp.llama_free(self.context)
-        self.context, self._cells = larger, cells
+        self.context.replace(larger)
+        self._cells = cells
 
-    @property
-    def sure_entries(self) -> int:
+    def reach(self) -> Reach:
         """Return the budget, which is the same for all KV heads."""
-        return self._store.budget
-
-    @property
-    def whole_entries(self) -> int:
-        """Return the longest text that evicts nothing, which equals the budget."""
-        return self._store.budget
+        budget = self._store.budget
+        return Reach(whole=budget, sure=budget, recent_window=self._recent_window)
 
     def truncate(self, position: int) -> None:
         """Drop entries from a position on.
@@ -255,21 +215,16 @@ class FlatStore(Store):
         in_window = held[(held >= position - self._window) & (held < position)]
         if position == 0 or self._window == 0 or in_window.size == 0:
             return True
-        memory = llama_cpp.llama_get_memory(self.context)
+        memory = llama_cpp.llama_get_memory(self.context.handle)
         first = llama_cpp.llama_memory_seq_pos_min(memory, self.sequence)
-        return bool(first <= self.rope_position(int(in_window[0])))
+        return bool(first <= self.facts.rope.seen(int(in_window[0]), self.shift))
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
         """Return the kept positions, ascending: the same for every layer and head."""
         return self._store.positions
 
-    def cache_map(self) -> CacheMapFunction:
-        """Return a function that shows one row: every KV head keeps the same, and nothing is
-        frozen.
-        """
-        return self._look
-
     def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
+        """Show a single row, because every KV head keeps the same."""
         return held_shares([self._store.positions], first, per_column, n_columns)
 
     def budgets(self) -> list[tuple[int, ...]]:
@@ -317,7 +272,7 @@ class FlatStore(Store):
     @property
     def evicted(self) -> int:
         """Return how many entries of all KV heads were evicted so far."""
-        return self._store.evicted * self.n_kv_heads
+        return self._store.evicted * self.facts.n_kv_heads
 
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
@@ -329,13 +284,16 @@ class FlatStore(Store):
             "kv_bytes_now": self._store.entries * cell_bytes,
             "kv_bytes_staging": self._store.largest_copy,
             "kv_bytes_scratch": 0,
-            "products": self.hook.products,
-            "products_bytes_scratch": self.hook.products_scratch_bytes,
-            "entries_kept": self._store.entries * self.n_kv_heads,
+            "products": self.context.hook.products,
+            "products_bytes_scratch": self.context.hook.products_scratch_bytes,
+            "entries_kept": self._store.entries * self.facts.n_kv_heads,
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,
-            "rebases": self.rebases,
+            "rebases": self._rebases,
         }
+
+    def close(self) -> None:
+        """Do nothing: all of it belongs to the context."""
 
 
 def _address(context: Any) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.llamacpp.recurrent import WHY, RecurrentState
@@ -17,36 +16,35 @@ from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
-from entropykv.settings.recovery import Rung
 from entropykv.store.cold import ColdSide
 from entropykv.store.figures import core_counters
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
-from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
+from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.key_centres import digest_of
-from entropykv.store.protocol import CacheMapFunction, PooledStore, SavedState, StoreState
+from entropykv.store.protocol import CacheMapFunction, Pooled, Reach, Reading, Store, StoreFacts
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction, ranking_predictor
+from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
 
 
-class HeadwiseStore(PooledStore):
+class HeadwiseStore(Store, Pooled):
     """Keep the paged entries of one sequence per (layer, KV head); others may share its context."""
 
     name = "headwise"
-    hook: _core.GraphHook
+    context: HeadwiseContext
+    sharing: HeadwiseBudgets
+    learning: ScorePrediction
     shift = 0
-    rebases = 0
-    share_pages = 0
-    """The most pages of the pool that it may hold."""
-    longest: int | None = None
+    _longest: int | None = None
     """The most tokens of its text, if the share holds all of it; None: the whole context."""
 
     def __init__(
         self,
         model: Model,
         config: ResolvedConfig,
-        shared_context: HeadwiseContext,
+        context: HeadwiseContext,
         budget: Budget | None = None,
     ) -> None:
         """Make a store in a context.
@@ -58,36 +56,38 @@ class HeadwiseStore(PooledStore):
         """
         options, policy = config.options, config.policy
         self._config = config
-        self._shared_context = shared_context
-        self.hook = self._shared_context.hook
-        self.context = self._shared_context.handle
-        self.layers = self._shared_context.layers
-        self.key_centres = digest_of(self._shared_context.key_centres)
+        self.context = context
+        self.layers = context.layers
+        self._rebases = 0
+        hook = context.hook
         try:
-            self._recurrent = (
-                RecurrentState(self.context) if self._shared_context.recurrent else None
+            self._recurrent = RecurrentState(context.handle) if context.recurrent else None
+            check_config(config, model, self.layers, hook.rope_obstacle)
+            limit = hook.rope_limit or model.geometry.n_ctx_train
+            self.facts = StoreFacts(
+                n_kv_heads=sum(shape.n_head_kv for shape in self.layers),
+                bytes_full_per_token=sum(2 * s.n_head_kv * s.entry_values for s in self.layers),
+                rope=RopeRange(limit, options.n_sinks),
+                rope_obstacle=hook.rope_obstacle or (WHY if self._recurrent else ""),
+                key_centres=digest_of(context.key_centres),
+                saves_cells=self._recurrent is not None,
             )
-            self.rope_obstacle = self.hook.rope_obstacle or (WHY if self._recurrent else "")
-            check_config(config, model, self.layers, self.hook.rope_obstacle)
-            limit = self.hook.rope_limit or model.geometry.n_ctx_train
-            self.rope = RopeRange(limit, options.n_sinks)
-            self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
-            self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
             self.cold = ColdSide(config.freezing, model, self.layers, config.kv_type, policy)
             asked = config.options.budget if budget is None else budget
             plan = self.plan_of(asked)
-            self._store = _core_of(config, self._shared_context, self.cold, plan)
-            self.prediction = ScorePrediction(self._store, len(self.layers))
+            self._store = _core_of(config, context, self.cold, plan)
+            self.learning = ScorePrediction(self._store, self.layers)
             if predictor := ranking_predictor(config):
-                self.prediction.adopt(predictor)
+                self.learning.adopt(predictor)
             self.rollback = RollbackRange(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
+            self.freezing = self.cold if self.cold.settings else None
             online = online_budgets(policy, self._store, self.layers, config.n_ctx, config.profile)
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, online, self._recurrent
             )
-            self.sharing = HeadwiseBudgets(self._store, config, self.layers, online)
-            if self._shared_context.pool is None:
+            self.sharing = HeadwiseBudgets(self._store, config, self.layers, online, self.cold)
+            if context.pages is None:
                 self.sharing.take(plan)
             else:
                 self.sharing.await_share(plan, asked)
@@ -100,81 +100,59 @@ class HeadwiseStore(PooledStore):
         return self._config.headwise_plan(budget, self.layers)
 
     @property
-    def recent_window(self) -> int:
-        """Return how many of the newest entries every KV head keeps."""
-        return self.sharing.plan.protection.recent_window
-
-    def begin_step(self) -> None:
-        """Begin a micro-batch in the context, which others may share."""
-        self._shared_context.begin_step()
-
-    def end_step(self) -> None:
-        """End the micro-batch: the context frees llama.cpp's cells and checks all layers."""
-        self._shared_context.end_step()
-
-    @property
     def core(self) -> _core.HeadwiseStore:
         """Return the extension's store, for callers that examine attention rows."""
         return self._store
 
-    def before(
-        self,
-        n_tokens: int,
-        position: int,
-        n_echo: int = 0,
-        n_drafts: int = 0,
-        *,
-        embedded: Embedded | None = None,
-        recalls: bool = True,
-    ) -> None:
+    def before(self, reading: Reading) -> None:
         """Reserve pages for everything that the micro-batch may leave behind.
 
         Raises SessionFileError if someone has changed a file that pages are mapped from.
         """
         self.cold.check_file()
         self._state.check_files()
-        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        position, rope = reading.position, self.facts.rope
+        shift = rope.shift_for(self.shift, position, reading.n_tokens)
         if shift != self.shift:
-            ropes = [node.rope for node in self.hook.nodes]
-            self._store.rebase(ropes, self.rope.n_sinks, self.shift, shift)
+            ropes = [node.rope for node in self.context.hook.nodes]
+            self._store.rebase(ropes, rope.n_sinks, self.shift, shift)
             self.shift = shift
-            self.rebases += 1
-        self.sharing.prepare(n_tokens - n_drafts, position, n_echo)
+            self._rebases += 1
+        self.sharing.prepare(reading.n_tokens - reading.n_drafts, position, reading.n_echo)
         with self.cold.growing():
-            rope_position = self.rope_position(position)
-            self._shared_context.batch.add(
+            self.context.batch.add(
                 self._store,
-                n_tokens,
+                reading.n_tokens,
                 position,
-                rope_position,
-                n_echo,
-                see_all=embedded is not None and embedded.sees_all,
-                n_drafts=n_drafts,
-                recalls=recalls,
+                rope.seen(position, shift),
+                reading.n_echo,
+                see_all=reading.embedded is not None and reading.embedded.sees_all,
+                n_drafts=reading.n_drafts,
+                recalls=reading.recalls,
             )
+
+    @property
+    def drafts(self) -> HeadwiseStore | None:
+        """Return the store itself, unless drafts would change what texts read later show."""
+        config = self._config
+        none = self._recurrent or config.policy.importance.repeats or config.n_ubatch == 1
+        return None if none else self
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow a token: only as long as nothing else would change.
 
         Keys are moved to other positions, and budgets follow a longer text, before single tokens.
         """
-        config = self._config
-        if self._recurrent or config.policy.importance.repeats or config.n_ubatch == 1:
-            return 0
-        wanted = self.drafts_in_place(position, wanted)
+        wanted = self.facts.rope.drafts_in_place(self.shift, position, wanted)
         if (longest := self.sharing.longest_whole) > position:
             wanted = min(wanted, longest - position - 1)
-        return self._shared_context.batch.most_drafts(self._store, wanted)
+        return self.context.batch.most_drafts(self._store, wanted)
 
     def settle(self, n_right: int) -> None:
         """Undo what wrong drafts have changed, bit by bit."""
         self._store.settle_drafts(n_right)
 
-    def whole_before(self, position: int, n_tokens: int) -> int:
-        """Return how many tokens to read before budgets are shared: see HeadwiseBudgets."""
-        return self.sharing.whole_before(position, n_tokens)
-
-    def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
+    def after(self, n_tokens: int) -> None:
         """Share the budget again if the policy follows the text.
 
         Raises SessionFileError if a file was changed while the micro-batch read its pages.
@@ -183,16 +161,7 @@ class HeadwiseStore(PooledStore):
         if self._recurrent:
             self._recurrent.forget_cells()
         if self.sharing.observe(n_tokens):
-            self.share_again()
-
-    def share_again(self) -> None:
-        """Share the budget by what the text has shown."""
-        with self.cold.growing_later():
-            self.sharing.share()
-
-    def check(self) -> None:
-        """Raise FreezeError if cold storage failed; all frozen entries are given up."""
-        self.cold.check()
+            self.sharing.share_again()
 
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads; those that hold more evict."""
@@ -200,22 +169,14 @@ class HeadwiseStore(PooledStore):
         with self.cold.growing():
             self.sharing.take(plan)
 
-    def expect(self, n_tokens: int) -> None:
-        """Keep a text of n_tokens whole if the bytes hold it."""
-        self.sharing.expect(n_tokens)
-
-    @property
-    def sure_entries(self) -> int:
-        """Return the longest text of which every KV head keeps everything.
-
-        It is 0 if a schedule may freeze any entry.
-        """
-        return self.sharing.sure_entries
-
-    @property
-    def whole_entries(self) -> int:
-        """Return the longest text of which the budget drops nothing."""
-        return max(self.sharing.whole_entries, self.sharing.longest_whole)
+    def reach(self) -> Reach:
+        """Return how much of a text the budget holds; nothing is sure if entries are frozen."""
+        sharing = self.sharing
+        return Reach(
+            whole=max(sharing.whole_entries, sharing.longest_whole),
+            sure=sharing.sure_entries,
+            recent_window=sharing.plan.protection.recent_window,
+        )
 
     def truncate(self, position: int) -> None:
         """Drop entries from a position on.
@@ -277,25 +238,22 @@ class HeadwiseStore(PooledStore):
         self.shift = state.shift
         self.rollback.begin_with(state)
 
-    def predict_held(self, n_tokens: int) -> None:
-        """Predict the scores of all entries that are held, for a text of n_tokens.
-
-        These are entries that were read before there was a predictor; larger scores of an echo are
-        kept.
-        """
-        self._store.predict_stored(n_tokens, self.shift)
-
     # --- in a pool --------------------------------------------------------------------------------
 
+    @property
+    def pooled(self) -> HeadwiseStore:
+        """Return the store itself."""
+        return self
+
     def take_share(self, pages: int, longest: int | None) -> None:
-        """Hold at most so many pages, and evict the rest; `longest`: see the attribute."""
-        if (pages, longest) == (self.share_pages, self.longest):
+        """Hold at most so many pages, and evict the rest: see Pooled."""
+        if (pages, longest) == (self.share_pages, self._longest):
             return
         budget = Budget("bytes", max(1, pages * self.sharing.plan.page_bytes))
         plan = self._config.headwise_plan(budget, self.layers, longest)
         with self.cold.growing():
             self.sharing.follow(plan)
-        self.share_pages, self.longest = pages, longest
+        self.share_pages, self._longest = pages, longest
 
     @property
     def n_entries(self) -> int:
@@ -315,7 +273,7 @@ class HeadwiseStore(PooledStore):
         """Drop everything, and leave the pages to others of the pool until resize()."""
         self.truncate(0)
         self._store.give_up_share()
-        self.share_pages, self.longest = 0, None
+        self.share_pages, self._longest = 0, None
         if self._recurrent:
             self._recurrent.forget()
 
@@ -359,40 +317,35 @@ class HeadwiseStore(PooledStore):
         """Return this store's figures for SessionStats."""
         return {
             "kv_type": self._config.kv_type,
-            **core_counters(self._store, self.hook),
-            "rebases": self.rebases,
-            "centred_layers": sum(of.size > 0 for of in self._shared_context.key_centres),
+            **core_counters(self._store, self.context.hook),
+            "rebases": self._rebases,
+            "centred_layers": sum(of.size > 0 for of in self.context.key_centres),
             **self.cold.counters(),
         }
 
-    def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore the frozen entries of a rung of the recovery ladder: see Session.thaw()."""
-        return self.cold.thaw(rung, window, position)
-
     def close(self) -> None:
-        """Remove the file of frozen entries; the owner frees the context."""
-        self.context = None
+        """Remove the file of frozen entries."""
         if hasattr(self, "cold"):
             self.cold.close()
 
 
 def _core_of(
-    config: ResolvedConfig, shared_context: HeadwiseContext, cold: ColdSide, plan: HeadwisePlan
+    config: ResolvedConfig, context: HeadwiseContext, cold: ColdSide, plan: HeadwisePlan
 ) -> _core.HeadwiseStore:
     return _core.HeadwiseStore(
-        layers=shared_context.layers,
+        layers=context.layers,
         kv_type=config.kv_type,
         importance=config.policy.importance.settings(config.variation),
         n_sinks=plan.protection.n_sinks,
         recent_window=plan.protection.recent_window,
-        max_tokens=shared_context.n_ubatch,
+        max_tokens=context.n_ubatch,
         max_entries=config.n_ctx,
         n_threads=config.options.most_threads,
         own_windows=config.own_windows,
         counts_dropped=config.policy.rule.by_losses,
         shared_choice=config.policy.rule.by_layer,
-        ropes=[node.rope for node in shared_context.hook.nodes],
-        key_centres=shared_context.key_centres,
+        ropes=[node.rope for node in context.hook.nodes],
+        key_centres=context.key_centres,
         freezing=cold.settings,
-        pool=shared_context.pool,
+        pool=context.pages,
     )

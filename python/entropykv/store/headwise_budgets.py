@@ -18,6 +18,7 @@ from entropykv.policy.online import (
 from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
+from entropykv.store.cold import ColdSide
 
 _LEAST_FORESIGHT = 2 * LEAST_TOKENS
 """The least entries beyond the floor from which those of a longer text are estimated."""
@@ -35,12 +36,16 @@ class HeadwiseBudgets:
         config: ResolvedConfig,
         layers: Sequence[_core.LayerShape],
         online: OnlineBudgets | None,
+        cold: ColdSide,
     ) -> None:
-        """Use a store; `online` are budgets that follow the text, None keeps those of the plan."""
+        """Use a store and its cold storage; `online` are budgets that follow the text, None keeps
+        those of the plan.
+        """
         self._store = store
         self._config = config
         self._layers = layers
         self._online = online
+        self._cold = cold
         self._budgets_change = self._overflows = False
         self._end = 0
         self._least_sure: int | None = None
@@ -126,6 +131,11 @@ class HeadwiseBudgets:
             self.keep_everything()
         else:
             self._set(self.shares(), self.plan.pool_pages)
+
+    def share_again(self) -> None:
+        """Share the budget by what the text has shown; cold storage tells its errors later."""
+        with self._cold.growing_later():
+            self.share()
 
     def keep_everything(self) -> None:
         """Drop nothing from now on, not even entries outside a window, for callers that examine

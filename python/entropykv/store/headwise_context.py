@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import llama_cpp
 
 from entropykv import _core
@@ -13,9 +11,10 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse_by_kind
 from entropykv.store.key_centres import key_centres
+from entropykv.store.store_context import StoreContext
 
 
-class HeadwiseContext:
+class HeadwiseContext(StoreContext):
     """Hold a context whose attention is ours; llama.cpp's own cells hold only one micro-batch."""
 
     def __init__(
@@ -34,24 +33,22 @@ class HeadwiseContext:
         refuse_by_kind(model)
         self.n_sequences = options.n_sequences or 1
         self.n_ubatch = n_ubatch
-        self.hook = _core.GraphHook(
+        self.hook: _core.GraphHook = _core.GraphHook(
             relu2_layers(model, options),
             options.most_threads,
             # In a pool, tokens of several sequences are read together.
             few_tokens=0 if options.in_pool else 1 + options.draft_max,
         )
         n_tokens = n_ubatch + self.n_sequences * config.n_drafts
-        self.handle: Any = hooked_context(model, options, self.hook, n_tokens, self.n_sequences)
+        self.let_help = self.hook.help
+        self.handle = hooked_context(model, options, self.hook, n_tokens, self.n_sequences)
         self.recurrent = is_recurrent(model)
-        """True if sequences have a state that llama.cpp keeps."""
         try:
             self.layers = probed_layers(model, options, self.hook, self.handle)
             self.key_centres = key_centres(config, self.hook)
             """How the keys of each layer are stored: see key_centres()."""
-            self.pool: _core.SequencePool | None = None
-            """The pages that stores share; None if a single store has its own pages."""
             if options.in_pool:
-                self.pool = _core.SequencePool(
+                self.pages = _core.SequencePool(
                     self.layers, config.kv_type, n_ubatch, self.n_sequences, config.n_drafts
                 )
         except BaseException:
@@ -80,9 +77,3 @@ class HeadwiseContext:
     def forget_cells(self) -> None:
         """Free the cells and states of all sequences."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.handle), False)
-
-    def close(self) -> None:
-        """Free the context."""
-        if self.handle:
-            llama_cpp.llama_free(self.handle)
-            self.handle = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,45 +17,19 @@ from entropykv.llamacpp.recurrent import RecurrentState
 from entropykv.policy.online import OnlineBudgets
 from entropykv.policy.policy import Policy
 from entropykv.store.cold import ColdSide
-from entropykv.store.protocol import DamagedState, SavedState, Section, StoreState
+from entropykv.store.states import (
+    DamagedState,
+    SavedState,
+    Section,
+    StoreCheckpoint,
+    StoreState,
+)
 
 LOST = (
     "the file of a saved session or document was changed while its entries were in use, so that "
     "they are lost; load it again, and replace such files instead of writing to them"
 )
 """The reason if pages of a mapped file are lost."""
-
-
-@dataclass(frozen=True)
-class StoreCheckpoint:
-    """Hold shared pages of a headwise store, and the other state that decoding needs."""
-
-    core: _core.Checkpoint
-    shift: int
-    """How far positions of the text are ahead of those that RoPE sees, see Store.shift."""
-    whole_from: int
-    """The position from which on layers with a window hold everything that they see."""
-    seen: npt.NDArray[np.float64] | None
-    """What budgets that follow the text have measured; None if there are none."""
-    recurrent: bytes
-    """The state of recurrent layers in llama.cpp's format; empty without such layers."""
-    n_bytes: int
-    """The bytes that it holds besides the pages."""
-    n_pages: int
-    """How many pages it holds, including pages that it shares."""
-
-    def copy(self) -> StoreCheckpoint:
-        """Return another checkpoint that owns the same pages."""
-        return replace(self, core=self.core.copy())
-
-    @property
-    def is_lost(self) -> bool:
-        """Tell whether pages are lost, because someone has changed the file that has them."""
-        return self.core.is_lost
-
-    def drop(self) -> None:
-        """Give the pages back."""
-        self.core.drop()
 
 
 class HeadwiseState:

@@ -8,7 +8,7 @@ from entropykv import _core
 from entropykv.errors import ContextError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import RecurrentState, cannot_go_back
-from entropykv.store.protocol import SavedState
+from entropykv.store.states import SavedState
 
 
 class RollbackRange:

@@ -46,15 +46,21 @@ def fits_nodes(predictor: ScorePredictor, hook: _core.GraphHook) -> bool:
 class ScorePrediction:
     """Hold the predictor of a store, and of all stores that share its pool."""
 
-    def __init__(self, store: _core.HeadwiseStore, n_layers: int) -> None:
-        """Serve a store of `n_layers` attention layers."""
+    def __init__(self, store: _core.HeadwiseStore, layers: Sequence[_core.LayerShape]) -> None:
+        """Serve a store of these attention layers."""
         self._store = store
-        self._layers = range(n_layers)
+        self._layers = range(len(layers))
+        self._n_head_kv = [shape.n_head_kv for shape in layers]
 
     @property
     def n_features(self) -> list[int]:
         """Return how many features an entry of each layer has: _core.pyi says which."""
         return [self._store.predictor_features(layer) for layer in self._layers]
+
+    def fits(self, predictor: ScorePredictor) -> bool:
+        """Tell whether a predictor is for the KV heads and features of the store's entries."""
+        expected = zip(self._n_head_kv, self.n_features, strict=True)
+        return [of_layer.shape for of_layer in predictor.weights] == list(expected)
 
     def adopt(self, predictor: ScorePredictor) -> None:
         """Predict scores of new entries with a profile's predictor.
@@ -87,6 +93,14 @@ class ScorePrediction:
         `shift`: that of the store. Raises ValueError if lessons are not collected.
         """
         self._store.teach_stored(begin, end, shift)
+
+    def predict_held(self, n_tokens: int, shift: int) -> None:
+        """Predict the scores of all entries that are held, for a text of n_tokens.
+
+        These are entries that were read before there was a predictor; larger scores of an echo are
+        kept. `shift`: that of the store.
+        """
+        self._store.predict_stored(n_tokens, shift)
 
     def lessons(self) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
         """Yield for every layer the number of entries, and their sums of products.

@@ -1,0 +1,92 @@
+"""Hold what a store has kept, as plain values: for a file, for swapped out sequences, and in shared
+pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+
+Section = bytearray | memoryview
+"""The bytes of a section of a saved state, which may be changed."""
+
+
+@dataclass(frozen=True)
+class StoreState:
+    """Hold the parts of a store's state, for a file or for swapped out sequences."""
+
+    entries: list[list[int]]
+    """Number of entries, as [layer][KV head]."""
+    evicted: int
+    section_bytes: list[int]
+    sections: Iterator[bytes]
+    recalls_now: bool = False
+    """True if the next token searches frozen entries, as after thaw()."""
+    whole_from: int = 0
+    """The position from which on layers with a window hold everything that they see."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Hold the saved state of a store, for check_state() and load_state()."""
+
+    position: int
+    """The position of the next token."""
+    entries: list[list[int]]
+    """Number of entries, as [layer][KV head]."""
+    evicted: int
+    shift: int
+    """How far positions of the text are ahead of those that RoPE sees, see Store.shift."""
+    sections: Sequence[Section]
+    """The sections, as in StoreState; load_state() may change or discard their bytes."""
+    recalls_now: bool
+    """As in StoreState."""
+    whole_from: int | None
+    """As in StoreState; None: a file of an earlier version does not say it."""
+    file: _core.MappedFile | None = None
+    """The file that the sections are mapped from; None if they are in memory of their own."""
+
+
+class DamagedState(Exception):  # noqa: N818  (it is caught where the file's name is known)
+    """Raised for a saved state that no store has written; the text names the impossible value."""
+
+
+class StateDoesNotFit(Exception):  # noqa: N818
+    """Raised for a valid state that this store cannot load; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class StoreCheckpoint:
+    """Hold shared pages of a headwise store, and the other state that decoding needs."""
+
+    core: _core.Checkpoint
+    shift: int
+    """How far positions of the text are ahead of those that RoPE sees, see Store.shift."""
+    whole_from: int
+    """The position from which on layers with a window hold everything that they see."""
+    seen: npt.NDArray[np.float64] | None
+    """What budgets that follow the text have measured; None if there are none."""
+    recurrent: bytes
+    """The state of recurrent layers in llama.cpp's format; empty without such layers."""
+    n_bytes: int
+    """The bytes that it holds besides the pages."""
+    n_pages: int
+    """How many pages it holds, including pages that it shares."""
+
+    def copy(self) -> StoreCheckpoint:
+        """Return another checkpoint that owns the same pages."""
+        return replace(self, core=self.core.copy())
+
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether pages are lost, because someone has changed the file that has them."""
+        return self.core.is_lost
+
+    def drop(self) -> None:
+        """Give the pages back."""
+        self.core.drop()

@@ -1,0 +1,183 @@
+"""Decode one micro-batch, whose tokens may belong to several sequences of one context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import (
+    EntropyKVError,
+    FreezeError,
+    PoolError,
+    SessionFileError,
+    UnsupportedModelError,
+)
+from entropykv.llamacpp.batch import BatchPart, Embedded, MicroBatch
+from entropykv.store.protocol import Logits, Reading, Store
+
+
+@dataclass
+class Part:
+    """Hold tokens of one sequence in a micro-batch, and their result."""
+
+    store: Store
+    tokens: Sequence[int]
+    position: int
+    n_rows: int
+    """For how many of the last tokens logits are computed."""
+    echo: Sequence[int] = ()
+    """Tokens that follow, of which nothing is kept: their queries score the entries."""
+    embedded: Embedded | None = None
+    """Embeddings that are read instead of tokens, without an echo."""
+    lag: int = 0
+    """By how much RoPE's position is less than the text position, because of earlier images."""
+    recalls: bool = True
+    """Whether frozen entries may be recalled for several tokens."""
+    n_drafts: int = 0
+    """How many of the tokens, the last ones, are drafts; all tokens get logits then."""
+    verify: Callable[[Logits], int] | None = None
+    """Returns how many drafts are right, by the logits of all tokens; it must not raise."""
+    n_right: int = field(default=0, init=False)
+    """How many of the drafts were right, and are read."""
+    logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
+    """The logits, (n_rows, n_vocab); None for n_rows 0."""
+    error: BaseException | None = field(default=None, init=False)
+    untouched: bool = field(default=True, init=False)
+    """True if the store is still unchanged after an error."""
+
+    @property
+    def is_single(self) -> bool:
+        """Tell whether it is one token, as those that are written, with its drafts."""
+        return len(self.tokens) - self.n_drafts + len(self.echo) == 1 and self.embedded is None
+
+    @property
+    def n_read(self) -> int:
+        """Return how many tokens of the text were read: all but wrong drafts."""
+        return len(self.tokens) - self.n_drafts + self.n_right
+
+    @property
+    def rope_position(self) -> int:
+        """Return the position at which RoPE sees its first token."""
+        store = self.store
+        return store.facts.rope.seen(self.position, store.shift) - self.lag
+
+    def reading(self) -> Reading:
+        """Return what the store has to make room for."""
+        return Reading(
+            len(self.tokens),
+            self.position,
+            len(self.echo),
+            self.n_drafts,
+            self.embedded,
+            self.recalls,
+        )
+
+    def limit_drafts(self) -> None:
+        """Leave out the last drafts where the store could not undo so many."""
+        if self.n_drafts:
+            drafts = self.store.drafts
+            most = 0 if drafts is None else drafts.most_drafts(self.position, self.n_drafts)
+            self.tokens = self.tokens[: len(self.tokens) - self.n_drafts + most]
+            self.n_drafts, self.n_rows = most, 1 + most
+
+    def settle(self, logits: Logits | None) -> None:
+        """Take the logits, and bring the store in order after the decode."""
+        drafts = self.store.drafts
+        if self.n_drafts and drafts and self.verify is not None and logits is not None:
+            self.n_right = self.verify(logits)
+            drafts.settle(self.n_right)
+        try:
+            self.store.after(self.n_read)
+        except SessionFileError as error:  # Its pages are lost, but not those of other parts.
+            self.error = error
+            return
+        self.logits = logits
+
+    def result(self) -> npt.NDArray[np.float32] | None:
+        """Return the logits, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.logits
+
+
+def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> None:
+    """Decode one micro-batch, whose parts are of sequences in one context; single tokens come
+    first.
+
+    An error is stored in those parts that it concerns.
+    """
+    context = parts[0].store.context
+    context.begin_step()
+    for part in parts:
+        part.limit_drafts()
+    in_order = sorted(parts, key=lambda part: (not part.is_single, part.n_drafts > 0))
+    ready = [part for part in in_order if _made_room(part, model_name)]
+    if not ready:
+        return
+    try:
+        rows = batch.decode_parts(
+            context.handle,
+            [
+                BatchPart(
+                    part.tokens,
+                    part.rope_position,
+                    part.n_rows,
+                    part.echo,
+                    part.store.sequence,
+                    part.embedded,
+                    context.masked_by_llama,
+                )
+                for part in ready
+            ],
+        )
+        context.end_step()
+        for part, logits in zip(ready, rows, strict=True):
+            part.settle(logits)
+    except Exception as error:
+        for part in ready:
+            part.error = _as_ours(error, model_name)
+
+
+def _made_room(part: Part, model_name: str) -> bool:
+    try:
+        part.store.before(part.reading())
+    except (FreezeError, PoolError, UnsupportedModelError) as error:
+        part.error = error
+    except Exception as error:
+        part.untouched = False
+        part.error = _as_ours(error, model_name)
+    else:
+        part.untouched = False
+        return True
+    return False
+
+
+def _as_ours(error: Exception, model_name: str) -> Exception:
+    """Convert an error of the extension about an unexpected graph to a typed error."""
+    if isinstance(error, EntropyKVError) or not isinstance(error, RuntimeError):
+        return error
+    converted = UnsupportedModelError(f"{model_name}: {error}")
+    converted.__cause__ = error
+    return converted
+
+
+def decode_inside(
+    store: Store,
+    batch: MicroBatch,
+    tokens: Sequence[int],
+    position: int,
+    *,
+    n_rows: int,
+    model_name: str,
+    echo: Sequence[int] = (),
+) -> npt.NDArray[np.float32] | None:
+    """Decode one micro-batch of one sequence; returns logits as MicroBatch.decode() does.
+
+    Raises UnsupportedModelError if the graph is not as the store expects.
+    """
+    part = Part(store, tokens, position, n_rows, echo)
+    decode_parts([part], batch, model_name)
+    return part.result()
