@@ -43,8 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def options_page() -> str:
     """Return one section for each command, with a table for each group of its options."""
-    parts = ["# Options\n\nThis page comes from the same source as `--help`.", cache_options()]
-    for name, command in commands().items():
+    parts = ["# Options\n\nThis page comes from the same source as `--help-all`.", cache_options()]
+    for name, command in cli.parsers_of(cli.COMMANDS).items():
         parts.append(f"## entropykv {name}\n\n{command.description}")
         for group in command._action_groups:  # argparse has no public list of groups.
             rows = [row(command, action) for action in group._group_actions if is_shown(action)]
@@ -80,17 +80,11 @@ def cache_options() -> str:
     return "\n".join(lines)
 
 
-def commands() -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of all commands by name."""
-    for action in cli._parser(serving=True)._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    raise LookupError("the command line has no commands")
-
-
 def is_shown(action: argparse.Action) -> bool:
     """Tell whether --help shows an option; --help itself does not count."""
-    return action.help is not argparse.SUPPRESS and "--help" not in action.option_strings
+    return action.help is not argparse.SUPPRESS and not {"--help", "--help-all"} & {
+        *action.option_strings
+    }
 
 
 def row(command: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str]:

@@ -4,80 +4,57 @@
 >>> with Session("model.gguf", n_ctx=8192, kv_budget=0.2) as session:
 ...     for token in session.generate(session.tokenize("Once upon a time"), max_tokens=50):
 ...         print(session.detokenize([token]), end="")
+
+A public name is loaded when it is first asked for: `import entropykv` alone loads neither llama.cpp
+nor numpy. __init__.pyi has all names, each with the module that defines it.
 """
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
 
 from entropykv import _version
 
-_version.check()
 
-from entropykv.constraint.constraint import Constraint  # noqa: E402
-from entropykv.drop_in.arguments import EvictionEvent  # noqa: E402
-from entropykv.drop_in.attach import attach, detach  # noqa: E402
-from entropykv.drop_in.entropy_llama import EntropyLlama  # noqa: E402
-from entropykv.errors import (  # noqa: E402
-    BudgetError,
-    CalibrationError,
-    ContextError,
-    EntropyKVError,
-    FreezeError,
-    HubError,
-    ImageError,
-    ModelFileError,
-    PoolError,
-    ProfileError,
-    SessionFileError,
-    SettingsError,
-    UnsupportedModelError,
-    VersionError,
-)
-from entropykv.profile.profile import EntropyProfile  # noqa: E402
-from entropykv.session.images import ImageLimits, ImagePrompt, Images  # noqa: E402
-from entropykv.session.pool import Pool, PoolStats  # noqa: E402
-from entropykv.session.session import Session  # noqa: E402
-from entropykv.session.stats import SessionStats  # noqa: E402
-from entropykv.settings.cache_options import CacheOptions  # noqa: E402
-from entropykv.settings.freezing import Freezing  # noqa: E402
-from entropykv.settings.options import Budget  # noqa: E402
-from entropykv.settings.own_policy import BudgetToShare, MicroBatchSeen, OwnPolicy  # noqa: E402
-from entropykv.settings.recovery import Recovery, Rung  # noqa: E402
+def _read_homes() -> dict[str, tuple[str, str]]:
+    """Return the module that defines each public name, and its name there, as the stub imports
+    them.
+    """
+    stub = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    return {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in ast.parse(stub).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
+
+_HOMES = _read_homes()
 __version__ = _version.VERSION
+__all__ = [name for name in _HOMES if name != "_core"]
 
-__all__ = [
-    "Budget",
-    "BudgetError",
-    "BudgetToShare",
-    "CacheOptions",
-    "CalibrationError",
-    "Constraint",
-    "ContextError",
-    "EntropyKVError",
-    "EntropyLlama",
-    "EntropyProfile",
-    "EvictionEvent",
-    "FreezeError",
-    "Freezing",
-    "HubError",
-    "ImageError",
-    "ImageLimits",
-    "ImagePrompt",
-    "Images",
-    "MicroBatchSeen",
-    "ModelFileError",
-    "OwnPolicy",
-    "Pool",
-    "PoolError",
-    "PoolStats",
-    "ProfileError",
-    "Recovery",
-    "Rung",
-    "Session",
-    "SessionFileError",
-    "SessionStats",
-    "SettingsError",
-    "UnsupportedModelError",
-    "VersionError",
-    "__version__",
-    "attach",
-    "detach",
-]
+
+def __getattr__(name: str) -> object:
+    """Load what is asked for, and before it the extension, which checks its llama.cpp once.
+
+    Errors are loaded without it. Raises VersionError for another release of llama.cpp, each time.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home, name_there = _HOMES[name]
+    if home != "entropykv.errors" and "_core" not in globals():
+        try:
+            _version.check()
+        except ImportError:
+            globals().pop("_core", None)  # What was loaded and refused is no attribute.
+            raise
+    if name != "_core":
+        globals()[name] = getattr(importlib.import_module(home), name_there)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """List the public names, also those that were not asked for yet."""
+    return sorted({*globals(), *__all__})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from importlib import metadata
+import importlib
 from types import ModuleType
 
+from entropykv import _build_info
 from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 from entropykv.errors import VersionError
 
-VERSION = metadata.version("entropykv")
+VERSION = _build_info.VERSION
 
 REBUILD = "build it again in its source directory: `pip install --force-reinstall --no-deps .`"
 _BUILT = f"entropykv {VERSION} was built against llama-cpp-python {LLAMA_CPP_PYTHON_VERSION}"
@@ -20,7 +21,7 @@ def check() -> None:
     against.
 
     The extension reads and changes llama.cpp's structures, which differ between releases. If the
-    release differs, the extension is not even loaded.
+    release differs, neither llama_cpp nor the extension is loaded.
 
     llama_cpp is imported before the extension, so that both use one libllama. In a wheel, its names
     (libllama.so, libllama.so.0) are separate files, and only the one that llama_cpp loads can be
@@ -28,15 +29,16 @@ def check() -> None:
     """
     _check_release()
     try:
-        import llama_cpp  # noqa: F401, PLC0415  (only of a release that fits)
-
-        from entropykv import _core  # noqa: PLC0415  (only of a release that fits)
+        importlib.import_module("llama_cpp")
+        core = importlib.import_module("entropykv._core")
     except ImportError as error:
         raise VersionError(f"{_BUILT}, but cannot be loaded with it ({error}); {REBUILD}") from None
-    _check_library(_core)
+    _check_library(core)
 
 
 def _check_release() -> None:
+    from importlib import metadata  # noqa: PLC0415  (it takes longer to load than all of --help)
+
     pinned = f"`pip install llama-cpp-python=={LLAMA_CPP_PYTHON_VERSION}`"
     try:
         installed = metadata.version("llama_cpp_python")

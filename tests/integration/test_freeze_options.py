@@ -150,14 +150,14 @@ def test_eval_freezes(
 
 @NEEDS_SERVER
 def test_serve_freezes(tiny_llama: Path, given: list[Any]) -> None:
-    from entropykv.cli import _parser  # noqa: PLC0415
+    from entropykv.cli import parser_with  # noqa: PLC0415
     from entropykv.cli.parser import CommandParser  # noqa: PLC0415
     from entropykv.cli.served_models import models_of, read_options  # noqa: PLC0415
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
     from entropykv.server.models.loading import load_llama  # noqa: PLC0415
 
     options = ["-m", str(tiny_llama), "--n_ctx", "64", "--freeze", "ram", *OPTIONS]
-    found = _parser(serving=True).parse_args(["serve", *options])
+    found = parser_with(["serve"])[0].parse_args(["serve", *options])
     models = models_of(found, read_options(ServerOptions, found), CommandParser())
     assert isinstance(models, ModelOptions)
     load_llama(models).close()

@@ -5,7 +5,6 @@ Command lines of llama.cpp's README and of popular tutorials work unchanged.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shlex
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from entropykv.cli import _parser, main
+from entropykv.cli import main, parsers_of
 from entropykv.cli.llama_flags import CLI, FLAGS, SERVER, LlamaFlag, Use, flags_of
 from entropykv.cli.parser import CommandParser
 from tests.support.flag_table import flag_table
@@ -34,12 +33,7 @@ COMMANDS = ("run", "chat", "serve")
 
 @pytest.fixture(scope="module")
 def parsers() -> dict[str, CommandParser]:
-    (commands,) = (
-        action
-        for action in _parser(serving=True)._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return {name: commands.choices[name] for name in COMMANDS}
+    return parsers_of(COMMANDS)
 
 
 @pytest.mark.parametrize("tool", SPELLINGS)

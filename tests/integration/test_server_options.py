@@ -39,7 +39,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 def options_of(*given: str) -> Any:
     parser = CommandParser(prog="entropykv")
-    add_serve(parser.add_subparsers(), chosen=True)
+    add_serve(parser.add_subparsers())
     return parser.parse_args(["serve", *given])
 
 

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 
 import llama_cpp
 import pytest
@@ -28,8 +29,6 @@ COMMANDS = (
     "calibrate",
     "profile",
     "serve",
-    "--help",
-    "--version",
 )
 
 
@@ -53,14 +52,17 @@ def test_only_one_libllama_is_loaded_in_any_order_of_imports() -> None:
     backends.
     """
     for first in ("entropykv", "llama_cpp"):
-        result = python(f"import {first}, entropykv\nprint(open('/proc/self/maps').read())")
+        result = python(
+            f"import {first}\nfrom entropykv import _core\nprint(open('/proc/self/maps').read())"
+        )
         assert result.returncode == 0
         loaded = {part for part in result.stdout.split() if "libllama.so" in part}
         assert len(loaded) == 1, loaded
 
 
-def test_another_release_is_refused_at_import_and_its_library_is_not_loaded() -> None:
-    result = python(f"{OTHER_RELEASE}import entropykv")
+@pytest.mark.parametrize("asked", ["from entropykv import Session", "from entropykv import _core"])
+def test_another_release_is_refused_and_its_library_is_not_loaded(asked: str) -> None:
+    result = python(f"{OTHER_RELEASE}{asked}")
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert "VersionError: " in last
@@ -68,10 +70,32 @@ def test_another_release_is_refused_at_import_and_its_library_is_not_loaded() ->
     assert "pip install --force-reinstall --no-deps ." in last
     assert ">=0.3.30" in last
     loaded = python(
-        f"{OTHER_RELEASE}import sys\ntry: import entropykv\nexcept ImportError: pass\n"
+        f"{OTHER_RELEASE}import sys\ntry: {asked}\nexcept ImportError: pass\n"
         "sys.exit('entropykv._core' in sys.modules or 'llama_cpp' in sys.modules)"
     )
     assert loaded.returncode == 0, loaded.stderr
+
+
+def test_what_was_refused_stays_refused() -> None:
+    """A library that was loaded before its numbers were compared is no way around the check."""
+    code = (
+        "import entropykv\nfrom entropykv import _build_info\n_build_info.GGML_COMMIT = '0123456'\n"
+        "for _ in range(2):\n"
+        "    try: from entropykv import _core\n"
+        "    except entropykv.VersionError as error: print(error)\n"
+    )
+    result = python(code.replace("_build_info", "_version"))
+    assert result.stdout.count("built against") == 2, result.stderr
+
+
+@pytest.mark.parametrize("command", ["--help", "--version"])
+def test_help_needs_no_release(command: str) -> None:
+    result = python(
+        f"{OTHER_RELEASE}import sys; from entropykv_command import main\n"
+        f"sys.argv = ['entropykv', '{command}']; sys.exit(main())"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -94,9 +118,9 @@ def test_the_command_is_the_command_line() -> None:
 
 def test_no_release_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        raise _version.metadata.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(_version.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(
         VersionError, match=r"none is installed; run `pip install llama-cpp-python=="
     ):

@@ -24,7 +24,7 @@ from entropykv import (
     SettingsError,
     attach,
 )
-from entropykv.cli import _parser, main
+from entropykv.cli import main, parsers_of
 from entropykv.model.geometry import read_geometry
 from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import (
@@ -54,9 +54,9 @@ def test_every_field_declares_its_help() -> None:
 
 
 def test_the_command_line_has_every_flag_and_its_default() -> None:
-    (commands,) = (a for a in _parser(serving=False)._actions if a.dest == "command" or a.choices)
-    run = {flag: a for a in commands.choices["run"]._actions for flag in a.option_strings}
-    plan = {flag: a for a in commands.choices["plan"]._actions for flag in a.option_strings}
+    parsers = parsers_of(["run", "plan"])
+    run = {flag: a for a in parsers["run"]._actions for flag in a.option_strings}
+    plan = {flag: a for a in parsers["plan"]._actions for flag in a.option_strings}
     for name, option in declared(CacheOptions).items():
         for flag in option.flags:
             action = (run | {"-np": plan["-np"], "--parallel": plan["--parallel"]})[flag]

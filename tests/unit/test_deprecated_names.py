@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from entropykv import CacheOptions, Pool, Session
-from entropykv.cli import _parser, main
+from entropykv.cli import main, parser_with
 from entropykv.policy.names import policy_named
 from entropykv.session import pool as pool_module
 from entropykv.session.model_runner import ModelRunner
@@ -47,7 +47,7 @@ def test_serve_takes_earlier_names_of_options(earlier: str, current: str) -> Non
     pytest.importorskip("llama_cpp.server.settings")
     flag = f"--{earlier.replace('_', '-')}"
     with pytest.warns(DeprecationWarning, match=f"{flag} is called --{current}".replace("_", "-")):
-        options = _parser(serving=True).parse_args(["serve", "-m", "x.gguf", flag, "ram"])
+        options = parser_with(["serve"])[0].parse_args(["serve", "-m", "x.gguf", flag, "ram"])
     assert getattr(options, current) == "ram"
 
 

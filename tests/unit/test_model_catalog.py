@@ -24,7 +24,7 @@ def catalog_of(*words: object) -> Any:
     model.
     """
     parser = CommandParser(prog="entropykv")
-    add_serve(parser.add_subparsers(), chosen=True)
+    add_serve(parser.add_subparsers())
     found: argparse.Namespace = parser.parse_args(["serve", *map(str, words)])
     return models_of(found, read_options(ServerOptions, found), _parser_of_models())
 

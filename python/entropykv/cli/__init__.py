@@ -1,81 +1,138 @@
-"""Implement the command line; each command has a module in this folder."""
+"""Implement the command line; each command has a module in this folder, which is loaded only for
+that command.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from entropykv import system
-from entropykv.cli.bench import add_bench
-from entropykv.cli.calibrate import add_calibrate
-from entropykv.cli.chat import add_chat
-from entropykv.cli.convert import add_convert
-from entropykv.cli.evaluate import add_evaluate
-from entropykv.cli.interrupts import orderly_termination
-from entropykv.cli.models import add_models
+from entropykv import _version, system
+from entropykv.cli.interrupts import EXIT_INTERRUPTED, orderly_termination
 from entropykv.cli.notes import deprecations_as_notes, say
-from entropykv.cli.parser import CommandParser
-from entropykv.cli.plan import add_plan
-from entropykv.cli.profile import add_profile
-from entropykv.cli.read import add_read
-from entropykv.cli.report import add_report
-from entropykv.cli.run import EXIT_INTERRUPTED, add_run
-from entropykv.cli.serve import add_serve
-from entropykv.errors import EntropyKVError
+from entropykv.cli.parser import CommandParser, did_you_mean
+from entropykv.errors import EntropyKVError, SettingsError
 
 EXIT_BAD_INPUT = 2
+EXIT_NO_READER = 141
+"""What a shell reports for a command that ended because nobody reads its output (SIGPIPE)."""
+
+COMMANDS = {
+    "run": ("run", "generate text with a model inside a KV budget"),
+    "chat": ("chat", "talk with a model in fixed memory"),
+    "serve": ("serve", "serve a model to OpenAI's clients inside a KV budget"),
+    "read": ("read", "read a document once, to ask it later"),
+    "plan": ("plan", "show what a budget means for a model, from its header alone"),
+    "models": (
+        "models",
+        "list models that need no download, public 1.58-bit models, or architectures",
+    ),
+    "convert": ("convert", "convert a 1.58-bit model for stock llama.cpp"),
+    "calibrate": ("calibrate", "measure the attention entropy of every head of a model"),
+    "profile": ("profile", "show an entropy profile, or compare two"),
+    "eval": ("evaluate", "measure what a budget costs in quality"),
+    "bench": ("bench", "measure speed against stock llama.cpp"),
+    "report": ("report", "make a page of what was measured"),
+    "completion": ("completion", "write a script with which a shell completes commands"),
+}
+"""Every command, in the order of --help, with its module in this folder and a summary."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 2, and one sentence on stderr, for bad input."""
     system.prepare_streams()
-    given = sys.argv[1:] if arguments is None else arguments
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with deprecations_as_notes():
-            options = _parser(serving=list(given[:1]) == ["serve"]).parse_args(given)
+            parser, _ = parser_with(_commands_in(given))
+            if not given:
+                parser.print_help()
+                return EXIT_BAD_INPUT
+            options = parser.parse_args(given)
             with orderly_termination():
                 code: int = options.command(options)
+            sys.stdout.flush()  # What cannot be written is said here, and not by Python at its end.
     except EntropyKVError as error:
         say(str(error))
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # The reader of our output has closed it.
-        return _without_output("the reader of the output is gone")
+    except BrokenPipeError:  # The reader of our output has closed it, as `head` does.
+        _drop_output()
+        return EXIT_NO_READER
     except OSError as error:  # For example, the disk is full.
-        return _without_output(f"{error.strerror or error}: the output cannot be written")
+        with contextlib.suppress(OSError):
+            say(f"{error.strerror or error}: the output cannot be written")
+        _drop_output()
+        return 1
     return code
 
 
-def _without_output(why: str) -> int:
-    """Print one sentence about why the output ended, and prevent Python from flushing the rest at
-    exit.
-    """
-    with contextlib.suppress(OSError):
-        say(why)
+def _drop_output() -> None:
+    """Prevent Python from writing the rest of the output when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
-    return 1
 
 
-def _parser(*, serving: bool) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = CommandParser(
+def _commands_in(given: Sequence[str]) -> list[str]:
+    """Return the command of a command line, if there is one; raises SettingsError for another
+    word.
+    """
+    if not given or given[0] in ("-h", "--help", "--usage", "--version"):
+        return []
+    if given[0].startswith("-"):
+        raise SettingsError(
+            f"{given[0]} comes after a command, as in `entropykv run {given[0]}`; see entropykv "
+            "--help"
+        )
+    if given[0] not in COMMANDS:
+        raise SettingsError(
+            f"{given[0]} is not a command of entropykv"
+            f"{did_you_mean(given[0], COMMANDS) or '; see entropykv --help'}"
+        )
+    return [given[0]]
+
+
+class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # noqa: SLF001
+    """Hold the parsers of the commands; each has its summary."""
+
+    def add_parser(self, name: str, **options: Any) -> CommandParser:
+        """Add the parser of a command."""
+        parser: CommandParser = super().add_parser(name, help=COMMANDS[name][1], **options)
+        return parser
+
+
+def parser_with(names: Collection[str]) -> tuple[CommandParser, dict[str, CommandParser]]:
+    """Return the parser, and those of the commands in `names`, which alone have their options;
+    raises VersionError.
+    """
+    parser = CommandParser(
         prog="entropykv",
         description="Run GGUF models in stock llama.cpp inside a hard KV-cache budget.",
+        epilog="`entropykv COMMAND --help` shows the options of a command.",
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    add_run(commands)
-    add_chat(commands)
-    add_read(commands)
-    add_plan(commands)
-    add_bench(commands)
-    add_evaluate(commands)
-    add_models(commands)
-    add_convert(commands)
-    add_calibrate(commands)
-    add_profile(commands)
-    add_report(commands)
-    add_serve(commands, chosen=serving)
-    return parser
+    commands = parser.add_subparsers(
+        action=_Commands, title="commands", required=True, metavar="COMMAND"
+    )
+    for name, (module, _) in COMMANDS.items():
+        if name in names:
+            _version.check()
+            add = getattr(importlib.import_module(f"{__name__}.{module}"), f"add_{module}")
+            add(commands)
+        else:
+            commands.add_parser(name)
+    return parser, {name: commands.choices[name] for name in names}
+
+
+def parsers_of(names: Collection[str]) -> dict[str, CommandParser]:
+    """Return the parsers of some commands by name, with all of their options; raises VersionError,
+    and MissingExtraError for `serve` without its extra.
+    """
+    parsers = parser_with(names)[1]
+    for parser in parsers.values():
+        parser.add_now()
+    return parsers

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from entropykv.cli.notes import ProgressBar
 from entropykv.cli.options import (
     DRAFT_OPTIONS,
     add_draft_options,
@@ -24,7 +23,9 @@ from entropykv.cli.options import (
     integer,
     list_of,
 )
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw_bench
+from entropykv.cli.progress import ProgressBar
 from entropykv.errors import SettingsError
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.evaluation.draft_bench import bench_drafts
@@ -40,11 +41,10 @@ _DRAFT_LENGTH = 2048
 _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"
 
 
-def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "bench",
-        help="measure speed against stock llama.cpp",
         description="Read prompts and generate inside budgets, in alternation with stock "
         "llama.cpp (full f16 cache, with and without flash attention); medians, and ratios to "
         "stock flash attention. Run it on an otherwise idle machine.",

@@ -15,7 +15,7 @@ from entropykv.calibration.hf import calibrate_hf
 from entropykv.calibration.measure import QUICK, CalibrationSettings, Extent, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.spread import Spread
-from entropykv.cli.interrupts import InterruptionError, noted_interrupts
+from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_model_option,
@@ -24,9 +24,9 @@ from entropykv.cli.options import (
     fetch_named,
     integer,
 )
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.profile_table import comparison_lines, summary_line
-from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.cluster import RAY_HELP, connected
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.evaluation.shipped_texts import read_texts
@@ -51,11 +51,10 @@ _LONG = 20
 """Seconds; a calibration that takes longer says so before it begins."""
 
 
-def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure the attention entropy of every head of a model",
         description="Read texts with a model and write the entropy profile of its heads, for "
         "--entropy-config. Progress goes to stderr.",
     )

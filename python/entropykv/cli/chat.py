@@ -24,6 +24,7 @@ from entropykv.cli.image_options import (
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_load_option
@@ -47,12 +48,11 @@ ANSWER_TOKENS = BUDGET
 SUFFIX = ".ekv"
 
 
-def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_chat(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "chat",
         usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
-        help="talk with a model in fixed memory",
         description="A conversation in fixed memory, however long. /help shows the commands. The "
         "answers alone go to stdout; turns may be piped in, one a line.",
     )
@@ -78,6 +78,11 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add_engine_options(parser)
     add_document_option(parser, group)
+    parser.show_first(
+        *("-m", "-hf", "--demo", "-sys", "-f", "-n", "--temp", "-c", "--kv-budget", "--policy"),
+        *("--freeze", "-t", "-ngl", "--web", "--document", "--load-session"),
+        example="entropykv chat -m model.gguf --kv-budget 2048",
+    )
     parser.set_defaults(command=_chat)
 
 

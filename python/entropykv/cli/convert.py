@@ -6,7 +6,8 @@ import argparse
 import shlex
 import sys
 
-from entropykv.cli.notes import ProgressBar
+from entropykv.cli.parser import CommandParser
+from entropykv.cli.progress import ProgressBar
 from entropykv.convert import ConversionSummary, convert
 from entropykv.convert.estimate import Estimate
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES
@@ -14,11 +15,10 @@ from entropykv.convert.ternary import I2S_LAYOUTS
 from entropykv.model.geometry import ACTIVATIONS
 
 
-def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_convert(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "convert",
-        help="convert a 1.58-bit model for stock llama.cpp",
         description="Convert a 1.58-bit model (BitNet b1.58, Llama3-8B-1.58, Falcon3-1.58bit, "
         "Falcon-E and others: `entropykv models --known`), as an I2_S file of Microsoft's BitNet "
         "fork or as the directory of a Hugging Face checkpoint, to a GGUF file that stock "

@@ -10,11 +10,17 @@ from contextlib import ExitStack, closing
 
 from entropykv.cli.eval_options import add_eval_options, engine_of, log_settings, request_of
 from entropykv.cli.eval_table import EvalTable
-from entropykv.cli.interrupts import InterruptionError, Interrupts, noted_interrupts
-from entropykv.cli.notes import ProgressBar, say
+from entropykv.cli.interrupts import (
+    EXIT_INTERRUPTED,
+    InterruptionError,
+    Interrupts,
+    noted_interrupts,
+)
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_model_options, check_output, demo_of, fetch_named
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw_eval, draw_suite
-from entropykv.cli.run import EXIT_INTERRUPTED
+from entropykv.cli.progress import ProgressBar
 from entropykv.cluster import RAY_HELP
 from entropykv.errors import SettingsError
 from entropykv.evaluation.cluster import ClusterJob, measure_on_cluster, with_fixed_threads
@@ -28,11 +34,11 @@ from entropykv.files import new_file
 from entropykv.llamacpp.model import Model
 
 
-def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_evaluate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "eval",
-        help="measure what a budget costs in quality",
+        usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
         description="Compare budgets with stock llama.cpp's full f16 cache: predictions and "
         "greedy texts after prompts, recall of planted facts, answers to a data set, or RULER. "
         "Tables go to stdout, progress to stderr.",
@@ -56,6 +62,12 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="ADDRESS",
         help=f"spread texts and cases over a Ray cluster: {RAY_HELP}; every node needs the model "
         "at the same path",
+    )
+    parser.show_first(
+        *("-m", "-hf", "--demo", "--kv-budget", "--policy", "--kv-type", "--freeze", "--text"),
+        *("--prompt", "--continuation", "--passkeys", "--dataset", "--suite", "-t", "--json"),
+        *("--plot", "--resume"),
+        example="entropykv eval -m model.gguf --kv-budget 0.1,0.2 --passkeys 20",
     )
     parser.set_defaults(command=run)
 

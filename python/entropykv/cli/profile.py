@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 
 from entropykv.cli.options import check_output
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import draw
 from entropykv.cli.profile_table import compare, format_profile
 from entropykv.profile.profile import EntropyProfile
 
 
-def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_profile(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "profile",
-        help="show an entropy profile, or compare two",
         description="Show the entropies, head types and resulting budgets of a profile; with a "
         "second file, what differs.",
     )

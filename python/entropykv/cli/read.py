@@ -9,12 +9,13 @@ from pathlib import Path
 
 from entropykv.cli.chat import BUDGET, CONTEXT
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
-from entropykv.cli.interrupts import InterruptionError, noted_interrupts
-from entropykv.cli.notes import ProgressBar, say
+from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options
+from entropykv.cli.parser import CommandParser
+from entropykv.cli.progress import ProgressBar
 from entropykv.cli.prompt_options import add_system_options
 from entropykv.cli.read_each import add_each_options, is_each, read_each
-from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.cli.saved import say_what
 from entropykv.cli.table import format_rows
 from entropykv.errors import ContextError, SessionFileError, SettingsError
@@ -27,14 +28,13 @@ from entropykv.session.session import Session
 _SHOWN_CHARACTERS = 200
 
 
-def add_read(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_read(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "read",
         usage="%(prog)s FILE... (-m MODEL | -hf USER/MODEL) -o DOCUMENT [options]\n"
         "       %(prog)s FILE... (-m MODEL | -hf USER/MODEL) --each [--out DIR] [options]\n"
         "       %(prog)s --show DOCUMENT",
-        help="read a document once, to ask it later",
         description="Read text files, one after the other, and keep what the KV budget holds of "
         "them in one file, or each in a file of its own. `run --document` and `chat --document` "
         "answer questions from it without reading the text again. After an interruption, the same "
@@ -53,6 +53,11 @@ def add_read(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add_system_options(parser.add_argument_group("prompt"), "the document")
     add_engine_options(parser)
+    parser.show_first(
+        *("-o", "--each", "--out", "--show", "-m", "-hf", "-sys", "-c", "--kv-budget", "--policy"),
+        *("-t", "-ngl"),
+        example="entropykv read book.txt -m model.gguf --kv-budget 4096 -o book.ekv",
+    )
     parser.set_defaults(command=_read)
 
 

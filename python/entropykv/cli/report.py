@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from entropykv.cli.options import check_output
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_matplotlib
 from entropykv.errors import SettingsError
 from entropykv.files import new_file
@@ -12,11 +13,10 @@ from entropykv.report.page import report_page
 from entropykv.report.sources import read_sources
 
 
-def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "report",
-        help="make a page of what was measured",
         description="Write one self-contained page of HTML from the JSON of eval, bench, "
         "calibrate, profile and run: tables, quality over bytes, speed over context, heads as heat "
         "map. Several files of one kind are compared. Needs entropykv[plot].",

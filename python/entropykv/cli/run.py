@@ -18,8 +18,10 @@ from entropykv.cli.image_options import (
     tokens_of,
     with_places,
 )
+from entropykv.cli.interrupts import EXIT_INTERRUPTED
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw_trajectory
 from entropykv.cli.prompt_cache import PromptCache, add_prompt_cache
 from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
@@ -44,17 +46,15 @@ from entropykv.session.document import question_text
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 
-EXIT_INTERRUPTED = 130
 _LAST_TOKENS = 32
 """Tokens at the end of a prompt, more than any tag of thoughts has."""
 
 
-def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "run",
         usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
-        help="generate text with a model inside a KV budget",
         description="Read a prompt and generate text inside a KV budget. The text goes to stdout, "
         "progress and the final table to stderr.",
     )
@@ -72,6 +72,11 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     sessions = add_session_options(parser)
     add_prompt_cache(sessions)
     add_document_option(parser, sessions)
+    parser.show_first(
+        *("-m", "-hf", "--demo", "-p", "-f", "-sys", "-n", "--temp", "-c", "--kv-budget"),
+        *("--policy", "--freeze", "-t", "-ngl", "--document", "--save-session", "--stats-json"),
+        example='entropykv run -m model.gguf -f long.txt -p "What happened?" --kv-budget 20%',
+    )
     parser.set_defaults(command=run)
 
 

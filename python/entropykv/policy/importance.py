@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from entropykv._core import ImportanceSettings, Measure, ScoreKind, measures
+from entropykv import _core
 from entropykv.errors import SettingsError
 
-_ALL = {measure.name: measure for measure in measures()}
+_ALL = {measure.name: measure for measure in _core.measures()}
 """The extension's table: cpp/decide/measures.cpp."""
 
 MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measure.by_position}
@@ -132,7 +132,7 @@ class Importance:
         return self._row.threshold
 
     @property
-    def kind(self) -> ScoreKind:
+    def kind(self) -> _core.ScoreKind:
         """Return its name in the extension."""
         return self._row.kind
 
@@ -141,7 +141,7 @@ class Importance:
         return replace(self, observation_window=min(self.observation_window, OBSERVED_ON_DEVICES))
 
     @property
-    def _row(self) -> Measure:
+    def _row(self) -> _core.Measure:
         return _ALL[self.measure]
 
     @property
@@ -153,12 +153,12 @@ class Importance:
             return max(self.decay, _ECHO_DECAY)
         return self.decay
 
-    def settings(self, variation: float) -> ImportanceSettings:
+    def settings(self, variation: float) -> _core.ImportanceSettings:
         """Return the settings for a store; `variation` is that of the profile's entropies.
 
         Only `recency` needs the variation.
         """
-        return ImportanceSettings(
+        return _core.ImportanceSettings(
             kind=self.kind,
             variation=variation,
             decay=self._decay,

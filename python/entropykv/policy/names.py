@@ -8,7 +8,7 @@ from entropykv.errors import SettingsError
 from entropykv.policy.documents.kim_jung import LAYER, LAYER_IN_RANGE
 from entropykv.policy.documents.metinov import ROLLING_FREEZE
 from entropykv.policy.documents.readme_entropy_kv import ENTROPY, RECENCY
-from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
+from entropykv.policy.importance import Importance
 from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
 from entropykv.profile.learnt import LearntPredictor
@@ -78,20 +78,14 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 
 
 def policy_help() -> str:
-    """Return names, measures and modifiers in a few lines."""
-    auto = (
-        f"{AUTO}: what the model's profile says, adaptive or guided; without a profile "
-        f"adaptive:{IMPORTANCES[0]}, whose predictor the first texts teach; "
-        "uniform with --freeze; recency on the flat store; on the device store profile or uniform, "
-        f"with predicted if the profile has a predictor; {FAST}: the same without predicted"
-    )
-    policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
+    """Return the names of the policies in five lines of --help; docs/reference/policies.md says
+    more.
+    """
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
-    measures = ", ".join(f"{name} ({text})" for name, text in MEASURES.items())
-    modifiers = ", ".join(f"{name} ({text})" for name, text in MODIFIERS.items())
+    by_position = ", ".join(p.name for p in POLICIES.values() if p.importance.by_position)
     return (
-        f"{auto}; {policies}. What gets most attention ({measured}) is measured by {measures}, "
-        f"modified by any of {modifiers} (default: {Importance()})"
+        f"{AUTO} (the best known for the model) or {FAST}; what gets most attention: {measured}; "
+        f"the newest: {by_position}; measures and more: docs/reference/policies.md"
     )
 
 
