@@ -23,6 +23,7 @@ from entropykv import (
     UnsupportedModelError,
 )
 from entropykv.cli import main
+from entropykv.session.memory_plan import describe_budget
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together
 from tests.support.threads import in_threads
 
@@ -282,13 +283,13 @@ def test_a_fraction_means_for_each_conversation_what_it_means_for_one_alone(mode
         sessions = [pool.session() for _ in range(4)]
         together(sessions, [PROMPTS[4]] * 4, 3)
         assert {session.stats().kv_bytes_budget for session in sessions} == {alone}
-        told = pool.runner.shared.describe()
-        assert told.startswith("4 conversations at a time share ")
-        assert f"{alone / 2**20:.1f} MiB each" in told
+        told = describe_budget(pool.runner.config, pool.stats().kv_bytes_budget)
+        assert f"({4 * alone / 2**20:.1f} MiB for 4 conversations), policy uniform" in told
         pool.resize(0.5)
         assert pool.stats().kv_bytes_budget == pytest.approx(8 * alone, rel=0.1)
-        pool.resize(20)
-        assert "fewer share it" in pool.runner.shared.describe()
+    with pool_of(model, n_sequences=4, kv_budget=20, policy="uniform") as pool:
+        told = describe_budget(pool.runner.config, pool.stats().kv_bytes_budget)
+        assert "fewer at a time" in told
 
 
 def test_the_fraction_of_everything_evicts_nothing(model: Path) -> None:

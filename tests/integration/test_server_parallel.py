@@ -30,7 +30,9 @@ def server() -> Iterator[Server]:
     code, errors = running.end()
     assert code == 0
     assert "Traceback" not in errors, errors
-    assert "3 conversations at a time share " in "".join(running.log)
+    (told,) = [line for line in running.log if "serving" in line]
+    assert re.search(r"context [\d,]+ tokens, budget 2,000 tokens per KV head for each", told)
+    assert re.search(r"\([\d.]+ MiB for 3 conversations\), policy uniform; Ctrl-C", told)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ short, and what is misspelt is named.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 
 import entropykv as package
 from entropykv.cli import COMMANDS, parsers_of
+from entropykv.model.geometry import read_geometry
+from entropykv.session.document import document_header
 from tests.support.command import assert_refused, entropykv
 
 HEAVY = ("llama_cpp", "numpy", "importlib.metadata", "webbrowser", "tqdm", "jinja2", "gguf")
@@ -163,3 +166,33 @@ def test_completion_names_its_extra() -> None:
     code = "import sys; sys.modules['shtab'] = None\n" + main("completion", "zsh")
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 'pip install "entropykv[completion]"' in shown.stderr
+
+
+# --- what a budget means --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["0.25", "25%"])
+@pytest.mark.parametrize("context", [(), ("-c", "96")])
+def test_a_fraction_means_the_same_at_every_door(
+    tiny_llama: Path, tmp_path: Path, budget: str, context: tuple[str, ...]
+) -> None:
+    """Without -c, the context is what the model was trained for, although a chat or a document may
+    be longer.
+    """
+    n_ctx = int(context[1]) if context else read_geometry(tiny_llama).n_ctx_train
+    text, document = tmp_path / "text.txt", tmp_path / "document.ekv"
+    text.write_text("the and of to in. ", encoding="utf-8")
+    given = ("-m", tiny_llama, "--kv-budget", budget, "-t", "1", *context)
+    plan = json.loads(entropykv("plan", *given, "--json").stdout)
+    assert plan["mean_entries"] == round(n_ctx * 0.25)
+    for command in (
+        ("run", *given, "-p", "the", "-n", "1", "--stats-json", tmp_path / "run.json"),
+        ("read", text, *given, "-o", document),
+    ):
+        result = entropykv(*command)
+        assert result.returncode == 0, result.stderr
+    told = entropykv("chat", *given, "-n", "1", "-s", "1", stdin="the\n/stats\n").stderr
+    size = plan["kv_bytes_budget"]
+    assert json.loads((tmp_path / "run.json").read_text())["kv_bytes_budget"] == size
+    assert f"of a budget of {size / 2**20:.1f} MiB" in told
+    assert str(document_header(document).settings.kv_budget) in (budget, "0.25", str(n_ctx // 4))

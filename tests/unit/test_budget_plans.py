@@ -85,6 +85,7 @@ def test_the_recency_score_keeps_the_newest_as_streaming_does(
         *((0.2, "fraction", 0.2), ("0.2", "fraction", 0.2), (1, "fraction", 1.0)),
         *(("1.0", "fraction", 1.0), (2, "tokens", 2), ("512", "tokens", 512)),
         *(("64MiB", "bytes", 64 * 2**20), ("1.5KiB", "bytes", 1536), ("1GB", "bytes", 10**9)),
+        *(("20%", "fraction", 0.2), (" 12.5 % ", "fraction", 0.125), ("100%", "fraction", 1.0)),
         *((" 3 mib ", "bytes", 3 * 2**20), ("7B", "bytes", 7), (Budget("tokens", 9), "tokens", 9)),
     ],
 )
@@ -98,6 +99,7 @@ def test_budgets_that_can_be_read(text: Any, kind: str, value: float) -> None:
     "text",
     [
         *(0, -1, 1.5, 2.5, "abc", "", "0MiB", "0.1B", "nan", "inf", math.nan, math.inf, None),
+        *("0%", "101%", "x%", "%", "nan%", "20%%", "-5%"),
         *("-3MiB", "1e3MiB", "64 TiB", "MiB", [], "0", "-0.5"),
     ],
 )
@@ -110,6 +112,13 @@ def test_budgets_that_cannot_be_read(text: Any) -> None:
 def test_impossible_numbers_and_units_are_refused_by_name(text: Any) -> None:
     with pytest.raises(BudgetError, match="KV budget"):
         Budget.parse(text)
+
+
+def test_a_fraction_becomes_tokens_of_a_context() -> None:
+    assert Budget.parse("20%").of_context(32768) == Budget("tokens", 6554)
+    assert Budget.parse(0.0001).of_context(1000) == Budget("tokens", 2)
+    for other in (Budget("tokens", 512), Budget("bytes", 1000)):
+        assert other.of_context(4) == other
 
 
 # planning

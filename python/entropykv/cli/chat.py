@@ -36,9 +36,6 @@ from entropykv.files import read_text
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.session.file import check_target
 
-CONTEXT = 1_000_000
-"""The most tokens of a conversation. Memory depends on the entries that are kept, not on this."""
-
 BUDGET = 1024
 """Entries per KV head: enough for about ten turns, half of which are kept word for word."""
 
@@ -56,7 +53,7 @@ def add_chat(commands: argparse._SubParsersAction[CommandParser]) -> None:
         description="A conversation in fixed memory, however long. /help shows the commands. The "
         "answers alone go to stdout; turns may be piped in, one a line.",
     )
-    add_budget_options(parser, n_ctx=CONTEXT, kv_budget=str(BUDGET))
+    add_budget_options(parser, endless=True, kv_budget=str(BUDGET))
     group = parser.add_argument_group("conversation")
     add_system_options(group, "the first turn")
     add_prompt_options(group, "the first turn")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import threading
-import webbrowser
 from typing import TYPE_CHECKING, Any
 
 from entropykv.cli.engine import kv_type_of
 from entropykv.cli.model_options import model_options_of
 from entropykv.cli.notes import say
-from entropykv.cli.options import demo_of, fetch_named
+from entropykv.cli.options import CONTEXT, demo_of, fetch_named
 from entropykv.errors import ContextError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.model_options import LoadOptions
+from entropykv.model.geometry import read_geometry
 from entropykv.session.sampling import Sampling
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.declared import declared
 from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget
 
 if TYPE_CHECKING:
     from entropykv.server import ModelOptions
@@ -103,6 +104,10 @@ def _model_options(options: argparse.Namespace) -> ModelOptions:
         for each in declared(owner).values()
         if hasattr(options, each.name)
     }
+    if options.ctx_size is None:
+        trained = read_geometry(options.model).n_ctx_train
+        budget = Budget.parse(options.kv_budget).of_context(trained)
+        given |= {"n_ctx": CONTEXT, "kv_budget": str(budget)}
     given |= {name: getattr(options, name) for name in _REASONING}
     given["n_ubatch"] = min(options.ubatch_size, options.batch_size)
     given["kv_type"] = kv_type_of(options)
@@ -133,5 +138,7 @@ def _open(url: str) -> None:
 
 
 def _open_now(url: str) -> None:
+    import webbrowser  # noqa: PLC0415  (it looks for browsers when it is loaded)
+
     if not webbrowser.open(url):
         say(f"no browser was found: open {url} in one")

@@ -13,6 +13,7 @@ import llama_cpp
 from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
+    CONTEXT,
     add_fixed_threads_option,
     add_freeze_options,
     add_learn_option,
@@ -148,7 +149,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
     cache = cache_options_of(
         options,
         kv_type=kv_type,
-        n_ctx=options.ctx_size,
+        n_ctx=CONTEXT if options.ctx_size is None else options.ctx_size,
         n_ubatch=min(options.ubatch_size, options.batch_size),
         n_threads=options.threads,
         n_threads_batch=options.threads_batch,
@@ -162,9 +163,11 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         verbose=options.verbose,
         options=tuning,
     )
+    trained = model.geometry.n_ctx_train
+    if options.ctx_size is None:
+        cache = dataclasses.replace(cache, kv_budget=cache.budget.of_context(trained))
     thinks = goes_back and model.thought_tags is not None
     session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
-    trained = model.geometry.n_ctx_train
     budgets = [entries for layer in session.budgets() for entries in layer]
     mean = sum(budgets) // max(len(budgets), 1)
     if session.n_ctx > trained and 4 * mean > 3 * trained:

@@ -20,6 +20,10 @@ from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
 from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
 
 _DEFAULTS = CacheOptions()
+CONTEXT = 1_000_000
+"""The most tokens of a conversation or a document, unless -c says otherwise. Memory depends on the
+entries that are kept, not on this.
+"""
 DRAFT_OPTIONS = ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min")
 """The fields of CacheOptions that say how tokens are guessed, besides spec_type."""
 
@@ -156,21 +160,38 @@ def add_option(
         said["type"] = integer(declared.least or 0, declared.most)
     elif declared.kind is not str:
         said["type"] = declared.kind
+    shown = other.pop("shown_default", None)
     said |= other
-    default = other.get("default")
-    said["help"] += f" (default: {declared.shown_default if default is None else default})"
+    if shown is None:
+        shown = other.get("default")
+    said["help"] += f" (default: {declared.shown_default if shown is None else shown})"
+    said["help"] = said["help"].replace("%", "%%")
     group.add_argument(*declared.flags, dest=declared.name, **said)
 
 
 def add_budget_options(
     parser: argparse.ArgumentParser,
     *,
-    n_ctx: int = _DEFAULTS.n_ctx,
+    endless: bool = False,
     kv_budget: str = str(_DEFAULTS.kv_budget),
 ) -> argparse._MutuallyExclusiveGroup:
-    """Add the model, the context and the budget; returns the group of the model."""
+    """Add the model, the context and the budget; returns the group of the model.
+
+    `endless`: without -c, the context is None, and open_engine() takes CONTEXT.
+    """
     model = add_model_options(parser)
-    add_option(parser, CacheOptions, "n_ctx", default=n_ctx)
+    if endless:
+        add_option(
+            parser,
+            CacheOptions,
+            "n_ctx",
+            default=None,
+            shown_default=f"{CONTEXT:,}, and fractions of what the model was trained for",
+            help="longest text in tokens, of which a fraction as --kv-budget is taken; 0: what the "
+            "model was trained for",
+        )
+    else:
+        add_option(parser, CacheOptions, "n_ctx")
     group = parser.add_argument_group("KV budget")
     add_option(group, CacheOptions, "kv_budget", default=kv_budget)
     add_option(group, CacheOptions, "policy", metavar=POLICY_SYNTAX, help=policy_help())

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from entropykv.cli.chat import BUDGET, CONTEXT
+from entropykv.cli.chat import BUDGET
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
@@ -45,7 +45,7 @@ def add_read(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     parser.add_argument("-o", "--output", metavar="DOCUMENT", help="the file that is written")
     add_each_options(parser.add_argument_group("several documents"))
-    model = add_budget_options(parser, n_ctx=CONTEXT, kv_budget=str(BUDGET))
+    model = add_budget_options(parser, endless=True, kv_budget=str(BUDGET))
     model.add_argument(
         "--show",
         metavar="DOCUMENT",

@@ -106,6 +106,7 @@ class Spellings:
         """Add an option under all of its names; an option may be given once."""
         field = name[2:]
         names = (name, f"--{field.replace('_', '-')}", *_LLAMA_SERVER.get(field, ()))
+        options["help"] = str(options.get("help")).replace("%", "%%")
         action: type[argparse.Action] = _Once
         if getattr(options.get("type"), "__name__", "") == "_parse_bool_arg":
             options.update(type=_boolean, nargs="?", const=True)

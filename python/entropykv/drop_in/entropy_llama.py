@@ -51,6 +51,7 @@ from entropykv.llamacpp.foreign_text import MARK, without_names
 from entropykv.llamacpp.model import captured_log, last_error
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.document import document_header
 from entropykv.session.file import SavedContents
 from entropykv.session.image_spans import is_placeholder
@@ -702,6 +703,11 @@ class EntropyLlama(llama_cpp.Llama):
     def kv_stats(self) -> SessionStats:
         """Return counts, bytes and times since the model was made, attached, or loaded a state."""
         return self._session.stats()
+
+    @property
+    def cache_config(self) -> ResolvedConfig:
+        """Return the options of the cache, and what they mean for the model."""
+        return self._session.config
 
     def save_state(self) -> LlamaState:
         """Return the current state with the entries of the budget, for load_state() and

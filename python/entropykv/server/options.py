@@ -102,6 +102,7 @@ class ModelOptions(ModelSettings):
         max_length=MOST_NAME,
         description="Words that /v1/models shows beside the model, separated by commas.",
     )
+    n_ctx: int = _declared("n_ctx")
     n_threads: int = _declared("n_threads")
     n_threads_batch: int = _declared("n_threads_batch")
     fixed_threads: bool | None = _declared("fixed_threads")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from entropykv import _core
-from entropykv.errors import ModelFileError
+from entropykv.errors import BudgetError, ModelFileError
 from entropykv.llamacpp.model import offloaded_layers
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
@@ -148,10 +148,29 @@ def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan
             f"{geometry.path}: the model has no attention layers, so there is no KV cache to plan; "
             "use a model with attention"
         )
+    return _plan_of(config)
+
+
+def _plan_of(config: ResolvedConfig) -> MemoryPlan:
     if config.store == "flat":
         return MemoryPlan(config, config.flat_plan())
     in_pool = config.options.in_pool
     return MemoryPlan(config, config.equal_share() if in_pool else config.headwise_plan())
+
+
+def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
+    """Return in a few words what a budget means for a model that is loaded.
+
+    `budget_bytes`: what the KV cache never exceeds, of all conversations together.
+    """
+    n_sequences = config.options.n_sequences or 1
+    size = _mib(budget_bytes) + (f" for {n_sequences} conversations" if n_sequences > 1 else "")
+    try:
+        tokens = min(_plan_of(config).mean_entries, config.n_ctx)
+        size = f"{tokens:,} tokens per KV head{' for each' * (n_sequences > 1)} ({size})"
+    except BudgetError:
+        size += ", fewer at a time: it does not hold the sinks and recent windows of all"
+    return f"context {config.n_ctx:,} tokens, budget {size}, policy {config.policy.name}"
 
 
 def format_plan(plan: MemoryPlan) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from entropykv.errors import BudgetError, PoolError
+from entropykv.errors import PoolError
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shares import LEAST_CHANGE, Shares, shares_of
@@ -249,21 +249,6 @@ class SharedPool:
             )
         is_idle = slot.is_idle(now) and not is_waiting
         return PoolStatus("idle" if is_idle else "active", idle_seconds, slot.given_up)
-
-    def describe(self) -> str:
-        """Return a sentence that says how much each conversation gets while all hold entries."""
-        n_sequences, n_bytes = self._n_sequences, self.core.budget_bytes if self.core else 0
-        head = f"{n_sequences} conversations at a time share {n_bytes / 2**20:.1f} MiB of KV cache"
-        try:
-            share = self._config.equal_share(self._budget, self._layers)
-        except BudgetError:
-            return (
-                f"{head}, which does not hold the sinks and recent windows of all: fewer share it"
-            )
-        return (
-            f"{head}: {share.pool_bytes / 2**20:.1f} MiB each, {share.mean_entries} of "
-            f"{self._config.n_ctx} tokens per KV head"
-        )
 
     def share(self) -> None:
         """Set the share of every live sequence; those that shrink evict first."""

@@ -124,9 +124,9 @@ class CacheOptions:
 
     kv_budget: Budget | str | float = option(
         1.0,
-        "fraction of the context in (0, 1], tokens per KV head (2 or more), or bytes such as "
-        "64MiB; for several conversations: a fraction of what all their contexts take, or the "
-        "tokens or bytes of all",
+        "what is kept: a fraction of the context (0.2 or 20%), tokens per KV head (2 or more), or "
+        "bytes such as 64MiB; for several conversations: a fraction of what all their contexts "
+        "take, or the tokens or bytes of all",
         "--kv-budget",
         metavar="B",
     )

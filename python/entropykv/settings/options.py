@@ -35,7 +35,10 @@ _UNITS = {
     "GIB": 2**30,
 }
 _BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMG]?i?B)", re.IGNORECASE | re.ASCII)
-_HOW = "give a fraction in (0, 1], a number of tokens (2 or more), or bytes such as 64MiB"
+_HOW = (
+    "give a fraction in (0, 1] such as 0.2 or 20%, a number of tokens (2 or more), or bytes such "
+    "as 64MiB"
+)
 
 
 def parse_bytes(text: str) -> int | None:
@@ -57,9 +60,11 @@ class Budget:
 
     @classmethod
     def parse(cls, value: Budget | str | float) -> Budget:
-        """Read `0.2`, `512` or `"64MiB"`; raises BudgetError for an impossible value."""
+        """Read `0.2`, `"20%"`, `512` or `"64MiB"`; raises BudgetError for an impossible value."""
         if isinstance(value, Budget):
             return value
+        if isinstance(value, str) and value.strip().endswith("%"):
+            return cls._from_percent(value)
         n_bytes = parse_bytes(value) if isinstance(value, str) else None
         if n_bytes is None:
             return cls._from_number(value)
@@ -68,6 +73,16 @@ class Budget:
         if n_bytes > MOST_BYTES:
             raise BudgetError(f"a KV budget cannot be {value}; give {MOST_BYTES}B or less")
         return cls("bytes", n_bytes)
+
+    @classmethod
+    def _from_percent(cls, value: str) -> Budget:
+        try:
+            share = float(value.strip()[:-1]) / 100.0
+        except ValueError:
+            share = math.nan
+        if not 0.0 < share <= 1.0:
+            raise BudgetError(f"a KV budget cannot be {value!r}; {_HOW}")
+        return cls("fraction", share)
 
     @classmethod
     def _from_number(cls, value: str | float) -> Budget:
@@ -82,6 +97,12 @@ class Budget:
         if number >= 2.0 and number == int(number):
             return cls("tokens", int(number))
         raise BudgetError(f"a KV budget cannot be {value}; {_HOW}")
+
+    def of_context(self, n_ctx: int) -> Budget:
+        """Return a fraction as the tokens that it means for a context; others as they are."""
+        if self.kind != "fraction":
+            return self
+        return Budget("tokens", max(2, round(self.value * n_ctx)))
 
     def __str__(self) -> str:
         """Return the text that a user would type."""

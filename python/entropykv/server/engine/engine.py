@@ -23,6 +23,7 @@ from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError, as_request_error, without_frames
 from entropykv.server.http.users import SOMEBODY, Caller
 from entropykv.server.models.loading import ServedLlama
+from entropykv.session.memory_plan import describe_budget
 from entropykv.session.stats import SessionStats
 
 _STATS_INTERVAL = 0.25
@@ -148,6 +149,10 @@ class Engine:
             # Otherwise all would sample with the same random numbers.
             worker.set_seed(seeds.randrange(2**32))
         return workers
+
+    def describe(self) -> str:
+        """Return in a few words what a budget means for the model."""
+        return describe_budget(self.llama.cache_config, self.stats.kv_bytes_budget)
 
     @property
     def waiting(self) -> int:

@@ -7,6 +7,7 @@ client has disconnected.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -200,13 +201,16 @@ def _registry(
 
     def open_model(model: ServedModel) -> Engine:
         """Load a model, in a thread."""
-        return Engine(
+        engine = Engine(
             load_llama(model.options, limits.images, documents=documents is not None),
             interrupt=server.interrupt_requests,
             limits=replace(limits, conversations=model.options.conversations),
             shared_prefixes=server.shared_prefixes,
             documents=documents,
         )
+        if not catalog.any_name:
+            sys.stderr.write(f"entropykv: {model.name}: {engine.describe()}\n")
+        return engine
 
     room = Room(server.models_max or None, server.models_memory_bytes)
     catalog.check_startup(room.models)

@@ -14,6 +14,7 @@ import uvicorn
 
 from entropykv import system
 from entropykv.errors import SettingsError
+from entropykv.server.engine.engine import Engine
 from entropykv.server.http.app import create_app
 from entropykv.server.http.connections import protocol_of
 from entropykv.server.http.request_log import write_requests_to_stderr
@@ -131,8 +132,19 @@ class _Server(uvicorn.Server):
             shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
             sys.stderr.write(f"entropykv: {len(names)} models, loaded when asked for: {shown}\n")
         page = f", {self._url}/ in a browser" if self._app.page else ""
-        sys.stderr.write(f"entropykv: serving {self._url}/v1{page}; Ctrl-C stops it\n")
+        name, budget = self._only_model()
+        sys.stderr.write(
+            f"entropykv: serving {name}{self._url}/v1{page}{budget}; Ctrl-C stops it\n"
+        )
         sys.stderr.flush()
+
+    def _only_model(self) -> tuple[str, str]:
+        """Return the words about the only model before and after its address; none for several."""
+        app = self._app.loaded
+        if app is None or app.state.models.has_several:
+            return "", ""
+        engine: Engine = app.state.engine
+        return f"{engine.llama.served_name} at ", f": {engine.describe()}"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._app.loaded is not None:  # Otherwise uvicorn would wait for the longest answer.

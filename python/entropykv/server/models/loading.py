@@ -436,8 +436,6 @@ def load_llama(
     llama.request_defaults = options.request_defaults
     llama.learn_from_several_texts()
     llama.tell_what_is_on_host()
-    if options.parallel > 1:
-        _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
     elif options.chat_format is None and "tokenizer.chat_template" not in llama.metadata:
