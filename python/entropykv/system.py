@@ -240,6 +240,17 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def available_memory() -> int | None:
+    """Return the bytes of memory that processes may still take; None where the system does not say
+    it in a file.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
 class _MemoryCounters(ctypes.Structure):
     """Repeat PROCESS_MEMORY_COUNTERS of Windows."""
 

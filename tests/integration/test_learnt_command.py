@@ -51,7 +51,13 @@ def run(model: Path, *options: object, seed: int = 1) -> subprocess.CompletedPro
 
 def test_the_second_run_reads_once(model: Path, folder: Path) -> None:
     first = run(model)
-    assert "tokens beyond the budget were read twice" in first.stderr
+    before, _, after = first.stderr.partition(
+        "are read twice to learn it, once for all later texts"
+    )
+    assert "--policy fast reads every text once" in after
+    assert "tokens/s" in after  # It is said before the text is read.
+    assert "tokens/s" not in before
+    assert "tokens beyond the budget were read twice" in after
     assert f"kept in {folder}" in first.stderr
     second = run(model, seed=2)
     assert "read twice" not in second.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -140,3 +142,40 @@ def test_a_budget_near_the_trained_context_is_warned_of(
     assert "more than 3/4 of the" in capsys.readouterr().err
     assert main([*options, "-c", "100000", "--kv-budget", "64"]) == 0
     assert "more than 3/4 of the" not in capsys.readouterr().err
+
+
+def test_what_was_dropped_is_said_after_the_answer(tiny_llama: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "stats.json"
+    usual = ("-m", tiny_llama, "-t", 1, "-n", 2, "-s", 1, "-c", 256, "--learn", "off")
+    small = ("--kv-budget", 40, "--kv-type", "f16", "--policy", "uniform")
+    long = entropykv(
+        "run", *usual, *small, "-p", "the and of to in. " * 12, "--stats-json", figures
+    )
+    stats = json.loads(figures.read_text(encoding="utf-8"))
+    (told,) = re.findall(
+        r"of (\d+) tokens, a KV head holds (\d+) on average \((\d+)%\)", long.stderr
+    )
+    share = stats["entries_kept"] / stats["entries_full"]
+    assert share < 0.6
+    assert int(told[1]) == pytest.approx(share * int(told[0]), abs=1)
+    assert int(told[2]) == pytest.approx(100 * share, abs=1)
+    assert "the others were dropped" in long.stderr
+    frozen = entropykv("run", *usual, *small, "-p", "the and of to in. " * 12, "--freeze", "ram")
+    assert "the others were frozen" in frozen.stderr
+    short = entropykv("run", *usual, "--kv-budget", "50%", "-p", "the and of to in.")
+    (held,) = re.findall(r"nothing was dropped: the text has (\d+) tokens, and the b", short.stderr)
+    assert f"--kv-budget {max(int(held) // 5, 2)} would keep a fifth of it" in short.stderr
+    whole = entropykv("run", *usual, "-p", "the and of to in.")
+    assert "nothing was dropped" in whole.stderr
+    assert "would keep" not in whole.stderr
+
+
+def test_a_budget_beyond_the_memory_is_said(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("entropykv.session.memory_plan.available_memory", lambda: 1024)
+    assert main(["run", "-m", str(tiny_llama), "-p", "the", *map(str, SMALL)]) == 0
+    assert re.search(
+        r"the KV budget may take [\d.]+ MiB, and 0.0 MiB of memory are free; give a smaller",
+        capsys.readouterr().err,
+    )

@@ -130,7 +130,6 @@ def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
         desc="reading the prompt",
         unit=" tokens",
         leave=False,
-        delay=0.5,
         disable=not sys.stderr.isatty(),
     )
 

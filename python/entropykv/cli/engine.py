@@ -27,6 +27,7 @@ from entropykv.cli.options import (
 from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.model import Model
 from entropykv.session.asked import cache_options_of
+from entropykv.session.memory_plan import memory_warning
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
@@ -168,14 +169,15 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         cache = dataclasses.replace(cache, kv_budget=cache.budget.of_context(trained))
     thinks = goes_back and model.thought_tags is not None
     session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
-    budgets = [entries for layer in session.budgets() for entries in layer]
-    mean = sum(budgets) // max(len(budgets), 1)
+    mean = _mean_budget(session)
     if session.n_ctx > trained and 4 * mean > 3 * trained:
         say(
             f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that the "
             "model was trained for: beyond them, distances are no longer told apart; give "
             f"--kv-budget {3 * trained // 4} or less"
         )
+    if warning := memory_warning(session.config, session.stats().kv_bytes_budget):
+        say(warning)
     if session.fallback:
         say(f"using the {session.store} store instead: {session.fallback}")
     if session.on_host:
@@ -183,6 +185,51 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
     if note := session.other_file():
         say(note)
     return session
+
+
+def _mean_budget(session: Session) -> int:
+    """Return the entries that a KV head may keep, on average."""
+    budgets = [entries for layer in session.budgets() for entries in layer]
+    return sum(budgets) // max(len(budgets), 1)
+
+
+def say_reading_twice(session: Session, n_tokens: int) -> None:
+    """Print, before a text is read, that some of it will be read twice, because that takes longer.
+
+    `n_tokens`: how many tokens are read.
+    """
+    fit = session.predictor_fit
+    if fit is None or fit.predictor is not None:
+        return
+    if session.position + n_tokens > _mean_budget(session):
+        later = "once for all later texts" if session.config.options.learns else "for this text"
+        say(
+            "nothing is known yet of what this model looks up: some "
+            f"{fit.n_needed} tokens are read twice to learn it, {later}; --policy fast reads every "
+            "text once"
+        )
+
+
+def say_dropped(session: Session) -> None:
+    """Print after an answer what the budget has dropped of the text, or that it held everything."""
+    stats, n_tokens = session.stats(), session.position
+    if n_tokens == 0 or stats.entries_full == 0:
+        return
+    mean = _mean_budget(session)
+    kept = stats.entries_kept / stats.entries_full
+    if stats.entries_kept >= stats.entries_full:
+        less = session.config.options.budget
+        hint = f"; --kv-budget {max(n_tokens // 5, 2)} would keep a fifth of it"
+        say(
+            f"nothing was dropped: the text has {n_tokens:,} tokens, and the budget holds {mean:,}"
+            + hint * (less.kind == "fraction" and less.value < 1.0)
+        )
+        return
+    done = "frozen" if stats.freeze is not None else "dropped"
+    say(
+        f"of {n_tokens:,} tokens, a KV head holds {kept * n_tokens:,.0f} on average ({kept:.0%}); "
+        f"the others were {done} (--kv-budget {session.config.options.budget})"
+    )
 
 
 def say_learnt(session: Session) -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.cli.documents import add_document_option, open_given, use_document
-from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
+from entropykv.cli.engine import (
+    add_engine_options,
+    open_engine,
+    say_dropped,
+    say_learnt,
+    say_reading_twice,
+)
 from entropykv.cli.image_options import (
     add_image_options,
     image_files,
@@ -114,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
         thought = None
         if chat and tokens:
             thought = ShownThought.of(session, thinking, _end_of(session, tokens))
+        say_reading_twice(session, len(tokens))
         answer = Answer()
         write_answer(
             session,
@@ -127,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
             thought=thought,
         )
         _report(session, options.stats_json)
+        say_dropped(session)
         if options.plot is not None and session.trajectory:
             draw_trajectory(session.trajectory, options.plot)
         if options.save_session is not None:

@@ -15,6 +15,7 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.system import available_memory
 
 _Q8_0_BITS = 8.5  # 32 values of 8 bits, and their f16 scale.
 
@@ -171,6 +172,17 @@ def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
     except BudgetError:
         size += ", fewer at a time: it does not hold the sinks and recent windows of all"
     return f"context {config.n_ctx:,} tokens, budget {size}, policy {config.policy.name}"
+
+
+def memory_warning(config: ResolvedConfig, budget_bytes: int) -> str | None:
+    """Return a sentence about a budget that main memory cannot hold now; None if there is room."""
+    free = available_memory()
+    if config.store == "device" or free is None or budget_bytes <= free:
+        return None
+    return (
+        f"the KV budget may take {_mib(budget_bytes)}, and {_mib(free)} of memory are free; give a "
+        "smaller --kv-budget"
+    )
 
 
 def format_plan(plan: MemoryPlan) -> str:

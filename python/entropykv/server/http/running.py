@@ -22,6 +22,7 @@ from entropykv.server.http.starting import Starting
 from entropykv.server.models.catalog import ModelCatalog
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.page.routes import WebDefaults
+from entropykv.session.memory_plan import memory_warning
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """Numbers of glibc's malloc settings, from its malloc.h."""
@@ -132,19 +133,24 @@ class _Server(uvicorn.Server):
             shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
             sys.stderr.write(f"entropykv: {len(names)} models, loaded when asked for: {shown}\n")
         page = f", {self._url}/ in a browser" if self._app.page else ""
-        name, budget = self._only_model()
+        name, budget, warning = self._only_model()
+        if warning is not None:
+            sys.stderr.write(f"entropykv: {warning}\n")
         sys.stderr.write(
             f"entropykv: serving {name}{self._url}/v1{page}{budget}; Ctrl-C stops it\n"
         )
         sys.stderr.flush()
 
-    def _only_model(self) -> tuple[str, str]:
-        """Return the words about the only model before and after its address; none for several."""
+    def _only_model(self) -> tuple[str, str, str | None]:
+        """Return the words about the only model before and after its address, and a warning about
+        its memory; none for several.
+        """
         app = self._app.loaded
         if app is None or app.state.models.has_several:
-            return "", ""
+            return "", "", None
         engine: Engine = app.state.engine
-        return f"{engine.llama.served_name} at ", f": {engine.describe()}"
+        warning = memory_warning(engine.llama.cache_config, engine.stats.kv_bytes_budget)
+        return f"{engine.llama.served_name} at ", f": {engine.describe()}", warning
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._app.loaded is not None:  # Otherwise uvicorn would wait for the longest answer.
