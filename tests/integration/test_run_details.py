@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,3 +180,39 @@ def test_a_budget_beyond_the_memory_is_said(
         r"the KV budget may take [\d.]+ MiB, and 0.0 MiB of memory are free; give a smaller",
         capsys.readouterr().err,
     )
+
+
+def test_a_name_of_the_hub_is_pointed_to_hf() -> None:
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct-GGUF", "user/some.model:Q8_0"):
+        assert_refused(entropykv("plan", "-m", name), "no such file", f"with -hf {name}")
+    for path in ("models/none.gguf", "/models/none", "none.gguf", "../a/b"):
+        result = entropykv("plan", "-m", path)
+        assert_refused(result, "no such file")
+        assert "-hf" not in result.stderr
+
+
+def test_a_directory_is_refused_once_and_its_model_is_named(tmp_path: Path) -> None:
+    empty = entropykv("plan", "-m", tmp_path)
+    assert_refused(empty, f"{tmp_path}: is a directory; give the path of a GGUF file")
+    assert empty.stderr.count("is a directory") == 1
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    assert_refused(entropykv("plan", "-m", tmp_path), f"such as {tmp_path / 'a.gguf'}")
+
+
+def test_a_disk_without_room_for_a_session_says_how_much_is_missing(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = tmp_path / "a.session"
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    asked = ("run", "-m", tiny_llama, "-p", "the", *SMALL, "--save-session", target)
+    assert main([*map(str, asked)]) == 2
+    assert re.search(
+        rf"{tmp_path}: has 0\.0 MiB free, but the session needs 0\.\d; choose another place",
+        capsys.readouterr().err,
+    )
+    assert not list(tmp_path.iterdir())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ _MAX_STRINGS = 1 << 22  # tokens of a vocabulary, or its merges
 _MAX_STRING_BYTES = 1 << 24
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MAX_NUMBER = (1 << 31) - 1
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)(:\w+)?")
+"""The form of a model's name at the Hugging Face Hub, with a quantisation or without."""
 AGAIN = "download or convert it again"
 _OF_MEMORY = ("mmap failed", "allocate", "out of memory")
 """What errors say, in any letters, if there is too little memory."""
@@ -94,9 +97,26 @@ def damage_named(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _is_directory(path: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return path.is_dir()
+    return False
+
+
+def _missing(path: Path) -> ModelFileError:
+    """Return the error about a file that is not there, which may be a name of the hub."""
+    way_out = "give the path of a GGUF file"
+    if _HUB_NAME.fullmatch(path.as_posix()):
+        way_out += f", or fetch the model of the Hugging Face Hub with -hf {path.as_posix()}"
+    return ModelFileError(f"{path}: no such file; {way_out}")
+
+
 def _directory(path: Path) -> ModelFileError:
     way_out = "give the path of a GGUF file"
-    if (path / "config.json").exists():
+    files = sorted(path.glob("*.gguf"))
+    if files:
+        way_out = f"give the file in it, such as {files[0]}"
+    elif (path / "config.json").exists():
         way_out = f"make a GGUF file of it with `entropykv convert {path} OUT.gguf`"
     return ModelFileError(f"{path}: is a directory; {way_out}")
 
@@ -105,14 +125,14 @@ def check_prefix(path: Path) -> int:
     """Check magic, version and counts in the first 24 bytes; returns the size of the file
     in bytes.
     """
+    if _is_directory(path):
+        raise _directory(path)
     try:
-        if path.is_dir():
-            raise _directory(path)
         with open_regular(path) as file:
             prefix = file.read(_PREFIX.size)
             file_bytes = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        raise ModelFileError(f"{path}: no such file; give the path of a GGUF file") from None
+        raise _missing(path) from None
     except NotRegularError as error:
         raise ModelFileError(f"{path}: {error.strerror}; give the path of a GGUF file") from None
     except (OSError, ValueError) as error:

@@ -32,6 +32,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import stat
 import struct
 from collections.abc import Iterable, Iterator
@@ -266,6 +267,23 @@ def new_session_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def check_room(file: BinaryIO, n_bytes: int) -> None:
+    """Raise SessionFileError if the disk of a file has less room than a session takes.
+
+    A file that is no file of a disk, as one in memory, is not checked.
+    """
+    name = getattr(file, "name", None)
+    if not isinstance(name, (str, os.PathLike)):
+        return
+    folder = Path(name).parent
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise SessionFileError(
+            f"{folder}: has {free / 2**20:.1f} MiB free, but the session needs "
+            f"{n_bytes / 2**20:.1f}; choose another place"
+        )
 
 
 def check_target(path: str | os.PathLike[str]) -> None:

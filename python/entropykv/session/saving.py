@@ -24,6 +24,7 @@ from entropykv.session.file import (
     SavedContents,
     SavedSettings,
     SessionReader,
+    check_room,
     check_settings,
     new_session_file,
     open_session,
@@ -95,6 +96,7 @@ def write_state(
         document=document,
         predictor=None if predictor is None else predictor.to_json(),
     )
+    check_room(file, tokens.nbytes + 4 * logits.size + sum(state.section_bytes))
     own = (tokens.tobytes(), logits.astype("<f4").tobytes())
     write_session(file, settings, contents, itertools.chain(own, state.sections))
     return contents
