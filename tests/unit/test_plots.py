@@ -59,6 +59,20 @@ def test_policies_and_types_are_told_apart(drawn: list[Any], tmp_path: Path, fie
     assert [list(line.get_ydata()) for line in full] == ([] if field == "kl" else [[0.8, 0.8]])
 
 
+def test_a_policy_has_one_colour_in_all_panels(drawn: list[Any], tmp_path: Path) -> None:
+    """Also where the first policies were not measured in one of them."""
+    measured = [
+        EvalRow(**{**vars(row), "recall": None if row.policy in ("stock", *POLICIES[:3]) else 0.5})
+        for row in rows("kl")
+    ]
+    plots.draw_eval(measured, tmp_path / "plot.svg")
+    distance, recall = (
+        {line.get_label(): style(line) for line in axes.lines} for axes in drawn[0].axes
+    )
+    assert 0 < len(recall) < len(distance)
+    assert recall.items() <= distance.items()
+
+
 def test_every_table_of_a_suite_has_a_panel(drawn: list[Any], tmp_path: Path) -> None:
     tables = [
         EvalRow(**{**vars(row), "length": length, "question": question})

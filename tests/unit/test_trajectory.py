@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import Session, SettingsError
-from entropykv.cli.table import stats_rows
 from entropykv.session.recovery import Climb
 from entropykv.session.stats import SessionStats
+from entropykv.session.stats_table import stats_rows
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.recovery import Rung
 
@@ -205,3 +205,11 @@ def test_the_table_has_rows_of_frozen_entries_only_where_there_are_some() -> Non
     assert "recovery" not in rows
     climbed = dict(stats_rows(stats_with(freeze="ram", climbs={"soft": 2, "full": 1})))
     assert climbed["recovery"] == "soft 2x, full 1x"
+
+
+def test_print_shows_the_figures_as_a_table() -> None:
+    stats = stats_with(prompt_tokens=1234, prompt_seconds=2.0)
+    lines = str(stats).splitlines()
+    assert 6 <= len(lines) <= 10
+    assert any(line.split()[:3] == ["prompt", "1234", "tokens,"] for line in lines)
+    assert "SessionStats(" in repr(stats)

@@ -29,12 +29,12 @@ from entropykv.cli.prompt_options import add_prompt_options, add_system_options,
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_load_option
 from entropykv.cli.shown_thought import add_thinking_options, thinking_options_of, use_in_template
-from entropykv.cli.table import format_rows, stats_rows
 from entropykv.cli.turn_input import BLOCK, TurnInput
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.session.file import check_target
+from entropykv.session.stats_table import format_rows, stats_rows
 
 BUDGET = 1024
 """Entries per KV head: enough for about ten turns, half of which are kept word for word."""

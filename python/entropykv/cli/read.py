@@ -17,13 +17,13 @@ from entropykv.cli.progress import ProgressBar
 from entropykv.cli.prompt_options import add_system_options
 from entropykv.cli.read_each import add_each_options, is_each, read_each
 from entropykv.cli.saved import say_what
-from entropykv.cli.table import format_rows
 from entropykv.errors import ContextError, SessionFileError, SettingsError
 from entropykv.files import read_standard_input, read_text
 from entropykv.session.document import read_document
 from entropykv.session.document_folder import local_document, written_document
 from entropykv.session.file import check_target, open_session
 from entropykv.session.session import Session
+from entropykv.session.stats_table import format_rows
 
 _SHOWN_CHARACTERS = 200
 

@@ -44,7 +44,6 @@ from entropykv.cli.shown_thought import (
     thinking_options_of,
     use_in_template,
 )
-from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.session.asked import freezing_of
@@ -179,7 +178,7 @@ def _check_plot(options: argparse.Namespace) -> None:
 
 def _report(session: Session, path: str | None) -> None:
     stats = session.stats()
-    print(format_rows(stats_rows(stats)), file=sys.stderr)
+    print(stats, file=sys.stderr)
     if path is None:
         return
     figures = dataclasses.asdict(stats)

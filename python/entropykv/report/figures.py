@@ -87,9 +87,10 @@ def eval_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
         _QUALITIES[0]
     ]
     figure = _figure(8 if len(measured) == 1 else 6 * len(measured), 5)
+    policies = _policies(runs)
     for column, (field, unit, title) in enumerate(measured):
         axes = figure.add_subplot(1, len(measured), column + 1)
-        _over_bytes(axes, runs, field)
+        _over_bytes(axes, runs, field, policies)
         axes.set_title(title)
         axes.set_ylabel(unit)
     return figure
@@ -101,6 +102,7 @@ def suite_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
     tables = list(dict.fromkeys(map(_table_of, itertools.chain(*scored.values()))))
     n_columns = min(len(tables), _PANELS)
     n_lines = -(-len(tables) // _PANELS) or 1
+    policies = [each for each in _policies(scored) if each[1] != STOCK]
     figure = _figure(max(8, 5 * n_columns), 5 * n_lines)
     for number, (length, question) in enumerate(tables):
         axes = figure.add_subplot(n_lines, n_columns, number + 1)
@@ -113,7 +115,7 @@ def suite_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
                 label = _label(runs, run, "full cache")
                 axes.axhline(full, color="0.5", linestyle="-.", linewidth=0.8, label=label)
         kept = {run: [row for row in rows if row.policy != STOCK] for run, rows in shown.items()}
-        _over_bytes(axes, kept, "score")
+        _over_bytes(axes, kept, "score", policies)
         axes.set_title(f"{length:,} tokens, question {question}")
         axes.set_ylabel("share of the references that are found")
     return figure
@@ -131,9 +133,19 @@ def _measured(runs: Mapping[str, Sequence[EvalRow]], field: str) -> dict[str, li
     }
 
 
-def _over_bytes(axes: Any, runs: Mapping[str, Sequence[EvalRow]], field: str) -> None:
-    """Draw one line per policy and KV type: colour and marker show the policy, the dash shows the
-    type.
+def _policies(runs: Mapping[str, Sequence[EvalRow]]) -> list[tuple[str, str]]:
+    """Return every policy of every run, whose place says its colour in all panels of a figure."""
+    return list(dict.fromkeys((run, row.policy) for run, rows in runs.items() for row in rows))
+
+
+def _over_bytes(
+    axes: Any,
+    runs: Mapping[str, Sequence[EvalRow]],
+    field: str,
+    policies: Sequence[tuple[str, str]],
+) -> None:
+    """Draw one line per policy and KV type: colour and marker show the policy, by its place in
+    `policies`, and the dash shows the type.
 
     Markers are hollow for all types but the first.
     """
@@ -142,7 +154,6 @@ def _over_bytes(axes: Any, runs: Mapping[str, Sequence[EvalRow]], field: str) ->
         for row in rows:
             points = lines.setdefault((run, row.policy, row.kv_type), [])
             points.append(((row.kv_bytes or 0) / 2**20, getattr(row, field)))
-    policies = list(dict.fromkeys((run, policy) for run, policy, _ in lines))
     types = list(dict.fromkeys(kv_type for _, _, kv_type in lines))
     for (run, policy, kv_type), points in lines.items():
         number, nth_type = policies.index((run, policy)), types.index(kv_type)

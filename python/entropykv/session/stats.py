@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from entropykv.session.stats_table import format_rows, stats_rows
+
 
 @dataclass
 class SessionCounts:
@@ -39,7 +41,7 @@ class SessionCounts:
 @dataclass(frozen=True)
 class SessionStats:
     """Hold the figures of a session since it began; sizes are in bytes, times in elapsed
-    seconds.
+    seconds. print() shows the most important ones as a table.
     """
 
     model: str
@@ -139,6 +141,10 @@ class SessionStats:
     """Seconds spent freezing, restoring, and searching cold storage."""
     climbs: dict[str, int] = field(default_factory=dict)
     """How often each rung of the recovery ladder was climbed, by its name."""
+
+    def __str__(self) -> str:
+        """Return the most important figures as a table of about ten lines."""
+        return format_rows(stats_rows(self))
 
     @property
     def prompt_speed(self) -> float:
