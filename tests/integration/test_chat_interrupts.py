@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -90,7 +91,7 @@ sys.exit(main(sys.argv[1:]))
 class _Terminal:
     """Hold a process in a terminal of 40 columns."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, cache: Path) -> None:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
@@ -99,7 +100,7 @@ class _Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**environment, "TERM": "dumb"},
+            env={**environment, "TERM": "dumb", "XDG_CACHE_HOME": str(cache)},
             start_new_session=True,
         )
         os.close(slave)
@@ -114,23 +115,49 @@ class _Terminal:
             shown += os.read(self.master, 1).decode("utf-8", errors="replace")
         return shown
 
-    def type(self, text: str) -> str:
+    def type(self, text: str, end: str = "> ") -> str:
         """Type a text, and return what is shown until the next prompt."""
         os.write(self.master, text.encode())
-        return self.until("> ")
+        return self.until(end)
 
 
-def test_a_narrow_terminal() -> None:
-    terminal = _Terminal("chat", "--demo", "bitnet", *GREEDY)
-    terminal.until("Say something; /help shows the commands.\r\n> ")
-    assert "Ines lives in" in terminal.type("Where does Ines live?\n")
+def test_a_narrow_terminal(tmp_path: Path) -> None:
+    terminal = _Terminal("chat", "--demo", "bitnet", *GREEDY, cache=tmp_path)
+    greeting = terminal.until("> ").replace("\r\n", " ")
+    assert "context 1,000,000 tokens, budget 1,024 tokens per KV head (" in greeting
+    assert "Say something; /help shows the commands, and Tab completes them." in greeting
+    answer = terminal.type("Where does Ines live?\n")
+    assert "Ines lives in" in answer
+    assert re.search(r"\[of 1,\d+ tokens, a KV head holds \d+ on\s+average \(\d+%\)", answer)
     for command in ("/stats", "/help"):
         shown = terminal.type(f"{command}\n").replace("\r", "").split("\n")
         assert len(shown) > 8
         assert max(map(len, shown)) <= 40, shown
-    assert "ends the conversation" in terminal.type("\x03").replace("\r\n", " ")
+    assert "turns  1" in terminal.type("/sta\t\n")  # Tab completes the command.
+    first = terminal.type("\x03").replace("\r\n", " ")
+    assert "ends the conversation; /save NAME keeps it." in first
     assert "turns  1" in terminal.type("/stats\n")  # A single Ctrl-C does nothing.
-    terminal.type("half a line\x03")
+    terminal.type("\x03")
+    terminal.type("half a line", end="line")  # The terminal drops what is not read at Ctrl-C.
+    assert "ends the" not in terminal.type("\x03")  # It drops the line alone.
+    terminal.type('"""\n', end=". ")
+    terminal.type("half a block\n", end=". ")
+    assert "ends the" not in terminal.type("\x03")
+    assert "ends the" in terminal.type("\x03")
     os.write(terminal.master, b"\x03")
     assert terminal.process.wait(timeout=30) == 0
     os.close(terminal.master)
+
+
+def test_what_was_typed_comes_back_in_the_next_chat(tmp_path: Path) -> None:
+    pytest.importorskip("readline")
+    for typed in ("/history\n", "\x1b[A" * 2 + "\n"):  # The arrow up, the second time.
+        terminal = _Terminal("chat", "--demo", "bitnet", *GREEDY, cache=tmp_path)
+        terminal.until("> ")
+        assert "No turns yet." in terminal.type(typed)
+        os.write(terminal.master, b"/exit\n")
+        assert terminal.process.wait(timeout=30) == 0
+        os.close(terminal.master)
+    history = tmp_path / "entropykv" / "chat_history"
+    assert history.read_text().split() == ["/history", "/exit", "/history", "/exit"]
+    assert history.stat().st_mode & 0o077 == 0

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
+from entropykv.cli.screen import Screen
 from entropykv.cli.shown_thought import ShownThought
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
@@ -55,6 +56,7 @@ def write_answer(
     """
     start = session.position
     end_of_prompt = start + len(tokens)
+    screen = Screen()
     bar = _prompt_bar(len(tokens))
     with noted_interrupts() as interrupts, bar:
 
@@ -84,8 +86,7 @@ def write_answer(
                 for piece in pieces if thought is None else _answer_of(thought, pieces):
                     shown = piece if begun else piece.lstrip(" ")
                     begun = begun or shown != ""
-                    sys.stdout.write(shown)
-                    sys.stdout.flush()
+                    screen.write(shown)
                     interrupts.check()
         except InterruptionError:
             answer.interrupted = True
@@ -98,8 +99,7 @@ def write_answer(
             answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
             if thought is not None:
                 thought.end()
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            screen.end()
 
 
 def _read_before(

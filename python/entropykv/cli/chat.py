@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from entropykv import system
 from entropykv.cli.answer import Answer
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
 from entropykv.cli.documents import add_document_option, open_given, use_document
-from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
+from entropykv.cli.engine import add_engine_options, open_engine, say_learnt, what_is_kept
 from entropykv.cli.image_options import (
     add_image_options,
     image_file,
@@ -34,7 +34,9 @@ from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.session.file import check_target
+from entropykv.session.memory_plan import describe_budget
 from entropykv.session.stats_table import format_rows, stats_rows
+from entropykv.settings.options import Budget
 
 BUDGET = 1024
 """Entries per KV head: enough for about ten turns, half of which are kept word for word."""
@@ -43,6 +45,8 @@ ANSWER_TOKENS = BUDGET
 """The most tokens of an answer; a longer one would evict the whole question."""
 
 SUFFIX = ".ekv"
+HISTORY = "chat_history"
+"""The name of the file with the lines that were typed, in the user's cache folder."""
 
 
 def add_chat(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -117,7 +121,9 @@ def _chat(options: argparse.Namespace) -> int:
         if open_given(session, options) is not None:
             conversation.begin_after_document()
         conversation.files = files
-        code = _Terminal(conversation).run(first, single=options.single_turn)
+        trained = session.config.geometry.n_ctx_train
+        fraction_of = trained if options.ctx_size is None else session.n_ctx
+        code = _Terminal(conversation, fraction_of).run(first, single=options.single_turn)
         say_learnt(session)
         return code
 
@@ -125,14 +131,15 @@ def _chat(options: argparse.Namespace) -> int:
 class _Terminal:
     """Read turns and commands from stdin; only answers are written to stdout."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, fraction_of: int) -> None:
+        """`fraction_of`: the context in tokens that a fraction as a budget is taken of."""
         self._conversation = conversation
-        self._input = TurnInput()
+        self._fraction_of = fraction_of
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "/help": ("", "show this", self._help),
             "/stats": ("", "speed, memory and entries", self._stats),
             "/history": ("", "show the turns", self._history),
-            "/budget": ("B", "another KV budget: 512, 0.2 or 64MiB", self._budget),
+            "/budget": ("B", "another KV budget: 512, 20% or 64MiB", self._budget),
             "/image": ("FILE", "show an image with the next turn (needs --mmproj)", self._image),
             "/regen": ("", "answer the last turn again", self._regen),
             "/undo": ("", "take back the last turn and its answer", self._undo),
@@ -144,6 +151,7 @@ class _Terminal:
             "/exit": ("", "end; as Ctrl-D, or Ctrl-C twice", self._exit),
         }
         self._ended = False
+        self._input = TurnInput(tuple(self._commands), system.cache_folder() / HISTORY)
 
     def run(self, first: str = "", *, single: bool = False) -> int:
         """Answer turns until stdin ends or the user quits; returns the exit code.
@@ -153,9 +161,20 @@ class _Terminal:
         """
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         if self._input.is_terminal:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401, PLC0415  # input() has line editing and history then
-            self._show("Say something; /help shows the commands.")
+            self._greet()
+        try:
+            self._talk(first, single=single)
+        finally:
+            self._input.keep_history()
+        return 0
+
+    def _greet(self) -> None:
+        session = self._conversation.session
+        stats = session.stats()
+        self._show(f"{stats.model}: {describe_budget(session.config, stats.kv_bytes_budget)}.")
+        self._show("Say something; /help shows the commands, and Tab completes them.")
+
+    def _talk(self, first: str, *, single: bool) -> None:
         interrupted = False
         if first.strip():
             self._take(first, is_command=False)
@@ -169,15 +188,18 @@ class _Terminal:
                 if not self._input.is_terminal:
                     raise
                 print(file=sys.stderr)
+                if self._input.is_begun:
+                    interrupted = False
+                    continue
                 if interrupted:
                     break
                 interrupted = True
-                self._show("Ctrl-C again, or Ctrl-D, ends the conversation.")
+                keeps = "; /save NAME keeps it" if self._conversation.turns else ""
+                self._show(f"Ctrl-C again, or Ctrl-D, ends the conversation{keeps}.")
                 continue
             interrupted = False
             self._take(text, is_command=is_command)
             self._ended = self._ended or (single and not is_command and bool(text.strip()))
-        return 0
 
     # --- turns and commands -----------------------------------------------------------------------
 
@@ -221,6 +243,8 @@ class _Terminal:
             say(f"the answer was cut after {len(answer.tokens)} tokens; raise -n for longer ones")
         elif conversation.session.position >= conversation.session.n_ctx:
             say("the context is full; /reset starts anew")
+        if self._input.is_terminal and answer.unread is not None:
+            self._show(f"[{what_is_kept(conversation.session)}]")
 
     def _show(self, text: str) -> None:
         print(textwrap.fill(text, _columns()), file=sys.stderr)
@@ -256,7 +280,7 @@ class _Terminal:
 
     def _budget(self, budget: str) -> None:
         session = self._conversation.session
-        session.resize(budget)
+        session.resize(Budget.parse(budget).of_context(self._fraction_of))
         size = session.stats().kv_bytes_budget / 2**20
         self._show(f"The KV budget is {budget} now: {size:.1f} MiB.")
 

@@ -210,13 +210,25 @@ def say_reading_twice(session: Session, n_tokens: int) -> None:
         )
 
 
+def what_is_kept(session: Session) -> str:
+    """Return in a few words how much of its text a session holds."""
+    stats, n_tokens = session.stats(), session.position
+    if stats.entries_kept >= stats.entries_full:
+        return f"{n_tokens:,} tokens, nothing was dropped"
+    kept = stats.entries_kept / stats.entries_full
+    done = "frozen" if stats.freeze is not None else "dropped"
+    return (
+        f"of {n_tokens:,} tokens, a KV head holds {kept * n_tokens:,.0f} on average ({kept:.0%}); "
+        f"the others were {done}"
+    )
+
+
 def say_dropped(session: Session) -> None:
     """Print after an answer what the budget has dropped of the text, or that it held everything."""
     stats, n_tokens = session.stats(), session.position
     if n_tokens == 0 or stats.entries_full == 0:
         return
     mean = _mean_budget(session)
-    kept = stats.entries_kept / stats.entries_full
     if stats.entries_kept >= stats.entries_full:
         less = session.config.options.budget
         hint = f"; --kv-budget {max(n_tokens // 5, 2)} would keep a fifth of it"
@@ -225,11 +237,7 @@ def say_dropped(session: Session) -> None:
             + hint * (less.kind == "fraction" and less.value < 1.0)
         )
         return
-    done = "frozen" if stats.freeze is not None else "dropped"
-    say(
-        f"of {n_tokens:,} tokens, a KV head holds {kept * n_tokens:,.0f} on average ({kept:.0%}); "
-        f"the others were {done} (--kv-budget {session.config.options.budget})"
-    )
+    say(f"{what_is_kept(session)} (--kv-budget {session.config.options.budget})")
 
 
 def say_learnt(session: Session) -> None:

@@ -4,16 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
 BLOCK = '"""'
+_MOST_LINES = 1000
+"""The most lines that are kept for later chats."""
 
 
 class TurnInput:
-    """Read texts that a user types, or that are piped in."""
+    """Read texts that a user types, or that are piped in.
 
-    def __init__(self) -> None:
-        """Find out whether stdin is a terminal."""
+    In a terminal, lines are edited with readline where Python has it: with a history that other
+    chats continue, and commands that Tab completes.
+    """
+
+    def __init__(self, commands: Sequence[str], history: Path) -> None:
+        """Find out whether stdin is a terminal; `commands` are completed, and `history` is the file
+        of lines that were typed.
+        """
         self.is_terminal = sys.stdin.isatty()
+        self._commands = commands
+        self._history = history
+        self._before: list[str] = []
+        """The lines of a text that is not complete."""
+        self._readline: ModuleType | None = None
+        if self.is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: PLC0415  (loading it changes what input() does)
+
+                self._readline = readline
+                self._prepare(readline)
+
+    def _prepare(self, readline: ModuleType) -> None:
+        with contextlib.suppress(OSError):
+            readline.read_history_file(self._history)
+        readline.set_history_length(_MOST_LINES)
+        readline.set_completer_delims(" ")
+        readline.set_completer(self._complete)
+        readline.parse_and_bind("tab: complete")
+
+    def _complete(self, text: str, number: int) -> str | None:
+        """Return the command that completes a text, as readline asks for it: number 0, 1 and so
+        on.
+        """
+        found = [name for name in self._commands if text.startswith("/") and name.startswith(text)]
+        return f"{found[number]} " if number < len(found) else None
+
+    def keep_history(self) -> None:
+        """Write the lines that were typed, for later chats of this user alone; a disk that refuses
+        keeps none.
+        """
+        if self._readline is None:
+            return
+        with contextlib.suppress(OSError):
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            self._history.touch(mode=0o600)
+            self._readline.write_history_file(self._history)
 
     def read(self) -> tuple[str, bool]:
         """Return one text, and whether it is a command.
@@ -21,10 +69,11 @@ class TurnInput:
         A text is a line, several lines of which all but the last end with a backslash, or a block.
         A block is never a command.
         """
+        self._before = []
         line = self._line("> ")
         if line.strip() == BLOCK:
             return self._block(), False
-        lines = [line]
+        lines = self._before = [line]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             try:
@@ -33,8 +82,15 @@ class TurnInput:
                 break
         return "\n".join(lines), line.startswith("/")
 
+    @property
+    def is_begun(self) -> bool:
+        """Tell, after Ctrl-C, whether a text was begun, which is dropped as in a shell."""
+        typed = "" if self._readline is None else self._readline.get_line_buffer()
+        return bool(self._before or typed)
+
     def _block(self) -> str:
         lines: list[str] = []
+        self._before = [BLOCK]
         with contextlib.suppress(EOFError):  # The end of the input also ends a block.
             while (line := self._line(". ")).strip() != BLOCK:
                 lines.append(line)

@@ -21,7 +21,7 @@ def stats_rows(stats: SessionStats) -> list[Row]:
         *_draft_rows(stats),
         (
             "KV cache",
-            f"{_mib(stats.kv_bytes_peak)} at most of a budget of {_mib(stats.kv_bytes_budget)}; "
+            f"{_used(stats)} of a budget of {_mib(stats.kv_bytes_budget)}; "
             f"{_mib(stats.kv_bytes_full)} without (f16)",
         ),
         (
@@ -33,6 +33,13 @@ def stats_rows(stats: SessionStats) -> list[Row]:
         *([("positions", f"re-based {stats.rebases} times")] if stats.rebases else []),
         ("peak RSS", _mib(stats.peak_rss_bytes)),
     ]
+
+
+def _used(stats: SessionStats) -> str:
+    """Return the most bytes that were used, or those of now if there was a larger budget before."""
+    if stats.kv_bytes_peak <= stats.kv_bytes_budget:
+        return f"{_mib(stats.kv_bytes_peak)} at most"
+    return f"{_mib(stats.kv_bytes_now)} now"
 
 
 def _draft_rows(stats: SessionStats) -> list[Row]:
