@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from entropykv.cli.notes import say
+from entropykv.cli.progress import ProgressBar
 from entropykv.evaluation.metrics import disagreement, disagreement_note
 from entropykv.evaluation.reading import Values
 from entropykv.evaluation.results import Record
@@ -32,6 +33,19 @@ def test_a_note_ends_its_lines_between_words(monkeypatch: pytest.MonkeyPatch) ->
     assert len(lines) > 1
     assert all(len(line) <= 40 for line in lines)
     assert " ".join(lines) == f"entropykv: {NOTE}"
+
+
+def test_a_note_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "60")
+    with ProgressBar(total=10, file=screen, ncols=50, mininterval=0) as bar:
+        bar.update(5)
+        say("something happened")
+        bar.update(5)
+    lines = screen.getvalue().replace("\r", "\n").split("\n")
+    assert "entropykv: something happened" in lines
+    assert sum("50%" in line for line in lines) >= 2  # The bar is drawn again behind the note.
 
 
 def test_a_note_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ from entropykv.cli.answer import Answer
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
 from entropykv.cli.documents import add_document_option, open_given, use_document
-from entropykv.cli.engine import add_engine_options, open_engine, say_learnt, what_is_kept
+from entropykv.cli.engine import (
+    add_engine_options,
+    open_engine,
+    say_learnt,
+    say_reading_twice,
+    what_is_kept,
+)
 from entropykv.cli.image_options import (
     add_image_options,
     image_file,
@@ -150,7 +156,7 @@ class _Terminal:
             "/reset": ("", "forget all turns", self._reset),
             "/exit": ("", "end; as Ctrl-D, or Ctrl-C twice", self._exit),
         }
-        self._ended = False
+        self._ended = self._told_of_reading_twice = False
         self._input = TurnInput(tuple(self._commands), system.cache_folder() / HISTORY)
 
     def run(self, first: str = "", *, single: bool = False) -> int:
@@ -232,6 +238,10 @@ class _Terminal:
         command(argument)
 
     def _ask(self, text: str) -> None:
+        session = self._conversation.session
+        if not self._told_of_reading_twice:
+            n_tokens = len(session.tokenize(text, add_bos=False))
+            self._told_of_reading_twice = say_reading_twice(session, n_tokens)
         self._tell(self._conversation.ask(text))
 
     def _tell(self, answer: Answer) -> None:

@@ -43,5 +43,5 @@ def run(options: argparse.Namespace) -> int:
             words = str(action.metavar).replace("ram|disk:", "").split("[")[0].split(",")
             if words[0] in kinds:
                 action.complete = kinds[words[0]]  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell=options.shell))
+    print(shtab.complete(parser, shell=options.shell).rstrip())
     return 0

@@ -193,21 +193,23 @@ def _mean_budget(session: Session) -> int:
     return sum(budgets) // max(len(budgets), 1)
 
 
-def say_reading_twice(session: Session, n_tokens: int) -> None:
+def say_reading_twice(session: Session, n_tokens: int) -> bool:
     """Print, before a text is read, that some of it will be read twice, because that takes longer.
 
-    `n_tokens`: how many tokens are read.
+    `n_tokens`: how many tokens are read. Returns whether it was printed.
     """
     fit = session.predictor_fit
     if fit is None or fit.predictor is not None:
-        return
-    if session.position + n_tokens > _mean_budget(session):
+        return False
+    is_read_twice = session.position + n_tokens > _mean_budget(session)
+    if is_read_twice:
         later = "once for all later texts" if session.config.options.learns else "for this text"
         say(
             "nothing is known yet of what this model looks up: some "
             f"{fit.n_needed} tokens are read twice to learn it, {later}; --policy fast reads every "
             "text once"
         )
+    return is_read_twice
 
 
 def what_is_kept(session: Session) -> str:
