@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv import Session
-from entropykv.cli.chat import BUDGET, CONTEXT
+from entropykv.cli.chat import BUDGET
 from entropykv.cli.conversation import Conversation
+from entropykv.cli.options import CONTEXT
 from entropykv.model import shipped
 from entropykv.model.geometry import read_geometry
 from entropykv.session.sampling import Sampling

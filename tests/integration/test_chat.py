@@ -104,6 +104,22 @@ def test_the_budget_changes_while_it_runs(tiny_llama: Path, chat: Chat) -> None:
         assert out == "".join(first + plain(session, "to in"))
 
 
+def test_a_smaller_budget_is_not_compared_with_a_peak_of_before(
+    tiny_llama: Path, chat: Chat
+) -> None:
+    """A fraction is of what the model was trained for, as on the command line."""
+    long = " ".join(["the and of to in"] * 60)
+    share = 100 * 64 / read_geometry(tiny_llama).n_ctx_train
+    _, errors = chat(tiny_llama, f"{long}\n/stats\n/budget {share}%\n/stats\n", "--kv-type", "f16")
+    pattern = r"([\d.]+) MiB (at most|now) of a budget of ([\d.]+) MiB"
+    (used, at_most, budget), (left, now, smaller) = re.findall(pattern, " ".join(errors.split()))
+    assert (at_most, now) == ("at most", "now")
+    assert float(left) <= float(smaller) < float(used) <= float(budget)
+    with Session(tiny_llama, kv_budget=64, kv_type="f16", n_threads=1) as session:
+        size = f"{session.stats().kv_bytes_budget / 2**20:.1f} MiB"
+    assert f"The KV budget is {share}% now: {size}." in errors
+
+
 def test_what_goes_wrong_is_one_sentence(
     tiny_llama: Path, tiny_bitnet: Path, chat: Chat, tmp_path: Path
 ) -> None:
