@@ -225,21 +225,21 @@ def what_is_kept(session: Session) -> str:
     )
 
 
-def say_dropped(session: Session) -> None:
-    """Print after an answer what the budget has dropped of the text, or that it held everything."""
+def dropped_row(session: Session) -> tuple[str, str]:
+    """Return the row of the final table that says what the budget has dropped of the text, or that
+    it held everything.
+    """
     stats, n_tokens = session.stats(), session.position
-    if n_tokens == 0 or stats.entries_full == 0:
-        return
-    mean = _mean_budget(session)
-    if stats.entries_kept >= stats.entries_full:
-        less = session.config.options.budget
-        hint = f"; --kv-budget {max(n_tokens // 5, 2)} would keep a fifth of it"
-        say(
-            f"nothing was dropped: the text has {n_tokens:,} tokens, and the budget holds {mean:,}"
-            + hint * (less.kind == "fraction" and less.value < 1.0)
-        )
-        return
-    say(f"{what_is_kept(session)} (--kv-budget {session.config.options.budget})")
+    budget = session.config.options.budget
+    if stats.entries_kept < stats.entries_full:
+        return "text", f"{what_is_kept(session)} (--kv-budget {budget})"
+    text = (
+        f"nothing was dropped: the text has {n_tokens:,} tokens, and the budget holds "
+        f"{_mean_budget(session):,}"
+    )
+    if budget.kind == "fraction" and budget.value < 1.0:
+        text += f"; --kv-budget {max(n_tokens // 5, 2)} would keep a fifth of it"
+    return "text", text
 
 
 def say_learnt(session: Session) -> None:

@@ -12,8 +12,8 @@ from entropykv.cli.answer import Answer, write_answer
 from entropykv.cli.documents import add_document_option, open_given, use_document
 from entropykv.cli.engine import (
     add_engine_options,
+    dropped_row,
     open_engine,
-    say_dropped,
     say_learnt,
     say_reading_twice,
 )
@@ -50,6 +50,7 @@ from entropykv.session.asked import freezing_of
 from entropykv.session.document import question_text
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
+from entropykv.session.stats_table import format_rows, stats_rows
 
 _LAST_TOKENS = 32
 """Tokens at the end of a prompt, more than any tag of thoughts has."""
@@ -133,7 +134,6 @@ def run(options: argparse.Namespace) -> int:
             thought=thought,
         )
         _report(session, options.stats_json)
-        say_dropped(session)
         if options.plot is not None and session.trajectory:
             draw_trajectory(session.trajectory, options.plot)
         if options.save_session is not None:
@@ -178,7 +178,7 @@ def _check_plot(options: argparse.Namespace) -> None:
 
 def _report(session: Session, path: str | None) -> None:
     stats = session.stats()
-    print(stats, file=sys.stderr)
+    print(format_rows([*stats_rows(stats), dropped_row(session)]), file=sys.stderr)
     if path is None:
         return
     figures = dataclasses.asdict(stats)
