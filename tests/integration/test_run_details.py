@@ -11,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from entropykv.cli import answer as answers
 from entropykv.cli import main
 from entropykv.cli.interrupts import Interrupts
+from entropykv.session.reader import SequenceReader
 from tests.support.command import assert_refused, entropykv
 
 SMALL = ("-c", "64", "-n", "4", "-t", "1", "--temp", "0")
@@ -101,6 +103,23 @@ def test_a_closed_pipe_ends_without_a_word(tiny_llama: Path) -> None:
     assert not [line for line in errors.splitlines() if line.startswith("entropykv: ")]
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
+
+
+def test_a_bar_is_shown_before_anything_is_read(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is read first may take many seconds."""
+    shown: list[str] = []
+    read = SequenceReader._read_micro_batch
+
+    def reading(reader: SequenceReader, *arguments: Any, **options: Any) -> Any:
+        shown.append(capsys.readouterr().err)
+        return read(reader, *arguments, **options)
+
+    monkeypatch.setattr(SequenceReader, "_read_micro_batch", reading)
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True, raising=False)
+    assert main(["run", "-m", str(tiny_llama), "-p", "the and of to", *SMALL]) == 0
+    assert "reading the prompt:   0%" in shown[0]
 
 
 def test_ctrl_c_while_reading_tells_how_far_it_came(
