@@ -87,7 +87,8 @@ def eval_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
         _QUALITIES[0]
     ]
     figure = _figure(8 if len(measured) == 1 else 6 * len(measured), 5)
-    policies = _policies(runs)
+    drawn = [_measured(runs, field) for field, _, _ in measured]
+    policies = list(dict.fromkeys(itertools.chain.from_iterable(map(_policies, drawn))))
     for column, (field, unit, title) in enumerate(measured):
         axes = figure.add_subplot(1, len(measured), column + 1)
         _over_bytes(axes, runs, field, policies)
