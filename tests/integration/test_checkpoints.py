@@ -20,7 +20,7 @@ from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import SOMEBODY
 from entropykv.server.models.loading import ServedLlama
 from entropykv.session import rollback
-from entropykv.session.reuse import LEAST_SPARED
+from entropykv.session.reuse import LEAST_SPARED, Demand
 from tests.architectures import ARCHITECTURES
 from tests.support.llamas import QUIET
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
@@ -293,7 +293,7 @@ def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
     ask: dict[str, Any] = {"temp": 0.0}
     first = list(itertools.islice(llm.generate(prompt, **ask), 5))
     list(itertools.islice(llm.generate([*prompt, *first, *PROMPTS[0]], **ask), 5))
-    found, position = llm.pool.runner.checkpoints.nearest(prompt)
+    found, position = llm.pool.runner.checkpoints.nearest(prompt, None, Demand(is_cut=False))
     assert found is not None
     assert position == found.position == n_tokens
     assert found.sequence.logits is not None

@@ -100,6 +100,28 @@ def test_every_choice_has_passages_of_its_own(small: Server) -> None:
     assert all(len(each["passages"]) == 3 for each in choices)
 
 
+@pytest.mark.parametrize("question", ["Who?", "What is said about the sea and the ship here?"])
+def test_a_question_that_is_asked_again_has_the_same_passages(small: Server, question: str) -> None:
+    """Its end was a checkpoint, from which the second answer was written without reading it."""
+    first, second = (ask(small, question).json()["choices"][0] for _ in range(2))
+    assert second == first
+    follow_up = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": first["message"]["content"]},
+        {"role": "user", "content": "Why?"},
+    ]
+    third, fourth = (
+        ask(small, "", messages=follow_up).json()["choices"][0]["passages"] for _ in range(2)
+    )
+    assert third == fourth
+
+
+def test_choices_with_equal_texts_have_equal_passages(small: Server) -> None:
+    one, other = ask(small, "Where is it?", n=2).json()["choices"]
+    assert one["message"] == other["message"]
+    assert one["passages"] == other["passages"]
+
+
 def test_a_completion_has_passages_too(small: Server) -> None:
     body = {"document": "book", "prompt": "Who?", "max_tokens": 4, "passages": 2}
     answer = post(small, "/v1/completions", body)

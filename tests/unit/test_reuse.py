@@ -53,6 +53,16 @@ def held(
         ({}, TEXT[:20], Demand(end=40), 16, ReuseSource.PART),
         ({"n_sure": 8}, TEXT[:20], Demand(knows_prompt=True, end=40), 0, ReuseSource.NOTHING),
         ({}, TEXT[:19], Demand(knows_prompt=True, end=40), 16, ReuseSource.PART),
+        # It is read again, because something is measured meanwhile.
+        (
+            {},
+            TEXT[:20],
+            Demand(knows_prompt=True, end=40, reads_question=True),
+            0,
+            ReuseSource.NOTHING,
+        ),
+        ({}, TEXT[:25], Demand(is_cut=False, reads_question=True), 24, ReuseSource.PART),
+        ({}, [*TEXT, 7], Demand(reads_question=True), 30, ReuseSource.WHOLE),
         # The texts differ from some token on: within the prompt that was read, or within the
         # answer.
         ({}, [*TEXT[:13], 7, 8], Demand(), 8, ReuseSource.PART),
@@ -83,7 +93,8 @@ def test_a_prompt_goes_on_from_what_is_sure_to_be_there(
     reuse = reuse_of(held(**change), prompt, demand)  # type: ignore[arg-type]
     assert (reuse.position, reuse.source) == (position, source), reuse.why
     assert reuse.n_read == len(prompt) - position
-    assert reuse.shared == common_prefix(TEXT, prompt)
+    if not demand.reads_question:
+        assert reuse.shared == common_prefix(TEXT, prompt)
 
 
 def test_a_text_that_will_be_truncated_ends_there() -> None:
@@ -101,6 +112,22 @@ def test_tokens_in_common_are_found_in_lists_and_arrays() -> None:
         other = [*long[:n], -1]
         assert common_prefix(long, other) == n
         assert common_prefix(array("i", long), array("i", other)) == n
+
+
+def test_a_later_prompt_is_read_again_from_its_own_beginning() -> None:
+    text = TokenSequence(N_UBATCH)
+    for part, is_prompt in ((TEXT[:8], True), (TEXT[8:12], True), (TEXT[12:13], False)):
+        text.add(part, None, is_prompt=is_prompt)
+    assert (text.parts.begin_of_prompt, text.parts.end_of_prompt) == (0, 12)
+    for part in (TEXT[13:21], TEXT[21:22]):
+        text.add(part, np.zeros(4, np.float32), is_prompt=True)
+    assert (text.parts.begin_of_prompt, text.parts.end_of_prompt) == (13, 22)
+    text.add(TEXT[22:23], None, is_prompt=False)
+    known = HeldText.of(text, lambda _: True, n_sure=64, n_ctx=64)
+    for prompt, position in ((TEXT[:22], 13), (TEXT[:18], 13), ([*TEXT[:10], 1], 10)):
+        demand = Demand(is_cut=False, knows_prompt=True, reads_question=True)
+        assert reuse_of(known, prompt, demand).position == position
+    assert known.parts.begin_before(13) == 13
 
 
 @pytest.mark.parametrize("position", [0, 1, 19, 20])

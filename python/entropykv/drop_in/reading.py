@@ -44,6 +44,8 @@ class PromptReader:
         self._watch: Watch | None = None
         """The recovery ladder of the current answer."""
         self._ahead = ReadAhead()
+        self.reads_question = False
+        """Whether a prompt that is asked again is read again: see Demand."""
         self.max_tokens: int | None = None
         """The most tokens of the current answer; None if unknown."""
 
@@ -63,7 +65,10 @@ class PromptReader:
         if not _went_back(session, llama.n_tokens):
             ids = llama.input_ids[: llama.n_tokens].tolist() + ids
             found = not llama._logits_all and session.return_to_checkpoint(
-                ids[:-1], LEAST_SPARED - 1, repeatable=self._budget.repeatable
+                ids[:-1],
+                LEAST_SPARED - 1,
+                repeatable=self._budget.repeatable,
+                reads_question=self.reads_question,
             )
             llama.n_tokens = session.position if found else 0
             ids = ids[llama.n_tokens :]
@@ -201,7 +206,12 @@ class PromptReader:
         end = n_ctx if limit is None else len(prompt) + limit
         held = session.held().until(llama.n_tokens)
         knows_prompt = session.logits is not None and not llama._logits_all
-        demand = Demand(end=end, needs_logits=False, knows_prompt=knows_prompt)
+        demand = Demand(
+            end=end,
+            needs_logits=False,
+            knows_prompt=knows_prompt,
+            reads_question=self.reads_question,
+        )
         reuse = reuse_of(held, prompt, demand)
         if reuse.source is ReuseSource.PROMPT:
             if self._return_to_prompt(llama, reuse.position, end):
@@ -212,7 +222,9 @@ class PromptReader:
         llama.n_tokens = reuse.position
         llama._requires_eval = True
         beyond = max(llama.n_tokens, LEAST_SPARED - 1)
-        if not llama._logits_all and session.return_to_checkpoint(prompt, beyond, repeatable=True):
+        if not llama._logits_all and session.return_to_checkpoint(
+            prompt, beyond, repeatable=True, reads_question=self.reads_question
+        ):
             llama.n_tokens = session.position
             llama.input_ids[: llama.n_tokens] = prompt[: llama.n_tokens]
             if session.logits is not None and llama.n_tokens == len(prompt):

@@ -45,15 +45,12 @@ class Checkpoint:
         """Return the bytes outside the pool: of entries, text and logits."""
         return self.swapped.n_bytes + self.sequence.n_bytes
 
-    def saves(self, tokens: array[int], shared: int, *, repeatable: bool) -> int:
-        """Return how many tokens of a text need not be read; all of them only if it has logits.
-
-        `shared`: how many tokens both have in common. With `repeatable`, and if the texts differ
-        before its end, it is cut only where a reading from position 0 would also start a
-        micro-batch.
+    def saves(self, tokens: array[int], shared: int, demand: Demand) -> int:
+        """Return how many tokens of a text need not be read; `shared`: how many both have in
+        common.
         """
         held = HeldText.of(self.sequence, self._can_return_to)
-        return reuse_of(held, tokens, Demand(is_cut=repeatable), shared).position
+        return reuse_of(held, tokens, demand, shared).position
 
     def _can_return_to(self, position: int) -> bool:
         return self.goes_back and self.swapped.whole_from <= position
@@ -105,7 +102,7 @@ class Checkpoints:
             self._drop(each)
 
     def nearest(
-        self, tokens: Sequence[int], tenant: Hashable = None, *, repeatable: bool = False
+        self, tokens: Sequence[int], tenant: Hashable, demand: Demand
     ) -> tuple[Checkpoint | None, int]:
         """Return the tenant's checkpoint that saves most reading, and how many tokens; (None, 0) if
         none.
@@ -118,7 +115,7 @@ class Checkpoints:
             if checkpoint.swapped.is_lost:
                 lost.append(checkpoint)
                 return 0
-            return checkpoint.saves(text, shared, repeatable=repeatable)
+            return checkpoint.saves(text, shared, demand)
 
         best, most = self._kept.nearest(text, tenant, saves)
         for each in lost:

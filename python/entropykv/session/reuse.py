@@ -150,6 +150,10 @@ class Demand:
     """
     knows_prompt: bool = False
     """True if the logits of the last prompt can be used when it is asked again."""
+    reads_question: bool = False
+    """True if a prompt that is asked again is read again as a whole, because something is measured
+    while it is read.
+    """
 
 
 def reuse_of(
@@ -163,6 +167,8 @@ def reuse_of(
     """
     n_tokens = len(prompt)
     shared = common_prefix(held.tokens, prompt) if shared is None else shared
+    if demand.reads_question and shared <= held.parts.end_of_prompt:
+        shared = min(shared, held.parts.begin_of_prompt)
 
     def reuse(position: int, source: ReuseSource, why: str) -> Reuse:
         return Reuse(position, n_tokens - position, shared, source, why)

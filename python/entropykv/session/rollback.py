@@ -8,7 +8,7 @@ from dataclasses import replace
 from entropykv.errors import ContextError, PoolError
 from entropykv.session.checkpoints import INTERVAL, Checkpoint
 from entropykv.session.model_runner import ModelRunner
-from entropykv.session.reuse import HeldText
+from entropykv.session.reuse import Demand, HeldText
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.swap_space import SwappedSequence
@@ -131,15 +131,13 @@ class Rollback:
         slot.text.evicted_before = origin.swapped.evicted
         slot.mend()
 
-    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int, *, repeatable: bool) -> bool:
+    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int, demand: Demand) -> bool:
         """Roll back to a checkpoint of a text: see Session.return_to_checkpoint()."""
         runner, slot = self._runner, self._slot
         if runner.checkpoints.limit_bytes == 0:
             return False
         with runner.exclusively(slot):
-            found, position = runner.checkpoints.nearest(
-                tokens, self._tenant, repeatable=repeatable
-            )
+            found, position = runner.checkpoints.nearest(tokens, self._tenant, demand)
             if found is None or position <= beyond:
                 return False
             try:

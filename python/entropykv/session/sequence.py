@@ -155,7 +155,7 @@ class ReadParts:
         """Start empty; a micro-batch has up to `n_ubatch` tokens."""
         self._n_ubatch = n_ubatch
         self._parts: list[_Part] = []
-        self._end_of_prompt = 0
+        self._begin_of_prompt = self._end_of_prompt = 0
         self._logits: npt.NDArray[np.float32] | None = None
 
     def note(
@@ -179,6 +179,8 @@ class ReadParts:
             full = n_tokens == self._n_ubatch
             self._parts.append(_Part(position, position + n_tokens, full))
         if n_tokens > 1 or is_prompt:
+            if position != self._end_of_prompt:
+                self._begin_of_prompt = position
             self._end_of_prompt, self._logits = position + n_tokens, logits
 
     @property
@@ -199,7 +201,8 @@ class ReadParts:
         """Return a copy, for a session that was forked."""
         other = ReadParts(self._n_ubatch)
         other._parts = self._parts[:]
-        other._end_of_prompt, other._logits = self._end_of_prompt, self._logits
+        other._begin_of_prompt, other._end_of_prompt = self._begin_of_prompt, self._end_of_prompt
+        other._logits = self._logits
         return other
 
     def truncate(self, position: int) -> None:
@@ -210,6 +213,11 @@ class ReadParts:
             self._parts[-1] = _Part(self._parts[-1].begin, position)
         if self._end_of_prompt > position:
             self._logits = None
+
+    @property
+    def begin_of_prompt(self) -> int:
+        """Return where reading the last prompt began: behind what had been read or written."""
+        return self._begin_of_prompt
 
     @property
     def end_of_prompt(self) -> int:

@@ -33,7 +33,7 @@ from entropykv.session.model_runner import ModelRunner
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb
-from entropykv.session.reuse import HeldText
+from entropykv.session.reuse import Demand, HeldText
 from entropykv.session.rollback import Rollback
 from entropykv.session.sampling import Sampling
 from entropykv.session.saving import Saver
@@ -679,7 +679,12 @@ class Session:
         return self._rollback.return_to_prompt(position, end)
 
     def return_to_checkpoint(
-        self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
+        self,
+        tokens: Sequence[int],
+        beyond: int = 0,
+        *,
+        repeatable: bool = False,
+        reads_question: bool = False,
     ) -> bool:
         """Roll back to the checkpoint with the longest common beginning, if it exceeds `beyond`
         tokens.
@@ -689,9 +694,11 @@ class Session:
         nothing, if there is none; a session without a pool keeps none. If the pool has no room to
         cut the checkpoint, it returns False, too, and the session is empty. `repeatable`: only roll
         back to a position where a reading from 0 also starts a micro-batch, or to a checkpoint
-        itself, so that asking again gives the same numbers.
+        itself, so that asking again gives the same numbers. `reads_question`: not to a place within
+        or behind a prompt that is asked again, which is then read again.
         """
-        return self._rollback.return_to_checkpoint(tokens, beyond, repeatable=repeatable)
+        demand = Demand(is_cut=repeatable, reads_question=reads_question)
+        return self._rollback.return_to_checkpoint(tokens, beyond, demand)
 
     def keep_checkpoint(self) -> None:
         """Keep a checkpoint of the current text, if the pool keeps checkpoints."""

@@ -41,6 +41,20 @@ class _Conversation:
     """The position at which later turns continue, because they lack its thought; 0: it has none."""
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """Hold what a request wants to continue from."""
+
+    tokens: array[int]
+    caller: Caller
+    tenant: Caller
+    continues: Callable[[Sequence[int]], bool] | None
+    document: Path | None
+    n_document: int
+    """How many of the first tokens are the document's."""
+    reads_question: bool
+
+
 @dataclass(eq=False)
 class _WaitingPrompt:
     """Hold a prompt that waits for a copy of what another one has read."""
@@ -78,8 +92,6 @@ class _Start:
     """How many tokens that copy would save."""
     goes_back_to: int | None = None
     """The position where its text differs from the prompt."""
-    document: Path | None = None
-    """The file of the document whose copy it becomes."""
 
 
 class PrefixCache:
@@ -118,6 +130,8 @@ class PrefixCache:
         check: Callable[[], object] | None = None,
         continues: Callable[[Sequence[int]], bool] | None = None,
         document: Path | None = None,
+        *,
+        reads_question: bool = False,
     ) -> Session:
         """Return the session that a prompt continues, or a new one; put() returns it to the cache.
 
@@ -128,15 +142,20 @@ class PrefixCache:
         begins with the text of some tokens, possibly in other tokens. If another prompt with the
         same beginning is just being read, this one waits for the common part, and calls `check`
         meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
+        `reads_question`: see Demand; then it waits for no other prompt, either.
         """
-        text = array("i", tokens)
-        start = self._started(text, caller, check, continues, document)
+        tenant = self._tenant(caller)
+        n_document = 0 if document is None else len(self.open_document(document, caller))
+        prompt = _Prompt(
+            array("i", tokens), caller, tenant, continues, document, n_document, reads_question
+        )
+        start = self._started(prompt, check)
         session = start.session
         try:
             if start.goes_back_to is not None:
                 _go_back(session, start.goes_back_to)
             elif start.is_new:  # This may take long, but no other prompt waits for it.
-                session = self._going_on_from_others(start, text, caller)
+                session = self._going_on_from_others(start, prompt)
         except BaseException:
             self.gives_up(session)
             session.close()
@@ -144,25 +163,17 @@ class PrefixCache:
         session.name = caller.name
         return session
 
-    def _started(
-        self,
-        tokens: array[int],
-        caller: Caller,
-        check: Callable[[], object] | None,
-        continues: Callable[[Sequence[int]], bool] | None,
-        document: Path | None,
-    ) -> _Start:
+    def _started(self, prompt: _Prompt, check: Callable[[], object] | None) -> _Start:
         """Return the session for a prompt, once it need not wait; from now on, others may wait for
         it.
         """
         asked: set[Session] = set()
-        n_document = 0 if document is None else len(self.open_document(document, caller))
         while True:
             with self._lock:
-                reader, waiting_prompt = self._worth_waiting_for(tokens, caller, asked, n_document)
+                reader, waiting_prompt = self._worth_waiting_for(prompt, asked)
                 if reader is None:
-                    start = self._start(tokens, caller, continues, document, n_document)
-                    self._begin_reading(start.session, tokens)
+                    start = self._start(prompt)
+                    self._begin_reading(start.session, prompt.tokens)
                     return start
                 reading = self._reading[reader]
                 reading.waiting_prompts.append(waiting_prompt)
@@ -170,78 +181,65 @@ class PrefixCache:
             self._wait(waiting_prompt, reading, check)
             if waiting_prompt.copy is not None:
                 with self._lock:
-                    self._begin_reading(waiting_prompt.copy, tokens)
+                    self._begin_reading(waiting_prompt.copy, prompt.tokens)
                     self.forked += 1
                 return _Start(waiting_prompt.copy, goes_back_to=waiting_prompt.goes_on_at)
 
-    def _start(
-        self,
-        tokens: array[int],
-        caller: Caller,
-        continues: Callable[[Sequence[int]], bool] | None,
-        document: Path | None,
-        n_document: int,
-    ) -> _Start:
+    def _start(self, prompt: _Prompt) -> _Start:
         if self._pool.holds_one:
-            return self._in_the_only_place(tokens, caller)
-        own = self._going_on(tokens, caller, continues)
-        if own is not None and len(self._kept.tokens(own)) > n_document:
+            return self._in_the_only_place(prompt)
+        own = self._going_on(prompt)
+        if own is not None:
             self._kept.remove(own)
             self.resumed += 1
             return _Start(own.session)
-        if document is not None:
-            session = self._pool.session(tenant=self._tenant(caller))
-            return _Start(session, is_new=True, document=document)
-        near, spared = self._nearest(tokens, caller)
-        session = self._pool.session(tenant=self._tenant(caller))
+        session = self._pool.session(tenant=prompt.tenant)
+        if prompt.document is not None:
+            return _Start(session, is_new=True)
+        near, spared = self._nearest(prompt)
         return _Start(session, is_new=True, near=near, spared=spared)
 
-    def _in_the_only_place(self, tokens: array[int], caller: Caller) -> _Start:
+    def _in_the_only_place(self, prompt: _Prompt) -> _Start:
         """Return the only conversation, which the reader truncates to what the prompt continues.
 
         A text of another tenant is discarded, because the time would reveal how much of it the
         prompt has.
         """
         for kept in self._kept:
-            shared = common_prefix(self._kept.tokens(kept), tokens)
+            shared = common_prefix(self._kept.tokens(kept), prompt.tokens)
             self._kept.remove(kept)
-            if self._tenant(kept.caller) == self._tenant(caller):
+            if self._tenant(kept.caller) == prompt.tenant:
                 self.resumed += shared > 1
                 return _Start(kept.session)
             kept.session.close()
             self.forgotten += 1
-        return _Start(self._pool.session(tenant=self._tenant(caller)), is_new=True)
+        return _Start(self._pool.session(tenant=prompt.tenant))
 
-    def _going_on_from_others(self, start: _Start, tokens: array[int], caller: Caller) -> Session:
+    def _going_on_from_others(self, start: _Start, prompt: _Prompt) -> Session:
         """Return a new session at the checkpoint, or a copy of the conversation, that saves most
         reading.
 
         It is an empty session if there is neither.
         """
         session, beyond = start.session, max(start.spared, LEAST_SPARED) - 1
-        if start.document is not None:
-            copy = self._copy_of_document(start.document, caller)
+        if prompt.document is not None:
+            copy = self._copy_of_document(prompt.document, prompt.caller)
             with self._lock:
                 self.forked += 1
                 self._read_in(copy, session)
             session.close()
             return copy
-        if session.return_to_checkpoint(tokens, beyond, repeatable=True):
+        if session.return_to_checkpoint(prompt.tokens, beyond, repeatable=True):
             with self._lock:
                 self.forked += 1
             return session
-        return self._copy_of_kept(start.near, caller, session) or session
+        return self._copy_of_kept(start.near, prompt.caller, session) or session
 
     def _tenant(self, caller: Caller) -> Caller:
         return caller.tenant(shared_prefixes=self._shared_prefixes)
 
-    def _going_on(
-        self,
-        tokens: array[int],
-        caller: Caller,
-        continues: Callable[[Sequence[int]], bool] | None,
-    ) -> _Conversation | None:
-        """Return the caller's conversation that a prompt continues, or None.
+    def _going_on(self, prompt: _Prompt) -> _Conversation | None:
+        """Return the caller's conversation that a prompt continues beyond its document, or None.
 
         Other prompts may also continue it. Therefore the prompt must contain the whole
         conversation, or all but its last answer, which is quickly read again from the checkpoint
@@ -249,18 +247,20 @@ class PrefixCache:
         """
         runner = self._pool.runner
         leads_back = runner.checkpoints.limit_bytes > 0 and runner.config.freezing is None
-        best, most = None, 0
-        for each, shared in self._own(tokens, caller):
+        demand = Demand(is_cut=False, needs_logits=False, reads_question=prompt.reads_question)
+        best, most = None, prompt.n_document
+        for each, shared in self._own(prompt.tokens, prompt.caller):
             text, kept = self._kept.tokens(each), 0
             if max(shared, len(text)) <= most:
                 continue
             held = each.session.held()
-            demand = Demand(is_cut=False, needs_logits=False)
-            is_whole = reuse_of(held, tokens, demand, shared).source is ReuseSource.WHOLE
-            if is_whole or (continues and continues(text)):
+            reuse = reuse_of(held, prompt.tokens, demand, shared)
+            if reuse.source is ReuseSource.WHOLE or (
+                prompt.continues is not None and prompt.continues(text)
+            ):
                 kept = len(text)
             elif leads_back and 0 < each.session.end_of_prompt <= shared:
-                kept = shared if held.can_return_to(shared) else 0
+                kept = reuse.shared if held.can_return_to(reuse.shared) else 0
             if kept > most:
                 best, most = each, kept
         return best
@@ -271,13 +271,13 @@ class PrefixCache:
             if each.caller == caller and each.document is None:
                 yield each, shared
 
-    def _nearest(self, tokens: array[int], caller: Caller) -> tuple[_Conversation | None, int]:
+    def _nearest(self, prompt: _Prompt) -> tuple[_Conversation | None, int]:
         """Return the tenant's conversation of which a copy saves most tokens, and how many."""
 
         def saved(kept: _Conversation, shared: int) -> int:
-            return _place_in(kept.session, tokens, shared)
+            return _place_in(kept.session, prompt.tokens, shared)
 
-        near, spared = self._kept.nearest(tokens, self._tenant(caller), saved)
+        near, spared = self._kept.nearest(prompt.tokens, prompt.tenant, saved)
         return (near, spared) if spared >= LEAST_SPARED else (None, 0)
 
     def _copy_of_kept(
@@ -386,28 +386,29 @@ class PrefixCache:
     # --- while another one is read ----------------------------------------------------------------
 
     def _worth_waiting_for(
-        self, tokens: array[int], caller: Caller, asked: set[Session], n_document: int
+        self, prompt: _Prompt, asked: set[Session]
     ) -> tuple[Session | None, _WaitingPrompt]:
         """Return the session that is reading more of a prompt than any kept one has, and is not in
-        `asked`. `n_document`: the tokens of the prompt's document.
+        `asked`.
         """
-        runner = self._pool.runner
-        tenant = self._tenant(caller)
+        runner, tokens = self._pool.runner, prompt.tokens
 
         def saved(session: Session, shared: int) -> int:
             # Text after the position where both differ can be cut only if nothing was evicted.
             can_be = shared >= session.position or not (runner.recurrent or session.evicted)
             return shared if can_be and session not in asked else 0
 
-        reader, most = self._prompts.nearest(tokens, tenant, saved)
+        reader, most = None, 0
+        if not prompt.reads_question:
+            reader, most = self._prompts.nearest(tokens, prompt.tenant, saved)
         waiting_prompt = _WaitingPrompt(tokens, most)
         if reader is None or most < _WORTH_WAITING:
             return None, waiting_prompt
-        _, known = self._nearest(tokens, caller)
+        _, known = self._nearest(prompt)
         with runner.scheduler.between_steps():
-            _, spared = runner.checkpoints.nearest(tokens, tenant, repeatable=True)
+            _, spared = runner.checkpoints.nearest(tokens, prompt.tenant, Demand())
         piece = runner.config.n_ubatch  # Up to so many tokens of it are read again.
-        worth = most >= max(known, spared, n_document) + max(_WORTH_WAITING, piece)
+        worth = most >= max(known, spared, prompt.n_document) + max(_WORTH_WAITING, piece)
         return (reader if worth else None), waiting_prompt
 
     def _wait(

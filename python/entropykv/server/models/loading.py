@@ -273,6 +273,7 @@ class ServedLlama(EntropyLlama):
                 self.checkpoint,
                 lambda held: self._goes_on_from(held, tokens),
                 None if asked is None else asked.path,
+                reads_question=self.n_passages > 0,
             )
         except (PoolError, SessionFileError) as error:
             if asked is None:
@@ -281,6 +282,7 @@ class ServedLlama(EntropyLlama):
         before = session.stats()
         try:
             self._hold(session)
+            self._reader.reads_question = self.n_passages > 0
             for chunk in super()._create_completion(prompt, *arguments, **options):
                 if self.n_passages and chunk["choices"][0]["finish_reason"] is not None:
                     self.passages = self._looked_at()
