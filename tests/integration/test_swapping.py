@@ -268,6 +268,23 @@ def test_idle_conversations_stay_in_the_pool_while_there_is_room(
             np.testing.assert_array_equal(one, other)
 
 
+def test_who_was_used_least_recently_leaves_first(model: Path) -> None:
+    options: dict[str, Any] = {"kv_budget": N_CTX, "checkpoints": 0}
+    with pool_of(model, n_sequences=4, **options) as pool:
+        sessions = [pool.session() for _ in range(3)]
+        for index in (0, 1, 2, 0):
+            written(sessions[index], PROMPTS[3], 1)
+        pool.session().decode(PROMPTS[3])
+        assert [each.is_live for each in sessions] == [False] * 3
+        swap_space, left = pool.runner.shared.swap_space, []
+        for _ in sessions:
+            with pool.runner.scheduler.between_steps():
+                assert swap_space.make_room()
+            status = [each.pool_status().pages_bytes > 0 for each in sessions]
+            left.append([index for index in range(3) if not status[index]])
+        assert left == [[1], [1, 2], [0, 1, 2]]
+
+
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "deepseek2"])
 def test_every_kind_of_layer_is_forked(name: str, tmp_path: Path) -> None:
     """Windows, recurrent layers, latent attention: the fork has all of their states."""

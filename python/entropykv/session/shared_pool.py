@@ -147,10 +147,10 @@ class SharedPool:
         raises PoolError.
         """
         full: PoolError | None = None
-        for each in self.live:
+        for each in self._idle(now):
             if self._free_numbers and not self._shares.grow_by_leaving:
                 break
-            if each.is_idle(now) and not self._is_waiting(each):
+            if not self._is_waiting(each):
                 try:
                     self.swap_out(each)
                 except PoolError as error:
@@ -173,6 +173,12 @@ class SharedPool:
             self._vacate(slot)
             self.share()
             raise
+
+    def _idle(self, now: float) -> list[SequenceSlot]:
+        """Return the live sequences that may be swapped out, the least recently used first."""
+        return sorted(
+            (slot for slot in self.live if slot.is_idle(now)), key=lambda slot: slot.last_step
+        )
 
     def _resume(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
         store, n_swapped = slot.pooled, swapped.n_entries
@@ -272,8 +278,8 @@ class SharedPool:
         BudgetError.
         """
         now = time.monotonic()
-        for slot in self.live:
-            if not self._shares.are_possible(self.live, budget) and slot.is_idle(now):
+        for slot in self._idle(now):
+            if not self._shares.are_possible(self.live, budget):
                 self.swap_out(slot)
         self._shares.resize(budget, self.live)
         self._budget = budget
