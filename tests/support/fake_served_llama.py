@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -20,11 +21,21 @@ class FakePool:
 
     def __init__(self, n_sequences: int = 1) -> None:
         self.holds_one = n_sequences == 1
-        self.runner = self
+        self.runner = self.scheduler = self
         self.n_sequences = n_sequences
+        self.bytes_full_per_token = self.n_kv_heads = 0
+
+    def between_steps(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def stats(self) -> PoolStats:
         return _zeros(PoolStats)
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def sessions(self) -> list[Any]:
+        return []
 
 
 class FakeServedLlama:

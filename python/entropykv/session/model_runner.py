@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -48,6 +48,12 @@ _CHECK_INTERVAL = 0.02
 """Seconds between two checks of a waiting thread whether another session is idle."""
 
 _CLOSED = "the session is closed; make a new one"
+_HELD = ("frozen_entries", "frozen_bytes", "frozen_sketch_bytes", "frozen_overhead_bytes")
+_COUNTED = (
+    *("eviction_seconds", "rebases", "cold_seconds"),
+    *("entries_frozen", "entries_restored", "entries_recalled"),
+)
+"""What stores hold now, and what they have counted since they were made."""
 
 
 class ModelRunner:
@@ -93,6 +99,7 @@ class ModelRunner:
         """Sessions of a pool by their numbers; the references are weak."""
         self._slots_made = 0
         self._evicted_by_gone = 0
+        self._counted_by_gone: Counter[str] = Counter()
         self._leaving: deque[SequenceSlot] = deque()
         """Slots that are removed after the running step: see remove_slot_later()."""
         self._ends = False
@@ -108,6 +115,7 @@ class ModelRunner:
         """The resolved options, with the store that serves the model."""
         self.echo = self._make_echo(self.config)
         self.n_kv_heads = self._stores.n_kv_heads
+        self.bytes_full_per_token = self._stores.bytes_full_per_token
         # All single tokens in addition to a piece of a prompt.
         n_tokens = self._most_tokens(self.config) + self.n_sequences - 1
         n_tokens += self.n_sequences * self.config.n_drafts
@@ -264,6 +272,9 @@ class ModelRunner:
             return
         self.slots.remove(slot)
         keeps_place = self.shared.is_private and not self.closed
+        if not keeps_place:
+            counters = slot.store.counters()
+            self._counted_by_gone.update({name: counters.get(name, 0) for name in _COUNTED})
         if keeps_place or not self.shared.is_private:
             self.shared.forget(slot)
         self._evicted_by_gone += slot.evicted
@@ -290,6 +301,16 @@ class ModelRunner:
         """Return how many entries were evicted so far, including sequences that no longer exist."""
         gone = self._evicted_by_gone + self.shared.evicted_by_gone
         return gone + sum(slot.evicted for slot in self.slots)
+
+    def counters(self) -> dict[str, Any]:
+        """Return sums over all stores: what they hold frozen now, and what they have counted so
+        far, including those of sequences that no longer exist.
+        """
+        sums = Counter(self._counted_by_gone)
+        for store in self.stores:
+            counters = store.counters()
+            sums.update({name: counters.get(name, 0) for name in (*_HELD, *_COUNTED)})
+        return dict(sums)
 
     @property
     def recurrent(self) -> bool:

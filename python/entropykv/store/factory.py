@@ -57,6 +57,7 @@ class StoreFactory:
             raise
         self.spare = first
         self.n_kv_heads = first.facts.n_kv_heads
+        self.bytes_full_per_token = first.facts.bytes_full_per_token
 
     @property
     def context(self) -> StoreContext:

@@ -43,11 +43,15 @@ class Moment:
 
 def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:
     """Return the sum over all conversations as SessionStats; `one` are the figures of any
-    session.
+    session. A full cache is that of the conversations that hold entries now.
     """
-    now = pool.stats()
+    with pool.runner.scheduler.between_steps():
+        now, counters = pool.stats(), pool.runner.counters()
+        n_tokens = sum(each.position for each in pool.sessions() if each.is_live)
     return dataclasses.replace(
         one,
+        kv_bytes_full=n_tokens * pool.runner.bytes_full_per_token,
+        entries_full=n_tokens * pool.runner.n_kv_heads,
         kv_bytes_budget=now.kv_bytes_budget,
         kv_bytes_now=now.kv_bytes_now,
         kv_bytes_peak=now.kv_bytes_peak,
@@ -55,5 +59,6 @@ def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> 
         kv_bytes_scratch=now.kv_bytes_scratch,
         entries_kept=now.entries_kept,
         evictions=now.evictions,
+        **counters,
         **{name: sum(getattr(each, name) for each in totals) for name in vars(Totals())},
     )
