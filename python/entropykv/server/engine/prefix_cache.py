@@ -358,7 +358,7 @@ class PrefixCache:
 
     def _load_document(self, path: Path, caller: Caller) -> None:
         version = stamp_of(path)
-        self._drop_documents(lambda each: each.document == path and each.version != version)
+        self._drop(lambda each: each.document == path and each.version != version)
         session = self._loaded(caller, path)
         session.name, session.is_document = path.stem, True
         session.rest()
@@ -373,15 +373,7 @@ class PrefixCache:
 
     def forget_document(self, path: Path) -> None:
         """Drop a document whose file was removed."""
-        self._drop_documents(lambda each: each.document == path)
-
-    def _drop_documents(self, is_gone: Callable[[_Conversation], bool]) -> None:
-        with self._lock:
-            gone = [each for each in self._kept if is_gone(each)]
-            for each in gone:
-                self._kept.remove(each)
-        for each in gone:
-            each.session.close()
+        self._drop(lambda each: each.document == path)
 
     # --- while another one is read ----------------------------------------------------------------
 
@@ -503,15 +495,32 @@ class PrefixCache:
 
     # --- between two requests ---------------------------------------------------------------------
 
-    def _of(self, caller: Caller) -> list[_Conversation]:
-        """Return a caller's kept conversations, without documents, the least recently used first;
-        `_lock` is held.
-        """
-        return [each for each in self._kept if each.caller == caller and each.document is None]
-
     def _add(self, kept: _Conversation) -> None:
         """Keep a conversation; `_lock` is held."""
         self._kept.add(kept, kept.session.held().tokens, self._tenant(kept.caller))
+
+    def _drop(self, is_gone: Callable[[_Conversation], bool]) -> None:
+        """Close the conversations that a function names."""
+        with self._lock:
+            gone = [each for each in self._kept if is_gone(each)]
+            for each in gone:
+                self._kept.remove(each)
+        for each in gone:
+            each.session.close()
+
+    @contextmanager
+    def _apart(self, choose: Callable[[], _Conversation | None]) -> Iterator[Session | None]:
+        """Take a conversation out of the cache meanwhile, so that no request can use it."""
+        with self._lock:
+            kept = choose()
+            if kept is not None:
+                self._kept.remove(kept)
+        try:
+            yield None if kept is None else kept.session
+        finally:
+            if kept is not None:
+                with self._lock:
+                    self._add(kept)
 
     def put(self, session: Session, caller: Caller, answer_place: int = 0) -> None:
         """Keep a conversation for its next turn.
@@ -524,7 +533,6 @@ class PrefixCache:
             session.close()
             return
         session.rest()
-        kept = _Conversation(session, caller, answer_place=answer_place)
         with self._lock:
             earlier = [
                 each
@@ -532,11 +540,8 @@ class PrefixCache:
                 # It parts from this one within its last thought.
                 if 0 < each.answer_place <= shared < len(self._kept.tokens(each))
             ]
-            for each in earlier:
-                self._kept.remove(each)
-            self._add(kept)
-        for each in earlier:
-            each.session.close()
+            self._add(_Conversation(session, caller, answer_place=answer_place))
+        self._drop(earlier.__contains__)
         self._drop_surplus()
 
     def _drop_surplus(self) -> None:
@@ -554,7 +559,11 @@ class PrefixCache:
 
         Raises SessionFileError, or PoolError if it was dropped.
         """
-        with self._of_caller(caller) as session:
+        with self._apart(lambda: self._last(caller)) as session:
+            if session is None:
+                raise PoolError(
+                    f"the conversation {caller.name!r} was forgotten for others; read it again"
+                )
             session.save(path)
 
     def load(self, caller: Caller, path: Path) -> None:
@@ -563,12 +572,7 @@ class PrefixCache:
         Raises SessionFileError, or PoolError if there is no room for it.
         """
         session = self._loaded(caller, path)
-        with self._lock:
-            former = self._of(caller)
-            for each in former:
-                self._kept.remove(each)
-        for each in former:
-            each.session.close()
+        self._drop(lambda each: each.caller == caller and each.document is None)
         self.put(session, caller)
 
     def load_one(self, caller: Caller, path: Path) -> Session:
@@ -593,52 +597,31 @@ class PrefixCache:
         """Save a conversation to a file if it exists and belongs to the caller's key; returns None
         if not.
         """
-        kept = self._taken(session, caller)
-        if kept is None:
-            return None
-        try:
-            return session.save(path)
-        finally:
-            with self._lock:
-                self._add(kept)
+        with self._apart(lambda: self._of_key(session, caller)) as found:
+            return None if found is None else found.save(path)
 
     def erase_one(self, session: Session, caller: Caller) -> int:
         """Drop a conversation of the caller's key; returns its tokens, 0 if it does not exist."""
-        kept = self._taken(session, caller)
-        if kept is None:
-            return 0
+        with self._lock:
+            kept = self._of_key(session, caller)
+            if kept is None:
+                return 0
+            self._kept.remove(kept)
         n_tokens = session.position
         session.close()
         return n_tokens
 
-    def _taken(self, session: Session, caller: Caller) -> _Conversation | None:
-        """Take a conversation out of the cache if it exists and belongs to the caller's key."""
-        with self._lock:
-            for kept in self._kept:
-                if kept.session is session and kept.caller.user == caller.user:
-                    self._kept.remove(kept)
-                    return kept
+    def _of_key(self, session: Session, caller: Caller) -> _Conversation | None:
+        """Return a conversation if it is kept and belongs to the caller's key; `_lock` is held."""
+        for kept in self._kept:
+            if kept.session is session and kept.caller.user == caller.user:
+                return kept
         return None
 
     def _last(self, caller: Caller) -> _Conversation | None:
         """Return the caller's latest conversation; after an edit, the former one is kept, too."""
-        own = self._of(caller)
+        own = [each for each in self._kept if each.caller == caller and each.document is None]
         return own[-1] if own else None
-
-    @contextmanager
-    def _of_caller(self, caller: Caller) -> Iterator[Session]:
-        with self._lock:
-            kept = self._last(caller)
-            if kept is None:
-                raise PoolError(
-                    f"the conversation {caller.name!r} was forgotten for others; read it again"
-                )
-            self._kept.remove(kept)
-        try:
-            yield kept.session
-        finally:
-            with self._lock:
-                self._add(kept)
 
     def forget_one(self) -> bool:
         """Close the least recently used conversation; returns False if there is none."""
@@ -659,8 +642,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Drop all conversations."""
-        while self.forget_one():
-            self.forgotten -= 1
+        self._drop(lambda _: True)
 
 
 def _place_in(
