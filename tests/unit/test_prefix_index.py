@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv.session.prefix_index import PrefixIndex, common_prefix
 
-TEXTS = st.lists(st.integers(0, 2), max_size=9)
+TEXTS = st.lists(st.integers(0, 1), max_size=7)
 OWNERS = st.sampled_from(["anna", "ben"])
 STEPS = st.lists(
     st.one_of(
@@ -75,7 +76,7 @@ def edges(index: PrefixIndex[Text]) -> Iterator[Any]:
 
 
 @given(STEPS, TEXTS, OWNERS, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_index_finds_what_a_scan_finds(
     steps: list[tuple[Any, ...]], prompt: list[int], owner: str, data: st.DataObject
 ) -> None:
@@ -83,7 +84,7 @@ def test_the_index_finds_what_a_scan_finds(
     scan = Scan()
     for what, *arguments in steps:
         if what == "add":
-            text = Text(arguments[0], array("i", arguments[1]), data.draw(st.integers(0, 9)))
+            text = Text(arguments[0], array("i", arguments[1]), data.draw(st.integers(0, 7)))
             index.add(text, text.tokens, text.owner)
             scan.texts.append(text)
         elif scan.texts:
@@ -93,7 +94,8 @@ def test_the_index_finds_what_a_scan_finds(
             else:
                 index.touch(text)
                 scan.texts.append(text)
-    asked = array("i", prompt)
+    beginning = data.draw(st.sampled_from(scan.texts)).tokens if scan.texts else array("i")
+    asked = beginning[: data.draw(st.integers(0, 7))] + array("i", prompt)
     assert list(index) == scan.texts
     assert list(index.longest_first(asked, owner)) == scan.longest_first(asked, owner)
     assert index.nearest(asked, owner, Text.saves) == scan.nearest(asked, owner)
@@ -102,6 +104,33 @@ def test_the_index_finds_what_a_scan_finds(
     for node in edges(index):
         assert any(node.witness is tokens for tokens in held), "the tokens of a removed text"
         assert node.items or len(node.children) > 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        # Both save one token; the second one need not be cut for it.
+        ([([0, 1, 1], 1), ([0], 1)], 1),
+        ([([0], 1), ([0, 1, 1], 1)], 0),
+        # Both must be cut; the first one shares more.
+        ([([0, 1, 1], 1), ([0, 1, 0], 1)], 0),
+        # Both share and save as much; the second one was used last.
+        ([([0, 1, 0], 2), ([0, 1, 0, 0], 2)], 1),
+        # The one that shares most saves nothing.
+        ([([0, 1, 1, 0], 0), ([0, 1], 2), ([0], 1)], 1),
+        ([([0, 1, 1, 0], 0)], None),
+    ],
+)
+def test_which_of_several_texts_is_taken(
+    texts: list[tuple[list[int], int]], found: int | None
+) -> None:
+    index: PrefixIndex[Text] = PrefixIndex()
+    made = [Text("anna", array("i", tokens), worth) for tokens, worth in texts]
+    for text in made:
+        index.add(text, text.tokens, text.owner)
+    best, saved = index.nearest(array("i", [0, 1, 1, 0]), "anna", Text.saves)
+    assert best is (None if found is None else made[found])
+    assert saved == (0 if found is None else texts[found][1])
 
 
 def test_long_texts_part_within_and_between_blocks() -> None:
