@@ -6,7 +6,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,14 +71,6 @@ class _WaitingPrompt:
     """The position up to which the copy is useful."""
 
 
-@dataclass(eq=False)
-class _Reading:
-    """Hold a prompt that is being read, and those that wait for a part of it."""
-
-    tokens: array[int]
-    waiting_prompts: list[_WaitingPrompt] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class _Start:
     """Hold the session chosen for a prompt, and the steps to take before it reads the prompt."""
@@ -108,10 +100,10 @@ class PrefixCache:
         self._shared_prefixes = shared_prefixes
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._reading: dict[Session, _Reading] = {}
-        """The prompts that are being read, by their sessions."""
         self._prompts: PrefixIndex[Session] = PrefixIndex()
-        """The sessions that read them, by the tokens of the prompts."""
+        """The prompts that are being read, by the sessions that read them."""
+        self._waiting: dict[Session, list[_WaitingPrompt]] = {}
+        """The prompts that wait for a part of what each of these sessions reads."""
         self._kept: PrefixIndex[_Conversation] = PrefixIndex()
         """The conversations; nobody changes their texts while they are in it."""
         self.forgotten = 0
@@ -175,10 +167,10 @@ class PrefixCache:
                     start = self._start(prompt)
                     self._begin_reading(start.session, prompt.tokens)
                     return start
-                reading = self._reading[reader]
-                reading.waiting_prompts.append(waiting_prompt)
+                waiting = self._waiting[reader]
+                waiting.append(waiting_prompt)
             asked.add(reader)
-            self._wait(waiting_prompt, reading, check)
+            self._wait(waiting_prompt, waiting, check)
             if waiting_prompt.copy is not None:
                 with self._lock:
                     self._begin_reading(waiting_prompt.copy, prompt.tokens)
@@ -404,7 +396,10 @@ class PrefixCache:
         return (reader if worth else None), waiting_prompt
 
     def _wait(
-        self, waiting_prompt: _WaitingPrompt, reading: _Reading, check: Callable[[], object] | None
+        self,
+        waiting_prompt: _WaitingPrompt,
+        waiting: list[_WaitingPrompt],
+        check: Callable[[], object] | None,
     ) -> None:
         try:
             while not waiting_prompt.done:
@@ -416,60 +411,59 @@ class PrefixCache:
         except BaseException:
             with self._lock:
                 waiting_prompt.gone = True
-                if waiting_prompt in reading.waiting_prompts:
-                    reading.waiting_prompts.remove(waiting_prompt)
+                if waiting_prompt in waiting:
+                    waiting.remove(waiting_prompt)
             if waiting_prompt.copy is not None:
                 waiting_prompt.copy.close()
             raise
 
     def _begin_reading(self, session: Session, tokens: array[int]) -> None:
-        self._reading[session] = _Reading(tokens)
         self._prompts.add(session, tokens, session.tenant)
+        self._waiting[session] = []
 
     def _read_in(self, session: Session, former: Session) -> None:
         """Let another session read the prompt of a former one."""
-        self._reading[session] = reading = self._reading.pop(former)
-        self._prompts.remove(former)
-        self._prompts.add(session, reading.tokens, session.tenant)
+        self._begin_reading(session, self._prompts.tokens(former))
+        self._waiting[session] = self._end_reading(former)
 
-    def _end_reading(self, session: Session) -> _Reading | None:
-        """Return a prompt that is read no further; None if none was read. `_lock` is held."""
-        reading = self._reading.pop(session, None)
-        if reading is not None:
+    def _end_reading(self, session: Session) -> list[_WaitingPrompt]:
+        """Return those that waited for a prompt that is read no further; `_lock` is held."""
+        if session in self._prompts:
             self._prompts.remove(session)
-        return reading
+        return self._waiting.pop(session, [])
 
     def reads(self, session: Session, n_tokens: int) -> None:
         """Record, in the thread that reads a prompt, that `n_tokens` more are read next.
 
         Prompts that differ before the end of these tokens get copies of what was read so far.
         """
-        reading = self._reading.get(session)
-        if reading is not None and reading.waiting_prompts:
+        if waiting := self._waiting.get(session):
             end = session.position + n_tokens
-            self._hand_over(session, reading, lambda waiting_prompt: waiting_prompt.shared < end)
+            self._hand_over(session, waiting, lambda waiting_prompt: waiting_prompt.shared < end)
 
     def has_read(self, session: Session) -> None:
         """Record, in the reading thread, that the prompt of a session was read to its end."""
         with self._lock:
-            reading = self._end_reading(session)
-        if reading is not None:
-            self._hand_over(session, reading, lambda _: True)
+            waiting = self._end_reading(session)
+        if waiting:
+            self._hand_over(session, waiting, lambda _: True)
 
     def gives_up(self, session: Session) -> None:
         """Record that the prompt of a session is not read any further, if it was being read."""
         with self._changed:
-            reading = self._end_reading(session)
-            for waiting_prompt in reading.waiting_prompts if reading else ():
+            for waiting_prompt in self._end_reading(session):
                 waiting_prompt.done = True
             self._changed.notify_all()
 
     def _hand_over(
-        self, session: Session, reading: _Reading, is_due: Callable[[_WaitingPrompt], bool]
+        self,
+        session: Session,
+        waiting: list[_WaitingPrompt],
+        is_due: Callable[[_WaitingPrompt], bool],
     ) -> None:
         with self._lock:
-            due = [each for each in reading.waiting_prompts if is_due(each)]
-            reading.waiting_prompts = [each for each in reading.waiting_prompts if each not in due]
+            due = [each for each in waiting if is_due(each)]
+            waiting[:] = [each for each in waiting if each not in due]
         try:
             for waiting_prompt in due:
                 self._give_copy(session, waiting_prompt)
