@@ -19,7 +19,7 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.session import Session
 from entropykv.settings.options import Budget
 from entropykv.store.flat_context import FlatContext
-from entropykv.store.protocol import Reach, Reading, Store, StoreFacts
+from entropykv.store.protocol import Reach, Store, StoreFacts, TokensToRead
 from entropykv.store.states import DamagedState, SavedState, StoreState
 from tests.support.logits import relative_error, stock_logits, tokens_for
 
@@ -45,7 +45,7 @@ class FullStore(Store):
             saves_cells=True,
         )
 
-    def before(self, reading: Reading) -> None:
+    def before(self, reading: TokensToRead) -> None:
         self._position = reading.position
         self.context.hook.begin_step()
 

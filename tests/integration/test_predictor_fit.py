@@ -14,7 +14,7 @@ from entropykv.errors import SettingsError
 from entropykv.profile.find import profile_beside
 from entropykv.session.predictor_fit import LEAST_TOKENS, PredictorFit
 from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.protocol import Reading
+from entropykv.store.protocol import TokensToRead
 from tests.architectures import ARCHITECTURES
 from tests.support.command import entropykv
 from tests.support.logits import tokens_for
@@ -57,7 +57,7 @@ def micro_batches_of(
     found = []
     before = HeadwiseStore.before
 
-    def note(self: HeadwiseStore, reading: Reading) -> None:
+    def note(self: HeadwiseStore, reading: TokensToRead) -> None:
         found.append((reading.position, reading.n_tokens, reading.n_echo))
         before(self, reading)
 

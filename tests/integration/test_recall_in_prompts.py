@@ -12,7 +12,7 @@ import pytest
 from entropykv import Freezing, Session
 from entropykv.settings.freezing import RECALL_END, RECALL_MICRO_BATCHES
 from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.protocol import Reading
+from entropykv.store.protocol import TokensToRead
 from tests.support.frozen_sessions import check_all_is_there, session_of
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama
@@ -30,7 +30,7 @@ def micro_batches(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
     seen: list[MicroBatch] = []
     before = HeadwiseStore.before
 
-    def noted(self: HeadwiseStore, reading: Reading) -> None:
+    def noted(self: HeadwiseStore, reading: TokensToRead) -> None:
         seen.append((reading.n_tokens, reading.recalls))
         before(self, reading)
 

@@ -19,7 +19,7 @@ from entropykv.settings.options import Budget
 from entropykv.store.device_context import DeviceContext
 from entropykv.store.figures import core_counters
 from entropykv.store.headwise_probe import check_config, unsupported
-from entropykv.store.protocol import Pooled, Reach, Reading, Store, StoreFacts
+from entropykv.store.protocol import Pooled, Reach, Store, StoreFacts, TokensToRead
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import check_features, ranking_predictor
 from entropykv.store.states import DamagedState, SavedState, StoreState
@@ -134,7 +134,7 @@ class DeviceStore(Store, Pooled):
         """Return the extension's store."""
         return self._store
 
-    def before(self, reading: Reading) -> None:
+    def before(self, reading: TokensToRead) -> None:
         """Choose the rows of the micro-batch."""
         n_tokens, position, rope = reading.n_tokens, reading.position, self.facts.rope
         shift = rope.shift_for(self.shift, position, n_tokens)

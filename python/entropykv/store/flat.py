@@ -24,7 +24,7 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
 from entropykv.store.flat_context import FlatContext
-from entropykv.store.protocol import Reach, Reading, Shares, Store, StoreFacts, held_shares
+from entropykv.store.protocol import Reach, Shares, Store, StoreFacts, TokensToRead, held_shares
 from entropykv.store.states import DamagedState, SavedState, StateDoesNotFit, StoreState
 
 WITHOUT_HOLES = frozenset({"qwen4exp"})
@@ -108,7 +108,7 @@ class FlatStore(Store):
             )
         return plan
 
-    def before(self, reading: Reading) -> None:
+    def before(self, reading: TokensToRead) -> None:
         """Compact if holes would cost attention time; rotate keys if positions run out."""
         embedded, position = reading.embedded, reading.position
         if embedded is not None and embedded.positions is not None:

@@ -23,7 +23,14 @@ from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
 from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.key_centres import digest_of
-from entropykv.store.protocol import CacheMapFunction, Pooled, Reach, Reading, Store, StoreFacts
+from entropykv.store.protocol import (
+    CacheMapFunction,
+    Pooled,
+    Reach,
+    Store,
+    StoreFacts,
+    TokensToRead,
+)
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction, ranking_predictor
 from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
@@ -104,7 +111,7 @@ class HeadwiseStore(Store, Pooled):
         """Return the extension's store, for callers that examine attention rows."""
         return self._store
 
-    def before(self, reading: Reading) -> None:
+    def before(self, reading: TokensToRead) -> None:
         """Reserve pages for everything that the micro-batch may leave behind.
 
         Raises SessionFileError if someone has changed a file that pages are mapped from.

@@ -52,7 +52,7 @@ class StoreFacts:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokensToRead:
     """Say what one sequence reads in a micro-batch."""
 
     n_tokens: int
@@ -62,7 +62,7 @@ class Reading:
     n_echo: int = 0
     """How many more tokens follow, of which nothing is kept."""
     n_drafts: int = 0
-    """How many of the tokens, the last ones, are drafts: Drafts.settle() follows the decode."""
+    """How many of the tokens, the last ones, are drafts; DraftReader.settle() follows."""
     embedded: Embedded | None = None
     """Embeddings that are read instead of tokens."""
     recalls: bool = True
@@ -81,7 +81,7 @@ class Reach:
     """How many of the newest entries every KV head keeps."""
 
 
-class Drafts(Protocol):
+class DraftReader(Protocol):
     """Read guessed tokens behind a token, and undo those that were wrong."""
 
     def most_drafts(self, position: int, wanted: int) -> int:
@@ -114,7 +114,7 @@ class TextBudgets(Protocol):
         """Return what the text loses with fewer pages, if that was measured."""
 
 
-class Freezing(Protocol):
+class Thawable(Protocol):
     """Keep evicted entries in cold storage, from which they can return."""
 
     def check(self) -> None:
@@ -220,13 +220,13 @@ class Store(ABC):
 
     sharing: TextBudgets | None = None
     """Shares the budget by what the text shows; None: it is the same for every text."""
-    freezing: Freezing | None = None
+    freezing: Thawable | None = None
     """Keeps what was evicted; None: it is dropped for good."""
     learning: Learning | None = None
     """Predicts scores; None: it cannot."""
 
     @property
-    def drafts(self) -> Drafts | None:
+    def drafts(self) -> DraftReader | None:
         """Return what reads guessed tokens; None if wrong ones could not be undone."""
         return None
 
@@ -236,7 +236,7 @@ class Store(ABC):
         return None
 
     @abstractmethod
-    def before(self, reading: Reading) -> None:
+    def before(self, reading: TokensToRead) -> None:
         """Make room for a micro-batch, within the positions that RoPE may see.
 
         Raises UnsupportedModelError if the store cannot read embeddings such as those.

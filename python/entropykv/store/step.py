@@ -16,7 +16,7 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from entropykv.llamacpp.batch import BatchPart, Embedded, MicroBatch
-from entropykv.store.protocol import Logits, Reading, Store
+from entropykv.store.protocol import Logits, Store, TokensToRead
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Part:
         store = self.store
         return store.facts.rope.seen(self.position, store.shift) - self.lag
 
-    def reading(self) -> Reading:
+    def reading(self) -> TokensToRead:
         """Return what the store has to make room for."""
-        return Reading(
+        return TokensToRead(
             len(self.tokens),
             self.position,
             len(self.echo),
