@@ -18,7 +18,6 @@ import pytest
 from entropykv import EntropyLlama, Pool, Session, SettingsError
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import SOMEBODY
-from entropykv.server.models.loading import ServedLlama
 from entropykv.session import rollback
 from entropykv.session.reuse import LEAST_SPARED, Demand
 from tests.architectures import ARCHITECTURES
@@ -286,9 +285,8 @@ def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
 def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
     model: Path, n_tokens: int
 ) -> None:
-    """The server reads a prompt piece by piece: a single token does not count as written."""
-    llm = ServedLlama(str(model), n_ctx=N_CTX, n_sequences=2, n_ubatch=PIECE, **QUIET)
-    llm.serve_from(PrefixCache(llm.pool, 4))
+    """A prompt may end with a micro-batch of one token, which does not count as written."""
+    llm = EntropyLlama(str(model), n_ctx=N_CTX, n_sequences=2, n_ubatch=PIECE, **QUIET)
     prompt = SYSTEM[:n_tokens]
     ask: dict[str, Any] = {"temp": 0.0}
     first = list(itertools.islice(llm.generate(prompt, **ask), 5))

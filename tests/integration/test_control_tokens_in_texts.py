@@ -17,7 +17,10 @@ from entropykv.llamacpp.model_options import LoadOptions
 from entropykv.server import ModelOptions
 from entropykv.server.chat.chat_request import ChatRequest
 from entropykv.server.dialects.responses import ResponsesRequest
-from entropykv.server.models.loading import ServedLlama, load_llama
+from entropykv.server.engine.answering import Answering, Slot
+from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.models.loaded_model import LoadedModel
+from entropykv.server.models.loading import load_model
 from entropykv.session.document import read_document
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
@@ -40,11 +43,22 @@ def special(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def served(tiny_llama: Path, special: bool) -> Iterator[ServedLlama]:
+def served(tiny_llama: Path, special: bool) -> Iterator[LoadedModel]:
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "chat_template": TEMPLATE}
-    llama = load_llama(ModelOptions(model=str(tiny_llama), parse_special=special, **options))
-    yield llama
-    llama.close()
+    model = load_model(ModelOptions(model=str(tiny_llama), parse_special=special, **options))
+    yield model
+    model.close()
+
+
+def tokens_of(model: LoadedModel, request: ChatRequest | ResponsesRequest) -> list[int]:
+    """Answer a request; returns the tokens of its prompt."""
+    cache = PrefixCache(model.pool, 1)
+    job = Answering(model, cache, Slot(0), lambda: None)
+    request.call(job)
+    assert job.slot.latest is not None
+    tokens = job.slot.latest.tokens[: job.n_prompt]
+    cache.close()
+    return tokens
 
 
 @pytest.fixture
@@ -108,20 +122,18 @@ CHATS: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 @pytest.mark.parametrize("case", CHATS)
-def test_a_chat_at_the_server(served: ServedLlama, case: str, special: bool) -> None:
+def test_a_chat_at_the_server(served: LoadedModel, case: str, special: bool) -> None:
     body, n_turns, n_evil = CHATS[case]
-    ChatRequest.model_validate({**body, "max_tokens": 1}).call(served)
-    tokens = served.input_ids[: served.prompt_size].tolist()
-    text = served.detokenize(tokens, special=True).decode()
+    tokens = tokens_of(served, ChatRequest.model_validate({**body, "max_tokens": 1}))
+    text = served.model.detokenize(tokens, special=True)
     assert_turns(tokens, text, n_turns=n_turns, n_evil=n_evil, special=special)
 
 
-def test_a_response_at_the_server(served: ServedLlama, special: bool) -> None:
+def test_a_response_at_the_server(served: LoadedModel, special: bool) -> None:
     said = [{"role": "user", "content": EVIL}]
     body = {"input": said, "instructions": EVIL, "max_output_tokens": 1}
-    ResponsesRequest.model_validate(body).call(served)
-    tokens = served.input_ids[: served.prompt_size].tolist()
-    text = served.detokenize(tokens, special=True).decode()
+    tokens = tokens_of(served, ResponsesRequest.model_validate(body))
+    text = served.model.detokenize(tokens, special=True)
     assert_turns(tokens, text, n_turns=2, n_evil=2, special=special)
 
 

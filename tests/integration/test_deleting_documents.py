@@ -21,7 +21,7 @@ from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.readings import DocumentId, Reading, Removal
 from entropykv.server.engine.engine import Engine
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.loading import load_llama
+from entropykv.server.models.loading import load_model
 from entropykv.session.document import read_document
 from entropykv.session.document_folder import DocumentFolder, text_file_of
 from entropykv.session.file import open_session
@@ -104,7 +104,7 @@ def reading_into(
         model=str(model), model_alias="any", n_ctx=1024, kv_budget="512", n_threads=1,
         n_threads_batch=1,
     )  # fmt: skip
-    reader.engine = Engine(load_llama(options, documents=True), documents=reader.library)
+    reader.engine = Engine(load_model(options, documents=True), documents=reader.library)
     try:
         yield reader
     finally:

@@ -154,15 +154,15 @@ def test_serve_freezes(tiny_llama: Path) -> None:
     from entropykv.cli.parser import CommandParser  # noqa: PLC0415
     from entropykv.cli.served_models import models_of, read_options  # noqa: PLC0415
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
-    from entropykv.server.models.loading import load_llama  # noqa: PLC0415
+    from entropykv.server.models.loading import load_model  # noqa: PLC0415
 
     options = ["-m", str(tiny_llama), "--n_ctx", "64", "--freeze", "ram", *OPTIONS]
     found = parser_with(["serve"])[0].parse_args(["serve", *options])
     models = models_of(found, read_options(ServerOptions, found), CommandParser())
     assert isinstance(models, ModelOptions)
-    llama = load_llama(models)
-    assert llama.cache_config.options.freezing == EXPECTED
-    llama.close()
+    model = load_model(models)
+    assert model.pool.runner.config.options.freezing == EXPECTED
+    model.close()
 
 
 @NEEDS_SERVER

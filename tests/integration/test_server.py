@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from entropykv import EntropyLlama, system
+from entropykv import Session, system
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import LONG, MESSAGES, PROMPT, assert_next_is_right, complete, served
@@ -130,7 +130,7 @@ def test_a_whole_answer_ends_where_its_client_leaves(client: openai.OpenAI, serv
 def test_an_error_within_is_a_500_and_harms_nobody(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("llama_decode returned -3")
 
     async def talk() -> None:
@@ -140,8 +140,9 @@ def test_an_error_within_is_a_500_and_harms_nobody(
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             right = (await client.post("/v1/completions", json=body)).json()
             with monkeypatch.context() as patch:
-                patch.setattr(EntropyLlama, "eval", broken)
-                failed = await client.post("/v1/completions", json={**body, "stream": stream})
+                patch.setattr(Session, "decode_micro_batches", broken)
+                other = {**body, "prompt": f"{PROMPT} again", "stream": stream}
+                failed = await client.post("/v1/completions", json=other)
             again = (await client.post("/v1/completions", json=body)).json()
         app.state.engine.close()
         assert failed.status_code == 500
@@ -157,9 +158,9 @@ def test_the_model_can_be_reached_before_it_is_freed() -> None:
     async def talk() -> None:
         app = create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions())
         engine = app.state.engine
-        engine.before_close(lambda llama: seen.append(llama.n_vocab()))
+        engine.before_close(lambda model: seen.append(model.model.n_vocab))
         async with app.router.lifespan_context(app):
-            seen.append(await engine.call(lambda llama: llama.n_vocab()))
+            seen.append(await engine.call(lambda model: model.model.n_vocab))
 
     asyncio.run(talk())
     assert seen[0] == seen[1] > 0

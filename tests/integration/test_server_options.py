@@ -196,9 +196,7 @@ def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> 
             assert longer.json()["usage"]["completion_tokens"] == 5
             chat = {"messages": [{"role": "user", "content": "The old"}]}
             answer = await client.post("/v1/chat/completions", json=chat)
-            tokens = app.state.engine.llama.tokenize(
-                b"The old cheerfully", add_bos=False, special=True
-            )
+            tokens = app.state.engine.model.tokenize("The old cheerfully")
             assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
             assert answer.json()["usage"]["completion_tokens"] == 3
             props = (await client.get("/props")).json()
@@ -213,7 +211,7 @@ def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> 
         create_app(
             ModelOptions(model=str(MODEL), n_ctx=512, chat_template="{% for %}"), ServerOptions()
         )
-    with pytest.raises(SettingsError, match="chat_format"):
+    with pytest.raises(SettingsError, match="no chat template named 'nonsense'"):
         create_app(
             ModelOptions(model=str(MODEL), n_ctx=512, chat_template="nonsense"), ServerOptions()
         )

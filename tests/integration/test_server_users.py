@@ -138,7 +138,7 @@ def test_texts_are_off_where_there_is_a_key(key: str | None) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--cache", "true", "--no-shared-prefixes"), "--cache lets every user's prompts"),
+        (("--cache", "true"), "conversations are kept anyway"),
         (("--api-key-file", "nowhere"), "keys cannot be read"),
         (("--show-text", "perhaps"), "--show_text"),
     ],

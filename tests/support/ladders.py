@@ -119,6 +119,12 @@ class FakeSession:
     def token_bytes(self, token: int) -> bytes:
         return b"%d " % token
 
+    def note_turn(self, *, writes: bool) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
         pass
 

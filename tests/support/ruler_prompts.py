@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from entropykv.evaluation.ruler.prompts import Prompt
+from entropykv.evaluation.ruler.prompts import TaskPrompt
 
 
 def numbered(text: str) -> list[tuple[str, str]]:
@@ -14,5 +14,5 @@ def numbered(text: str) -> list[tuple[str, str]]:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def count(prompt: Prompt) -> int:
+def count(prompt: TaskPrompt) -> int:
     return len(re.findall(r"\w+|\S", prompt.text))

@@ -16,7 +16,8 @@ from fastapi import FastAPI
 
 from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions, create_app
 from entropykv.server.http import app as app_module
-from entropykv.server.models.loading import ServedLlama, load_llama
+from entropykv.server.models.loaded_model import LoadedModel
+from entropykv.server.models.loading import load_model
 from entropykv.server.models.registry import ModelRegistry
 from tests.support.tiny_models import write_llama
 
@@ -56,12 +57,12 @@ class Gates:
         self.closed[name] = threading.Event()
         return self.closed[name]
 
-    def load(self, options: ModelOptions, *arguments: Any, **named: Any) -> ServedLlama:
+    def load(self, options: ModelOptions, *arguments: Any, **named: Any) -> LoadedModel:
         name = options.served_name
         self.loads.append(name)
         if name in self.closed:
             assert self.closed[name].wait(60)
-        return load_llama(options, *arguments, **named)
+        return load_model(options, *arguments, **named)
 
 
 @dataclass
@@ -133,8 +134,8 @@ async def until(holds: Callable[[], bool]) -> None:
 async def running(models: Any, **server: Any) -> AsyncIterator[Running]:
     """Run the app of a catalog, or of one model, in this event loop."""
     gates = Gates()
-    before = app_module.load_llama
-    app_module.load_llama = gates.load
+    before = app_module.load_model
+    app_module.load_model = gates.load
     try:
         app = await asyncio.to_thread(create_app, models, ServerOptions(**server))
         transport = httpx.ASGITransport(app)
@@ -146,7 +147,7 @@ async def running(models: Any, **server: Any) -> AsyncIterator[Running]:
         ):
             yield Running(app, client, gates)
     finally:
-        app_module.load_llama = before
+        app_module.load_model = before
 
 
 def run(talk: Coroutine[Any, Any, None]) -> None:

@@ -21,31 +21,18 @@ from entropykv.server.dialects.llama_server_routes import DetokenizeRequest
 from entropykv.server.dialects.requests import CompletionRequest
 from entropykv.server.dialects.responses import ResponsesRequest
 from entropykv.server.engine.admission import Admission, Limits
+from entropykv.server.engine.answering import Answering
 from entropykv.server.engine.conversations import Conversations
 from entropykv.server.engine.engine import Engine, Job
 from entropykv.server.engine.turns import TurnMiddleware
 from entropykv.server.http.bodies import Bodies, read_body
 from entropykv.server.http.errors import RequestError, as_request_error
 from entropykv.server.http.host_header_check import HostHeaderCheck
-from tests.support.fake_served_llama import FakeServedLlama
+from tests.support.fake_loaded_model import FakeLoadedModel
 
 
-class InterruptedLlama(FakeServedLlama):
-    """Fake a model that is interrupted while a request waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.interrupts = 0
-        self.interrupted = threading.Event()
-
-    def interrupt(self) -> None:
-        self.interrupts += 1
-        if self.interrupts > 1:  # The first interruption came before the job waited.
-            self.interrupted.set()
-
-
-def engine_of(llama: FakeServedLlama, **limits: Any) -> Engine:
-    return Engine(llama, limits=Limits(**limits))  # type: ignore[arg-type]
+def engine_of(**limits: Any) -> Engine:
+    return Engine(FakeLoadedModel(), limits=Limits(**limits))  # type: ignore[arg-type]
 
 
 # --- bodies ---------------------------------------------------------------------------------------
@@ -192,15 +179,25 @@ def test_waiting_is_counted_in_jobs() -> None:
     assert admission.jobs == 0
 
 
-def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
+def test_a_job_that_missed_the_call_to_stop_is_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A call to stop is lost between the job's last check and its waiting for room."""
-    llama = InterruptedLlama()
-    engine = engine_of(llama)
+    calls: list[Answering] = []
+    interrupted = threading.Event()
+
+    def interrupt(answering: Answering) -> None:
+        calls.append(answering)
+        if len(calls) > 1:  # The first interruption came before the job waited.
+            interrupted.set()
+
+    monkeypatch.setattr(Answering, "interrupt", interrupt)
+    engine = engine_of()
     begun = threading.Event()
 
     def wait_for_room(_: Any) -> None:
         begun.set()
-        assert llama.interrupted.wait(10)
+        assert interrupted.wait(10)
 
     async def leave() -> None:
         task = asyncio.ensure_future(engine.generate_all([Job(wait_for_room, None, None)]))
@@ -217,15 +214,14 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
 
 def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that ends while it is being stopped makes room for another one in the same model."""
-    llama = FakeServedLlama()
-    engine = engine_of(llama)
-    stopped = []
+    engine = engine_of()
+    stopped: list[Any] = []
 
-    def interrupt() -> None:
+    def interrupt(_: Answering) -> None:
         time.sleep(0.1)
-        stopped.append(engine.running.get(llama))  # type: ignore[call-overload]
+        stopped.extend(engine._jobs.values())
 
-    monkeypatch.setattr(llama, "interrupt", interrupt)
+    monkeypatch.setattr(Answering, "interrupt", interrupt)
     first = Job(lambda _: first.stop.wait(10), None, None)
     second = Job(lambda _: time.sleep(0.3), None, None)
 
@@ -242,7 +238,7 @@ def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_seconds_of_a_request_go_by_while_it_waits() -> None:
-    engine = engine_of(FakeServedLlama(), request_seconds=0.2)
+    engine = engine_of(request_seconds=0.2)
     release = threading.Event()
 
     async def two() -> None:
@@ -269,7 +265,7 @@ def test_figures_of_a_pool_are_taken_once_however_many_ask() -> None:
             self.taken += 1
             return self.taken
 
-    engine = engine_of(FakeServedLlama())
+    engine = engine_of()
     pool = engine.pool = Pool()  # type: ignore[assignment]
     moments = [engine.moment() for _ in range(1_000)]
     assert pool.taken < 10
@@ -334,7 +330,7 @@ def test_bodies_have_limits_of_bytes_and_seconds() -> None:
 
 def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
     """With a single model, the turn was once taken before the body had arrived."""
-    engine = engine_of(FakeServedLlama(), client_seconds=60)
+    engine = engine_of(client_seconds=60)
     conversations = Conversations(tmp_path, 1 << 20, engine.prefix_cache)
     turns = TurnMiddleware(echo, engine=engine, conversations=conversations, replica="one")
     app = Bodies(turns, engine.admission)
@@ -351,7 +347,7 @@ def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
 
 def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
     """Its turn once came all the same, and its conversation was loaded for it."""
-    engine = engine_of(FakeServedLlama())
+    engine = engine_of()
     release = asyncio.Event()
     inside = []
 
@@ -380,7 +376,7 @@ def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(tmp_path: Path) -> None:
-    engine = engine_of(FakeServedLlama(), max_waiting=1, request_seconds=0.3)
+    engine = engine_of(max_waiting=1, request_seconds=0.3)
     release = asyncio.Event()
 
     async def slow(_: Any, __: Any, send: Any) -> None:

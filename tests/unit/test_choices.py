@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from entropykv.server.dialects.choices import Choices, seeds
+from entropykv.server.dialects.choices import Choices, seed_of
 
 
 def answer(text: str, n_prompt: int, n_written: int, **more: Any) -> dict[str, Any]:
@@ -46,6 +46,6 @@ def test_chunks_have_one_id_in_whatever_order_they_come(usage: bool) -> None:
 
 
 def test_choices_have_seeds_of_their_own() -> None:
-    assert seeds(None, 3) == [None] * 3
-    assert seeds(7, 3) == [7, 8, 9]
-    assert seeds(2**32 - 1, 2) == [2**32 - 1, 0]
+    assert [seed_of(None, i) for i in range(3)] == [None] * 3
+    assert [seed_of(7, i) for i in range(3)] == [7, 8, 9]
+    assert [seed_of(2**32 - 1, i) for i in range(2)] == [2**32 - 1, 0]

@@ -21,7 +21,7 @@ from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.turns import TurnMiddleware, _caller
 from entropykv.server.http.request_log import note_tokens
 from entropykv.server.http.users import Caller
-from tests.support.fake_served_llama import FakeServedLlama
+from tests.support.fake_loaded_model import FakeLoadedModel
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def middleware(app: App, cache: FakeCache, directory: Path) -> TurnMiddleware:
-    engine = Engine(FakeServedLlama())  # type: ignore[arg-type]
+    engine = Engine(FakeLoadedModel())  # type: ignore[arg-type]
     conversations = conversations_of(directory, cache)
     return TurnMiddleware(app, engine=engine, conversations=conversations, replica="one")
 
@@ -218,7 +218,7 @@ def test_a_refused_request_changes_nothing(tmp_path: Path) -> None:
 def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> None:
     cache = FakeCache()
     inside: list[str] = []
-    engine = Engine(FakeServedLlama())  # type: ignore[arg-type]
+    engine = Engine(FakeLoadedModel())  # type: ignore[arg-type]
 
     def generate(name: str) -> None:
         assert not inside

@@ -13,6 +13,8 @@ import pytest
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import EntropyKVError
+from entropykv.generation.prompt import Prompt
+from entropykv.generation.request import GenerationRequest
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
 from entropykv.settings.recovery import Recovery, Rung
@@ -115,12 +117,13 @@ def test_a_late_close_leaves_alone_what_was_read_since() -> None:
 def test_ctrl_c_leaves_one_token_unread(capsys: pytest.CaptureFixture[str]) -> None:
     class Interrupted(FakeSession):
         def token_bytes(self, token: int) -> bytes:
-            if len(answer.tokens) == 5:
+            if len(answer.tokens) == 4:  # The fifth one is being spelled.
                 signal.raise_signal(signal.SIGINT)
             return super().token_bytes(token)
 
     session, answer = Interrupted(planned(set()), Recovery()), Answer()
-    write_answer(session, [1, 2, 3], 60, GREEDY, answer)  # type: ignore[arg-type]
+    request = GenerationRequest(Prompt([1, 2, 3]), GREEDY, 60)
+    write_answer(session, request, answer)  # type: ignore[arg-type]
     assert answer.interrupted
     assert capsys.readouterr().out.split() == [str(token) for token in answer.tokens]
     assert len(answer.tokens) == 5

@@ -10,7 +10,7 @@ from entropykv.errors import ContextError, SettingsError
 from entropykv.evaluation.results import Record
 from entropykv.evaluation.rows import summarize
 from entropykv.evaluation.ruler.counts import CommonWordsTask
-from entropykv.evaluation.ruler.prompts import Prompt, Task
+from entropykv.evaluation.ruler.prompts import Task, TaskPrompt
 from entropykv.evaluation.ruler.scores import string_match_all
 from entropykv.evaluation.ruler.suite import TASKS, Suite, make_prompts, make_task, own_texts
 from entropykv.evaluation.ruler.vocabulary import Vocabulary, load_vocabulary
@@ -26,7 +26,7 @@ def test_words_are_those_that_ruler_uses() -> None:
     assert list(vocabulary.all) == sorted(set(vocabulary.all))
 
 
-def prompts_of(name: str, n_samples: int, length: int = 1200, seed: int = 0) -> list[Prompt]:
+def prompts_of(name: str, n_samples: int, length: int = 1200, seed: int = 0) -> list[TaskPrompt]:
     task: Task = make_task(name, length, own_texts(), seed, lambda text: len(text.split()))
     return make_prompts(name, task, Suite(n_samples=n_samples), length, seed, count)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +13,20 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
+from entropykv.chat.chat_template import ChatTemplate
+from entropykv.chat.template_traits import TemplateTraits
 from entropykv.errors import SettingsError
-from entropykv.server.chat.chat_request import ChatRequest, _chunks_with_calls
+from entropykv.generation.events import AnswerPiece, Ended, PromptRead
+from entropykv.generation.prompt import Prompt
+from entropykv.server.chat.chat_request import ChatRequest
 from entropykv.server.chat.image_parts import ImageParts
 from entropykv.server.chat.messages import Message, template_messages
-from entropykv.server.chat.template_traits import TemplateTraits, _Probe
 from entropykv.server.chat.tool_calls import CallReader, NamedTool, Tool, ToolUse
+from entropykv.server.dialects.answers import ChatWriter
 from entropykv.server.http.errors import RequestError
 from tests.support.constraints import takes
 
-PLAIN = TemplateTraits(shows_every_message=True)
+PLAIN = TemplateTraits()
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 ASSISTANT = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
@@ -79,7 +84,7 @@ def test_calls_and_results_are_text_where_the_template_knows_no_tools() -> None:
 def test_a_template_with_tools_gets_arguments_as_it_needs_them(as_object: bool) -> None:
     filtered = "{{ c.function.arguments | tojson }}" if as_object else "{{ c.function.arguments }}"
     template = WITH_TOOLS.replace("%s", filtered) + "{{ messages[-1].content }}"
-    traits = _Probe(template).traits()
+    traits = ChatTemplate(template).traits
     assert traits.shows_tools
     assert traits.shows_calls
     assert traits.object_arguments == as_object
@@ -100,19 +105,10 @@ def test_the_thought_before_a_call_goes_where_the_template_looks_for_it() -> Non
 
 
 def test_a_template_of_texts_shows_no_tools_and_no_null() -> None:
-    traits = _Probe(TEXTS_ONLY).traits()
+    traits = ChatTemplate(TEXTS_ONLY).traits
     assert not traits.shows_tools
     assert not traits.shows_calls
     assert not traits.null_content
-
-
-def test_no_system_message_is_dropped_by_formats_that_show_one() -> None:
-    messages = [{"role": "system", "content": text} for text in ("one", "two")]
-    user = {"role": "user", "content": "three"}
-    assert shown(*messages, user, traits=TemplateTraits()) == [
-        {"role": "system", "content": "one\n\ntwo"},
-        user,
-    ]
 
 
 Call = tuple[str, str]
@@ -267,12 +263,17 @@ def test_brackets_without_an_end_are_text(text: str) -> None:
 @pytest.mark.parametrize("legacy", [False, True])
 def test_streams_have_calls_by_their_older_name_where_functions_were_sent(legacy: bool) -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2
-    deltas = [{"role": "assistant"}, *({"content": text[i : i + 9]} for i in range(0, 200, 9)), {}]
-    chunks = [
-        {"choices": [{"delta": delta, "finish_reason": None if delta else "stop"}]}
-        for delta in deltas
-    ]
-    shown = [each["choices"][0] for each in _chunks_with_calls(iter(chunks), USE, legacy=legacy)]
+    pieces = [AnswerPiece(5, text[i : i + 9], "", text[i : i + 9]) for i in range(0, 200, 9)]
+    events = [PromptRead(3, 0, 0.0), *pieces, Ended("stop", len(pieces), None, 0.0)]
+    job: Any = SimpleNamespace(
+        model=SimpleNamespace(model=None),
+        **dict.fromkeys(("n_prompt", "n_cached", "n_written", "n_passages"), 0),
+        n_thought=None,
+    )
+    writer = ChatWriter(job, Prompt([1, 2, 3]), name="m", use=USE, legacy_calls=legacy)
+    chunks = [*writer.chunks(iter(events))]
+    assert chunks.pop()["choices"] == []
+    shown = [each["choices"][0] for each in chunks]
     calls = [each["delta"]["tool_calls"][0] for each in shown if "tool_calls" in each["delta"]]
     older = [each["delta"]["function_call"] for each in shown if "function_call" in each["delta"]]
     assert [call["index"] for call in calls] == [0, 1]

@@ -6,13 +6,15 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from entropykv.cli.answer import Answer, read_rest, write_answer
-from entropykv.cli.image_options import tokens_of, with_places
+from entropykv.cli.image_options import prompt_of, with_places
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
-from entropykv.cli.shown_thought import ShownThought
 from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.generation.prompt import Prompt
+from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.plain_chat import plain_chat
 from entropykv.session.document import question_text
 from entropykv.session.file import check_target, open_session
@@ -88,41 +90,33 @@ class Conversation:
         answer = Answer()
         try:
             shown = with_places(text, len(self.files)) if self.files else text
-            prompt = self._prompt_of(shown)
             with noted_interrupts() as interrupts:
-                tokens = self._tokens_of(prompt, shown, interrupts.check)
+                prompt = self._prompt(shown, interrupts.check)
         except InterruptionError:  # while an image was encoded: nothing was read
             answer.interrupted = True
             return answer
         except EntropyKVError:
             self.files = []  # or every further turn would have them, and fail as well
             raise
-        thought = None
-        if prompt is not None:
-            thought = ShownThought.of(self.session, self._thinking, prompt, folded=self._folds)
-        leave = 0 if thought is None else self._tokens_left_out(tokens)
-        place = start + len(tokens) - leave
+        thought = prompt.thought
+        place = start + len(prompt.tokens) - (0 if thought is None else thought.n_left_out)
+        request = GenerationRequest(
+            prompt, self._sampling, self._max_tokens, tuple(self._stops), self._thinking
+        )
+        end = partial(self._end_turn, start, text, answer, None if thought is None else place)
         try:
             write_answer(
-                self.session,
-                tokens,
-                self._max_tokens,
-                self._sampling,
-                answer,
-                stops=self._stops,
-                to_question=self._answers,
-                thought=thought,
-                keep_before=leave,
+                self.session, request, answer, to_question=self._answers, folds=self._folds
             )
         except EntropyKVError:
             # A second error would not help the user; the first one is raised.
             with contextlib.suppress(EntropyKVError):
-                self._end_turn(start, text, answer, place, thought)
+                end()
             raise
-        self._end_turn(start, text, answer, place, thought)
+        end()
         return answer
 
-    def _prompt_of(self, text: str) -> str | None:
+    def _chat_text(self, text: str) -> str | None:
         """Return what the chat template makes of a turn; None for plain text."""
         session = self.session
         if session.position == self._end_of_document:
@@ -133,52 +127,47 @@ class Conversation:
             return session.chat_prompt(text, self._system)
         return session.chat_turn(text)
 
-    def _tokens_of(self, prompt: str | None, text: str, poll: Callable[[], object]) -> list[int]:
+    def _prompt(self, text: str, poll: Callable[[], object]) -> Prompt:
         session, first = self.session, self.session.position == 0
-        if prompt is not None:
-            return tokens_of(session, prompt, self.files, add_bos=False, poll=poll)
+        chat = self._chat_text(text)
+        if chat is not None:
+            return prompt_of(
+                session, chat, self.files, add_bos=False, is_answer=self._is_chat, poll=poll
+            )
         before = ([] if self._system is None else [self._system]) if first else [""]
         add_bos = None if first else False
         lines = plain_chat([*before, text])
         if self._answers:  # Otherwise the user writes all of the prompt, also control tokens.
             lines = session.said(lines)
-        return tokens_of(session, lines, self.files, add_bos=add_bos, poll=poll)
+        return prompt_of(session, lines, self.files, add_bos=add_bos, poll=poll)
 
-    def _tokens_left_out(self, tokens: list[int]) -> int:
-        """Return how many tokens at the end of a prompt later turns of the conversation lack."""
-        opening, text, count = self.session.answer_frame.opening, "", 0
-        while len(text) < len(opening) and count < len(tokens):
-            count += 1
-            text = self.session.detokenize(tokens[-count:], special=True)
-        return count if text.endswith(opening) else 0
-
-    def _end_turn(
-        self, start: int, text: str, answer: Answer, place: int, thought: ShownThought | None
-    ) -> None:
-        """Keep the turn; `place` is where the text of an answer begins that has no thought."""
+    def _end_turn(self, start: int, text: str, answer: Answer, place: int | None) -> None:
+        """Keep the turn; `place` is where the text of an answer begins that has no thought, None
+        for a model that does not think.
+        """
         with noted_interrupts():
             if answer.unread is None:
                 if self.session.position > start:
                     go_back(self.session, start)
                 return
             files, self.files = tuple(self.files), []
-            if thought is None:
+            if place is None:
                 said = self.session.detokenize(answer.tokens)
                 self.turns.append(Turn(text, said, start, files))
                 read_rest(self.session, answer.unread)
                 return
-            self.turns.append(Turn(text, thought.answer, start, files))
-            self._forget_thought(place, answer, thought)
+            self.turns.append(Turn(text, answer.text, start, files))
+            self._forget_thought(place, answer)
 
-    def _forget_thought(self, place: int, answer: Answer, thought: ShownThought) -> None:
+    def _forget_thought(self, place: int, answer: Answer) -> None:
         """Read the answer as later turns have it, from before what was thought."""
         session, frame = self.session, self.session.answer_frame
-        if frame == AnswerFrame() and thought.counter.n_tokens == 0:
+        if frame == AnswerFrame() and answer.n_thought == 0:
             read_rest(session, answer.unread or [])
             return
         self._return_to(place)
         said = session.tokenize(frame.lead, add_bos=False) if frame.lead else []
-        said += session.tokenize(thought.answer, add_bos=False, special=False)
+        said += session.tokenize(answer.text, add_bos=False, special=False)
         start = time.perf_counter()
         if read_rest(session, said):
             session.count_prompt(len(said), time.perf_counter() - start)

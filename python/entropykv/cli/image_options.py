@@ -9,6 +9,7 @@ from pathlib import Path
 from entropykv.cli.notes import say
 from entropykv.errors import ImageError, SettingsError
 from entropykv.files import open_regular
+from entropykv.generation.prompt import Prompt, ShownImages, text_prompt
 from entropykv.session.images import ImageLimits
 from entropykv.session.session import Session
 
@@ -88,30 +89,27 @@ def with_places(text: str, n_images: int) -> str:
     return text
 
 
-def tokens_of(
+def prompt_of(
     session: Session,
     text: str,
     files: Sequence[bytes],
     *,
     add_bos: bool | None,
+    is_answer: bool = False,
     poll: Callable[[], object] | None = None,
-) -> list[int]:
-    """Encode the images of a prompt, and return its tokens, with placeholders for each image.
+) -> Prompt:
+    """Encode the images of a prompt, and return it, with placeholders for each image.
 
-    `poll` is called repeatedly while images are encoded, and may raise to stop that. Raises
-    ImageError, and ContextError for more tokens than there is room for.
+    `is_answer`: the text is what the chat template has written. `poll` is called repeatedly while
+    images are encoded, and may raise to stop that. Raises ImageError, and ContextError for more
+    tokens than there is room for.
     """
-    images = session.images
-    if not files or images is None:
-        return session.tokenize(text, add_bos=add_bos)
-    if text.count(PLACE) != len(files):
-        raise ImageError("the model's chat template does not show the images; give --no-chat")
-    say(f"encoding {len(files)} image{'s'[: len(files) - 1]}")
-    prompt = images.tokenize(
-        text.replace(PLACE, images.marker),
-        files,
-        add_bos=add_bos is not False,
-        most_tokens=session.n_ctx - session.position,
-        poll=poll,
-    )
-    return prompt.tokens
+    images, shown = session.images, None
+    if files and images is not None:
+        if text.count(PLACE) != len(files):
+            raise ImageError("the model's chat template does not show the images; give --no-chat")
+        say(f"encoding {len(files)} image{'s'[: len(files) - 1]}")
+        room = session.n_ctx - session.position
+        text = text.replace(PLACE, images.marker)
+        shown = ShownImages(images, files, room, poll=poll)
+    return text_prompt(session.model, text, add_bos=add_bos, shown=shown, is_answer=is_answer)

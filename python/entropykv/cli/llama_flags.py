@@ -940,7 +940,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --spm-infill
         """,
         _OF_A_SERVER,
-        serve=refused("llama-cpp-python applies `suffix` of a request; leave it out"),
+        serve=refused("`suffix` of a request comes before the text that is written; leave it out"),
     ),
 )
 """All flags, grouped by their treatment."""

@@ -21,7 +21,7 @@ from entropykv.cli.image_options import (
     add_image_options,
     image_files,
     open_projector,
-    tokens_of,
+    prompt_of,
     with_places,
 )
 from entropykv.cli.interrupts import EXIT_INTERRUPTED
@@ -39,21 +39,19 @@ from entropykv.cli.saved import (
     save_session,
 )
 from entropykv.cli.shown_thought import (
-    ShownThought,
     add_thinking_options,
     thinking_options_of,
     use_in_template,
 )
 from entropykv.errors import ContextError, SettingsError
+from entropykv.generation.prompt import Prompt
+from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.session.asked import freezing_of
 from entropykv.session.document import question_text
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 from entropykv.session.stats_table import format_rows, stats_rows
-
-_LAST_TOKENS = 32
-"""Tokens at the end of a prompt, more than any tag of thoughts has."""
 
 
 def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -114,24 +112,25 @@ def run(options: argparse.Namespace) -> int:
         loaded = load_session(session, options.load_session)
         if asked:
             say(f"asking {asked!r} about {options.file}")
-        tokens, chat = _prompt_tokens(session, text, files, options, loaded)
+        prompt, chat = _prompt_of(session, text, files, options, loaded)
         if cache is not None:
-            tokens = cache.go_on_from(session, tokens)
-        thought = None
-        if chat and tokens:
-            thought = ShownThought.of(session, thinking, _end_of(session, tokens))
-        say_reading_twice(session, len(tokens))
+            rest = cache.go_on_from(session, prompt.tokens)
+            prompt = dataclasses.replace(prompt, tokens=rest)
+        say_reading_twice(session, len(prompt.tokens))
         answer = Answer()
+        request = GenerationRequest(
+            prompt,
+            ending_never(sampling, session) if options.ignore_eos else sampling,
+            _most_written(session, prompt.tokens, options),
+            tuple(options.reverse_prompt),
+            thinking,
+        )
         write_answer(
             session,
-            tokens,
-            _most_written(session, tokens, options),
-            ending_never(sampling, session) if options.ignore_eos else sampling,
+            request,
             answer,
-            stops=options.reverse_prompt,
             to_question=bool(chat) or options.demo is not None,
             when_read=None if cache is None else lambda: cache.keep_prompt(session, chat=chat),
-            thought=thought,
         )
         _report(session, options.stats_json)
         if options.plot is not None and session.trajectory:
@@ -140,15 +139,10 @@ def run(options: argparse.Namespace) -> int:
             _save(session, options.save_session, answer, chat=chat)
         elif cache is not None and cache.keeps_answer:
             _save(session, cache.path, answer, chat=chat)
-        elif loaded and not tokens and not answer.tokens:
+        elif loaded and not prompt.tokens and not answer.tokens:
             say("the saved answer was complete; give a new prompt with -p")
         say_learnt(session)
     return EXIT_INTERRUPTED if answer.interrupted else 0
-
-
-def _end_of(session: Session, tokens: list[int]) -> str:
-    """Return the end of a prompt's text, where a template may begin the thought."""
-    return session.detokenize(tokens[-_LAST_TOKENS:], special=True)
 
 
 def _most_written(session: Session, tokens: list[int], options: argparse.Namespace) -> int:
@@ -213,25 +207,26 @@ def _prompt_text(options: argparse.Namespace) -> str:
     return text
 
 
-def _prompt_tokens(
+def _prompt_of(
     session: Session,
     text: str,
     files: list[bytes],
     options: argparse.Namespace,
     loaded: SavedContents | None,
-) -> tuple[list[int], bool | None]:
-    """Open the documents that were given; return the tokens to read, and whether the session is a
-    chat (None if unknown).
+) -> tuple[Prompt, bool | None]:
+    """Open the documents that were given; return what is read, and whether the session is a chat
+    (None if unknown).
     """
     if document := open_given(session, options):
         asks = question_text(session, text, chat=bool(document.chat))
-        tokens = tokens_of(session, asks, files, add_bos=False)
-        _check_room(session, tokens, "the document")
-        return tokens, document.chat
+        is_chat = bool(document.chat)
+        prompt = prompt_of(session, asks, files, add_bos=False, is_answer=is_chat)
+        _check_room(session, prompt, "the document")
+        return prompt, document.chat
     if loaded and not text.strip():
         if session.logits is None:
             raise ContextError("the saved session ends within a text; give a prompt with -p or -f")
-        return [], loaded.chat
+        return Prompt([]), loaded.chat
     text = with_places(text, len(files)) if files else text
     turn = None
     if not options.no_chat:
@@ -250,16 +245,19 @@ def _prompt_tokens(
     if loaded:
         check_chat(loaded, turn is not None, options.load_session)
     add_bos = None if turn is None and not loaded else False
-    tokens = tokens_of(session, text if turn is None else turn, files, add_bos=add_bos)
-    _check_room(session, tokens, "the saved session")
-    return tokens, turn is not None
+    is_chat = turn is not None
+    text = text if turn is None else turn
+    prompt = prompt_of(session, text, files, add_bos=add_bos, is_answer=is_chat)
+    _check_room(session, prompt, "the saved session")
+    return prompt, is_chat
 
 
-def _check_room(session: Session, tokens: list[int], before: str) -> None:
+def _check_room(session: Session, prompt: Prompt, before: str) -> None:
     """Raise ContextError if the context cannot hold the prompt behind what was read before."""
-    if session.position + len(tokens) > session.n_ctx:
+    n_tokens = len(prompt.tokens)
+    if session.position + n_tokens > session.n_ctx:
         after = f" after {session.position} of {before}" if session.position else ""
         raise ContextError(
-            f"the prompt has {len(tokens)} tokens{after}, more than the context of "
+            f"the prompt has {n_tokens} tokens{after}, more than the context of "
             f"{session.n_ctx}; shorten it or raise -c"
         )

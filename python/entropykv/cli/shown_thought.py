@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 
 from entropykv import system
 from entropykv.cli.options import integer, utf8
-from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
-from entropykv.session.sampling import Sampling
-from entropykv.session.session import Session
-from entropykv.thinking.counter import ThoughtCounter
-from entropykv.thinking.grammar import before_answer
+from entropykv.generation.events import AnswerPiece
 from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_switch
-from entropykv.thinking.reader import Parts, reader_of
-from entropykv.thinking.tags import ThoughtTags
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -90,78 +83,23 @@ def thinking_options_of(options: argparse.Namespace) -> ThinkingOptions:
 
 
 class ShownThought:
-    """Show an answer and its thought, and count the tokens of the thought."""
+    """Show what a model thinks before its answer."""
 
-    def __init__(
-        self,
-        session: Session,
-        tags: ThoughtTags,
-        options: ThinkingOptions,
-        prompt: str,
-        *,
-        folded: bool = False,
-    ) -> None:
-        """Start after a prompt; `folded`: only the length of the thought is shown."""
-        self._session = session
-        self._tags = tags
-        self._options = options
-        self._folded = folded
-        self.opened = tags.is_open_after(prompt)
-        self.answer = ""
-        """The text of the answer so far, without the thought."""
-        tokens = {text: _only_token(session, text) for text in tags.control}
-        self._control = {token: text for text, token in tokens.items() if token is not None}
-        ending = session.tokenize(options.message + tags.end, add_bos=False)
-        self.counter = ThoughtCounter(
-            tags, self.piece, opened=self.opened, budget=options.budget, ending=ending
-        )
-        self._reader = reader_of(tags, opened=self.opened)
+    def __init__(self, options: ThinkingOptions, *, folds: bool = False) -> None:
+        """Begin an answer; `folds`: only the length of the thought is shown."""
         self._is_apart = options.format in ("auto", "deepseek")
+        self._folds = folds
         self._is_shown = self._ended = False
 
-    @classmethod
-    def of(
-        cls, session: Session, options: ThinkingOptions, prompt: str, *, folded: bool = False
-    ) -> ShownThought | None:
-        """Return an object for an answer to a prompt; None if the model does not think."""
-        tags = session.thought_tags
-        return None if tags is None else cls(session, tags, options, prompt, folded=folded)
-
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of a token, including those of a tag that is a control token."""
-        text = self._control.get(token)
-        return self._session.token_bytes(token) if text is None else text.encode()
-
-    def before_answer(self, sampling: Sampling) -> Sampling:
-        """Return the sampling; a constraint applies to the text after the thought."""
-        if sampling.grammar is None:
-            return sampling
-        before = before_answer(self._tags, opened=self.opened)
-        constraint = Constraint.of(sampling.grammar).behind(before)
-        return dataclasses.replace(sampling, grammar=constraint)
-
-    def take(self, text: str) -> str:
-        """Add the next piece of the text, show its thought, and return the text for stdout."""
-        return self._show(self._reader.take(text), text)
-
-    def finish(self) -> str:
-        """End the text: show what is left of the thought, and return the remaining text
-        for stdout.
-        """
-        shown = self._show(self._reader.finish(), "")
-        self.end()
-        return shown
-
-    def _show(self, parts: Parts, text: str) -> str:
+    def take(self, piece: AnswerPiece) -> str:
+        """Show the thought in the next piece of the answer, and return the text for stdout."""
         if not self._is_apart:
-            self.answer += parts.answer
-            return text
-        if parts.thought and not self._folded:
-            self._write(parts.thought)
-        if parts.answer:
-            self.end()
-        self.answer += parts.answer
-        return parts.answer
+            return piece.text
+        if piece.thought and not self._folds:
+            self._write(piece.thought)
+        if piece.answer:
+            self.end(piece.n_thought)
+        return piece.answer
 
     def _write(self, text: str) -> None:
         """Write to stderr, in a dim colour if that is a terminal."""
@@ -170,20 +108,14 @@ class ShownThought:
         sys.stderr.write(f"{dim}{text}{plain}")
         sys.stderr.flush()
 
-    def end(self) -> None:
-        """End the shown thought, once; also when the answer was interrupted within it."""
+    def end(self, n_tokens: int) -> None:
+        """End the shown thought of so many tokens, once; also when it was interrupted."""
         if self._ended:
             return
         self._ended = True
-        n_tokens = self.counter.n_tokens
-        if self._folded and n_tokens and self._is_apart:
+        if self._folds and n_tokens and self._is_apart:
             self._write(f"[thought for {n_tokens} tokens]")
         if self._is_shown:
             self._is_shown = False
             sys.stderr.write("\n")
             sys.stderr.flush()
-
-
-def _only_token(session: Session, text: str) -> int | None:
-    tokens = session.tokenize(text, add_bos=False)
-    return tokens[0] if len(tokens) == 1 else None

@@ -8,10 +8,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import llama_cpp
+from llama_cpp.llama_grammar import LlamaGrammar
 
+from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.context import GGML_TYPES
 from entropykv.session.recovery import Climb
+from entropykv.session.sampling import SAMPLERS, Sampling
 from entropykv.settings.cache_options import CacheArguments, CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.freezing import check_freezing
@@ -162,3 +165,34 @@ def with_draft_model(budget: BudgetArguments, draft_model: Any) -> BudgetArgumen
             "draft_model and spec_draft_model both guess tokens ahead; leave one of them out"
         )
     return replace(budget, cache=replace(budget.cache, spec_draft_model=draft_model))
+
+
+def sampling_of(given: Mapping[str, Any], seed: int, last_n_tokens: int) -> Sampling:
+    """Return how tokens are chosen, from the arguments of llama_cpp.Llama._init_sampler().
+
+    As there, mirostat is told no temperature, and one below 0 samples from all tokens. Raises
+    SettingsError for what cannot be used.
+    """
+    temperature, grammar = given["temp"], given["grammar"]
+    if isinstance(grammar, LlamaGrammar):
+        grammar = Constraint.gbnf(grammar._grammar, grammar._root)
+    samplers = ("penalties",) if temperature < 0.0 else SAMPLERS
+    if temperature < 0.0 or (temperature > 0.0 and given["mirostat_mode"]):
+        temperature = 1.0
+    return Sampling(
+        temperature=temperature,
+        top_k=max(-1, given["top_k"]),
+        top_p=given["top_p"],
+        min_p=given["min_p"],
+        typical_p=given["typical_p"],
+        repeat_penalty=given["repeat_penalty"],
+        frequency_penalty=given["frequency_penalty"],
+        presence_penalty=given["presence_penalty"],
+        mirostat=given["mirostat_mode"],
+        mirostat_tau=given["mirostat_tau"],
+        mirostat_eta=given["mirostat_eta"],
+        repeat_last_n=last_n_tokens,
+        seed=seed,
+        grammar=grammar,
+        samplers=samplers,
+    )

@@ -48,7 +48,3 @@ class CallGuard:
                 "another call has used this EntropyLlama, which holds one sequence, before this "
                 "answer was complete; end one answer before the next, or use two models"
             )
-
-    def end_answer(self) -> None:
-        """Invalidate the current answer: continuing it raises an error."""
-        self._answer = None

@@ -25,10 +25,10 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from typing_extensions import Self
 
 from entropykv.constraint.constraint import Constraint
-from entropykv.constraint.sampler import ConstraintSampler
 from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
+    sampling_of,
     split_arguments,
     with_draft_model,
 )
@@ -37,7 +37,6 @@ from entropykv.drop_in.chat_constraints import makes_grammars, with_constraint
 from entropykv.drop_in.completion_logprobs import CompletionLogprobs
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
 from entropykv.drop_in.image_handlers import BudgetImageHandler
-from entropykv.drop_in.prefix import continuing, control_symbol, spelling
 from entropykv.drop_in.reading import PromptReader
 from entropykv.drop_in.sampler import SamplerOfSequence
 from entropykv.errors import (
@@ -47,13 +46,14 @@ from entropykv.errors import (
     SessionFileError,
     SettingsError,
 )
+from entropykv.generation.spelling import continuing, control_symbol, spelling
 from entropykv.llamacpp.foreign_text import MARK, without_names
 from entropykv.llamacpp.model import captured_log, last_error
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
-from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.document import document_header
 from entropykv.session.file import SavedContents
+from entropykv.session.generate import Chooser, Companions
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, ImagePrompt, Images
 from entropykv.session.logprobs import LogprobRecorder
@@ -67,6 +67,7 @@ from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 from entropykv.thinking.tags import tags_of
 
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
+_SAMPLE = inspect.signature(llama_cpp.Llama._init_sampler)
 _COMPLETE = inspect.signature(llama_cpp.Llama._create_completion)
 
 
@@ -259,14 +260,10 @@ class EntropyLlama(llama_cpp.Llama):
             n_threads_batch=self.n_threads_batch,
             n_gpu_layers=self.model_params.n_gpu_layers,
         ).going_back()
-        self._pool = self._pool_of(model, cache)
-        if self._pool is None:
+        if not cache.in_pool:
             return Session(model, cache, on_climb=budget.on_climb)
+        self._pool = Pool(model, cache)
         return self._pool.session(on_climb=budget.on_climb)
-
-    def _pool_of(self, model: BorrowedModel, cache: CacheOptions) -> Pool | None:
-        """Return the pool that the options ask for; None if they are those of one session."""
-        return Pool(model, cache) if cache.in_pool else None
 
     def _take(self, session: Session) -> None:
         """Use a session that has read nothing."""
@@ -274,15 +271,6 @@ class EntropyLlama(llama_cpp.Llama):
         self._ctx = BudgetContext(self, session)
         self._reader = PromptReader(self._ctx, self._budget)
         start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
-
-    def _hold(self, session: Session) -> None:
-        """Use another session, and continue from the text that it has read."""
-        self._guard.end_answer()
-        self._ctx = BudgetContext(self, session)
-        self._reader = PromptReader(self._ctx, self._budget)
-        self.n_tokens = session.position
-        self.input_ids[: session.position] = session.tokens
-        self._requires_eval = session.logits is None
 
     @property
     def _parse_special(self) -> bool:
@@ -535,10 +523,6 @@ class EntropyLlama(llama_cpp.Llama):
         found = continuing(cached.tolist(), prompt, self._spell, self._tokenize_text)
         return found if found and len(found) < self._n_ctx else None
 
-    def _goes_on_from(self, held: Sequence[int], prompt: Sequence[int]) -> bool:
-        """Tell whether a prompt begins with the text of some tokens, in any spelling."""
-        return continuing(held, prompt, self._spell, self._tokenize_text) is not None
-
     def _spell(self, token: int) -> str:
         piece = self._session.token_bytes(token)
         return spelling(piece) if piece else control_symbol(token)
@@ -629,36 +613,38 @@ class EntropyLlama(llama_cpp.Llama):
         begins = [self.token_bos()] if model.add_bos_token() and self.token_bos() != -1 else []
         return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
 
-    def _init_sampler(
-        self,
-        *arguments: Any,
-        grammar: LlamaGrammar | Constraint | str | None = None,
-        **options: Any,
-    ) -> Any:
-        """Make the chain of samplers; in a pool, it reads this sequence's logits instead of the
-        last ones.
+    def _init_sampler(self, *arguments: Any, **options: Any) -> Any:
+        """Make what samples, from the logits of this sequence.
 
-        A constraint is applied by ours instead of llama.cpp's sampler of grammars.
+        Penalties consider the tokens of the answer alone, as in llama_cpp.Llama.
         """
-        if isinstance(grammar, LlamaGrammar):
-            grammar = Constraint.gbnf(grammar._grammar, grammar._root)
-        ours = None if grammar is None else self._constraint_sampler(Constraint.of(grammar))
-        sampler = super()._init_sampler(*arguments, **options)
-        if ours is None and self._session.is_alone and self._session.drafting is None:
-            return sampler
+        given = _SAMPLE.bind(self, *arguments, **options)
+        given.apply_defaults()
+        sampling = sampling_of(given.arguments, self._seed, self.last_n_tokens_size)
         itself = weakref.ref(self)  # The sampler is a part of this object.
 
-        def logits_at(row: int) -> npt.NDArray[np.float32]:
-            llama = itself()
-            if llama is None:
+        def llama() -> EntropyLlama:
+            found = itself()
+            if found is None:
                 raise EntropyKVError("the model is closed; make a new one")
-            return llama._reader.logits_at(llama, row)
+            return found
 
-        return SamplerOfSequence(sampler, logits_at, self.token_eos(), ours)
+        def changed_by(process: Callable[[Any, Any], Any]) -> Callable[[Any], object]:
+            def change(logits: npt.NDArray[np.float32]) -> None:
+                logits[:] = process(llama()._input_ids, logits)
 
-    def _constraint_sampler(self, constraint: Constraint) -> ConstraintSampler:
-        """Return a sampler that allows only tokens of a constraint; raises SettingsError."""
-        return ConstraintSampler(constraint, self._session.token_texts())
+            return change
+
+        processors = [changed_by(each) for each in given.arguments["logits_processor"] or ()]
+        chooser = Chooser(sampling, self._session, Companions(processors=processors))
+
+        def logits_at(row: int) -> npt.NDArray[np.float32]:
+            return llama()._reader.logits_at(llama(), row)
+
+        has_processors = bool(processors)
+        return SamplerOfSequence(
+            chooser, logits_at, self.token_eos(), has_processors=has_processors
+        )
 
     def create_completion(self, *arguments: Any, **options: Any) -> Any:
         """Complete as llama_cpp.Llama does; `grammar` may also be a Constraint."""
@@ -703,11 +689,6 @@ class EntropyLlama(llama_cpp.Llama):
     def kv_stats(self) -> SessionStats:
         """Return counts, bytes and times since the model was made, attached, or loaded a state."""
         return self._session.stats()
-
-    @property
-    def cache_config(self) -> ResolvedConfig:
-        """Return the options of the cache, and what they mean for the model."""
-        return self._session.config
 
     def save_state(self) -> LlamaState:
         """Return the current state with the entries of the budget, for load_state() and

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import llama_cpp
 import numpy as np
@@ -44,8 +43,6 @@ class PromptReader:
         self._watch: Watch | None = None
         """The recovery ladder of the current answer."""
         self._ahead = ReadAhead()
-        self.reads_question = False
-        """Whether a prompt that is asked again is read again: see Demand."""
         self.max_tokens: int | None = None
         """The most tokens of the current answer; None if unknown."""
 
@@ -65,10 +62,7 @@ class PromptReader:
         if not _went_back(session, llama.n_tokens):
             ids = llama.input_ids[: llama.n_tokens].tolist() + ids
             found = not llama._logits_all and session.return_to_checkpoint(
-                ids[:-1],
-                LEAST_SPARED - 1,
-                repeatable=self._budget.repeatable,
-                reads_question=self.reads_question,
+                ids[:-1], LEAST_SPARED - 1, repeatable=self._budget.repeatable
             )
             llama.n_tokens = session.position if found else 0
             ids = ids[llama.n_tokens :]
@@ -206,12 +200,7 @@ class PromptReader:
         end = n_ctx if limit is None else len(prompt) + limit
         held = session.held().until(llama.n_tokens)
         knows_prompt = session.logits is not None and not llama._logits_all
-        demand = Demand(
-            end=end,
-            needs_logits=False,
-            knows_prompt=knows_prompt,
-            reads_question=self.reads_question,
-        )
+        demand = Demand(end=end, needs_logits=False, knows_prompt=knows_prompt)
         reuse = reuse_of(held, prompt, demand)
         if reuse.source is ReuseSource.PROMPT:
             if self._return_to_prompt(llama, reuse.position, end):
@@ -222,9 +211,7 @@ class PromptReader:
         llama.n_tokens = reuse.position
         llama._requires_eval = True
         beyond = max(llama.n_tokens, LEAST_SPARED - 1)
-        if not llama._logits_all and session.return_to_checkpoint(
-            prompt, beyond, repeatable=True, reads_question=self.reads_question
-        ):
+        if not llama._logits_all and session.return_to_checkpoint(prompt, beyond, repeatable=True):
             llama.n_tokens = session.position
             llama.input_ids[: llama.n_tokens] = prompt[: llama.n_tokens]
             if session.logits is not None and llama.n_tokens == len(prompt):
@@ -234,19 +221,14 @@ class PromptReader:
     def _return_to_prompt(self, llama: llama_cpp.Llama, position: int, end: int) -> bool:
         """Roll back to the end of the last prompt, without reading any of it again.
 
-        llama.cpp's samplers read the logits of the context; these are written there if no other
-        session uses the context. Returns False if that is impossible.
+        Returns False if that is impossible.
         """
         session = self._session
-        alone = session.is_alone
-        pointer: Any = llama_cpp.llama_get_logits_ith(session.context, -1) if alone else None
-        if (alone and not pointer) or not session.return_to_prompt(position, end):
+        if not session.return_to_prompt(position, end):
             return False
         logits = session.logits
         if logits is None:
             return False
-        if alone:
-            ctypes.memmove(pointer, logits.ctypes.data, logits.nbytes)
         llama.scores[:1] = logits
         llama.n_tokens = position
         llama._requires_eval = False

@@ -7,29 +7,28 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
 import llama_cpp
 from llama_cpp import _logger as llama_logger
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
+from entropykv.chat.chat_template import ChatTemplate, Messages, TemplateError
 from entropykv.constraint.vocabulary import TokenTexts, read_token_texts
-from entropykv.errors import ContextError, ModelFileError
+from entropykv.errors import ContextError, EntropyKVError, ModelFileError, SettingsError
 from entropykv.llamacpp.foreign_text import MARK, ControlNames, Run
 from entropykv.llamacpp.model_options import (
     NUMA_STRATEGIES,
     LoadOptions,
     LoraAdapters,
-    apply_named_template,
 )
+from entropykv.llamacpp.plain_chat import plain_chat
 from entropykv.llamacpp.products import reads_blocks
 from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
 from entropykv.model.identity import identity_of
-from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
+from entropykv.thinking.tags import AnswerFrame, ThoughtTags
 
 
 class Model:
@@ -143,12 +142,17 @@ class Model:
         with self._weights:
             return ControlNames.of_vocabulary(self.vocabulary)
 
-    def said(self, text: str) -> str:
-        """Return a text as tokenize() reads it without control tokens, whatever it says.
+    def said(self, value: Any, *, is_answer: bool = False) -> Any:
+        """Return what others say, a text or texts within lists and objects, as tokenize() reads it
+        without control tokens, whatever it says.
 
-        The text is unchanged if names of control tokens in it should be read as such tokens.
+        `is_answer`: tags of thoughts stay control tokens, as in what the model has written. Nothing
+        changes if names of control tokens in it should be read as such tokens.
         """
-        return text if self._options.parse_special else str(self.control_names.marked(text))
+        if self._options.parse_special:
+            return value
+        tags = self.thought_tags if is_answer else None
+        return self.control_names.marked(value, () if tags is None else tags.control)
 
     def tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
         """Return the tokens of a text; `special` recognises control tokens such as <|im_start|>,
@@ -164,7 +168,12 @@ class Model:
         return tokens
 
     def _tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
-        data = text.encode("utf-8")
+        return self.tokenize_bytes(text.encode("utf-8"), add_bos=add_bos, special=special)
+
+    def tokenize_bytes(
+        self, data: bytes, *, add_bos: bool = False, special: bool = False
+    ) -> list[int]:
+        """Return the tokens of a text that may begin within a character."""
         size = len(data) + 16
         while True:
             tokens = (llama_cpp.llama_token * size)()
@@ -209,6 +218,22 @@ class Model:
             return bool(llama_cpp.llama_vocab_is_eog(self.vocabulary, token))
 
     @property
+    def bos(self) -> int:
+        """Return the token that begins a text; -1 if there is none."""
+        with self._weights:
+            return int(llama_cpp.llama_vocab_bos(self.vocabulary))
+
+    @property
+    def eos(self) -> int:
+        """Return the token that ends a text; -1 if there is none."""
+        with self._weights:
+            return int(llama_cpp.llama_vocab_eos(self.vocabulary))
+
+    def token_name(self, token: int) -> str:
+        """Return the text of a token, also of a control token; empty for -1."""
+        return self.detokenize([token], special=True) if token >= 0 else ""
+
+    @property
     def adds_bos(self) -> bool:
         """Tell whether texts of this model begin with a BOS token."""
         with self._weights:
@@ -251,53 +276,115 @@ class Model:
         return turn
 
     @functools.cached_property
-    def thought_tags(self) -> ThoughtTags | None:
-        """Return the tags of the model's thoughts; None where its chat template has none."""
-        template = self._template()
-        return tags_of(template) if template is not None and "{" in template else None
+    def chat_template(self) -> ChatTemplate | None:
+        """Return the template of the options, or the model's own; None where there is neither.
 
-    @functools.cached_property
-    def answer_frame(self) -> AnswerFrame:
-        """Return what the chat template writes before an answer, at first and in later turns."""
-        return frame_of(lambda messages: self._chat([dict(each) for each in messages]) or "")
-
-    def _template(self) -> str | None:
-        if self._options.chat_template is not None:
-            return self._options.chat_template
+        Raises SettingsError or ModelFileError for one that cannot be used.
+        """
+        given = self._options.chat_template
         with self._weights:
             own = llama_cpp.llama_model_chat_template(self.handle, None)
-        return None if own is None else own.decode("utf-8", errors="replace")
+            source = given or (None if own is None else own.decode("utf-8", errors="replace"))
+            if source is None:
+                return None
+            texts = {
+                "eos": self.token_name(self.eos),
+                "bos": self.token_name(self.bos),
+            }
+        arguments = self._options.template_arguments
+        try:
+            named = given is not None and "{" not in given
+            return ChatTemplate(source, arguments=arguments, named=named, **texts)
+        except TemplateError as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: Exception) -> EntropyKVError:
+        """Return the error for a template that cannot be compiled, or refuses a chat."""
+        if self._options.chat_template is not None:
+            return SettingsError(
+                f"the chat template cannot be used ({error}); give another with --chat-template or "
+                "--chat-template-file, or leave it out"
+            )
+        return ModelFileError(
+            f"{self.geometry.path}: the model's chat template cannot be used ({error}); "
+            "use --no-chat"
+        )
+
+    @property
+    def thought_tags(self) -> ThoughtTags | None:
+        """Return the tags of the model's thoughts; None where its chat template has none, or
+        cannot be used.
+        """
+        with contextlib.suppress(SettingsError, ModelFileError):  # Raised where a chat needs it.
+            return None if self.chat_template is None else self.chat_template.tags
+        return None
+
+    @functools.cached_property
+    def tag_tokens(self) -> dict[int, bytes]:
+        """Return the control tokens that are tags of thoughts, with their texts."""
+        tags = () if self.thought_tags is None else self.thought_tags.control
+        found = ((self.tokenize(text, add_bos=False, special=True), text) for text in tags)
+        return {tokens[0]: text.encode() for tokens, text in found if len(tokens) == 1}
+
+    @functools.cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end a generation; the vocabulary is searched only once."""
+        with self._weights:
+            is_end = llama_cpp.llama_vocab_is_eog
+            return tuple(each for each in range(self.n_vocab) if is_end(self.vocabulary, each))
+
+    @functools.cached_property
+    def infill_marks(self) -> tuple[int, int, int] | None:
+        """Return the tokens before a text, before what follows it, and where the text between both
+        begins; None for a model that was not trained to write one.
+        """
+        with self._weights:
+            marks = (
+                llama_cpp.llama_vocab_fim_pre(self.vocabulary),
+                llama_cpp.llama_vocab_fim_suf(self.vocabulary),
+                llama_cpp.llama_vocab_fim_mid(self.vocabulary),
+            )
+        return marks if min(marks) >= 0 else None
+
+    @property
+    def answer_frame(self) -> AnswerFrame:
+        """Return what the chat template writes before an answer, at first and in later turns."""
+        return AnswerFrame() if self.chat_template is None else self.chat_template.frame()
 
     def _chat(self, messages: list[dict[str, str]]) -> str | None:
-        said = [{**each, "content": self.said(each["content"])} for each in messages]
-        with self._weights:
-            return self._rendered(said)
-
-    def _rendered(self, messages: list[dict[str, str]]) -> str | None:
-        template = self._template()
+        template = self.chat_template
         if template is None:
             return None
-        if template == self._options.chat_template and "{" not in template:
-            return apply_named_template(template, messages)
         try:
-            formatter = Jinja2ChatFormatter(
-                template,
-                eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),
-                bos_token=self._token_text(llama_cpp.llama_vocab_bos(self.vocabulary)),
-            )
-            prompt: str = formatter(
-                messages=messages,  # type: ignore[arg-type]
-                **self._options.template_arguments,
-            ).prompt
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
-            raise ModelFileError(
-                f"{self.geometry.path}: the model's chat template cannot be used ({error}); "
-                "use --no-chat"
-            ) from None
-        return prompt
+            return self.chat_text(messages)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise self._unusable(error) from None
 
-    def _token_text(self, token: int) -> str:
-        return self.detokenize([token], special=True) if token >= 0 else ""
+    def chat_text(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        opens_answer: bool = True,
+    ) -> str:
+        """Return the prompt of a chat by the template, or line by line without one; only tokenize()
+        reads it.
+
+        Control tokens are those of the template: see said(). `tools` and `arguments` are what it is
+        told besides the messages. `opens_answer`: the prompt ends with the beginning of an answer.
+        Raises the errors of ChatTemplate.render().
+        """
+        said = [self.said(dict(m), is_answer=m.get("role") == "assistant") for m in messages]
+        template = self.chat_template
+        if template is None:
+            return plain_chat(str(each["content"] or "") for each in said)
+        return template.render(
+            said,
+            tools=None if tools is None else self.said(list(tools)),
+            arguments=self.said(dict(arguments or {})),
+            opens_answer=opens_answer,
+        )
 
     def context_defaults(self) -> Any:
         """Return llama.cpp's context parameters for this model, which a store then changes."""

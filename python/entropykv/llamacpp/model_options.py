@@ -191,23 +191,3 @@ def apply_adapters(context: Any, adapters: Sequence[tuple[Any, float]]) -> None:
         raise ModelFileError(
             "llama.cpp cannot use the LoRA adapter with this model; give one that was made for it"
         )
-
-
-def apply_named_template(name: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """Apply one of llama.cpp's named templates; raises SettingsError for an unknown name."""
-    roles = [(message["role"].encode(), message["content"].encode()) for message in messages]
-    chat = (llama_cpp.llama_chat_message * len(roles))(
-        *(llama_cpp.llama_chat_message(role, content) for role, content in roles)
-    )
-    size = 1024 + 2 * sum(len(role) + len(content) for role, content in roles)
-    while True:
-        buffer = ctypes.create_string_buffer(size)
-        n = llama_cpp.llama_chat_apply_template(name.encode(), chat, len(roles), True, buffer, size)
-        if n < 0:
-            raise SettingsError(
-                f"llama.cpp knows no chat template named {name!r}; give a name such as chatml, or "
-                "Jinja text"
-            )
-        if n <= size:
-            return buffer.raw[:n].decode("utf-8")
-        size = n

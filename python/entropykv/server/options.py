@@ -14,6 +14,7 @@ from entropykv.errors import SettingsError
 from entropykv.llamacpp.foreign_text import PARSE_SPECIAL
 from entropykv.server.dialects.fields import MOST_NAME, MOST_STOP, MOST_STOPS
 from entropykv.server.engine.admission import Limits
+from entropykv.session.sampling import is_random_seed
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.declared import Option, declared
@@ -282,6 +283,10 @@ class ModelOptions(ModelSettings):
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = None
+        if not is_random_seed(self.seed):
+            given["seed"] = self.seed
+        if "last_n_tokens_size" in self.model_fields_set:
+            given["repeat_last_n"] = self.last_n_tokens_size
         return given
 
     @property

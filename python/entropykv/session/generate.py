@@ -8,16 +8,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from entropykv.constraint.vocabulary import TokenTexts
-from entropykv.errors import ContextError, EntropyKVError, SettingsError
+from entropykv.errors import ContextError, EntropyKVError, PoolError, SettingsError
 from entropykv.session.drafting import Drafting, Verification
 from entropykv.session.image_spans import is_placeholder
+from entropykv.session.logprobs import LogprobRecorder, rows_at_a_time
 from entropykv.session.recovery import Recoverable, Watch
 from entropykv.session.sampling import SamplerChain, Sampling
 from entropykv.settings.options import at_least
@@ -66,11 +68,49 @@ class Decoder(Protocol):
     def is_end(self, token: int) -> bool:
         """Tell whether a token ends the generation."""
 
+    @property
+    def end_tokens(self) -> Sequence[int]:
+        """Return the tokens that end the generation."""
+
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
         """Record how many tokens of a prompt were read, in how many seconds."""
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
         """Record how many tokens were written, in how many seconds."""
+
+
+def _go_on(_: object) -> bool:
+    """Let every step begin, and make no room."""
+    return False
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Hold what is done before every step, and where the pool has no room for one."""
+
+    before: Callable[[int], object] = _go_on
+    """Called with the most tokens that the next step reads; what it raises ends the generation."""
+    makes_room: Callable[[PoolError], bool] = _go_on
+    """Returns whether there may be room now, so that the step is tried again."""
+    gives_way: bool = False
+    """Whether prompts of other sessions that arrive meanwhile are read between two steps."""
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Hold what follows the tokens of one text while they are chosen and read."""
+
+    thought: ThoughtCounter | None = None
+    """Gets every token, and may force one to end a thought."""
+    recorder: LogprobRecorder | None = None
+    """Gets every token with the logits that it was chosen by."""
+    hooks: StepHooks = StepHooks()
+    processors: Sequence[Callable[[Logits], object]] = ()
+    """Functions that change the logits before a token is chosen."""
+
+
+ALONE = Companions()
+_Result = TypeVar("_Result")
 
 
 def generate(
@@ -80,12 +120,11 @@ def generate(
     sampling: Sampling,
     on_prompt: Callable[[int], None] | None = None,
     *,
-    thought: ThoughtCounter | None = None,
+    with_: Companions = ALONE,
 ) -> Generator[int, None, None]:
     """Read a prompt, then yield generated tokens; see Session.generate().
 
-    `on_prompt` is called with the number of tokens read after every micro-batch. `thought` gets
-    every token, and may force one to end a thought.
+    `on_prompt` is called with the number of tokens read after every micro-batch.
 
     With recovery, tokens are read before they are yielded. A consumer that stops early must close()
     the generator before using the session: then it is as if nothing had been read ahead, except
@@ -95,20 +134,65 @@ def generate(
     at_least("max_tokens", max_tokens, -1)
     if max_tokens == 0:
         raise ContextError("there is nothing to generate; use max_tokens of 1 or more, or -1")
-    if tokens or session.logits is None:
-        start = time.perf_counter()
-        before = session.position
-        for _ in session.decode_micro_batches(tokens, all_logits=False):
-            if on_prompt is not None:
-                on_prompt(session.position - before)
-        session.count_prompt(len(tokens), time.perf_counter() - start)
+    with Chooser(sampling, session, with_) as chooser:
+        if tokens or session.logits is None:
+            read_prompt(session, tokens, on_prompt, with_=with_)
+        yield from write_tokens(session, chooser, max_tokens)
 
-    chooser = _Chooser(sampling, session, thought)
-    try:
-        chooser.remember(session)
-        yield from _Generation(session, chooser, max_tokens).run()
-    finally:
-        chooser.close()
+
+def write_tokens(session: Decoder, chooser: Chooser, max_tokens: int) -> Generator[int, None, None]:
+    """Yield tokens that follow what a session has read: see generate()."""
+    chooser.remember(session)
+    yield from _Generation(session, chooser, max_tokens).run()
+
+
+def read_prompt(
+    session: Decoder,
+    tokens: Sequence[int],
+    on_prompt: Callable[[int], None] | None = None,
+    *,
+    with_: Companions = ALONE,
+) -> None:
+    """Read tokens of a prompt, and count them; the values of each where they are wanted."""
+    start, before, done = time.perf_counter(), session.position, 0
+    recorder = with_.recorder if with_.recorder is not None and with_.recorder.of_prompt else None
+    size = len(tokens) if recorder is None else rows_at_a_time(session.n_vocab)
+    while True:
+        piece = tokens[done : done + size]
+        try:
+            for logits in _micro_batches(session, piece, recorder is not None, with_.hooks):
+                first, done = done, session.position - before
+                if recorder is not None:
+                    recorder.read(tokens[first:done], logits)
+                if on_prompt is not None:
+                    on_prompt(done)
+        except PoolError as error:
+            if not with_.hooks.makes_room(error):
+                raise
+            continue
+        if done >= len(tokens):
+            break
+    session.count_prompt(len(tokens), time.perf_counter() - start)
+
+
+def _micro_batches(
+    session: Decoder, tokens: Sequence[int], all_logits: bool, hooks: StepHooks
+) -> Iterator[Any]:
+    """Read tokens one micro-batch after the other, and ask before each whether to go on."""
+    n_before = session.position
+    gives_way = {"gives_way": True} if hooks.gives_way else {}  # Only a session can.
+    steps = session.decode_micro_batches(tokens, all_logits=all_logits, **gives_way)
+    while True:
+        left = len(tokens) - (session.position - n_before)
+        if left > 0:
+            hooks.before(left)
+        logits = next(steps, _ENDED)
+        if logits is _ENDED:
+            return
+        yield logits
+
+
+_ENDED: Any = object()
 
 
 @runtime_checkable
@@ -132,9 +216,10 @@ class _Generation:
     Chosen tokens are held back for a while, so that a rewalk can replace them.
     """
 
-    def __init__(self, session: Decoder, chooser: _Chooser, max_tokens: int) -> None:
+    def __init__(self, session: Decoder, chooser: Chooser, max_tokens: int) -> None:
         self._session = session
         self._chooser = chooser
+        self._hooks = chooser.hooks
         self._max_tokens = max_tokens
         self._start = session.position
         self._n_yielded = 0
@@ -208,11 +293,18 @@ class _Generation:
 
     def _read(self, token: int) -> Verification | None:
         """Read a token, and drafts; returns what was chosen after it, or None: nothing yet."""
-        if self._drafts is not None:
-            return self._read_drafts(self._drafts, token)
-        for _ in self._session.decode_micro_batches([token], all_logits=False):
-            pass
-        return None
+        while True:
+            self._hooks.before(1)
+            try:
+                if self._drafts is not None:
+                    return self._read_drafts(self._drafts, token)
+                for _ in self._session.decode_micro_batches([token], all_logits=False):
+                    pass
+            except PoolError as error:
+                if not self._hooks.makes_room(error):
+                    raise
+            else:
+                return None
 
     def _read_drafts(self, session: Drafts, token: int) -> Verification | None:
         left = self._max_tokens - self._n_yielded - len(self._held) - 1
@@ -267,7 +359,7 @@ def go_back(session: Decoder, position: int) -> None:
             pass
 
 
-class _Chooser:
+class Chooser:
     """Choose tokens by a chain of samplers, from given logits.
 
     llama_sampler_sample() reads the logits of the context, but those of a loaded session were never
@@ -276,11 +368,17 @@ class _Chooser:
 
     _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
-    def __init__(
-        self, sampling: Sampling, session: Decoder, thought: ThoughtCounter | None
-    ) -> None:
-        self._thought = thought
-        recovers = isinstance(session, Recoverable) and session.recovery is not None
+    def __init__(self, sampling: Sampling, session: Decoder, with_: Companions) -> None:
+        """Make the samplers; raises SettingsError for what cannot be used."""
+        self._thought = thought = with_.thought
+        self.hooks = with_.hooks
+        self._recorder, self._processors = with_.recorder, with_.processors
+        self._is_end = session.is_end
+        self._n_barred = sampling.min_tokens
+        """Before so many more tokens, none may end the text."""
+        self._ends = np.array(session.end_tokens if self._n_barred else (), np.intp)
+        recovery = session.recovery if isinstance(session, Recoverable) else None
+        recovers = recovery is not None and recovery.held_back > 0
         if sampling.grammar is not None and recovers:
             raise SettingsError(
                 "a grammar cannot take back tokens that recovery writes again; use one of the two"
@@ -290,6 +388,10 @@ class _Chooser:
                 "a budget of thoughts cannot take back tokens that recovery writes again; use one "
                 "of the two"
             )
+        if self._recorder is not None and recovers:
+            raise SettingsError(
+                "logprobs cannot take back tokens that recovery writes again; use one of the two"
+            )
         n_vocab = session.n_vocab
         vocabulary = session.vocabulary if sampling.needs_vocabulary else None
         self._ids = np.arange(n_vocab, dtype=np.int32)
@@ -298,12 +400,20 @@ class _Chooser:
         texts = session.token_texts() if sampling.grammar is not None else None
         self._chain = SamplerChain(sampling, n_vocab, session.n_ctx, vocabulary, texts)
 
-    def close(self) -> None:
+    def __enter__(self) -> Chooser:
+        """Return the chooser itself; leaving the `with` block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Free the chain."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the chain; it may be called twice."""
         self._chain.close()
 
     def count(self, token: int) -> None:
-        """Report a token to the counter of thoughts, if there is one."""
+        """Report a token of the text to the counter of thoughts, if there is one."""
         if self._thought is not None:
             self._thought.accept(token)
 
@@ -319,6 +429,15 @@ class _Chooser:
 
         Raises SettingsError if a constraint allows neither a token nor the end.
         """
+        token = self._chosen(logits)
+        if token is None or self._is_end(token):
+            return token
+        self._n_barred -= 1
+        if self._recorder is not None and logits is not None:
+            self._recorder.write(token, logits)
+        return token
+
+    def _chosen(self, logits: npt.NDArray[np.float32] | None) -> int | None:
         forced = None if self._thought is None else self._thought.forced
         if forced is not None:
             llama_cpp.llama_sampler_accept(self._chain.handle, forced)
@@ -327,6 +446,10 @@ class _Chooser:
         self._data["id"] = self._ids  # Set the ids again, because samplers sort the array.
         self._data["logit"] = logits
         self._data["p"] = 0.0
+        for change in self._processors:
+            change(self._data["logit"])
+        if self._n_barred > 0:
+            self._data["logit"][self._ends] = -math.inf
         array = llama_cpp.llama_token_data_array(self._pointer, self._data.size, -1, False)
         llama_cpp.llama_sampler_apply(self._chain.handle, ctypes.byref(array))
         self._chain.check()

@@ -97,9 +97,28 @@ class LogprobRecorder:
     def _counted(self, value: TokenLogprob) -> TokenLogprob:
         """Return a value that is held from now on; raises SettingsError if there are too many."""
         self._n_values += 1 + len(value.top)
-        if self._n_values > MOST_VALUES:
-            raise SettingsError(
-                f"logprobs: {self.n_top} for each token are more than {MOST_VALUES:,} values "
-                "together; ask for fewer of them, for fewer tokens, or for a stream"
-            )
+        _check_number(self._n_values)
         return value
+
+
+def _check_number(n_values: int) -> None:
+    if n_values > MOST_VALUES:
+        raise SettingsError(
+            f"logprobs: they are more than {MOST_VALUES:,} values together; ask for fewer of them, "
+            "for fewer tokens, or for a stream"
+        )
+
+
+class HeldValues:
+    """Hold the values of an answer's tokens until it is sent as a whole."""
+
+    def __init__(self) -> None:
+        """Hold none."""
+        self.values: list[TokenLogprob] = []
+        self._n_values = 0
+
+    def add(self, values: Sequence[TokenLogprob]) -> None:
+        """Add values of tokens; raises SettingsError for more than MOST_VALUES."""
+        self.values += values
+        self._n_values += sum(1 + len(each.top) for each in values)
+        _check_number(self._n_values)

@@ -29,7 +29,8 @@ SAMPLERS = (
 )
 """The names of the samplers in their default order, as in llama-cli."""
 
-_MOST_SEED = 0xFFFFFFFF
+RANDOM_SEED = _MOST_SEED = 0xFFFFFFFF
+"""llama.cpp's number of a seed that is another one every time."""
 _MIROSTAT_CANDIDATES = 100
 _IN_UNIT = ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
 _NUMBERS = (
@@ -67,8 +68,8 @@ class Sampling:
     dry_multiplier 0. `repeat_last_n`: how many of the newest tokens penalties consider (0: none,
     -1: the whole context). `samplers`: the names of samplers in order. `grammar`: what the answer
     must be, a Constraint or the text of a grammar (GBNF or Lark). `logit_bias`: pairs of a token
-    and the value to add to its logit. seed None or -1: a random one. Raises SettingsError for
-    impossible values.
+    and the value to add to its logit. `min_tokens`: before so many tokens, the text does not end.
+    seed None or -1: a random one. Raises SettingsError for impossible values.
     """
 
     temperature: float = 0.0
@@ -97,6 +98,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Constraint | str | None = None
     samplers: tuple[str, ...] = field(default=SAMPLERS)
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -112,6 +114,11 @@ class Sampling:
                     + (", 0 for the most probable token" if name == "temperature" else "")
                 )
         at_least("top_k", self.top_k, -1)
+        at_least("min_tokens", self.min_tokens, 0)
+        if self.min_tokens and self.grammar is not None:
+            raise SettingsError(
+                "min_tokens cannot go with what constrains an answer, which may have to end before"
+            )
         at_least("mirostat", self.mirostat, 0, 2)
         at_least("repeat_last_n", self.repeat_last_n, -1)
         at_least("dry_allowed_length", self.dry_allowed_length, 0)
@@ -167,8 +174,10 @@ class SamplerChain:
             raise
 
     def close(self) -> None:
-        """Free the samplers."""
-        llama_cpp.llama_sampler_free(self.handle)
+        """Free the samplers; it may be called twice."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            llama_cpp.llama_sampler_free(handle)
 
     def check(self) -> None:
         """Raise an error of the latest apply or accept; see ConstraintSampler.check()."""

@@ -325,13 +325,18 @@ class Session:
         return self._model.tokenize(text, add_bos=add, special=special)
 
     @property
+    def model(self) -> Model:
+        """Return the model, whose vocabulary and chat template it uses."""
+        return self._model
+
+    @property
     def control_names(self) -> ControlNames:
         """Return the names of the model's control tokens."""
         return self._model.control_names
 
     def said(self, text: str) -> str:
         """Return a foreign text in which tokenize() finds no control tokens: see Model.said()."""
-        return self._model.said(text)
+        return str(self._model.said(text))
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
         """Return the text of tokens, without images; `special`: with control tokens."""
@@ -370,6 +375,16 @@ class Session:
     def is_end(self, token: int) -> bool:
         """Tell whether a token ends the generation."""
         return self._model.is_end(token)
+
+    @property
+    def tag_tokens(self) -> dict[int, bytes]:
+        """Return the control tokens that are tags of thoughts, with their texts."""
+        return self._model.tag_tokens
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end the generation."""
+        return self._model.end_tokens
 
     @property
     def n_vocab(self) -> int:

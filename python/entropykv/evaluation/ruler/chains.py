@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from entropykv.evaluation.ruler.prompts import NOISE, Prompt
+from entropykv.evaluation.ruler.prompts import NOISE, TaskPrompt
 from entropykv.evaluation.ruler.vocabulary import distinct, random_letters
 
 _N_NAMES = 5
@@ -35,12 +35,12 @@ class ChainTask:
     least = _N_NAMES
     most = sys.maxsize
 
-    def prompt(self, size: int, rng: random.Random) -> Prompt:
+    def prompt(self, size: int, rng: random.Random) -> TaskPrompt:
         """Hide a chain in `size` lines of noise."""
         example = self._example(self._example_size, rng)
         asked = _prompt(size, 5, rng, rng)
         answer = " ".join(example.references)
-        return Prompt(
+        return TaskPrompt(
             f"{example.text} {answer}\n\n{asked.context}",
             asked.question,
             asked.answer_prefix,
@@ -57,14 +57,14 @@ class ChainTask:
     def _n_example_tokens(self, size: int) -> int:
         return self.count_tokens(self._example(size, self._numbers()).text)
 
-    def _example(self, size: int, rng: random.Random) -> Prompt:
+    def _example(self, size: int, rng: random.Random) -> TaskPrompt:
         return _prompt(size, 3, rng, self._numbers())
 
     def _numbers(self) -> random.Random:
         return random.Random(self.seed)  # noqa: S311
 
 
-def _prompt(size: int, n_letters: int, rng: random.Random, places: random.Random) -> Prompt:
+def _prompt(size: int, n_letters: int, rng: random.Random, places: random.Random) -> TaskPrompt:
     """Make a prompt with names of `n_letters` letters; `places` draws the lines between which the
     chain is hidden.
     """
@@ -78,7 +78,7 @@ def _prompt(size: int, n_letters: int, rng: random.Random, places: random.Random
     ):
         lines.insert(place, link)
     hidden = "\n".join(lines)
-    return Prompt(
+    return TaskPrompt(
         "Memorize and track the chain(s) of variable assignment hidden in the following text."
         f"\n\n{hidden}\n",
         f"Question: Find all variables that are assigned the value {value} in the text above.",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.evaluation.passkeys import split_sentences
-from entropykv.evaluation.ruler.prompts import NOISE, Prompt
+from entropykv.evaluation.ruler.prompts import NOISE, TaskPrompt
 from entropykv.evaluation.ruler.vocabulary import Vocabulary
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]
@@ -40,7 +40,7 @@ class NeedleTask:
         """
         return self.n_keys * self.n_values
 
-    def prompt(self, size: int, rng: random.Random) -> Prompt:
+    def prompt(self, size: int, rng: random.Random) -> TaskPrompt:
         """Hide needles in a haystack of `size` words (essay) or lines (noise, needles)."""
         keys: dict[str, list[str]] = {}
         while len(keys) < self.n_keys:
@@ -78,13 +78,13 @@ class NeedleTask:
             lines.insert(place, needle)
         return "\n".join(lines)
 
-    def _worded(self, hidden: str, asked: Sequence[str], references: tuple[str, ...]) -> Prompt:
+    def _worded(self, hidden: str, asked: Sequence[str], references: tuple[str, ...]) -> TaskPrompt:
         *others, last = asked
         query = f"{', '.join(others)}, and {last}" if others else last
         one = self.n_queries * self.n_values == 1
         kind = self.value_kind.removesuffix("s") if one else self.value_kind
         some, what, are = ("A", "is", "is") if one else ("Some", "are all", "are")
-        return Prompt(
+        return TaskPrompt(
             f"{some} special magic {kind} {are} hidden within the following text. Make sure to "
             f"memorize it. I will quiz you about the {kind} afterwards.\n{hidden}\n",
             f"What {what} the special magic {kind} for {query} mentioned in the provided text?",

@@ -10,7 +10,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TaskPrompt:
     """Hold a sample of a task as three texts, which are joined without anything between them."""
 
     context: str
@@ -42,5 +42,5 @@ class Task(Protocol):
     def most(self) -> int:
         """Return the largest possible size."""
 
-    def prompt(self, size: int, rng: random.Random) -> Prompt:
+    def prompt(self, size: int, rng: random.Random) -> TaskPrompt:
         """Make a prompt of `size` words or lines; equal arguments make equal prompts."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from entropykv.errors import ContextError
 from entropykv.evaluation.combination import grow
 from entropykv.evaluation.reading import Item, Reader, Tick, Values, kept_values, read, write
-from entropykv.evaluation.ruler.prompts import Prompt
+from entropykv.evaluation.ruler.prompts import TaskPrompt
 from entropykv.evaluation.ruler.suite import QUESTIONS, Suite, make_prompts, make_task
 from entropykv.evaluation.texts import EvaluationText, digest_of
 from entropykv.llamacpp.distributions import Logits
@@ -129,7 +129,7 @@ def ruler_parts(
 class _Sample:
     name: str
     task: str
-    prompt: Prompt
+    prompt: TaskPrompt
     n_generated: int
 
 
@@ -139,7 +139,7 @@ def _samples(
     def count_tokens(text: str) -> int:
         return len(model.tokenize(text, add_bos=False, special=True))
 
-    def count_prompt(prompt: Prompt) -> int:
+    def count_prompt(prompt: TaskPrompt) -> int:
         return sum(map(len, prompt_tokens(prompt, model)))
 
     samples = []
@@ -170,7 +170,7 @@ def _item(sample: _Sample, model: Model, *, known: bool) -> RulerItem:
     )
 
 
-def prompt_tokens(prompt: Prompt, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def prompt_tokens(prompt: TaskPrompt, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the tokens of the context, and the tokens from the question on, with the chat
     template.
 

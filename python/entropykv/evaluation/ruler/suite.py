@@ -11,7 +11,7 @@ from entropykv.errors import ContextError, SettingsError
 from entropykv.evaluation.ruler.chains import ChainTask
 from entropykv.evaluation.ruler.counts import CommonWordsTask, FrequentWordsTask
 from entropykv.evaluation.ruler.needles import NeedleTask
-from entropykv.evaluation.ruler.prompts import Prompt, Task
+from entropykv.evaluation.ruler.prompts import Task, TaskPrompt
 from entropykv.evaluation.ruler.vocabulary import load_vocabulary
 from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.evaluation.texts import EvaluationText
@@ -92,8 +92,8 @@ def make_prompts(
     suite: Suite,
     length: int,
     seed: int,
-    count_tokens: Callable[[Prompt], int],
-) -> list[Prompt]:
+    count_tokens: Callable[[TaskPrompt], int],
+) -> list[TaskPrompt]:
     """Make samples of at most `length` tokens with the answer, nearly as large as possible.
 
     The size is the largest that fits for the first sample. A sample depends on the task's name, the
@@ -101,10 +101,10 @@ def make_prompts(
     even the smallest prompt fits.
     """
 
-    def prompt(number: int, size: int) -> Prompt:
+    def prompt(number: int, size: int) -> TaskPrompt:
         return task.prompt(size, random.Random(f"{seed} {name} {length} {number}"))  # noqa: S311
 
-    def fits(made: Prompt) -> bool:
+    def fits(made: TaskPrompt) -> bool:
         return count_tokens(made) + task.n_generated <= length
 
     largest = _largest(task, lambda size: fits(prompt(0, size)))

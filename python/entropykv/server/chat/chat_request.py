@@ -4,20 +4,19 @@ clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from llama_cpp import LogitsProcessorList
 from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.constraint.constraint import Constraint
-from entropykv.server.chat.chat_thought import ChatThought
+from entropykv.generation.prompt import Prompt
+from entropykv.generation.request import GenerationRequest
 from entropykv.server.chat.constraints import made, single
 from entropykv.server.chat.image_parts import ImageParts
 from entropykv.server.chat.messages import Message, template_messages
+from entropykv.server.chat.prompts import chat_prompt_of, question_prompt
 from entropykv.server.chat.tool_calls import (
-    CallReader,
     Function,
     NamedFunction,
     NamedTool,
@@ -25,9 +24,8 @@ from entropykv.server.chat.tool_calls import (
     ToolChoice,
     Tools,
     ToolUse,
-    as_deltas,
 )
-from entropykv.server.dialects.choices import seeds, with_passages, with_usage
+from entropykv.server.dialects.answers import ChatWriter
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_LOGPROBS,
@@ -52,12 +50,16 @@ from entropykv.server.dialects.requests import (
     PASSAGES,
     Request,
     StreamOptions,
-    ask_for_passages,
-    sampling_arguments,
+    check_passages,
+    most_tokens,
+    parted,
+    sampling_of,
+    stops_of,
 )
-from entropykv.server.documents.asked_document import about_document, document_named
+from entropykv.server.documents.asked_document import document_named
+from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.thinking.options import ThinkingOptions, ThoughtFormat, template_switch
 
 
@@ -169,60 +171,62 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         """Return the document that the request names, also in a message; raises RequestError."""
         return document_named(self.document, (message.content for message in self.messages))
 
-    def call(self, llama: ServedLlama) -> Any:
+    def call(self, job: Answering) -> Any:
         """Generate one choice, and return a response or its chunks; raises RequestError."""
-        ask_for_passages(self.passages, llama)
-        use = self.tool_use()
-        arguments = sampling_arguments(self, llama)
-        if self.logprobs:
-            arguments["top_logprobs"] = self.top_logprobs or 0
-        images = ImageParts(llama.images)
-        arguments["messages"] = self.shown_messages(llama, use, images)
-        if llama.asked is not None:
-            _check_beside_document(llama, use, images)
-            arguments["messages"] = about_document(arguments["messages"], llama.asked.mark)
-        llama.template_arguments = self.template_arguments(llama)
+        check_passages(self.passages, job)
+        model, use = job.model, self.tool_use()
+        options = self.thinking_options(model)
+        prompt = self.prompt(job, use)
         reader = use if self.reads_calls(use) else None
-        if llama.traits.own_tools:
-            reader = None
-            arguments.update(self._own_tools(use))
-        elif use is not None and llama.traits.shows_tools:
-            arguments["tools"] = use.definitions()
-        thought = ChatThought.begin(
-            llama,
-            llama.thinking,
-            llama.template_arguments,
-            arguments["messages"],
-            arguments.get("tools"),
-            self.thinking_options(llama),
+        field, constraint = self._asked_constraint(reader) or ("grammar", None)
+        n_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        request = GenerationRequest(
+            prompt,
+            sampling_of(self, model, constraint),
+            most_tokens(self, model),
+            stops_of(self, model),
+            options,
+            n_logprobs=n_logprobs,
         )
-        llama.thought = thought
-        if asked := self._asked_constraint(reader):
-            llama.constrained_by, constraint = asked
-            if thought is not None and llama.constrained_by != "grammar":
-                constraint = thought.before_answer(constraint)
-            arguments["grammar"] = constraint
-        if thought is not None and thought.options.budget >= 0:
-            processors = arguments.get("logits_processor", ())
-            arguments["logits_processor"] = LogitsProcessorList([*processors, thought.force])
+        writer = ChatWriter(
+            job,
+            prompt,
+            name=self.model or model.name,
+            form=options.format,
+            use=reader,
+            legacy_calls=self.functions is not None,
+            logprobs=bool(self.logprobs),
+        )
+        events = job.answer(request, constrained_by=field, n_passages=self.passages)
+        return writer.chunks(events) if self.stream else writer.whole(events)
 
-        with images.shown(llama):
-            answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
-        answer = self._in_parts(answer, thought, reader)
-        if self.passages:
-            answer = with_passages(answer, llama)
-        return with_usage(answer, llama)
+    def prompt(self, job: Answering, use: ToolUse | None) -> Prompt:
+        """Return the prompt of the chat, with its images or the document that it asks about.
 
-    def _in_parts(self, answer: Any, thought: ChatThought | None, use: ToolUse | None) -> Any:
-        """Return an answer, or its chunks, with thoughts and calls as separate fields."""
-        legacy = self.functions is not None
-        if self.stream:
-            answer = answer if thought is None else thought.in_chunks(answer)
-            return answer if use is None else _chunks_with_calls(answer, use, legacy=legacy)
-        answer = answer if thought is None else thought.in_whole(answer)
-        return answer if use is None else _with_calls(answer, use, legacy=legacy)
+        Raises RequestError.
+        """
+        images = ImageParts(job.model.images)
+        messages = self.shown_messages(job.model, use, images)
+        tools = None if use is None or not job.model.traits.shows_tools else use.definitions()
+        arguments = self.template_arguments(job.model)
+        if job.document is None:
+            return chat_prompt_of(job, messages, tools, arguments, images.files)
+        if images.files:
+            raise RequestError(
+                400,
+                "messages: images cannot go with a document; ask about one of them",
+                param="messages",
+            )
+        if tools is not None:
+            raise RequestError(
+                400,
+                "tools: the model's chat template shows them before the document, which was read "
+                "without them; leave them out",
+                param="tools",
+            )
+        return question_prompt(job, messages, arguments)
 
-    def template_arguments(self, llama: ServedLlama) -> dict[str, Any]:
+    def template_arguments(self, model: LoadedModel) -> dict[str, Any]:
         """Return the variables of the chat template besides the messages; raises RequestError."""
         given = dict(self.chat_template_kwargs or {})
         effort = self.reasoning_effort or self.reasoning.effort
@@ -236,11 +240,11 @@ class ChatRequest(Request, CreateChatCompletionRequest):
                 "chat_template_kwargs.enable_thinking: it is true or false",
                 param="chat_template_kwargs",
             )
-        return {**llama.template_defaults, **given}
+        return {**model.template_arguments, **given}
 
-    def thinking_options(self, llama: ServedLlama) -> ThinkingOptions:
+    def thinking_options(self, model: LoadedModel) -> ThinkingOptions:
         """Return the request's options of thoughts, completed by the server's options."""
-        given = llama.thinking_options
+        given = model.thinking
         budgets = (self.reasoning_budget_tokens, self.thinking_budget_tokens, given.budget)
         message = self.reasoning_budget_message
         return ThinkingOptions(
@@ -251,7 +255,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
 
     def parts(self) -> list[ChatRequest]:
         """Return a request for every choice."""
-        return [self.model_copy(update={"n": 1, "seed": seed}) for seed in seeds(self.seed, self.n)]
+        return [parted(self, number) for number in range(self.n)]
 
     def tool_use(self) -> ToolUse | None:
         """Return the tools that may be called, by their newer names; raises RequestError."""
@@ -263,28 +267,12 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         return ToolUse.of(tools, self.function_call)
 
     def shown_messages(
-        self, llama: ServedLlama, use: ToolUse | None, images: ImageParts
+        self, model: LoadedModel, use: ToolUse | None, images: ImageParts
     ) -> list[dict[str, Any]]:
         """Return the messages for the model's chat template; raises RequestError."""
-        told = use is not None and not llama.traits.shows_tools
+        told = use is not None and not model.traits.shows_tools
         instructions = use.instructions() if use is not None and told else None
-        return template_messages(self.messages, llama.traits, instructions, images)
-
-    def _own_tools(self, use: ToolUse | None) -> dict[str, Any]:
-        """Return the arguments of a chat format that writes and reads calls itself."""
-        if use is None:
-            return {}
-        if not use.required:
-            return {"tools": use.definitions(), "tool_choice": "auto"}
-        if len(use.callable_tools) > 1:
-            raise RequestError(
-                400,
-                "tool_choice: 'required' is not possible with the server's --chat_format; name "
-                "the tool, or start the server without --chat_format",
-                param="tool_choice",
-            )
-        choice = {"type": "function", "function": {"name": use.callable_tools[0].name}}
-        return {"tools": use.definitions(), "tool_choice": choice}
+        return template_messages(self.messages, model.traits, instructions, images)
 
     def reads_calls(self, use: ToolUse | None) -> bool:
         """Tell whether the answer may have calls: JSON that was asked for may only look like one,
@@ -311,61 +299,3 @@ class ChatRequest(Request, CreateChatCompletionRequest):
                 "response_format", Constraint.json_schema, asked.json_schema.schema_
             )
         return single(found)
-
-
-def _check_beside_document(llama: ServedLlama, use: ToolUse | None, images: ImageParts) -> None:
-    """Raise RequestError for tools and images that the chat template shows before a document."""
-    if images.files:
-        raise RequestError(
-            400,
-            "messages: images cannot go with a document; ask about one of them",
-            param="messages",
-        )
-    if use is not None and (llama.traits.own_tools or llama.traits.shows_tools):
-        raise RequestError(
-            400,
-            "tools: the model's chat template shows them before the document, which was read "
-            "without them; leave them out",
-            param="tools",
-        )
-
-
-def _with_calls(answer: dict[str, Any], use: ToolUse, *, legacy: bool) -> dict[str, Any]:
-    """Return an answer with the calls in its text as separate fields."""
-    choice = answer["choices"][0]
-    text, calls = use.read(choice["message"]["content"] or "")
-    if not calls:
-        return answer
-    message = {**choice["message"], "content": text or None, "tool_calls": calls}
-    if legacy:
-        message["function_call"] = calls[0]["function"]
-    choice = {**choice, "message": message, "finish_reason": "tool_calls"}
-    return {**answer, "choices": [choice]}
-
-
-def _chunks_with_calls(
-    chunks: Iterator[dict[str, Any]], use: ToolUse, *, legacy: bool
-) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of an answer, with each call in its text once its JSON has ended.
-
-    With `legacy`, the first call is also sent as `function_call`, as in an answer that is not
-    streamed.
-    """
-    reader, n_calls = CallReader(use), 0
-    for chunk in chunks:
-        choice = chunk["choices"][0]
-        delta, reason = choice["delta"], choice["finish_reason"]
-        parts = [reader.take(delta.get("content") or "")]
-        if reason is not None:
-            parts.append(reader.finish())
-        text, calls = "".join(p.text for p in parts), [c for p in parts for c in p.calls]
-        others = {name: value for name, value in delta.items() if name != "content"}
-        shown = {**others, **({"content": text} if text else {})}
-        deltas = [shown] if shown or choice.get("logprobs") else []
-        for each in (*deltas, *as_deltas(calls, first=n_calls, legacy=legacy)):
-            yield {**chunk, "choices": [{**choice, "delta": each, "finish_reason": None}]}
-            choice = {**choice, "logprobs": None}
-        n_calls += len(calls)
-        if reason is not None:
-            reason = "tool_calls" if n_calls else reason
-            yield {**chunk, "choices": [{**choice, "delta": {}, "finish_reason": reason}]}

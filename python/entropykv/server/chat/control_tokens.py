@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import llama_cpp
 
+from entropykv.llamacpp.model import Model
 from entropykv.server.http.errors import RequestError
 
 MOST_SEARCHED = 300_000_000_000
@@ -30,10 +31,10 @@ class ControlTokens:
     """The text of each control token, and for how many others llama.cpp searches after it."""
 
     @classmethod
-    def of(cls, llama: llama_cpp.Llama) -> ControlTokens:
+    def of(cls, model: Model) -> ControlTokens:
         """Find the control tokens in a model's vocabulary."""
-        vocabulary = llama_cpp.llama_model_get_vocab(llama.model)
-        kinds = [llama_cpp.llama_vocab_get_attr(vocabulary, i) for i in range(llama.n_vocab())]
+        vocabulary = model.vocabulary
+        kinds = [llama_cpp.llama_vocab_get_attr(vocabulary, i) for i in range(model.n_vocab)]
         special = [
             (llama_cpp.llama_vocab_get_text(vocabulary, i), kind & _SPECIAL)
             for i, kind in enumerate(kinds)

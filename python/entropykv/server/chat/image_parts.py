@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from entropykv.errors import ImageError
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.loading import ServedLlama
 from entropykv.session.images import Images
 
 KINDS = ("image_url", "input_image")
@@ -51,20 +47,6 @@ class ImageParts:
             )
         self.files.append(_file_of(part, place, images.limits.file_bytes))
         return images.marker
-
-    @contextmanager
-    def shown(self, llama: ServedLlama) -> Iterator[None]:
-        """Pass the images to a model while it reads their text; raises RequestError for images that
-        it cannot read.
-        """
-        llama.files = self.files
-        try:
-            yield
-            llama.check_files_shown()
-        except ImageError as error:
-            raise RequestError(400, str(error), param="messages") from None
-        finally:
-            llama.files = ()
 
 
 def _file_of(part: dict[str, Any], place: str, most: int) -> bytes:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from entropykv.chat.template_traits import TemplateTraits
 from entropykv.server.chat.image_parts import KINDS, ImageParts
-from entropykv.server.chat.template_traits import TemplateTraits
 from entropykv.server.chat.tool_calls import as_json
 from entropykv.server.dialects.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
 from entropykv.server.documents.asked_document import is_document_part
@@ -118,7 +118,7 @@ def template_messages(
         shown.append(show(message, text, traits))
     if instructions is not None:
         shown = _with_instructions(shown, instructions)
-    return shown if traits.shows_every_message else _with_one_system_message(shown)
+    return shown
 
 
 def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> dict[str, Any]:
@@ -171,10 +171,3 @@ def _with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[s
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
-
-
-def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join all system messages, because llama-cpp-python's own formats show only the first one."""
-    system = [str(message["content"]) for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else others

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.engine.answering import Answering
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "function_call": "tool_use"}
 """Anthropic's names for the reasons why an answer ended; the others are end_turn."""
@@ -44,18 +44,18 @@ def message_of(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(
-    head: dict[str, Any], chunks: Iterator[dict[str, Any]], llama: ServedLlama
+    head: dict[str, Any], chunks: Iterator[dict[str, Any]], job: Answering
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a message, from the chunks of a chat completion with usage."""
-    return _Events(head, llama).of(chunks)
+    return _Events(head, job).of(chunks)
 
 
 class _Events:
     """Make the events of one message: its blocks follow each other, and each has a number."""
 
-    def __init__(self, head: dict[str, Any], llama: ServedLlama) -> None:
+    def __init__(self, head: dict[str, Any], job: Answering) -> None:
         self._head = head
-        self._llama = llama
+        self._job = job
         self._index = -1
         self._open: str | None = None
         """The type of the block that is being written."""
@@ -79,7 +79,7 @@ class _Events:
         yield {"type": "message_stop"}
 
     def _start(self) -> dict[str, Any]:
-        n_prompt, n_cached = self._llama.prompt_size, self._llama.cached
+        n_prompt, n_cached = self._job.n_prompt, self._job.n_cached
         usage = _tokens(n_prompt, n_cached, 0)
         message = {**self._head, "content": [], **_end(None), "usage": usage}
         return {"type": "message_start", "message": message}

@@ -29,8 +29,8 @@ from entropykv.server.dialects.fields import (
     TopK,
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
+from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid
-from entropykv.server.models.loading import ServedLlama
 from entropykv.thinking.options import template_switch
 
 _NOT_HERE = {
@@ -200,7 +200,7 @@ class MessagesRequest(CountedMessages):
         """Return the document that the request names."""
         return self.document
 
-    def call(self, llama: ServedLlama) -> Any:
+    def call(self, job: Answering) -> Any:
         """Generate, and return a message or an iterator of events; raises RequestError."""
         chat = self.chat(
             max_tokens=self.max_tokens,
@@ -214,10 +214,10 @@ class MessagesRequest(CountedMessages):
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": self.model or llama.served_name,
+            "model": self.model or job.model.name,
         }
-        answer = chat.call(llama)
-        return events(head, answer, llama) if self.stream else message_of(head, answer)
+        answer = chat.call(job)
+        return events(head, answer, job) if self.stream else message_of(head, answer)
 
 
 def _system_text(given: str | list[dict[str, Any]], place: str) -> str:

@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-from entropykv.server.models.loading import ServedLlama
 
 _MOST_SEEDS = 2**32
 
 
-def seeds(seed: int | None, n: int) -> list[int | None]:
-    """Return the seeds of n choices of one prompt.
+def seed_of(seed: int | None, number: int) -> int | None:
+    """Return the seed of one of the choices of a prompt.
 
     The first choice has the request's seed, the others the following numbers, because equal seeds
     would give equal choices.
     """
-    if seed is None:
-        return [None] * n
-    return [seed, *((seed + i) % _MOST_SEEDS for i in range(1, n))]
-
-
-def with_usage(answer: Any, llama: ServedLlama) -> Any:
-    """Return an answer of one choice with its numbers of tokens; its chunks, with another one that
-    has them.
-    """
-    if isinstance(answer, Iterator):
-        return _chunks_with_usage(answer, llama)
-    return {**answer, "usage": {**answer["usage"], **_details_of(llama)}}
-
-
-def _chunks_with_usage(
-    chunks: Iterator[dict[str, Any]], llama: ServedLlama
-) -> Iterator[dict[str, Any]]:
-    head: dict[str, Any] = {}
-    for chunk in chunks:
-        head = head or _head(chunk)
-        yield chunk
-    usage = {**_usage(llama.prompt_size, llama.generated), **_details_of(llama)}
-    yield {**head, "choices": [], "usage": usage}
-
-
-def _details_of(llama: ServedLlama) -> dict[str, Any]:
-    thought = None if llama.thought is None else llama.thought.counter.n_tokens
-    return _details(llama.cached, thought)
-
-
-def with_passages(answer: Any, llama: ServedLlama) -> Any:
-    """Return an answer of one choice, or its chunks, with the passages that the answer looked at.
-
-    They are beside the reason why the answer ended.
-    """
-    if isinstance(answer, Iterator):
-        return (_with_passages(chunk, llama) for chunk in answer)
-    return _with_passages(answer, llama)
-
-
-def _with_passages(answer: dict[str, Any], llama: ServedLlama) -> dict[str, Any]:
-    (choice,) = answer["choices"]
-    if choice["finish_reason"] is None:
-        return answer
-    found = llama.passages
-    passages = None if found is None else [asdict(passage) for passage in found]
-    return {**answer, "choices": [{**choice, "passages": passages}]}
+    return None if seed is None else (seed + number) % _MOST_SEEDS if number else seed
 
 
 @dataclass

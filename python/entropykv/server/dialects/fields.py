@@ -38,7 +38,7 @@ MOST_LOGPROBS = 100
 MOST_GRAMMAR = 1 << 20
 """The most characters of `grammar`; its complexity is limited by the parser."""
 MOST_SUFFIX = 65_536
-"""The most characters of `suffix`, which is a part of every choice."""
+"""The most characters of `suffix`, which every choice reads."""
 MOST_TEMPLATE_ARGUMENTS = 64
 """The most members of `chat_template_kwargs`."""
 MOST_TOKENS = (1 << 31) - 1
@@ -86,7 +86,7 @@ Stop = Annotated[
 """Texts that end an answer; empty ones would end it before it begins."""
 Tokens = Annotated[list[int], FIRST_ERROR]
 _Mixed = Annotated[list[int | str], FIRST_ERROR]
-Prompt = (
+PromptField = (
     str
     | Tokens
     | Annotated[list[str], FIRST_ERROR]
@@ -131,7 +131,7 @@ or the context ends.
 """
 TopK = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
 """How many of the most probable tokens are candidates; 0 and -1: all."""
-RepeatPenalty = Annotated[float, Field(ge=0)]
+RepeatPenalty = Annotated[float, Field(gt=0)]
 """1 is no penalty, the default as in llama-server: llama_cpp.server's 1.1 forbids repetitions that
 were asked for.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +11,6 @@ from pydantic import BaseModel, Field
 
 from entropykv import _version
 from entropykv.server.chat.chat_request import ChatRequest
-from entropykv.server.chat.template_traits import template_of
 from entropykv.server.dialects.fields import MOST_PIECES, Name, Tokens
 from entropykv.server.dialects.requests import check_tokens
 from entropykv.server.engine.engine import Engine
@@ -21,6 +19,7 @@ from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import user_of
 from entropykv.server.models.held_model import ModelState
 from entropykv.server.models.registry import ModelRegistry
+from entropykv.session.sampling import RANDOM_SEED
 
 
 class TokenizeRequest(BaseModel):
@@ -81,15 +80,13 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
 
 def text_of(engine: Engine, tokens: list[int]) -> str:
     """Return the text of tokens; raises RequestError for tokens that are not in the vocabulary."""
-    check_tokens(tokens, engine.llama, "tokens")
-    return engine.llama.detokenize(tokens).decode("utf-8", errors="replace")
+    check_tokens(tokens, engine.model, "tokens")
+    return engine.model.model.detokenize(tokens, special=False)
 
 
 def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
-    llama = engine.llama
-    ids = llama.tokenize(
-        body.content.encode("utf-8"), add_bos=body.add_special, special=body.parse_special
-    )
+    model = engine.model
+    ids = model.tokenize(body.content, add_bos=body.add_special, special=body.parse_special)
     if not body.with_pieces:
         return ids
     if len(ids) > MOST_PIECES:
@@ -100,7 +97,8 @@ def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
             param="with_pieces",
         )
     return [
-        {"id": token, "piece": _piece(llama.detokenize([token], special=True))} for token in ids
+        {"id": token, "piece": _piece(model.model.token_bytes(token, special=True))}
+        for token in ids
     ]
 
 
@@ -114,8 +112,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 def describe(engine: Engine) -> dict[str, Any]:
     """Return what stays the same while a model is loaded: `props`, and `meta` of the list."""
-    llama = engine.llama
-    meta = {"n_ctx": llama.n_ctx(), "n_vocab": llama.n_vocab()}
+    meta = {"n_ctx": engine.model.n_ctx, "n_vocab": engine.model.model.n_vocab}
     return {"props": _props(engine), "meta": meta}
 
 
@@ -133,46 +130,40 @@ def _props_of_several(models: ModelRegistry) -> dict[str, Any]:
 
 
 def _props(engine: Engine) -> dict[str, Any]:
-    llama = engine.llama
+    model, template = engine.model, engine.model.model.chat_template
     defaults = ChatRequest.model_construct(messages=[])
     sampling = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty")
     return {
         "default_generation_settings": {
-            "n_ctx": llama.n_ctx(),
+            "n_ctx": model.n_ctx,
             "params": {
-                "seed": llama._seed,
-                **{n: llama.request_defaults.get(n, getattr(defaults, n)) for n in sampling},
+                "seed": model.request_defaults.get("seed", RANDOM_SEED),
+                **{n: model.request_defaults.get(n, getattr(defaults, n)) for n in sampling},
             },
         },
         "total_slots": engine.n_slots,
-        "model_alias": llama.served_name,
-        "model_path": Path(str(llama.model_path)).name,  # Without its folder.
-        "modalities": {"vision": llama.images is not None, "audio": False},
-        "chat_template": template_of(llama) or "",
-        "bos_token": _symbol(engine, llama.token_bos()),
-        "eos_token": _symbol(engine, llama.token_eos()),
+        "model_alias": model.name,
+        "model_path": model.model.geometry.path.name,  # Without its folder.
+        "modalities": {"vision": model.images is not None, "audio": False},
+        "chat_template": "" if template is None else template.source,
+        "bos_token": model.model.token_name(model.model.bos),
+        "eos_token": model.model.token_name(model.model.eos),
         "build_info": f"entropykv {_version.VERSION}",
     }
 
 
 def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
-    """Return what a worker is doing, in llama-server's words.
+    """Return what a slot is doing, in llama-server's words.
 
     For requests of other users, only whether it is busy, because lengths reveal what is asked.
     """
-    worker = engine.workers[number]
-    busy = worker in engine.running
-    own = busy and worker.caller.user == user
+    answering = engine.running.get(engine.slots[number])
+    own = answering if answering is not None and answering.caller.user == user else None
     return {
         "id": number,
-        "n_ctx": engine.llama.n_ctx(),
+        "n_ctx": engine.model.n_ctx,
         "speculative": False,
-        "is_processing": busy,
-        "n_prompt_tokens": worker.prompt_size if own else 0,
-        "next_token": [{"n_decoded": worker.generated if own else 0}],
+        "is_processing": answering is not None,
+        "n_prompt_tokens": 0 if own is None else own.n_prompt,
+        "next_token": [{"n_decoded": 0 if own is None else own.n_written}],
     }
-
-
-def _symbol(engine: Engine, token: int) -> str:
-    llama = engine.llama
-    return llama._model.token_get_text(token) if token >= 0 else ""

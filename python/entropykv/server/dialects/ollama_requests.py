@@ -26,8 +26,9 @@ from entropykv.server.dialects.fields import (
     TopK,
 )
 from entropykv.server.dialects.requests import DOCUMENT, CompletionRequest, Request
+from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.thinking.options import template_switch
 
 _SAMPLING = (
@@ -88,7 +89,7 @@ class OllamaRequest(Request):
         return False
 
     @abstractmethod
-    def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
+    def asked(self, model: LoadedModel) -> ChatRequest | CompletionRequest:
         """Return the equivalent request of our own API; raises RequestError."""
 
     @abstractmethod
@@ -97,28 +98,28 @@ class OllamaRequest(Request):
         tool_calls.
         """
 
-    def call(self, llama: ServedLlama, started: float, loaded: float) -> Any:
+    def call(self, job: Answering, started: float, loaded: float) -> Any:
         """Generate, and return the answer or an iterator over its lines; raises RequestError.
 
         `started` and `loaded` are the times of time.monotonic() when the request arrived and when
         its model was loaded.
         """
-        asked = self.asked(llama)
+        asked = self.asked(job.model)
         writer = _Writer(self, started, loaded)
-        chunks = asked.call(llama)
+        chunks = asked.call(job)
         lines = writer.lines(chunks)
         return lines if self.stream else _joined(list(lines), self)
 
-    def check(self, llama: ServedLlama) -> None:
+    def check(self, model: LoadedModel) -> None:
         """Raise RequestError for options that the served model does not support."""
-        if self.options.num_ctx is not None and self.options.num_ctx > llama.n_ctx():
+        if self.options.num_ctx is not None and self.options.num_ctx > model.n_ctx:
             raise RequestError(
                 400,
-                f"options.num_ctx: the server's context is {llama.n_ctx()}; start it with a larger "
+                f"options.num_ctx: the server's context is {model.n_ctx}; start it with a larger "
                 "-c, or leave num_ctx out",
                 param="options.num_ctx",
             )
-        if self.think and llama.thinking is None:
+        if self.think and not model.thinks:
             raise RequestError(
                 400, f"{self.model!r} does not support thinking; leave think out", param="think"
             )
@@ -188,9 +189,9 @@ class OllamaChat(OllamaRequest):
         """Tell whether there is no message: then the request only loads the model."""
         return not self.messages
 
-    def asked(self, llama: ServedLlama) -> ChatRequest:
+    def asked(self, model: LoadedModel) -> ChatRequest:
         """Return the equivalent chat completion request; raises RequestError."""
-        self.check(llama)
+        self.check(model)
         messages = [each.as_ours() for each in self.messages]
         return _chat_of(self, messages, self.tools)
 
@@ -215,9 +216,9 @@ class OllamaGenerate(OllamaRequest):
         """Tell whether there is no prompt: then the request only loads the model."""
         return not self.prompt
 
-    def asked(self, llama: ServedLlama) -> ChatRequest | CompletionRequest:
+    def asked(self, model: LoadedModel) -> ChatRequest | CompletionRequest:
         """Return the equivalent chat completion or completion request; raises RequestError."""
-        self.check(llama)
+        self.check(model)
         if self.template:
             raise RequestError(
                 400,
@@ -243,7 +244,7 @@ class OllamaGenerate(OllamaRequest):
         schema: Any = self.format or None
         if isinstance(schema, str):
             schema = {"type": "object"}
-        limit = llama.request_defaults.get("max_tokens")
+        limit = model.request_defaults.get("max_tokens")
         fields = {"max_tokens": -1 if limit is None else limit, **self.options.fields()}
         fields["prompt"] = self.prompt
         fields |= {"suffix": self.suffix, "json_schema": schema, "stream": True}

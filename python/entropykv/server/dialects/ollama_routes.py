@@ -34,6 +34,7 @@ from entropykv.server.dialects.streaming import Lines, stream, whole
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.routes import use_document
 from entropykv.server.engine.admission import arrival_of
+from entropykv.server.engine.answering import Answering
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.users import Caller, user_of
 from entropykv.server.models.held_model import HeldModel
@@ -119,8 +120,8 @@ def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = Non
     return router
 
 
-def _call(llama: Any, *, body: OllamaRequest, started: float, loaded: float) -> Any:
-    return body.call(llama, started, loaded)
+def _call(job: Answering, *, body: OllamaRequest, started: float, loaded: float) -> Any:
+    return body.call(job, started, loaded)
 
 
 def _about_models(models: ModelRegistry) -> APIRouter:

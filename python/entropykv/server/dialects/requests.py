@@ -1,50 +1,49 @@
-"""Define the fields common to all requests, and completions, and convert them for
-llama-cpp-python.
-"""
+"""Define the fields common to all requests, and completions, and what they ask to generate."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import llama_cpp
-import numpy as np
 from llama_cpp.server.types import CreateCompletionRequest
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from entropykv.drop_in.entropy_llama import EntropyLlama
+from entropykv.constraint.constraint import Constraint
+from entropykv.errors import SettingsError
+from entropykv.generation.prompt import Prompt
+from entropykv.generation.request import GenerationRequest
 from entropykv.server.chat.constraints import ConstraintFields, single
-from entropykv.server.dialects.choices import seeds, with_passages, with_usage
+from entropykv.server.dialects.answers import CompletionWriter
+from entropykv.server.dialects.choices import seed_of
 from entropykv.server.dialects.fields import (
     MOST_LOGPROBS,
     MOST_SUFFIX,
     MOST_TOKENS,
     Biases,
     Name,
-    Prompt,
+    PromptField,
     RepeatPenalty,
     Seed,
     Stop,
     TokenLimit,
     TopK,
 )
+from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.passages import MOST_PASSAGES
+from entropykv.session.sampling import Sampling
 
 if TYPE_CHECKING:
     from entropykv.server.chat.chat_request import ChatRequest
 
 MOST_CHOICES = 128
 """The most choices of one prompt, as in OpenAI's API."""
-_ARGUMENTS = frozenset(
-    {"model", "suffix", "max_tokens", "temperature", "top_p", "min_p", "echo", "stop", "stream"}
-    | {"logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "top_k"}
-    | {"repeat_penalty", "mirostat_mode", "mirostat_tau", "mirostat_eta"}
-)
-"""Fields of a request that are passed to llama-cpp-python unchanged."""
+_SAMPLING = frozenset(each.name for each in fields(Sampling)) - {"grammar", "logit_bias"}
+"""Fields of requests that say how tokens are chosen, by the names of Sampling."""
 
 
 DOCUMENT: Any = Field(
@@ -75,6 +74,8 @@ class Request(ConstraintFields):
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
+    _choice: int = PrivateAttr(0)
+    """The number of the choice that a part of the request asks for: see parted()."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,7 +89,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
     """Define a completion as in llama_cpp.server, without values that it would misunderstand."""
 
     model: Name | None = None
-    prompt: Prompt = Field(  # type: ignore[assignment]
+    prompt: PromptField = Field(  # type: ignore[assignment]
         description="A text or its tokens, or a list of those."
     )
     document: Name | None = DOCUMENT
@@ -120,44 +121,63 @@ class CompletionRequest(Request, CreateCompletionRequest):
         """Return how many choices all of its prompts have together."""
         return self.n * (1 if _is_one(self.prompt) else len(self.prompt))
 
-    def call(self, llama: ServedLlama) -> Any:
+    def call(self, job: Answering) -> Any:
         """Generate one choice of one prompt; returns a response or its chunks. Raises
         RequestError.
         """
+        check_passages(self.passages, job)
         (only,) = self._prompts()
-        llama.thought = None
-        ask_for_passages(self.passages, llama)
-        prompt = self._behind_document(_checked(only, llama), llama)
-        arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}
-        if asked := single(self.constraints()):
-            llama.constrained_by, arguments["grammar"] = asked
-        answer = llama.create_completion(**arguments)
-        if self.passages:
-            answer = with_passages(answer, llama)
-        return with_usage(answer, llama)
+        field, constraint = single(self.constraints()) or ("grammar", None)
+        request = GenerationRequest(
+            self._prompt(only, job),
+            sampling_of(self, job.model, constraint),
+            most_tokens(self, job.model),
+            stops_of(self, job.model),
+            n_logprobs=self.logprobs,
+            prompt_logprobs=self.echo and self.logprobs is not None,
+        )
+        writer = CompletionWriter(
+            job,
+            request.prompt,
+            name=self.model or job.model.name,
+            echoes=self.echo,
+            logprobs=self.logprobs is not None,
+        )
+        events = job.answer(request, constrained_by=field, n_passages=self.passages)
+        return writer.chunks(events) if self.stream else writer.whole(events)
 
-    def _behind_document(self, prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
-        """Return the prompt with the document before it, if the request names one; raises
-        RequestError.
+    def _prompt(self, prompt: str | list[int | str], job: Answering) -> Prompt:
+        """Return a prompt with at least one token, all in the vocabulary; texts in a list become
+        their tokens. Raises RequestError.
         """
-        if llama.asked is None:
-            return prompt
-        if self.echo or self.suffix:
+        model, document = job.model, job.document_tokens()
+        if document and (self.echo or self.suffix):
             name = "echo" if self.echo else "suffix"
             raise RequestError(400, f"{name}: it cannot go with a document", param=name)
-        if isinstance(prompt, str):
-            prompt = llama.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
-        return llama.document_tokens() + prompt
+        parts: Sequence[int | str] = [prompt] if isinstance(prompt, str) else prompt
+        tokens: list[int] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, int):
+                tokens.append(part)
+            else:
+                begins = index == 0 and not document
+                tokens += model.tokenize(part, add_bos=begins)
+        check_tokens(tokens, model, "prompt")
+        if self.suffix:
+            tokens = infilled(tokens, self.suffix, model)
+        if not tokens:
+            raise RequestError(400, "prompt: it is empty", param="prompt")
+        text = prompt if isinstance(prompt, str) else ""
+        return Prompt(document + tokens, text, n_document=len(document))
 
     def parts(self) -> list[CompletionRequest]:
         """Return a request for every choice of every prompt; raises RequestError."""
         if self.best_of not in (None, 1, self.n):
             raise RequestError(400, "best_of: choices are not compared here", param="best_of")
-        one = {"n": 1, "best_of": None}
         return [
-            self.model_copy(update={**one, "prompt": prompt, "seed": seed})
+            parted(self, number, best_of=None, prompt=prompt)
             for prompt in self._prompts()
-            for seed in seeds(self.seed, self.n)
+            for number in range(self.n)
         ]
 
     def _prompts(self) -> Sequence[str | list[int | str]]:
@@ -172,82 +192,108 @@ def _is_one(prompt: Any) -> bool:
     return isinstance(prompt, str) or any(isinstance(each, int) for each in prompt)
 
 
-def _checked(prompt: str | list[int | str], llama: ServedLlama) -> str | list[int]:
-    """Return a prompt with at least one token, all in the vocabulary; texts in a list become their
-    tokens. Raises RequestError.
+Parted = TypeVar("Parted", "CompletionRequest", "ChatRequest")
+
+
+def parted(request: Parted, number: int, **others: Any) -> Parted:
+    """Return a request for one choice of a request, and nothing else."""
+    part: Parted = request.model_copy(update={"n": 1, **others})
+    part._choice = number
+    return part
+
+
+def infilled(tokens: list[int], suffix: str, model: LoadedModel) -> list[int]:
+    """Return the prompt of a text between `tokens` and a suffix; raises RequestError for a model
+    that was not trained for that.
     """
-    begins = llama._model.add_bos_token() and llama.token_bos() != -1
-    if isinstance(prompt, str):
-        if not prompt and not begins:
-            raise RequestError(400, "prompt: it is empty", param="prompt")
-        return prompt
-    tokens: list[int] = []
-    for index, part in enumerate(prompt):
-        if isinstance(part, int):
-            tokens.append(part)
-        else:
-            first = begins and index == 0
-            tokens += llama.tokenize(part.encode("utf-8"), add_bos=first, special=True)
-    check_tokens(tokens, llama, "prompt")
-    if not tokens:
-        raise RequestError(400, "prompt: it is empty", param="prompt")
-    return tokens
+    marks = model.model.infill_marks
+    if marks is None:
+        raise RequestError(
+            400,
+            "suffix: the model was not trained to write a text before another one; leave it out, "
+            "or use a model for code",
+            param="suffix",
+        )
+    before, after, between = marks
+    begins = tokens[:1] if tokens[:1] == [model.model.bos] else []
+    behind = model.tokenize(suffix, special=False)
+    return [*begins, before, *tokens[len(begins) :], after, *behind, between]
 
 
-def ask_for_passages(n: int, llama: ServedLlama) -> None:
-    """Let the next answer find n passages of its document; raises RequestError without one."""
-    if n and llama.asked is None:
+def check_passages(n: int, job: Answering) -> None:
+    """Raise RequestError for passages that are asked for without a document."""
+    if n and job.document is None:
         raise RequestError(
             400,
             "passages: they are those of a document; name one in the field document",
             param="passages",
         )
-    llama.n_passages, llama.passages = n, None
 
 
-def check_tokens(tokens: list[int], llama: EntropyLlama, param: str) -> None:
+def check_tokens(tokens: list[int], model: LoadedModel, param: str) -> None:
     """Raise RequestError for tokens that are not in the vocabulary."""
-    n_vocab = llama.n_vocab()
+    n_vocab = model.model.n_vocab
     if not all(0 <= token < n_vocab for token in tokens):
         raise RequestError(400, f"{param}: tokens are 0 to {n_vocab - 1}", param=param)
 
 
-def sampling_arguments(
-    request: CompletionRequest | ChatRequest, llama: ServedLlama
-) -> dict[str, Any]:
-    """Return the sampling arguments for llama-cpp-python, without prompt and seed."""
-    arguments = request.model_dump(include=set(_ARGUMENTS))
-    for name, value in llama.request_defaults.items():
-        if name not in request.model_fields_set:
-            arguments[name] = value
+def given(request: Request, model: LoadedModel, name: str) -> Any:
+    """Return a field of a request, or the server's default if the request leaves it out."""
+    if name not in request.model_fields_set and name in model.request_defaults:
+        return model.request_defaults[name]
+    return getattr(request, name)
+
+
+def sampling_of(
+    request: CompletionRequest | ChatRequest, model: LoadedModel, constraint: Constraint | None
+) -> Sampling:
+    """Return how the tokens of an answer are chosen; raises RequestError."""
+    names = _SAMPLING & (type(request).model_fields.keys() | model.request_defaults.keys())
+    values = {
+        name: given(request, model, name)
+        if name in type(request).model_fields
+        else model.request_defaults[name]
+        for name in names
+    }
+    values["seed"] = seed_of(values.get("seed"), request._choice)
+    values["mirostat"] = given(request, model, "mirostat_mode")
+    if constraint is not None and request.min_tokens > 0:
+        raise RequestError(
+            400,
+            "min_tokens cannot go with a grammar, a response_format or a tool",
+            param="min_tokens",
+        )
+    values = {name: value for name, value in values.items() if value is not None}
+    biases = tuple(_token_biases(request, model).items())
+    try:
+        return Sampling(**values, grammar=constraint, logit_bias=biases)
+    except SettingsError as error:
+        raise RequestError(400, str(error)) from None
+
+
+def most_tokens(request: CompletionRequest | ChatRequest, model: LoadedModel) -> int:
+    """Return the most tokens of the answer: see GenerationRequest."""
     limit = request.most_written()
     if limit is None:
-        limit = arguments["max_tokens"]
-    llama.reads_only = limit == 0
-    arguments["max_tokens"] = limit if limit is not None and limit > 0 else None
-    arguments["model"] = request.model or llama.served_name
-    processors = []
-    if request.logit_bias:
-        processors.append(_bias(_token_biases(request, llama)))
-    if request.min_tokens > 0:
-        processors.append(llama_cpp.MinTokensLogitsProcessor(request.min_tokens, llama.token_eos()))
-    if processors:
-        # Do not pass them as logit_bias: llama-cpp-python ignores it if there is another processor.
-        arguments["logits_processor"] = llama_cpp.LogitsProcessorList(processors)
-    return arguments
+        limit = given(request, model, "max_tokens")
+    return -1 if limit is None or limit < 0 else int(limit)
 
 
-def _token_biases(
-    request: CompletionRequest | ChatRequest, llama: EntropyLlama
-) -> dict[int, float]:
+def stops_of(request: CompletionRequest | ChatRequest, model: LoadedModel) -> tuple[str, ...]:
+    """Return the texts that end the answer."""
+    return tuple(given(request, model, "stop") or ())
+
+
+def _token_biases(request: CompletionRequest | ChatRequest, model: LoadedModel) -> dict[int, float]:
     """Return the values to add to the logits of tokens; raises RequestError for unknown tokens."""
     biases: dict[int, float] = {}
+    n_vocab = model.model.n_vocab
     for key, bias in request.logit_bias or ():
-        ids = _biased_tokens(key, llama, as_text=request.logit_bias_type == "tokens")
-        if not all(0 <= token < llama.n_vocab() for token in ids):
+        ids = _biased_tokens(key, model, as_text=request.logit_bias_type == "tokens")
+        if not all(0 <= token < n_vocab for token in ids):
             raise RequestError(
                 400,
-                f"logit_bias: {key!r} is not a token; tokens are 0 to {llama.n_vocab() - 1}",
+                f"logit_bias: {key!r} is not a token; tokens are 0 to {n_vocab - 1}",
                 param="logit_bias",
             )
         if not abs(bias) <= 1000.0:
@@ -258,21 +304,10 @@ def _token_biases(
     return biases
 
 
-def _biased_tokens(key: int | str, llama: EntropyLlama, *, as_text: bool) -> list[int]:
+def _biased_tokens(key: int | str, model: LoadedModel, *, as_text: bool) -> list[int]:
     """Return the tokens of a key of logit_bias: a number, or with `as_text` always a text."""
     if isinstance(key, int):
         return [key]
     if not as_text and re.fullmatch("-?[0-9]+", key):
         return [int(key)] if len(key) < 10 else [-1]
-    return llama.tokenize(key.encode("utf-8"), add_bos=False, special=True)
-
-
-def _bias(biases: dict[int, float]) -> Any:
-    ids = np.array(list(biases), dtype=np.intp)
-    values = np.array(list(biases.values()), dtype=np.single)
-
-    def add(_: Any, scores: Any) -> Any:
-        scores[ids] += values
-        return scores
-
-    return add
+    return model.tokenize(key)

@@ -39,8 +39,9 @@ from entropykv.server.dialects.response_events import (
     with_end,
 )
 from entropykv.server.documents.asked_document import document_named
+from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 
 _NOT_HERE = ("previous_response_id", "conversation", "prompt", "background")
 
@@ -102,7 +103,7 @@ class ResponsesRequest(Request):
         items = self.input if isinstance(self.input, list) else ()
         return document_named(self.document, (item.get("content") for item in items))
 
-    def call(self, llama: ServedLlama) -> Any:
+    def call(self, job: Answering) -> Any:
         """Generate, and return a response or an iterator of events; raises RequestError."""
         for name in _NOT_HERE:
             if getattr(self, name):
@@ -113,8 +114,8 @@ class ResponsesRequest(Request):
                     param=name,
                 )
         chat = self._chat()
-        head = self._head(llama)
-        answer = chat.call(llama)
+        head = self._head(job.model)
+        answer = chat.call(job)
         if self.stream:
             return events(head, answer)
         return _finished(head, answer)
@@ -152,7 +153,7 @@ class ResponsesRequest(Request):
             request.response_format = asked
         return request
 
-    def _head(self, llama: ServedLlama) -> dict[str, Any]:
+    def _head(self, model: LoadedModel) -> dict[str, Any]:
         """Return the fields of a response that are known before it is written."""
         choice = self.model_dump()["tool_choice"]
         return {
@@ -165,7 +166,7 @@ class ResponsesRequest(Request):
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
-            "model": self.model or llama.served_name,
+            "model": self.model or model.name,
             "output": [],
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": None,

@@ -16,12 +16,12 @@ from entropykv.server.dialects.anthropic_events import anthropic_error
 from entropykv.server.dialects.choices import Choices
 from entropykv.server.documents.asked_document import document_of
 from entropykv.server.engine.admission import arrival_of
+from entropykv.server.engine.answering import Answering
 from entropykv.server.engine.engine import Engine, Job
 from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.request_log import note_tokens
 from entropykv.server.http.users import SOMEBODY, Caller
-from entropykv.server.models.loading import ServedLlama
 
 _PATIENCE = 5.0
 """Seconds that a stream waits for its first chunk before it answers 200, to detect invalid
@@ -33,7 +33,7 @@ MOST_UNREAD = 65_536
 not wait for a client that reads slowly.
 """
 _END = object()
-Call = Callable[[ServedLlama], Any]
+Call = Callable[[Answering], Any]
 
 
 async def whole(

@@ -1,15 +1,9 @@
-"""Put the document that a request asks about before its text.
-
-The chat template shows a mark in the place of the document, and its tokens take the place of the
-mark and of all text before it. So the document is neither shown nor tokenised again, and a question
-continues the user's turn that the document began.
-"""
+"""Find the document that a request asks about, and put it before its text."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +17,12 @@ _KINDS = ("file", "input_file")
 """Types of content parts that name a document: in chat completions, and in responses."""
 
 
-def _new_mark() -> bytes:
-    return f"[document {secrets.token_hex(16)}]".encode()
-
-
 @dataclass(frozen=True)
 class AskedDocument:
-    """Hold the file of a document, and the mark that takes its place in one request."""
+    """Hold the name and the file of a document that a request asks about."""
 
     name: str
     path: Path
-    mark: bytes = field(default_factory=_new_mark)
-    """A text that no client can know."""
 
     def refusal(self, error: EntropyKVError) -> RequestError:
         """Return the error for a document that cannot be loaded, without its path."""
@@ -94,7 +82,7 @@ def _name_in(part: dict[str, Any]) -> str:
     return name
 
 
-def about_document(messages: list[dict[str, Any]], mark: bytes) -> list[dict[str, Any]]:
+def about_document(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
     """Return the messages of a chat with the document's mark at their beginning.
 
     A system message would stand before the document, which was read without it: it is shown behind
@@ -110,4 +98,4 @@ def about_document(messages: list[dict[str, Any]], mark: bytes) -> list[dict[str
             param="messages",
         )
     text = "\n\n".join([*system, str(others[0]["content"] or "").strip()])
-    return [{**others[0], "content": mark.decode() + text}, *others[1:]]
+    return [{**others[0], "content": mark + text}, *others[1:]]

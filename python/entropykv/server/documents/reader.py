@@ -13,9 +13,8 @@ from entropykv.server.documents.readings import DocumentId, Reading, not_there
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import Caller
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.document import read_document
-from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 
 _logger = logging.getLogger("entropykv.server")
@@ -31,13 +30,13 @@ class DocumentReader:
     """Read the documents of one model in a thread of its own, in a place of the pool of its own."""
 
     def __init__(
-        self, llama: ServedLlama, pool: Pool, prefix_cache: PrefixCache, library: DocumentLibrary
+        self, model: LoadedModel, prefix_cache: PrefixCache, library: DocumentLibrary
     ) -> None:
         """Go on with the readings that an earlier server of this model has left."""
         self.library = library
-        self.model = llama.served_name
-        self._llama = llama
-        self._pool = pool
+        self.model = model.name
+        self._loaded = model
+        self._pool = model.pool
         self._prefix_cache = prefix_cache
         self._current: Reading | None = None
         self._closing = threading.Event()
@@ -124,9 +123,9 @@ class DocumentReader:
 
     def _read(self, reading: Reading) -> None:
         self._check(reading)
-        self._llama.control_tokens.check(reading.text.encode("utf-8", "replace"))
+        self._loaded.control_tokens.check(reading.text.encode("utf-8", "replace"))
         caller = Caller(reading.id.user)
-        tenant = caller.tenant(shared_prefixes=self._llama.shared_prefixes)
+        tenant = caller.tenant(shared_prefixes=self._loaded.shared_prefixes)
         session = self._pool.session(tenant=tenant)
         session.name, session.is_document = reading.id.name, True
         try:

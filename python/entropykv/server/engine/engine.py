@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +16,13 @@ from entropykv.server.documents.asked_document import AskedDocument
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.reader import DocumentReader
 from entropykv.server.engine.admission import Admission, Limits, too_late
+from entropykv.server.engine.answering import Answering, Slot
 from entropykv.server.engine.inspections import Inspections
 from entropykv.server.engine.pool_totals import Moment, figures_of_pool
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError, as_request_error, without_frames
 from entropykv.server.http.users import SOMEBODY, Caller
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.memory_plan import describe_budget
 from entropykv.session.stats import SessionStats
 
@@ -42,7 +42,7 @@ class _StoppedError(Exception):
 class Job:
     """Hold a request that waits or runs."""
 
-    call: Callable[[ServedLlama], Any]
+    call: Callable[[Answering], Any]
     emit: Callable[[Any], None] | None
     note: Callable[[int, int], None] | None
     caller: Caller = SOMEBODY
@@ -58,16 +58,20 @@ class Job:
         if self.stop.is_set():
             raise _StoppedError
 
-    def run(self, llama: ServedLlama) -> Any:
+    def run(self, answering: Answering) -> Any:
         """Execute the request; the chunks of a stream are emitted one by one."""
-        result = self.call(llama)
+        result = self.call(answering)
         if self.emit is None:
             return result
-        for chunk in result:
-            if self.first is None:
-                self.first = time.monotonic()
-            self.emit(chunk)
-            self.check()
+        try:
+            for chunk in result:
+                if self.first is None:
+                    self.first = time.monotonic()
+                self.emit(chunk)
+                self.check()
+        finally:
+            if hasattr(result, "close"):  # A generator, which gives its conversation back.
+                result.close()
         return None
 
 
@@ -79,7 +83,7 @@ class Engine:
 
     def __init__(
         self,
-        llama: ServedLlama,
+        model: LoadedModel,
         *,
         interrupt: bool = False,
         limits: Limits | None = None,
@@ -91,7 +95,7 @@ class Engine:
         `shared_prefixes`: whether conversations with the same key may reuse each other's prefixes.
         `documents`: where documents are kept; they are read in one of the pool's places.
         """
-        self.llama = llama
+        self.model = model
         """The model, for callers that only use its vocabulary."""
         self.limits = limits or Limits()
         self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
@@ -99,60 +103,50 @@ class Engine:
         """How many streams have sent their first chunk."""
         self.first_chunk_seconds = 0.0
         """The sum of the seconds from the arrival of those streams to their first chunk."""
-        self.pool = llama.pool
+        self.pool = model.pool
         self.prefix_cache = PrefixCache(
-            llama.pool, self.limits.conversations, shared_prefixes=shared_prefixes
+            model.pool, self.limits.conversations, shared_prefixes=shared_prefixes
         )
         """Keeps conversations between two requests."""
-        llama.shared_prefixes = shared_prefixes
-        self.workers = self._workers_of(llama, 0 if documents is None else 1)
-        self.running: dict[ServedLlama, Job] = {}
-        """The request that each model object is answering."""
+        model.shared_prefixes = shared_prefixes
+        n_slots = model.pool.runner.n_sequences - (0 if documents is None else 1)
+        self.slots = [Slot(number) for number in range(n_slots)]
+        """The places in which requests are answered at the same time, one thread each."""
+        self.running: dict[Slot, Answering] = {}
+        """What is answered in each of them."""
+        self._jobs: dict[Slot, Job] = {}
         self._running_lock = threading.Lock()
-        """Held while `running` changes and while a job is stopped, so that the next job is not
-        stopped instead.
+        """Held while `running` and `_jobs` change and while a job is stopped, so that the next job
+        is not stopped instead.
         """
-        self.admission = Admission(self.limits, len(self.workers))
+        self.admission = Admission(self.limits, len(self.slots))
         """Limits what requests may cost."""
         self._moment: tuple[float, Moment] | None = None
         """The latest figures that were requested, and when they were taken."""
         self._moment_lock = threading.Lock()
-        self._free: queue.SimpleQueue[ServedLlama] = queue.SimpleQueue()
-        for worker in self.workers:
-            self._free.put(worker)
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self.slots:
+            self._free.put(slot)
         self._interrupt = interrupt
         self._closing = False
         self._stopped_at = 0.0
-        self._before_close: list[Callable[[ServedLlama], object]] = []
+        self._before_close: list[Callable[[LoadedModel], object]] = []
         self._looked_at = 0.0
-        self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
-        self.inspections = Inspections(llama, self._thread.submit)
+        self._thread = ThreadPoolExecutor(len(self.slots), thread_name_prefix="entropykv")
+        self.inspections = Inspections(model, self._thread.submit)
         """Answers inspections between two steps."""
         self.stats: SessionStats = self._figures()
         """Current figures; during a generation they are at most a quarter of a second old."""
         self.documents: DocumentReader | None = None
         """Reads documents in the background, if the server keeps any."""
         if documents is not None:
-            reader = DocumentReader(llama, self.pool, self.prefix_cache, documents)
+            reader = DocumentReader(model, self.prefix_cache, documents)
             self.documents = reader
             self.before_close(lambda _: reader.close())
 
-    def _workers_of(self, llama: ServedLlama, n_kept: int) -> list[ServedLlama]:
-        """Return a worker for every place of the pool, but `n_kept`."""
-        if self.pool.holds_one:
-            llama.serve_from(self.prefix_cache)
-            return [llama]
-        workers = [llama.another() for _ in range(self.pool.runner.n_sequences - n_kept)]
-        seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
-        for worker in workers:
-            worker.serve_from(self.prefix_cache)
-            # Otherwise all would sample with the same random numbers.
-            worker.set_seed(seeds.randrange(2**32))
-        return workers
-
     def describe(self) -> str:
         """Return in a few words what a budget means for the model."""
-        return describe_budget(self.llama.cache_config, self.stats.kv_bytes_budget)
+        return describe_budget(self.pool.runner.config, self.stats.kv_bytes_budget)
 
     @property
     def waiting(self) -> int:
@@ -162,11 +156,11 @@ class Engine:
     @property
     def n_slots(self) -> int:
         """Return how many requests are answered at a time."""
-        return len(self.workers)
+        return len(self.slots)
 
     async def generate(
         self,
-        call: Callable[[ServedLlama], Any],
+        call: Callable[[Answering], Any],
         emit: Callable[[Any], None] | None = None,
         note: Callable[[int, int], None] | None = None,
         caller: Caller = SOMEBODY,
@@ -191,7 +185,7 @@ class Engine:
         with self.admission.jobs_of(len(jobs)):
             if self._interrupt:
                 users = {job.caller.user for job in jobs}
-                streams = [job for job in list(self.running.values()) if job.emit is not None]
+                streams = [job for job in list(self._jobs.values()) if job.emit is not None]
                 self._stop(job for job in streams if job.caller.user in users)
             try:
                 runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]
@@ -204,13 +198,13 @@ class Engine:
 
     def answers(self, caller: Caller) -> bool:
         """Tell whether a request for a caller's conversation is being answered."""
-        return any(job.caller == caller for job in list(self.running.values()))
+        return any(job.caller == caller for job in list(self._jobs.values()))
 
-    async def call(self, function: Callable[[ServedLlama], Result]) -> Result:
+    async def call(self, function: Callable[[LoadedModel], Result]) -> Result:
         """Call a function with the model, between two requests."""
-        return await asyncio.wrap_future(self._thread.submit(function, self.llama))
+        return await asyncio.wrap_future(self._thread.submit(function, self.model))
 
-    def before_close(self, function: Callable[[ServedLlama], object]) -> None:
+    def before_close(self, function: Callable[[LoadedModel], object]) -> None:
         """Register a function that is called with the model, in its thread, before it is freed."""
         self._before_close.append(function)
 
@@ -221,7 +215,7 @@ class Engine:
         self._closing = True
         self.inspections.close()
         if self.limits.drain_seconds <= 0:
-            self._stop(self.running.values())
+            self._stop(self._jobs.values())
 
     def _stop(self, jobs: Iterable[Job]) -> None:
         """Tell jobs to end within a micro-batch, also those that wait for another
@@ -230,9 +224,9 @@ class Engine:
         for job in list(jobs):
             job.stop.set()
             with self._running_lock:
-                for worker, running in self.running.items():
+                for slot, running in self._jobs.items():
                     if running is job:
-                        worker.interrupt()
+                        self.running[slot].interrupt()
 
     def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
         """Stop jobs repeatedly until they have ended.
@@ -240,42 +234,39 @@ class Engine:
         A job that was just about to wait for room in the pool would miss a single call.
         """
         self._stop(jobs)
-        if any(job in jobs for job in list(self.running.values())):
+        if any(job in jobs for job in list(self._jobs.values())):
             loop = asyncio.get_running_loop()
             loop.call_later(_CHECK_INTERVAL, self._stop_for_sure, jobs)
 
     def close(self) -> None:
         """Stop all requests, then free the model. It may be called twice."""
         self.stop()
-        while running := list(self.running.values()):
+        while running := list(self._jobs.values()):
             self._stop(running)
             time.sleep(_CHECK_INTERVAL)
         before, self._before_close = self._before_close, []
         try:
             for function in before:
-                self._thread.submit(function, self.llama).result()
+                self._thread.submit(function, self.model).result()
         finally:
             self._thread.shutdown(wait=True)
             self.prefix_cache.close()
-            for worker in self.workers:
-                worker.close()
-            self.llama.close()
+            self.model.close()
 
     def _run(self, job: Job) -> Any:
-        worker = self._free.get()
+        slot = self._free.get()
+        check = partial(self._checkpoint, job)
+        answering = Answering(self.model, self.prefix_cache, slot, check, job.caller, job.document)
         with self._running_lock:
-            self.running[worker] = job
-        worker.checkpoint = partial(self._checkpoint, job)
-        worker.caller = job.caller
-        worker.asked = job.document
+            self.running[slot], self._jobs[slot] = answering, job
         outcome: Outcome = "finished"
         refusal: RequestError | None = None
-        before = worker.counts()
+        before = slot.totals.counts()
         try:
             if self._closing:
                 raise _StoppedError
             self._checkpoint(job)
-            return job.run(worker)
+            return job.run(answering)
         except _StoppedError:
             outcome = "stopped"
             if self._closing:
@@ -290,10 +281,9 @@ class Engine:
             outcome = "refused" if refusal.status_code < 500 else "failed"
         finally:
             with self._running_lock:
-                del self.running[worker]
-            worker.checkpoint = worker.asked = None
-            self._free.put(worker)
-            self._note(job, outcome, before, worker.counts())
+                del self.running[slot], self._jobs[slot]
+            self._free.put(slot)
+            self._note(job, outcome, before, slot.totals.counts())
         try:
             if refusal is not None:
                 raise refusal
@@ -314,13 +304,13 @@ class Engine:
             job.note(now[0] - before[0], now[1] - before[1])
 
     def _figures(self) -> SessionStats:
-        totals = [worker.totals for worker in self.workers]
-        return figures_of_pool(self.pool, self.llama.kv_stats(), totals)
+        totals = [slot.totals for slot in self.slots]
+        return figures_of_pool(self.pool, self.model.stats(), totals)
 
     @property
     def n_conversations(self) -> int:
         """Return how many conversations are kept or being answered."""
-        n_own = 0 if self.pool.holds_one else len(self.workers) + 1  # They read nothing themselves.
+        n_own = 0 if self.pool.holds_one else 1  # The model's own, which reads nothing.
         return self.moment().pool.sessions - n_own
 
     def moment(self) -> Moment:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 
 Result = TypeVar("Result")
 
@@ -21,11 +21,11 @@ class Inspections:
     any, a step only checks an empty queue.
     """
 
-    def __init__(self, llama: ServedLlama, submit: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, model: LoadedModel, submit: Callable[[Callable[[], None]], object]) -> None:
         """Use the model; `submit` lets its thread call a function when nothing is running."""
-        self._llama = llama
+        self._model = model
         self._submit = submit
-        self._waiting: deque[tuple[Callable[[ServedLlama], Any], Future[Any]]] = deque()
+        self._waiting: deque[tuple[Callable[[LoadedModel], Any], Future[Any]]] = deque()
         self._is_submitted = False
         self._is_closed = False
 
@@ -35,7 +35,7 @@ class Inspections:
         """
         self._is_closed = True
 
-    async def inspect(self, function: Callable[[ServedLlama], Result]) -> Result:
+    async def inspect(self, function: Callable[[LoadedModel], Result]) -> Result:
         """Return the result of the function; raises RequestError once the server shuts down."""
         if self._is_closed:
             raise RequestError(503, "the server is shutting down; try again later")
@@ -63,6 +63,6 @@ class Inspections:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(function(self._llama))
+                future.set_result(function(self._model))
             except Exception as error:  # The error is passed to the caller.
                 future.set_exception(error)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from entropykv.server.http.users import Caller
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.session import Session
 from entropykv.session.shared_pool import PoolStatus
 from entropykv.session.stats import SessionStats
@@ -27,16 +27,16 @@ _COUNTERS = (
 )
 
 
-def between_steps(llama: ServedLlama) -> contextlib.AbstractContextManager[None]:
+def between_steps(model: LoadedModel) -> contextlib.AbstractContextManager[None]:
     """Prevent all sequences from reading in the `with` block."""
-    return llama.pool.runner.scheduler.between_steps()
+    return model.pool.runner.scheduler.between_steps()
 
 
-def conversations(llama: ServedLlama, user: str) -> dict[str, Session]:
+def conversations(model: LoadedModel, user: str) -> dict[str, Session]:
     """Return a user's sessions that have read something, by their id in routes."""
     return {
         f"{each.number}": each
-        for each in llama.pool.sessions()
+        for each in model.pool.sessions()
         if each.position > 0 and isinstance(each.tenant, Caller) and each.tenant.user == user
     }
 
@@ -98,20 +98,20 @@ class Holder:
         }
 
 
-def pool_figures(llama: ServedLlama, user: str) -> dict[str, Any]:
+def pool_figures(model: LoadedModel, user: str) -> dict[str, Any]:
     """Return the figures that all users share, as JSON: sums without names.
 
     `others` says whether texts of another key than the `user`'s are in the pool.
     """
-    now = llama.pool.stats()
+    now = model.pool.stats()
     return {
         "budget": now.kv_bytes_budget,
         "used": now.kv_bytes_now,
         "peak": now.kv_bytes_peak,
-        "sequences": llama.pool.runner.n_sequences,
+        "sequences": model.pool.runner.n_sequences,
         "others": any(
             each.position > 0 and isinstance(each.tenant, Caller) and each.tenant.user != user
-            for each in llama.pool.sessions()
+            for each in model.pool.sessions()
         ),
         "swapped_bytes": now.swapped_bytes,
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from entropykv.server.http.users import Caller
 from entropykv.session.pool import Pool, PoolStats
@@ -13,7 +14,7 @@ from entropykv.session.stats import SessionStats
 
 @dataclass
 class Totals:
-    """Count tokens and seconds of one worker."""
+    """Count tokens and seconds of one slot."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -22,12 +23,22 @@ class Totals:
     draft_steps: int = 0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
+    climbs: Counter[str] = field(default_factory=Counter)
+    """How often each rung of the recovery ladder was climbed."""
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many tokens were read and written so far."""
+        return self.prompt_tokens, self.generated_tokens
 
     def add(self, before: SessionStats, now: SessionStats) -> None:
         """Add the difference between the figures before and after a request."""
-        for name in vars(self):
+        for name in _SUMS:
             done = getattr(now, name) - getattr(before, name)
             setattr(self, name, getattr(self, name) + done)
+        self.climbs += Counter(now.climbs) - Counter(before.climbs)
+
+
+_SUMS = [each.name for each in dataclasses.fields(Totals) if each.name != "climbs"]
 
 
 @dataclass(frozen=True)
@@ -60,5 +71,6 @@ def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> 
         entries_kept=now.entries_kept,
         evictions=now.evictions,
         **counters,
-        **{name: sum(getattr(each, name) for each in totals) for name in vars(Totals())},
+        climbs=dict(sum((each.climbs for each in totals), Counter())),
+        **{name: sum(getattr(each, name) for each in totals) for name in _SUMS},
     )

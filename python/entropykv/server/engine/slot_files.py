@@ -21,11 +21,12 @@ from pydantic import BaseModel, Field
 from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.server.dialects.fields import Name
+from entropykv.server.engine.answering import Answering, Slot
 from entropykv.server.engine.engine import Engine
+from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.bodies import read_body
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import Caller, user_of
-from entropykv.server.models.loading import ServedLlama
 from entropykv.server.models.registry import ModelRegistry
 
 MOST_FILES = 256
@@ -60,13 +61,13 @@ class SlotFiles:
                 404, f"there is no slot {number}; they are 0 to {self._engine.n_slots - 1}"
             )
         caller = Caller(user)
-        slot = self._engine.workers[number]
+        slot, prefix_cache = self._engine.slots[number], self._engine.prefix_cache
         path = None if name is None else await asyncio.to_thread(self._path, action, name, user)
 
-        def call(_: ServedLlama) -> dict[str, Any]:
+        def call(_: Answering) -> dict[str, Any]:
             start = time.perf_counter()
             try:
-                done = _ACTIONS[action](slot, caller, path)
+                done = _ACTIONS[action](slot, prefix_cache, caller, path)
             except EntropyKVError as error:  # Clients must not learn the paths of files.
                 raise RequestError(400, str(error).replace(str(path), str(name))) from None
             if path is None:
@@ -119,34 +120,38 @@ def _n_files(folder: Path) -> int:
     return sum(each.is_file() for each in folder.iterdir())
 
 
-def _save(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any]:
+def _save(
+    slot: Slot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
+) -> dict[str, Any]:
     """Save the caller's conversation in a slot; raises RequestError if there is none."""
     if path is None:
         raise _without_a_name()
     latest = slot.latest
-    contents = None if latest is None else slot.prefix_cache.save_one(latest, caller, path)
+    contents = None if latest is None else prefix_cache.save_one(latest, caller, path)
     if contents is None:
         raise _holds_nothing()
     return {"n_saved": contents.n_tokens, "n_written": path.stat().st_size}
 
 
-def _restore(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any]:
+def _restore(
+    slot: Slot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
+) -> dict[str, Any]:
     """Load a file into a slot, so that later requests can reuse its text."""
     if path is None:
         raise _without_a_name()
-    slot.latest = slot.prefix_cache.load_one(caller, path)
+    slot.latest = prefix_cache.load_one(caller, path)
     return {"n_restored": slot.latest.position, "n_read": path.stat().st_size}
 
 
-def _erase(slot: ServedLlama, caller: Caller, _: Path | None) -> dict[str, Any]:
+def _erase(slot: Slot, prefix_cache: PrefixCache, caller: Caller, _: Path | None) -> dict[str, Any]:
     """Remove the caller's conversation from a slot; raises RequestError if there is none."""
-    erased = 0 if slot.latest is None else slot.prefix_cache.erase_one(slot.latest, caller)
+    erased = 0 if slot.latest is None else prefix_cache.erase_one(slot.latest, caller)
     if not erased:
         raise _holds_nothing()
     return {"n_erased": erased}
 
 
-_ACTIONS: dict[Action, Callable[[ServedLlama, Caller, Path | None], dict[str, Any]]] = {
+_ACTIONS: dict[Action, Callable[[Slot, PrefixCache, Caller, Path | None], dict[str, Any]]] = {
     "save": _save,
     "restore": _restore,
     "erase": _erase,
@@ -190,5 +195,5 @@ def _folder_of(models: ModelRegistry, engine: Engine, directory: str) -> Path:
     """Return the folder for the files of a model; with several models, each has its own."""
     if not models.has_several:
         return Path(directory)
-    name = quote(engine.llama.served_name, safe="")
+    name = quote(engine.model.name, safe="")
     return Path(directory) / (f"%2E{name[1:]}" if name.startswith(".") else name)

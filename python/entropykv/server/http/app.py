@@ -21,7 +21,6 @@ from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 from starlette.datastructures import State
 
 from entropykv import _version
-from entropykv.errors import SettingsError
 from entropykv.server.dialects.anthropic_events import anthropic_error
 from entropykv.server.dialects.anthropic_routes import PATH as ANTHROPIC_PATH
 from entropykv.server.dialects.anthropic_routes import anthropic_routes
@@ -45,7 +44,7 @@ from entropykv.server.http.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.http.request_log import RequestLog
 from entropykv.server.http.users import Keys, shows_text, user_of
 from entropykv.server.models.catalog import ModelCatalog, ServedModel
-from entropykv.server.models.loading import cache_options, load_llama
+from entropykv.server.models.loading import cache_options, load_model
 from entropykv.server.models.registry import Leases, ModelRegistry, Room
 from entropykv.server.models.routes import model_routes
 from entropykv.server.options import ModelOptions, ServerOptions
@@ -103,7 +102,6 @@ def create_app(
     keys = Keys.of(server)
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
     for each in catalog.models:
-        _check_cache(each.options, server, keys)
         if not catalog.any_name:
             cache_options(each.options, documents=server.documents is not None)
     if server.slot_save_path is not None:
@@ -202,7 +200,7 @@ def _registry(
     def open_model(model: ServedModel) -> Engine:
         """Load a model, in a thread."""
         engine = Engine(
-            load_llama(model.options, limits.images, documents=documents is not None),
+            load_model(model.options, limits.images, documents=documents is not None),
             interrupt=server.interrupt_requests,
             limits=replace(limits, conversations=model.options.conversations),
             shared_prefixes=server.shared_prefixes,
@@ -222,15 +220,6 @@ def _registry(
         limits=limits,
         autoload=server.models_autoload,
     )
-
-
-def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None:
-    """Raise SettingsError for llama-cpp-python's cache if users must not share prefixes."""
-    if model.cache and (len(keys) > 1 or not server.shared_prefixes):
-        raise SettingsError(
-            "--cache lets every user's prompts begin with those of the others; leave it out, and "
-            "give --checkpoints 64MiB or --parallel for conversations that are kept apart"
-        )
 
 
 def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, keys: Keys) -> None:
@@ -260,7 +249,7 @@ def _extra_routes(models: ModelRegistry) -> APIRouter:
     router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
     def ids(engine: Engine, body: _Tokenize) -> list[int]:
-        return engine.llama.tokenize(body.input.encode("utf-8"), special=True)
+        return engine.model.tokenize(body.input, add_bos=True)
 
     # A long answer is written in a thread: FastAPI would do it in the event loop.
     @router.post("/tokenize")

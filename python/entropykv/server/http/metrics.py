@@ -136,7 +136,7 @@ def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
     text = "Seconds from a streamed request to its first token."
     yield "first_token_seconds_total", "counter", seconds, text
     yield "first_tokens_total", "counter", count, "Streamed requests that got a first token."
-    if (images := engine.llama.images) is not None:
+    if (images := engine.model.images) is not None:
         yield "image_bytes", "gauge", images.n_bytes, "Bytes of embeddings of images."
     pool = engine.moment().pool
     yield "conversations", "gauge", engine.n_conversations, "Conversations kept."

@@ -149,8 +149,8 @@ class _Server(uvicorn.Server):
         if app is None or app.state.models.has_several:
             return "", "", None
         engine: Engine = app.state.engine
-        warning = memory_warning(engine.llama.cache_config, engine.stats.kv_bytes_budget)
-        return f"{engine.llama.served_name} at ", f": {engine.describe()}", warning
+        warning = memory_warning(engine.pool.runner.config, engine.stats.kv_bytes_budget)
+        return f"{engine.model.name} at ", f": {engine.describe()}", warning
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._app.loaded is not None:  # Otherwise uvicorn would wait for the longest answer.

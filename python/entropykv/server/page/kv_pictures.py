@@ -15,25 +15,24 @@ from entropykv.server.engine.kv_holders import (
     conversations,
     pool_figures,
 )
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.session import Session
 from entropykv.store.protocol import Shares
 
 
-def about(llama: ServedLlama) -> dict[str, Any]:
+def about(model: LoadedModel) -> dict[str, Any]:
     """Return what does not change: the model, and the number of KV heads of each layer."""
-    session = llama._session
-    stats = session.stats()
+    stats = model.stats()
     return {
-        "model": getattr(llama, "served_name", stats.model),
+        "model": model.name,
         "store": stats.store,
         "policy": stats.policy,
         "kv_type": stats.kv_type,
         "kv_budget": stats.kv_budget,
         "freeze": stats.freeze is not None,
         "n_ctx": stats.n_ctx,
-        "layers": [len(heads) for heads in session.budgets()],
-        "shared": not llama.pool.holds_one,
+        "layers": [len(heads) for heads in model.idle.budgets()],
+        "shared": not model.pool.holds_one,
     }
 
 
@@ -119,13 +118,13 @@ class CacheView:
         self._look: tuple[Session, Any] | None = None
         self._seen: object = None
 
-    def take(self, llama: ServedLlama) -> Picture | None:
+    def take(self, model: LoadedModel) -> Picture | None:
         """Return a picture, or None if nothing has changed since the last one."""
         start = time.thread_time()
-        with between_steps(llama):
-            sessions = conversations(llama, self._user)
+        with between_steps(model):
+            sessions = conversations(model, self._user)
             found = [Holder.of(name, session) for name, session in sessions.items()]
-            pool = pool_figures(llama, self._user)
+            pool = pool_figures(model, self._user)
             seen = [each.key() for each in found], None if found else pool
             if seen == self._seen:
                 return None

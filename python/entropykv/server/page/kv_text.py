@@ -10,7 +10,7 @@ import numpy as np
 
 from entropykv.server.engine.kv_holders import between_steps, conversations
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.loading import ServedLlama
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.session import Session
 
 
@@ -44,14 +44,14 @@ class HeldTokens:
 
 
 def held_tokens(
-    llama: ServedLlama, user: str, name: str | None, first: int, count: int
+    model: LoadedModel, user: str, name: str | None, first: int, count: int
 ) -> HeldTokens:
     """Return the tokens of a range of positions; raises RequestError for an unknown conversation.
 
     `name` is the conversation's id; None means the user's first one.
     """
-    with between_steps(llama):
-        sessions = conversations(llama, user)
+    with between_steps(model):
+        sessions = conversations(model, user)
         session = next(iter(sessions.values()), None) if name is None else sessions.get(name)
         if session is None:
             which = "yet" if name is None else f"{name!r}"

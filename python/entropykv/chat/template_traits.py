@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-
-from llama_cpp import llama_chat_format
-
-from entropykv.drop_in.entropy_llama import EntropyLlama
 
 _NAME, _VALUE, _RESULT = "probed_function", "probed_value", "probed_result"
 _ID = "call00001"  # Nine characters, as Mistral's templates require.
@@ -25,12 +22,11 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
     },
 }
-_OWN_TOOLS = ("functionary", "functionary-v1", "functionary-v2", "chatml-function-calling")
 
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """Hold what a template, or a format of llama-cpp-python, shows; by default only text."""
+    """Hold what a template shows; by default only text."""
 
     shows_tools: bool = False
     """True if it shows the definitions of the tools."""
@@ -42,43 +38,27 @@ class TemplateTraits:
     """
     null_content: bool = False
     """True if a message with tool calls may have null as its content."""
-    shows_every_message: bool = False
-    """False if all system messages but the first are left out."""
     thinking_field: bool = False
     """True if it reads the thought before a call from the field `thinking`, as gpt-oss's template
     does.
     """
-    own_tools: bool = False
-    """True for a format of llama-cpp-python that writes and reads tool calls itself."""
 
 
-def template_of(llama: EntropyLlama) -> str | None:
-    """Return the source of the model's chat template; None for a format of llama-cpp-python."""
-    name = str(llama.chat_format).removeprefix("chat_template.")
-    if name == llama.chat_format:
-        return None
-    key = "tokenizer.chat_template" if name == "default" else f"tokenizer.chat_template.{name}"
-    template: str | None = llama.metadata.get(key)
-    return template
+Render = Callable[[list[dict[str, Any]], list[Any]], str]
 
 
-def traits_of(llama: EntropyLlama) -> TemplateTraits:
-    """Return what the served model's chat template shows."""
-    if llama.chat_format in _OWN_TOOLS:
-        return TemplateTraits(True, True, shows_every_message=True, own_tools=True)
-    template = template_of(llama)
-    if template is None:
-        return TemplateTraits()
-    return replace(_Probe(template).traits(), thinking_field="message.thinking" in template)
+def traits_of(source: str, render: Render) -> TemplateTraits:
+    """Return what the template with this text shows; `render` makes a prompt of messages and
+    tools.
+    """
+    return replace(_Probe(render).traits(), thinking_field="message.thinking" in source)
 
 
 class _Probe:
     """Render a template with a conversation that has one tool, and one call of it."""
 
-    def __init__(self, template: str) -> None:
-        self._formatter = llama_chat_format.Jinja2ChatFormatter(
-            template, eos_token="", bos_token=""
-        )
+    def __init__(self, render: Render) -> None:
+        self._rendered = render
 
     def traits(self) -> TemplateTraits:
         as_object, as_text = {"key": _VALUE}, json.dumps({"key": _VALUE})
@@ -91,7 +71,6 @@ class _Probe:
             object_arguments=shows_object and not shows_text,
             null_content=_VALUE in without_text
             and without_text.count("None") <= self._with_call(arguments, "").count("None"),
-            shows_every_message=True,
         )
 
     def _shows(self, arguments: Any) -> bool:
@@ -111,8 +90,7 @@ class _Probe:
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
         """Return the prompt; empty if the template refuses the messages in any way."""
-        format_messages: Any = self._formatter
         try:
-            return str(format_messages(messages=messages, tools=tools).prompt)
+            return self._rendered(messages, tools)
         except Exception:  # A template is a program of the model's author, and may raise anything.
             return ""

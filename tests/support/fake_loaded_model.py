@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from entropykv.server.engine.pool_totals import Totals
 from entropykv.session.pool import PoolStats
 from entropykv.session.stats import SessionStats
 
@@ -38,33 +37,16 @@ class FakePool:
         return []
 
 
-class FakeServedLlama:
+class FakeLoadedModel:
     """Fake a model that reads nothing."""
 
-    _seed = 0
+    name = "fake"
 
     def __init__(self, pool: FakePool | None = None) -> None:
         self.pool = pool or FakePool()
-        self.totals = Totals()
-        self.checkpoint: Any = None
 
-    def another(self) -> FakeServedLlama:
-        return type(self)(self.pool)
-
-    def serve_from(self, prefix_cache: Any) -> None:
-        self.prefix_cache = prefix_cache
-
-    def set_seed(self, seed: int) -> None:
-        pass
-
-    def kv_stats(self) -> SessionStats:
+    def stats(self) -> SessionStats:
         return _zeros(SessionStats)
-
-    def counts(self) -> tuple[int, int]:
-        return self.totals.prompt_tokens, self.totals.generated_tokens
-
-    def interrupt(self) -> None:
-        pass
 
     def close(self) -> None:
         pass

@@ -1,0 +1,1 @@
+"""Render chats by templates, and find out what a template shows."""

@@ -1,0 +1,185 @@
+"""Render the messages of a chat as the text that a model was trained to continue."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import llama_cpp
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from entropykv.chat.template_traits import TemplateTraits, traits_of
+from entropykv.errors import SettingsError
+from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
+
+Messages = Sequence[Mapping[str, Any]]
+_LONGEST_KEY = 1_024
+"""Characters of arguments whose frame is remembered."""
+_MOST_FRAMES = 64
+"""How many frames are remembered, one for each set of arguments in requests."""
+
+
+class ChatTemplate:
+    """Hold a template: Jinja text, as model files have it, or the name of one of llama.cpp's."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        arguments: Mapping[str, Any] | None = None,
+        named: bool = False,
+    ) -> None:
+        """Compile the text, or with `named` look for a template of llama.cpp's.
+
+        `bos` and `eos` are the texts of these tokens, and `arguments` the variables that every chat
+        gets. Raises jinja2.TemplateError for text that is no template, and SettingsError for an
+        unknown name.
+        """
+        self.source = source
+        self.arguments = dict(arguments or {})
+        self._bos, self._eos = bos, eos
+        self._frames: dict[str, AnswerFrame] = {}
+        self._compiled = None if named else _ENVIRONMENT.from_string(source)
+        if named:
+            _rendered_by_name(source, [{"role": "user", "content": "-"}], opens_answer=True)
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        opens_answer: bool = True,
+    ) -> str:
+        """Return the prompt; `opens_answer`: it ends with the beginning of the model's answer.
+
+        `arguments` take precedence over those of every chat. The text begins with a BOS token if
+        the template writes one. Raises jinja2.TemplateError, ValueError or TypeError for what the
+        template refuses, because a template is a program of its author.
+        """
+        if self._compiled is None:
+            return _rendered_by_name(self.source, messages, opens_answer=opens_answer)
+        variables = {**self.arguments, **(arguments or {})}
+        return self._compiled.render(
+            messages=messages,
+            tools=tools,
+            functions=None,
+            function_call=None,
+            tool_choice=None,
+            bos_token=self._bos,
+            eos_token=self._eos,
+            add_generation_prompt=opens_answer,
+            raise_exception=_refuse,
+            strftime_now=_now,
+            **variables,
+        )
+
+    @functools.cached_property
+    def traits(self) -> TemplateTraits:
+        """Return what the template shows of tools and calls."""
+        if self._compiled is None:
+            return TemplateTraits()
+        return traits_of(self.source, lambda m, tools: self.render(m, tools=tools))
+
+    @functools.cached_property
+    def tags(self) -> ThoughtTags | None:
+        """Return the tags of the model's thoughts; None if the template has none."""
+        return None if self._compiled is None else tags_of(self.source)
+
+    def frame(self, arguments: Mapping[str, Any] | None = None) -> AnswerFrame:
+        """Return what the template writes before an answer, with these arguments."""
+        key = json.dumps(arguments or {}, sort_keys=True, default=str)
+        found = self._frames.get(key)
+        if found is None:
+            try:
+                found = frame_of(lambda messages: self.render(messages, arguments=arguments))
+            except Exception:  # A template is a program of its author, and may raise anything.
+                found = AnswerFrame()
+            if len(self._frames) >= _MOST_FRAMES:
+                self._frames.clear()
+            if len(key) <= _LONGEST_KEY:
+                self._frames[key] = found
+        return found
+
+
+class _Generation(Extension):
+    """Render what stands within {% generation %}, with which trainers mark answers."""
+
+    tags = {"generation"}  # noqa: RUF012  # of Extension
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as Transformers' templates expect it: Jinja's own filter escapes for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    """Let a template refuse what it cannot show."""
+    raise ValueError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return an environment in which templates can do nothing but write text."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+def _rendered_by_name(name: str, messages: Messages, *, opens_answer: bool) -> str:
+    """Apply one of llama.cpp's templates; raises SettingsError for an unknown name."""
+    said = [(str(each["role"]), str(each["content"] or "")) for each in messages]
+    roles = [(role.encode(), content.encode()) for role, content in said]
+    chat = (llama_cpp.llama_chat_message * len(roles))(
+        *(llama_cpp.llama_chat_message(role, content) for role, content in roles)
+    )
+    size = 1024 + 2 * sum(len(role) + len(content) for role, content in roles)
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = llama_cpp.llama_chat_apply_template(
+            name.encode(), chat, len(roles), opens_answer, buffer, size
+        )
+        if n < 0:
+            raise SettingsError(
+                f"llama.cpp knows no chat template named {name!r}; give a name such as chatml, or "
+                "Jinja text (--chat-template, --chat-template-file)"
+            )
+        if n <= size:
+            return buffer.raw[:n].decode("utf-8")
+        size = n
+
+
+TemplateError = jinja2.TemplateError
+"""Raised for a template that cannot be compiled or rendered."""

@@ -1,0 +1,153 @@
+"""Make prompts: of the messages of a chat, of a text, or of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from entropykv.chat.chat_template import Messages
+from entropykv.errors import ContextError, ImageError
+from entropykv.llamacpp.model import Model
+from entropykv.session.images import Images, ReadyImage
+from entropykv.thinking.tags import AnswerFrame, ThoughtTags
+
+
+@dataclass(frozen=True)
+class PromptThought:
+    """Hold what a prompt says of the thought that its answer may begin with."""
+
+    tags: ThoughtTags
+    opened: bool
+    """Whether the prompt ends within the thought, because the template has begun it."""
+    n_left_out: int
+    """How many tokens at the end of the prompt later turns of the conversation lack."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Hold what a model reads before it answers. Nothing of it changes."""
+
+    tokens: list[int]
+    text: str = ""
+    """The text of the prompt; empty for one of tokens."""
+    images: tuple[ReadyImage, ...] = ()
+    """Its images, which are held until it is read."""
+    n_document: int = 0
+    """How many of its first tokens are those of a document."""
+    thought: PromptThought | None = None
+    """None for a text that is continued, and for a model that does not think."""
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """Hold the images of a prompt whose text has a marker for each, and how they are read."""
+
+    images: Images
+    files: Sequence[bytes]
+    most_tokens: int
+    owner: Hashable = None
+    poll: Callable[[], object] | None = None
+    """Called while images are encoded; it may raise to stop that."""
+
+    def tokens_of(self, text: str, *, add_bos: bool) -> tuple[list[int], tuple[ReadyImage, ...]]:
+        """Return the tokens of a text with placeholders, and the images that they stand for."""
+        if text.count(self.images.marker) != len(self.files):
+            raise ImageError(
+                "the model's chat template does not show the images; use one that does "
+                "(--chat-template)"
+            )
+        found = self.images.tokenize(
+            text,
+            self.files,
+            add_bos=add_bos,
+            most_tokens=self.most_tokens,
+            owner=self.owner,
+            poll=self.poll,
+        )
+        return found.tokens, found.images
+
+
+def text_prompt(
+    model: Model,
+    text: str,
+    *,
+    add_bos: bool | None = None,
+    shown: ShownImages | None = None,
+    is_answer: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """Return the prompt of a text, in which names of control tokens become such tokens.
+
+    `add_bos` None: it begins with a BOS token if texts of this model do. `is_answer`: the text is
+    what a chat template has written with these `arguments`, so that an answer follows.
+    """
+    begins = model.adds_bos if add_bos is None else add_bos
+    images: tuple[ReadyImage, ...] = ()
+    if shown is not None and shown.files:
+        tokens, images = shown.tokens_of(text, add_bos=begins)
+    else:
+        tokens = model.tokenize(text, add_bos=begins, special=True)
+    thought = thought_of(model, text, tokens, arguments) if is_answer else None
+    return Prompt(tokens, text, images, thought=thought)
+
+
+def chat_prompt(
+    model: Model,
+    messages: Messages,
+    *,
+    tools: Sequence[Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    shown: ShownImages | None = None,
+) -> Prompt:
+    """Return the prompt of a chat by the model's template, or line by line if it has none.
+
+    Control tokens are those of the template, unless the model was loaded with `parse_special`.
+    `tools` and `arguments` are what the template is told besides the messages. Raises the errors of
+    ChatTemplate.render().
+    """
+    text = model.chat_text(messages, tools=tools, arguments=arguments)
+    is_chat = model.chat_template is not None
+    return text_prompt(
+        model,
+        text,
+        add_bos=False if is_chat else None,
+        shown=shown,
+        is_answer=is_chat,
+        arguments=arguments,
+    )
+
+
+def thought_of(
+    model: Model, text: str, tokens: Sequence[int], arguments: Mapping[str, Any] | None = None
+) -> PromptThought | None:
+    """Return what a prompt by the chat template says of the thought of its answer.
+
+    It is None for a model that does not think.
+    """
+    template = model.chat_template
+    if template is None or template.tags is None:
+        return None
+    frame = template.frame(arguments)
+    opened = template.tags.is_open_after(text)
+    return PromptThought(template.tags, opened, n_left_out(model, frame, tokens))
+
+
+def n_left_out(model: Model, frame: AnswerFrame, tokens: Sequence[int]) -> int:
+    """Return how many tokens at the end of a prompt later turns of the conversation lack."""
+    opening, text, count = frame.opening.encode(), b"", 0
+    while len(text) < len(opening) and count < len(tokens):
+        count += 1
+        if tokens[-count] < 0:  # An image stands there.
+            return 0
+        text = model.token_bytes(tokens[-count], special=True) + text
+    return count if text.endswith(opening) else 0
+
+
+def check_room(prompt: Prompt, n_ctx: int) -> None:
+    """Raise ContextError for a prompt that leaves no room for an answer in the context."""
+    if len(prompt.tokens) >= n_ctx:
+        raise ContextError(
+            f"the prompt's {len(prompt.tokens)} tokens exceed context window of {n_ctx}, which "
+            "must also hold the answer; shorten the prompt, or raise -c (n_ctx)"
+        )

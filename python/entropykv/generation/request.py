@@ -1,0 +1,30 @@
+"""Say what is generated: a prompt, and how its answer is chosen and where it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from entropykv.generation.prompt import Prompt
+from entropykv.session.sampling import Sampling
+from entropykv.thinking.options import ThinkingOptions
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Hold one answer that is asked for. Nothing of it changes while the answer is written."""
+
+    prompt: Prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    """How tokens are chosen; its grammar says what the answer behind a thought must be."""
+    max_tokens: int = -1
+    """The most tokens of the answer; -1: until the model or the context ends, 0: the prompt is only
+    read.
+    """
+    stops: tuple[str, ...] = ()
+    """Texts that end the answer, and are left out."""
+    thinking: ThinkingOptions = field(default_factory=ThinkingOptions)
+    """How long a thought may be, and where writers show it."""
+    n_logprobs: int | None = None
+    """How many of the most probable tokens are told for each token; None: no values at all."""
+    prompt_logprobs: bool = False
+    """Whether the values of the prompt's tokens are told, too; then all of it must be read."""

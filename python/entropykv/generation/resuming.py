@@ -1,0 +1,83 @@
+"""Continue a session from the longest part of a prompt that it has read already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from entropykv.errors import ContextError
+from entropykv.generation.prompt import Prompt
+from entropykv.generation.request import GenerationRequest
+from entropykv.generation.spelling import continuing, control_symbol, spelling
+from entropykv.llamacpp.model import Model
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.prefix_index import common_prefix
+from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
+from entropykv.session.session import Session
+
+
+def resume(session: Session, request: GenerationRequest, *, reads_question: bool = False) -> int:
+    """Go back in a session's text to where a prompt can continue; returns how many tokens of the
+    prompt it has read then.
+
+    So the answer is as if the prompt had been read from its start. If the prompt begins with what
+    was read, all of that is kept; otherwise the text is cut where a reading from the start would
+    also begin a micro-batch, and only if nothing was evicted since, nor is before the answer ends.
+    A checkpoint leads back whatever was evicted. `reads_question`: see Demand.
+    """
+    tokens, most = request.prompt.tokens, request.max_tokens
+    if request.prompt_logprobs:  # They are told of every token.
+        session.truncate(0)
+        return 0
+    end = session.n_ctx if most < 0 else len(tokens) + most
+    demand = Demand(end=end, knows_prompt=True, reads_question=reads_question)
+    held = session.held()
+    reuse = reuse_of(held, tokens, demand)
+    if reuse.source is ReuseSource.PROMPT:
+        if session.return_to_prompt(reuse.position, end):
+            return reuse.position
+        reuse = reuse_of(held, tokens, replace(demand, knows_prompt=False))
+    if reuse.source is ReuseSource.WHOLE:
+        return reuse.position
+    beyond = max(reuse.position, LEAST_SPARED - 1)
+    found = session.return_to_checkpoint(
+        tokens, beyond, repeatable=True, reads_question=reads_question
+    )
+    if not found:
+        # A checkpoint for which there is no room leaves the session empty.
+        _cut(session, min(reuse.position, session.position))
+    if session.position == len(tokens) and session.logits is None:
+        session.truncate(0)
+    return session.position
+
+
+def _cut(session: Session, position: int) -> None:
+    """Truncate a session; to nothing if its pool has given it a smaller share meanwhile."""
+    try:
+        session.truncate(position)
+    except ContextError:
+        session.truncate(0)
+
+
+def as_held(session: Session, prompt: Prompt) -> list[int]:
+    """Return the tokens of a prompt as those that a session has read, if both are the same text.
+
+    What a model has written may be tokenised otherwise than the same text in a later prompt. Then
+    usage and limits refer to the tokens that were read. Without any difference, or where the text
+    is another one, it returns the prompt's own tokens.
+    """
+    held, tokens = session.tokens, prompt.tokens
+    if not held or common_prefix(held, tokens) == len(held):
+        return tokens
+    found = spelled_on(session.model, held, tokens)
+    return found if found is not None and len(found) < session.n_ctx else tokens
+
+
+def spelled_on(model: Model, held: Sequence[int], tokens: Sequence[int]) -> list[int] | None:
+    """Return tokens of the same text that begin with those in `held`; None if there are none."""
+
+    def spell(token: int) -> str:
+        piece = b"" if is_placeholder(token) else model.token_bytes(token)
+        return spelling(piece) if piece else control_symbol(token)
+
+    return continuing(held, tokens, spell, model.tokenize_bytes)

@@ -1,0 +1,314 @@
+"""Write the events of an answer as OpenAI's completions and chats, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
+from entropykv.generation.prompt import Prompt
+from entropykv.llamacpp.model import Model
+from entropykv.server.chat.tool_calls import AnswerPart, CallReader, ToolUse, as_deltas
+from entropykv.server.engine.answering import Answering
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.logprobs import HeldValues, TokenLogprob
+from entropykv.thinking.options import ThoughtFormat
+
+Chunk = dict[str, Any]
+
+
+def usage_of(job: Answering) -> dict[str, Any]:
+    """Return OpenAI's numbers of tokens: of the prompt, of the answer, and what they were."""
+    usage: dict[str, Any] = {
+        "prompt_tokens": job.n_prompt,
+        "completion_tokens": job.n_written,
+        "total_tokens": job.n_prompt + job.n_written,
+        "prompt_tokens_details": {"cached_tokens": job.n_cached},
+    }
+    if job.n_thought is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": job.n_thought}
+    return usage
+
+
+@dataclass
+class Head:
+    """Hold what every part of one answer begins with."""
+
+    kind: str
+    """Its field `object`."""
+    prefix: str
+    """The beginning of its id."""
+    model: str
+    _fields: dict[str, Any] = field(default_factory=dict)
+
+    def with_choice(self, **choice: Any) -> dict[str, Any]:
+        """Return a part with one choice."""
+        return {**self.fields, "choices": [{"index": 0, **choice}]}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that all parts have."""
+        if not self._fields:
+            name = f"{self.prefix}-{uuid.uuid4()}"
+            now = int(time.time())
+            self._fields = {
+                "id": name,
+                "object": self.kind,
+                "created": now,
+                "model": self.model,
+            }
+        return self._fields
+
+
+class TokenNames:
+    """Hold the texts by which the values of tokens are told."""
+
+    def __init__(self, model: Model) -> None:
+        """Use a model's vocabulary."""
+        self._model = model
+
+    def of(self, token: int) -> str:
+        """Return the text of a token; bytes that are only a part of a character are left out."""
+        if is_placeholder(token):
+            return ""
+        return self._model.token_bytes(token).decode("utf-8", errors="ignore")
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """Return the bytes of a token; None for a control token, which has no text."""
+        data = b"" if is_placeholder(token) else self._model.token_bytes(token)
+        return list(data) or None
+
+
+# --- completions ----------------------------------------------------------------------------------
+
+
+class CompletionWriter:
+    """Write a text that was continued."""
+
+    def __init__(
+        self, job: Answering, prompt: Prompt, *, name: str, echoes: bool, logprobs: bool
+    ) -> None:
+        """Write the answer to a prompt, which is repeated before it if it `echoes`."""
+        self._job = job
+        self._head = Head("text_completion", "cmpl", name)
+        self._names = TokenNames(job.model.model)
+        self._has_logprobs = logprobs
+        self._echo = shown_prompt(job.model.model, prompt) if echoes or logprobs else ""
+        self._echoes = echoes
+        self._offset = 0 if echoes else len(self._echo)
+        """Where the next token begins in the text of prompt and answer."""
+
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the answer."""
+        text, reason, held = self._echo if self._echoes else "", "stop", HeldValues()
+        for event in events:
+            if isinstance(event, Ended):
+                reason = event.reason
+            elif isinstance(event, PromptRead):
+                held.add(self._of_prompt(event))
+            else:
+                text += event.text
+                held.add(event.logprobs)
+        choice = self._choice(text, held.values, reason)
+        return {**self._head.with_choice(**choice), "usage": usage_of(self._job)}
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
+        """Yield the chunks of the answer, and one with the numbers of tokens."""
+        text = self._echo if self._echoes else ""
+        values: list[TokenLogprob] = []
+        for event in events:
+            if isinstance(event, PromptRead):
+                values += self._of_prompt(event)
+            elif isinstance(event, AnswerPiece):
+                text += event.text
+                values += event.logprobs
+                if text:
+                    yield self._head.with_choice(**self._choice(text, values, None))
+                    text, values = "", []
+            else:
+                yield self._head.with_choice(**self._choice(text, values, event.reason))
+        yield {**self._head.fields, "choices": [], "usage": usage_of(self._job)}
+
+    def _of_prompt(self, event: PromptRead) -> Sequence[TokenLogprob]:
+        """Return the values of the prompt's tokens: the first of its text has none, as at
+        OpenAI.
+        """
+        values = list(event.logprobs)
+        if values and not self._names.of(values[0].token):  # It only begins the prompt.
+            del values[0]
+        return [*(TokenLogprob(each.token, None) for each in values[:1]), *values[1:]]
+
+    def _choice(
+        self, text: str, values: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(values) if self._has_logprobs and (values or reason) else None
+        choice = {"text": text, "logprobs": logprobs, "finish_reason": reason}
+        return choice if reason is None else with_passages(choice, self._job)
+
+    def _logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not values:
+            return None
+        texts, offsets, tops = [], [], []
+        for each in values:
+            text = self._names.of(each.token)
+            texts.append(text)
+            offsets.append(self._offset)
+            self._offset += len(text)
+            top = {self._names.of(token): value for token, value in each.top}
+            tops.append(None if each.logprob is None else {**top, text: each.logprob})
+        return {
+            "tokens": texts,
+            "text_offset": offsets,
+            "token_logprobs": [each.logprob for each in values],
+            "top_logprobs": tops,
+        }
+
+
+def shown_prompt(model: Model, prompt: Prompt) -> str:
+    """Return the text of a prompt, without a token that only begins it."""
+    if prompt.text:
+        return prompt.text
+    tokens = [each for each in prompt.tokens if not is_placeholder(each)]
+    begins = tokens[:1] == [model.bos]
+    return model.detokenize(tokens[1:] if begins else tokens, special=True)
+
+
+def with_passages(choice: dict[str, Any], job: Answering) -> dict[str, Any]:
+    """Return a choice with the passages that the answer looked at, if they were asked for."""
+    if not job.n_passages:
+        return choice
+    found = job.passages
+    return {**choice, "passages": None if found is None else [asdict(each) for each in found]}
+
+
+# --- chats ----------------------------------------------------------------------------------------
+
+
+class ChatWriter:
+    """Write an answer of a chat: its thought, its text, and the calls in it."""
+
+    def __init__(
+        self,
+        job: Answering,
+        prompt: Prompt,
+        *,
+        name: str,
+        form: ThoughtFormat = "auto",
+        use: ToolUse | None = None,
+        legacy_calls: bool = False,
+        logprobs: bool = False,
+    ) -> None:
+        """Write the answer to a prompt.
+
+        `form`: where thoughts are shown. `use`: the tools whose calls are read from it.
+        `legacy_calls`: the first call also has OpenAI's older name.
+        """
+        self._job, self._name = job, name
+        self._thought = prompt.thought
+        self._form: ThoughtFormat = form if prompt.thought is not None else "none"
+        self._use, self._legacy = use, legacy_calls
+        self._names = TokenNames(job.model.model)
+        self._has_logprobs = logprobs
+
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the answer."""
+        head = Head("chat.completion", "chatcmpl", self._name)
+        text, thought, answer, reason, held = "", "", "", "stop", HeldValues()
+        for event in events:
+            if isinstance(event, AnswerPiece):
+                text += event.text
+                thought += event.thought
+                answer += event.answer
+                held.add(event.logprobs)
+            elif isinstance(event, Ended):
+                reason = event.reason
+        message: dict[str, Any] = {"role": "assistant", "content": self._said(text, answer)}
+        if thought and self._form != "none":
+            message["reasoning_content"] = thought
+        if self._use is not None:
+            said, calls = self._use.read(message["content"])
+            if calls:
+                message |= {"content": said or None, "tool_calls": calls}
+                reason = "tool_calls"
+            if calls and self._legacy:
+                message["function_call"] = calls[0]["function"]
+        choice = {
+            "message": message,
+            "logprobs": self._logprobs(held.values),
+            "finish_reason": reason,
+        }
+        whole = head.with_choice(**with_passages(choice, self._job))
+        return {**whole, "usage": usage_of(self._job)}
+
+    def _said(self, text: str, answer: str) -> str:
+        """Return the content of a whole message; deepseek-legacy shows thoughts twice."""
+        if self._form == "none":
+            return text
+        if self._form == "deepseek-legacy" and self._thought is not None:
+            return self._thought.tags.begin + text if self._thought.opened else text
+        return answer
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
+        """Yield the chunks of the answer, and one with the numbers of tokens.
+
+        A call is sent once its JSON has ended. deepseek-legacy leaves thoughts in a stream.
+        """
+        head = Head("chat.completion.chunk", "chatcmpl", self._name)
+        reader = None if self._use is None else CallReader(self._use)
+        n_calls, values = 0, list[TokenLogprob]()
+        for event in events:
+            if isinstance(event, PromptRead):
+                yield self._chunk(head, {"role": "assistant"}, values)
+                continue
+            values += event.logprobs if isinstance(event, AnswerPiece) else ()
+            thought, part = self._parts(event, reader)
+            if thought:
+                yield self._chunk(head, {"reasoning_content": thought}, values)
+            if part.text:
+                yield self._chunk(head, {"content": part.text}, values)
+            for delta in as_deltas(part.calls, first=n_calls, legacy=self._legacy):
+                yield self._chunk(head, delta, values)
+            n_calls += len(part.calls)
+            if isinstance(event, Ended):
+                reason = "tool_calls" if n_calls else event.reason
+                yield self._chunk(head, {}, values, reason)
+        yield {**head.fields, "choices": [], "usage": usage_of(self._job)}
+
+    def _parts(
+        self, event: AnswerPiece | Ended, reader: CallReader | None
+    ) -> tuple[str, AnswerPart]:
+        """Return what an event adds to a stream: of the thought, and of the text and its calls."""
+        is_apart = self._form in ("auto", "deepseek")
+        if isinstance(event, Ended):
+            return "", AnswerPart() if reader is None else reader.finish()
+        said = event.answer if is_apart else event.text
+        part = AnswerPart(said) if reader is None else reader.take(said)
+        return event.thought if is_apart else "", part
+
+    def _chunk(
+        self,
+        head: Head,
+        delta: dict[str, Any],
+        values: list[TokenLogprob],
+        reason: str | None = None,
+    ) -> Chunk:
+        """Return a chunk with the values of the tokens since the last one."""
+        choice = {"delta": delta, "logprobs": self._logprobs(values), "finish_reason": reason}
+        values.clear()
+        return head.with_choice(**choice if reason is None else with_passages(choice, self._job))
+
+    def _logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._has_logprobs or not values:
+            return None
+        return {"content": [self._value(each) for each in values], "refusal": None}
+
+    def _value(self, value: TokenLogprob) -> dict[str, Any]:
+        top = [self._named(token, logprob) for token, logprob in value.top]
+        return {**self._named(value.token, value.logprob), "top_logprobs": top}
+
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
+        data = self._names.bytes_of(token)
+        return {"token": self._names.of(token), "bytes": data, "logprob": logprob}

@@ -1,0 +1,206 @@
+"""Answer one job: take the conversation that its prompt continues, and generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+from entropykv.constraint.constraint import Constraint
+from entropykv.constraint.trial import Trials
+from entropykv.errors import EntropyKVError, PoolError, SessionFileError, SettingsError
+from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead, generate
+from entropykv.generation.prompt import check_room
+from entropykv.generation.request import GenerationRequest
+from entropykv.generation.resuming import as_held, resume, spelled_on
+from entropykv.server.documents.asked_document import AskedDocument
+from entropykv.server.engine.pool_totals import Totals
+from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.errors import RequestError
+from entropykv.server.http.users import SOMEBODY, Caller
+from entropykv.server.models.loaded_model import LoadedModel
+from entropykv.session.document import document_header
+from entropykv.session.generate import StepHooks
+from entropykv.session.passages import AttentionSince, Passage
+from entropykv.session.session import Session
+
+_TRIALS = Trials()
+"""Those of all models, because constraints are tried without their vocabularies."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Hold one of the places in which jobs are answered at the same time."""
+
+    number: int
+    latest: Session | None = None
+    """The conversation that it answered last, which is in the prefix cache unless it was dropped
+    there.
+    """
+    totals: Totals = field(default_factory=Totals)
+    """What was read and written in it."""
+
+
+@dataclass(eq=False)
+class Answering:
+    """Hold a job while it is answered: what it may use, and how far it is."""
+
+    model: LoadedModel
+    prefix_cache: PrefixCache
+    slot: Slot
+    check: Callable[[], object]
+    """Called before every step; what it raises ends the job."""
+    caller: Caller = SOMEBODY
+    document: AskedDocument | None = None
+    """The document that it asks about."""
+    n_prompt: int = 0
+    """How many tokens its prompt has."""
+    n_cached: int = 0
+    """How many of them had been read before."""
+    n_written: int = 0
+    """How many tokens were written so far."""
+    n_thought: int | None = None
+    """How many of them are thoughts; None if the model does not think."""
+    n_passages: int = 0
+    """How many passages of the document its client wants to see."""
+    passages: list[Passage] | None = None
+    """The passages of the document that the answer looked at; None if nothing measured that."""
+    _session: Session | None = None
+
+    def interrupt(self) -> None:
+        """Cancel waiting tokens, in whatever thread they wait."""
+        session = self._session
+        if session is not None:
+            session.interrupt()
+
+    def document_tokens(self) -> list[int]:
+        """Return the tokens of the document, which is loaded unless it is kept already.
+
+        Raises RequestError for one that cannot be loaded.
+        """
+        asked = self.document
+        if asked is None:
+            return []
+        try:
+            return self.prefix_cache.open_document(asked.path, self.caller)
+        except EntropyKVError as error:
+            raise asked.refusal(error) from None
+
+    def answer(
+        self, request: GenerationRequest, *, constrained_by: str = "grammar", n_passages: int = 0
+    ) -> Iterator[Event]:
+        """Yield the events of the answer, in the conversation that the prompt continues.
+
+        `constrained_by`: the field of the client's request that says what the answer must be.
+        `n_passages`: how many passages are looked for. Raises RequestError, and the errors of
+        generate().
+        """
+        check_room(request.prompt, self.model.n_ctx)
+        self.n_passages = n_passages
+        grammar, is_refused = request.sampling.grammar, True
+        try:
+            if grammar is not None:
+                _TRIALS.check(Constraint.of(grammar), self.check)
+            for event in self._in_conversation(request):
+                is_refused = False
+                yield event
+        except SettingsError as error:
+            if grammar is None or not is_refused:
+                raise
+            message = f"{constrained_by}: {error}"
+            raise RequestError(400, message, param=constrained_by) from None
+
+    def _in_conversation(self, request: GenerationRequest) -> Iterator[Event]:
+        session, tokens = self._taken(request), request.prompt.tokens
+        before = session.stats()
+        self._session, attention = session, None
+        self.n_thought = None if request.prompt.thought is None else 0
+        try:
+            tokens = as_held(session, request.prompt)
+            self.n_prompt = len(tokens)
+            if tokens is not request.prompt.tokens:
+                request = replace(request, prompt=replace(request.prompt, tokens=tokens))
+            n_cached = resume(session, request, reads_question=self.n_passages > 0)
+            if self.n_passages:
+                attention = AttentionSince(session)
+            hooks = StepHooks(self._before_step, self._makes_room, gives_way=True)
+            with closing(generate(session, request, n_cached=n_cached, hooks=hooks)) as events:
+                for event in events:
+                    self._note(event, session)
+                    if isinstance(event, Ended) and attention is not None:
+                        self.passages = self._looked_at(attention)
+                    yield event
+        finally:
+            self._session = None
+            if attention is not None:
+                attention.close()
+            self._give_back(session, request, before_answer=len(tokens))
+            self.slot.totals.add(before, session.stats())
+
+    def _taken(self, request: GenerationRequest) -> Session:
+        """Return the conversation that a prompt continues, out of the prefix cache."""
+        asked = self.document
+        tokens = [] if request.prompt_logprobs else request.prompt.tokens
+        model = self.model.model
+        try:
+            return self.prefix_cache.take(
+                tokens,
+                self.caller,
+                self.check,
+                lambda held: spelled_on(model, held, tokens) is not None,
+                None if asked is None else asked.path,
+                reads_question=self.n_passages > 0,
+            )
+        except (PoolError, SessionFileError) as error:
+            if asked is None:
+                raise
+            raise asked.refusal(error) from None
+
+    def _give_back(
+        self, session: Session, request: GenerationRequest, *, before_answer: int
+    ) -> None:
+        self.prefix_cache.gives_up(session)
+        if not session.is_whole:
+            session.close()
+            return
+        self.slot.latest = session
+        thought = request.prompt.thought
+        # The next turn continues before the last thought.
+        place = before_answer - thought.n_left_out if thought is not None and self.n_thought else 0
+        self.prefix_cache.put(session, self.caller, place)
+
+    def _note(self, event: Event, session: Session) -> None:
+        """Take down how far the answer is."""
+        if isinstance(event, PromptRead):
+            self.n_cached = event.n_cached
+            self.prefix_cache.has_read(session)
+            self.model.tell_what_is_learnt()
+        elif isinstance(event, AnswerPiece):
+            self.n_written += event.token is not None
+            if self.n_thought is not None:
+                self.n_thought = event.n_thought
+
+    # --- before every step ------------------------------------------------------------------------
+
+    def _before_step(self, n_left: int) -> None:
+        self.check()
+        if (session := self._session) is not None:
+            self.prefix_cache.reads(session, min(n_left, session.n_ubatch))
+
+    def _makes_room(self, error: PoolError) -> bool:
+        """Drop a conversation that cannot be swapped out; raises RequestError if there is none."""
+        self.check()
+        if not self.prefix_cache.forget_one():
+            raise RequestError(503, str(error)) from error
+        return True
+
+    def _looked_at(self, attention: AttentionSince) -> list[Passage] | None:
+        """Return the passages of the document that the answer looked at, while it is held."""
+        asked = self.document
+        if asked is None:
+            return None
+        try:
+            text = document_header(asked.path).note.text
+            return attention.passages(text, len(self.document_tokens()), self.n_passages)
+        except (PoolError, SessionFileError):  # The answer is worth more than its passages.
+            return None

@@ -1,0 +1,100 @@
+"""Hold a model that the server has loaded, with what its operator has set for all requests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from entropykv.chat.template_traits import TemplateTraits
+from entropykv.llamacpp.model import Model
+from entropykv.server.chat.control_tokens import ControlTokens
+from entropykv.session.images import Images
+from entropykv.session.pool import Pool
+from entropykv.session.session import Session
+from entropykv.session.stats import SessionStats
+from entropykv.thinking.options import ThinkingOptions
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """Hold a model in memory and its pool. Any thread may use it; nothing of a request is here."""
+
+    pool: Pool
+    name: str
+    """The name that clients use for it; never a path."""
+    request_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The server's defaults for fields that a request leaves out."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The server's variables for the chat template."""
+    thinking: ThinkingOptions = field(default_factory=ThinkingOptions)
+    """The server's options of thoughts."""
+    shared_prefixes: bool = True
+    """Whether texts with the same key may share prefixes: see Caller.tenant()."""
+
+    def __post_init__(self) -> None:
+        """Make a session that reads nothing, for figures that all sessions share."""
+        self.idle: Session = self.pool.session()
+        if self.pool.holds_one:  # The only place is for conversations.
+            self.idle.close()
+
+    @property
+    def model(self) -> Model:
+        """Return the model: its vocabulary, and its chat template."""
+        return self.pool.runner.model
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads images; None without a projector."""
+        return self.pool.runner.images
+
+    @property
+    def n_ctx(self) -> int:
+        """Return the most tokens of a conversation."""
+        return self.pool.runner.config.n_ctx
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """Return what the chat template shows of tools."""
+        template = self.model.chat_template
+        return TemplateTraits() if template is None else template.traits
+
+    @property
+    def thinks(self) -> bool:
+        """Tell whether the chat template has thoughts."""
+        return self.model.thought_tags is not None
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Return the control tokens of the vocabulary."""
+        return ControlTokens.of(self.model)
+
+    def tokenize(self, text: str, *, add_bos: bool = False, special: bool = True) -> list[int]:
+        """Return the tokens of a text; raises RequestError if that would take too long."""
+        if special:
+            self.control_tokens.check(text.encode("utf-8", "replace"))
+        begins = add_bos and self.model.adds_bos
+        return self.model.tokenize(text, add_bos=begins, special=special)
+
+    def stats(self) -> SessionStats:
+        """Return figures of a session that has read nothing: the settings, and no counts."""
+        return self.idle.stats()
+
+    def tell_what_is_learnt(self) -> None:
+        """Print once on stderr what was read twice, and what of it is kept."""
+        fit = self.pool.runner.fit
+        if fit is not None and (news := fit.news()) is not None:
+            say(news)
+
+    def close(self) -> None:
+        """Free the model, its pool, and all sessions."""
+        self.idle.close()
+        self.pool.close()
+
+
+def say(text: str) -> None:
+    """Print a note of the server on stderr."""
+    sys.stderr.write(f"entropykv: {text}\n")
+    sys.stderr.flush()
