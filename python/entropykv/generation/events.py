@@ -153,11 +153,11 @@ class _Answer:
                 on_prompt(done + n_read)
 
         if done < place < end:
-            read_prompt(session, prompt.tokens[done:place], told, with_=self._with)
+            read_prompt(session, prompt.tokens[done:place], told, companions=self._with)
             session.keep_checkpoint()
             done = place
         if done < end or session.logits is None:
-            read_prompt(session, prompt.tokens[done:], told, with_=self._with)
+            read_prompt(session, prompt.tokens[done:], told, companions=self._with)
         if self._request.prompt.tokens:
             session.note_turn(writes=True)
         values = () if self._recorder is None else tuple(self._recorder.take(0))

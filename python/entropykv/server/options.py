@@ -66,7 +66,7 @@ def _declared(name: str) -> Any:
 
 
 class ModelOptions(ModelSettings):
-    """Name the model and its budget; see EntropyLlama for the fields of the budget.
+    """Name the model and its budget; see CacheOptions for the fields of the budget.
 
     Values that are not given are read from environment variables such as ENTROPYKV_MODEL.
     """

@@ -120,7 +120,7 @@ def generate(
     sampling: Sampling,
     on_prompt: Callable[[int], None] | None = None,
     *,
-    with_: Companions = ALONE,
+    companions: Companions = ALONE,
 ) -> Generator[int, None, None]:
     """Read a prompt, then yield generated tokens; see Session.generate().
 
@@ -134,9 +134,9 @@ def generate(
     at_least("max_tokens", max_tokens, -1)
     if max_tokens == 0:
         raise ContextError("there is nothing to generate; use max_tokens of 1 or more, or -1")
-    with Chooser(sampling, session, with_) as chooser:
+    with Chooser(sampling, session, companions) as chooser:
         if tokens or session.logits is None:
-            read_prompt(session, tokens, on_prompt, with_=with_)
+            read_prompt(session, tokens, on_prompt, companions=companions)
         yield from write_tokens(session, chooser, max_tokens)
 
 
@@ -151,23 +151,25 @@ def read_prompt(
     tokens: Sequence[int],
     on_prompt: Callable[[int], None] | None = None,
     *,
-    with_: Companions = ALONE,
+    companions: Companions = ALONE,
 ) -> None:
     """Read tokens of a prompt, and count them; the values of each where they are wanted."""
     start, before, done = time.perf_counter(), session.position, 0
-    recorder = with_.recorder if with_.recorder is not None and with_.recorder.of_prompt else None
+    recorder = companions.recorder
+    if recorder is not None and not recorder.of_prompt:
+        recorder = None
     size = len(tokens) if recorder is None else rows_at_a_time(session.n_vocab)
     while True:
         piece = tokens[done : done + size]
         try:
-            for logits in _micro_batches(session, piece, recorder is not None, with_.hooks):
+            for logits in _micro_batches(session, piece, recorder is not None, companions.hooks):
                 first, done = done, session.position - before
                 if recorder is not None:
                     recorder.read(tokens[first:done], logits)
                 if on_prompt is not None:
                     on_prompt(done)
         except PoolError as error:
-            if not with_.hooks.makes_room(error):
+            if not companions.hooks.makes_room(error):
                 raise
             continue
         if done >= len(tokens):
@@ -368,11 +370,11 @@ class Chooser:
 
     _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
-    def __init__(self, sampling: Sampling, session: Decoder, with_: Companions) -> None:
+    def __init__(self, sampling: Sampling, session: Decoder, companions: Companions) -> None:
         """Make the samplers; raises SettingsError for what cannot be used."""
-        self._thought = thought = with_.thought
-        self.hooks = with_.hooks
-        self._recorder, self._processors = with_.recorder, with_.processors
+        self._thought = thought = companions.thought
+        self.hooks = companions.hooks
+        self._recorder, self._processors = companions.recorder, companions.processors
         self._is_end = session.is_end
         self._n_barred = sampling.min_tokens
         """Before so many more tokens, none may end the text."""

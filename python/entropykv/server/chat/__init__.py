@@ -1,1 +1,1 @@
-"""Handle what a chat is made of: messages, templates, tools, thoughts, images, constraints."""
+"""Handle what a chat is made of: messages, prompts, tools, images, constraints."""

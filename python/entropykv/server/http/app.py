@@ -1,4 +1,4 @@
-"""Make the app: the routes of llama_cpp.server, with an EntropyLlama behind them.
+"""Make the app: its routes, with the models of a server behind them.
 
 Settings and request types are llama_cpp.server's, but its app is not used: it keeps the model in
 globals of its module, answers errors of a stream with 200, and cannot stop a generation whose
@@ -92,11 +92,11 @@ def create_app(
 
     The shutdown of the app frees the models. app.state.models is the ModelRegistry. For one model,
     app.state.engine is its Engine, which is another one after the model has slept: engine.call()
-    uses the EntropyLlama between two requests, and engine.before_close() registers a function for
+    uses the LoadedModel between two requests, and engine.before_close() registers a function for
     the shutdown (to save sessions, for example).
     `page`: the initial settings of conversations of the page at /. `viewer_seconds`: after how many
     seconds a viewer of the cache has to ask again. Two apps share nothing. Raises the errors of
-    EntropyLlama for one model, and SettingsError for a file of keys that cannot be read, and for
+    a Pool for one model, and SettingsError for a file of keys that cannot be read, and for
     impossible options of a model.
     """
     keys = Keys.of(server)
