@@ -112,11 +112,14 @@ def parser_with(names: Collection[str]) -> tuple[CommandParser, dict[str, Comman
     """
     parser = CommandParser(
         prog="entropykv",
+        usage="%(prog)s [-h] [--version] COMMAND ...",
         description="Run GGUF models in stock llama.cpp inside a hard KV-cache budget.",
         epilog="`entropykv COMMAND --help` shows the options of a command.",
     )
+    # argparse counts no indentation of commands: a wide heading makes room for the longest one.
+    heading = "COMMAND".ljust(max(map(len, COMMANDS)) + 2)
     commands = parser.add_subparsers(
-        action=_Commands, title="commands", required=True, metavar="COMMAND"
+        action=_Commands, prog="entropykv", title="commands", required=True, metavar=heading
     )
     for name, (module, _) in COMMANDS.items():
         if name in names:
