@@ -13,6 +13,8 @@ import {
 import { models } from "./models";
 
 const LEAST_MS = 50;
+// What comes within a shorter time tells no speed.
+const LEAST_SECONDS = 0.05;
 // How many passages of a document are shown under an answer.
 const PASSAGES = 4;
 
@@ -164,7 +166,8 @@ class Figures {
     const parts = [];
     if (tokens) parts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
     if (this.thought) parts.push(`${this.thought} of them thought`);
-    if (seconds > 0 && tokens > 1) parts.push(`${((tokens - 1) / seconds).toFixed(1)} per second`);
+    if (seconds > LEAST_SECONDS && tokens > 1)
+      parts.push(`${((tokens - 1) / seconds).toFixed(1)} per second`);
     if (this.ending) parts.push(this.ending);
     return parts.join(" · ");
   }
