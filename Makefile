@@ -140,12 +140,13 @@ test-conformance: install  ## JSON schemas against the JSON-Schema-Test-Suite, d
 
 # These tests are a part of the sources of llama-cpp-python; they find their program and models in ours.
 PEERS := build/peers
-test-peers: install  ## the server against llama.cpp's own server tests
+test-peers: install  ## the server against llama.cpp's own tests, EntropyLlama against llama-cpp-python's
 	@test -d $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON) || (mkdir -p $(PEERS) && \
 		$(BIN)/pip download -q --no-deps --no-build-isolation --no-binary llama-cpp-python \
 		-d $(PEERS) "llama-cpp-python==$(LLAMA_CPP_PYTHON)" && \
 		tar xzf $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON).tar.gz -C $(PEERS))
 	$(BIN)/python -m tests.peers $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON) $(FILES)
+	$(if $(FILES),,$(BIN)/python -m tests.peers.llama_cpp_python $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON))
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"

@@ -65,7 +65,18 @@ class PoolError(EntropyKVError):
 
 
 class ContextError(EntropyKVError, ValueError):
-    """Raised for an empty prompt, a prompt longer than the context, or a position out of range."""
+    """Raised for an empty prompt, a prompt longer than the context, or a position out of range.
+
+    `n_tokens` and `n_ctx` are how many tokens a prompt has, and the context; None: it is another
+    error.
+    """
+
+    def __init__(
+        self, message: str, *, n_tokens: int | None = None, n_ctx: int | None = None
+    ) -> None:
+        """Take a sentence."""
+        super().__init__(message)
+        self.n_tokens, self.n_ctx = n_tokens, n_ctx
 
 
 class ImageError(EntropyKVError, ValueError):

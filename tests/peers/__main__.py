@@ -26,7 +26,9 @@ from tests.peers.judgement import DIFFERENCES, FILES, NOT_RUN
 from tests.peers.peer_models import write_talkative
 
 ROOT = Path(__file__).resolve().parents[2]
-_STAND_IN = '#!/bin/sh\nPYTHONPATH={root} exec {python} -m tests.peers.llama_server "$@"\n'
+_STAND_IN = """#!/bin/sh
+PYTHONPATH={root}:$PYTHONPATH exec {python} -m tests.peers.llama_server "$@"
+"""
 _REPOSITORIES = (
     *("ggml-org/test-model-stories260K", "ggml-org/test-model-stories260K-infill"),
     *("ggml-org/stories15M_MOE/stories15M_MOE-F16.gguf", "stories15M-q4_0.gguf"),
@@ -53,7 +55,7 @@ def report_of(sources: Path, files: list[str]) -> dict[str, dict[str, str]]:
         "PEER_MODELS": json.dumps(dict.fromkeys(_REPOSITORIES, str(model))),
         "PEER_REPORT": str(report),
         "PORT": str(port),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     tests = sources / "vendor/llama.cpp/tools/server/tests"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "tests.peers.plugin"]

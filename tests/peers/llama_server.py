@@ -4,7 +4,7 @@ What a user would write differently is translated here, and nothing else:
 
 - models of the Hub are the files that the variable PEER_MODELS names, as JSON by their repositories
 - llama-server divides --ctx-size among the slots; here it is what each conversation may have
-- /slots is always there
+- /slots is always there, and a drafter decides itself how few tokens it guesses
 - a server without a model has those of a directory
 - the budget is the whole context, so that nothing is evicted that llama-server keeps
 """
@@ -17,6 +17,7 @@ import sys
 
 _OF_MODELS = ("--hf-repo", "--hf-file", "--model-url", "--mmproj-url")
 _DROPPED = ("--offline", "--no-slots")
+_DROPPED_WITH_VALUE = ("--spec-draft-n-min",)
 
 
 def translated(given: list[str], models: dict[str, str]) -> list[str]:
@@ -28,8 +29,8 @@ def translated(given: list[str], models: dict[str, str]) -> list[str]:
         word = words.pop(0)
         if word in _OF_MODELS:
             found[word] = words.pop(0)
-        elif word == "--model-draft":
-            rest += [word, words.pop(0)]
+        elif word in _DROPPED_WITH_VALUE:
+            words.pop(0)
         elif word not in _DROPPED:
             rest.append(word)
     repository = found.get("--hf-repo")

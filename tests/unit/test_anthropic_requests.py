@@ -91,7 +91,7 @@ def test_every_block_of_a_stream_has_a_number_and_ends() -> None:
     }
     chunks.append({"choices": [{"delta": {}, "finish_reason": "tool_calls"}]})
     chunks.append({"choices": [], "usage": usage})
-    job = cast(Any, SimpleNamespace(n_prompt=9, n_cached=4))
+    job = cast(Any, SimpleNamespace(n_prompt=9, n_cached=4, stop=None))
     found = list(events({"id": "m"}, iter(chunks), job))
     assert found[0]["message"]["usage"]["input_tokens"] == 5
     begun = [e for e in found if e["type"] == "content_block_start"]

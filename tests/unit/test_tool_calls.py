@@ -267,7 +267,8 @@ def test_streams_have_calls_by_their_older_name_where_functions_were_sent(legacy
     events = [PromptRead(3, 0, 0.0), *pieces, Ended("stop", len(pieces), None, 0.0)]
     job: Any = SimpleNamespace(
         model=SimpleNamespace(model=None),
-        **dict.fromkeys(("n_prompt", "n_cached", "n_written", "n_passages"), 0),
+        **dict.fromkeys(("n_prompt", "n_cached", "n_read", "n_written", "n_passages"), 0),
+        **dict.fromkeys(("n_drafted", "prompt_seconds", "answer_seconds"), 0),
         n_thought=None,
     )
     writer = ChatWriter(job, Prompt([1, 2, 3]), name="m", use=USE, legacy_calls=legacy)

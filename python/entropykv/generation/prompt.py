@@ -146,8 +146,11 @@ def n_left_out(model: Model, frame: AnswerFrame, tokens: Sequence[int]) -> int:
 
 def check_room(prompt: Prompt, n_ctx: int) -> None:
     """Raise ContextError for a prompt that leaves no room for an answer in the context."""
-    if len(prompt.tokens) >= n_ctx:
+    n_tokens = len(prompt.tokens)
+    if n_tokens >= n_ctx:
         raise ContextError(
-            f"the prompt's {len(prompt.tokens)} tokens exceed context window of {n_ctx}, which "
-            "must also hold the answer; shorten the prompt, or raise -c (n_ctx)"
+            f"the prompt of {n_tokens} tokens exceeds the available context size, {n_ctx} tokens "
+            "with room for an answer; shorten the prompt, or raise -c (n_ctx)",
+            n_tokens=n_tokens,
+            n_ctx=n_ctx,
         )

@@ -28,3 +28,5 @@ class GenerationRequest:
     """How many of the most probable tokens are told for each token; None: no values at all."""
     prompt_logprobs: bool = False
     """Whether the values of the prompt's tokens are told, too; then all of it must be read."""
+    reads_anew: bool = False
+    """Whether all of the prompt is read, whatever of it was read before."""

@@ -132,5 +132,10 @@ def without_names(prompt: str) -> str:
     return prompt.replace(MARK, _JOINER)
 
 
+def without_marks(prompt: str) -> str:
+    """Return a prompt as people read it."""
+    return prompt.replace(MARK, "")
+
+
 def _size_of(vocabulary: Any) -> int:
     return int(llama_cpp.llama_vocab_n_tokens(vocabulary))

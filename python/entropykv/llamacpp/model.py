@@ -346,6 +346,18 @@ class Model:
             )
         return marks if min(marks) >= 0 else None
 
+    @functools.cached_property
+    def file_marks(self) -> tuple[int, int] | None:
+        """Return the tokens before the name of a project, and before each of its files; None for a
+        model that was trained on single files.
+        """
+        with self._weights:
+            marks = (
+                llama_cpp.llama_vocab_fim_rep(self.vocabulary),
+                llama_cpp.llama_vocab_fim_sep(self.vocabulary),
+            )
+        return marks if min(marks) >= 0 else None
+
     @property
     def answer_frame(self) -> AnswerFrame:
         """Return what the chat template writes before an answer, at first and in later turns."""

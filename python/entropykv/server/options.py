@@ -285,6 +285,8 @@ class ModelOptions(ModelSettings):
             given["max_tokens"] = None
         if not is_random_seed(self.seed):
             given["seed"] = self.seed
+        if self.verbose:
+            given["verbose"] = True
         if "last_n_tokens_size" in self.model_fields_set:
             given["repeat_last_n"] = self.last_n_tokens_size
         return given

@@ -7,15 +7,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from llama_cpp.server.types import CreateChatCompletionRequest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.generation.prompt import Prompt
 from entropykv.generation.request import GenerationRequest
+from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.server.chat.constraints import made, single
 from entropykv.server.chat.image_parts import ImageParts
 from entropykv.server.chat.messages import Message, template_messages
-from entropykv.server.chat.prompts import chat_prompt_of, question_prompt
+from entropykv.server.chat.prompts import ChatParts, chat_prompt_of, question_prompt
 from entropykv.server.chat.tool_calls import (
     Function,
     NamedFunction,
@@ -30,9 +31,7 @@ from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_LOGPROBS,
     MOST_MESSAGES,
-    MOST_TOKENS,
     MOST_TOOLS,
-    Biases,
     Description,
     Name,
     RepeatPenalty,
@@ -48,9 +47,10 @@ from entropykv.server.dialects.requests import (
     DOCUMENT,
     MOST_CHOICES,
     PASSAGES,
-    Request,
+    GeneratingRequest,
     StreamOptions,
     check_passages,
+    given,
     most_tokens,
     parted,
     sampling_of,
@@ -102,7 +102,7 @@ class Reasoning(BaseModel):
     effort: Name | None = None
 
 
-class ChatRequest(Request, CreateChatCompletionRequest):
+class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):
     """A chat completion of llama_cpp.server, extended by the fields of OpenAI's current clients."""
 
     model: Name | None = None
@@ -113,12 +113,12 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     passages: int = PASSAGES
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     max_tokens: TokenLimit | None = None
-    max_completion_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = Field(
+        default=None, validation_alias=AliasChoices("max_completion_tokens", "n_predict")
+    )
     """OpenAI's newer name of max_tokens."""
-    min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     stop: Stop | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    logit_bias: Biases | None = None  # type: ignore[assignment]
     seed: Seed | None = None
     reasoning_format: ThoughtFormat | None = Field(
         default=None, description="Where thoughts are shown, as llama-server's --reasoning-format."
@@ -157,6 +157,15 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     """OpenAI's older name of tools."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None  # type: ignore[assignment]
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+    add_generation_prompt: bool | None = Field(
+        default=None, description="Whether the prompt ends with the beginning of an answer."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Whether the answer continues the last message; null: if that is the "
+        "assistant's, and add_generation_prompt is not given.",
+    )
+    verbose: bool = Field(default=False, description="Whether the answer tells its prompt.")
 
     @property
     def n_jobs(self) -> int:
@@ -187,6 +196,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             stops_of(self, model),
             options,
             n_logprobs=n_logprobs,
+            reads_anew=not self.cache_prompt,
         )
         writer = ChatWriter(
             job,
@@ -196,8 +206,16 @@ class ChatRequest(Request, CreateChatCompletionRequest):
             use=reader,
             legacy_calls=self.functions is not None,
             logprobs=bool(self.logprobs),
+            timed=self.timings_per_token,
+            verbose=given(self, model, "verbose"),
         )
-        events = job.answer(request, constrained_by=field, n_passages=self.passages)
+        tells = self.stream and self.return_progress
+        events = job.answer(
+            request,
+            constrained_by=field,
+            n_passages=self.passages,
+            on_prompt=writer.tell_progress if tells else None,
+        )
         return writer.chunks(events) if self.stream else writer.whole(events)
 
     def prompt(self, job: Answering, use: ToolUse | None) -> Prompt:
@@ -205,26 +223,94 @@ class ChatRequest(Request, CreateChatCompletionRequest):
 
         Raises RequestError.
         """
-        images = ImageParts(job.model.images)
-        messages = self.shown_messages(job.model, use, images)
-        tools = None if use is None or not job.model.traits.shows_tools else use.definitions()
-        arguments = self.template_arguments(job.model)
+        parts = self.prompt_parts(job.model, use)
         if job.document is None:
-            return chat_prompt_of(job, messages, tools, arguments, images.files)
-        if images.files:
+            return chat_prompt_of(job, parts)
+        if parts.files:
             raise RequestError(
                 400,
                 "messages: images cannot go with a document; ask about one of them",
                 param="messages",
             )
-        if tools is not None:
+        if parts.tools is not None:
             raise RequestError(
                 400,
                 "tools: the model's chat template shows them before the document, which was read "
                 "without them; leave them out",
                 param="tools",
             )
-        return question_prompt(job, messages, arguments)
+        return question_prompt(job, parts)
+
+    def prompt_parts(self, model: LoadedModel, use: ToolUse | None) -> ChatParts:
+        """Return what the chat template is told; raises RequestError."""
+        images = ImageParts(model.images)
+        messages = self.shown_messages(model, use, images)
+        continues = self._continues()
+        return ChatParts(
+            messages[:-1] if continues else messages,
+            None if use is None or not model.traits.shows_tools else use.definitions(),
+            self.template_arguments(model),
+            images.files,
+            opens_answer=continues or self.add_generation_prompt is not False,
+            begun=str(messages[-1]["content"] or "") if continues else "",
+        )
+
+    def _continues(self) -> bool:
+        """Tell whether the answer continues the last message; raises RequestError."""
+        last = self.messages[-1]
+        is_ours = last.role == "assistant" and len(self.messages) > 1
+        asked = self.continue_final_message
+        if asked and self.add_generation_prompt:
+            raise RequestError(
+                400,
+                "continue_final_message: it cannot go with add_generation_prompt, which begins "
+                "another message; give one of them",
+                param="continue_final_message",
+            )
+        if asked is False or (asked is None and self.add_generation_prompt is not None):
+            return False
+        if not is_ours:
+            if asked:
+                raise RequestError(
+                    400,
+                    "continue_final_message: the last message is not an answer of the assistant",
+                    param="continue_final_message",
+                )
+            return False
+        place = f"messages.{len(self.messages) - 1}"
+        if last.calls() or (last.model_extra or {}).get("reasoning_content"):
+            raise RequestError(
+                400,
+                f"{place}: only the text of a message can be continued; leave its calls and its "
+                "thought out, or send continue_final_message false",
+                param=place,
+            )
+        if self.messages[-2].role == "assistant":
+            raise RequestError(
+                400,
+                f"{place}: the message before is also the assistant's; join them",
+                param=place,
+            )
+        return True
+
+    def prompt_text(self, model: LoadedModel) -> tuple[str, list[int]]:
+        """Return the text of the prompt, and its tokens; raises RequestError for a chat with images
+        or about a document, whose tokens only an answer knows.
+        """
+        if self.document_name() is not None:
+            raise RequestError(
+                400, "document: it is not a part of the text; leave it out", param="document"
+            )
+        parts = self.prompt_parts(model, self.tool_use())
+        if parts.files:
+            raise RequestError(
+                400,
+                "messages: the tokens of images are not known before they are read; leave them out",
+                param="messages",
+            )
+        text = parts.text(model)
+        is_chat = model.model.chat_template is not None
+        return without_marks(text), model.tokenize(text, add_bos=not is_chat)
 
     def template_arguments(self, model: LoadedModel) -> dict[str, Any]:
         """Return the variables of the chat template besides the messages; raises RequestError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from entropykv.errors import ImageError
@@ -11,25 +12,62 @@ from entropykv.generation.prompt import Prompt, ShownImages, text_prompt, though
 from entropykv.server.documents.asked_document import about_document
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
+from entropykv.server.models.loaded_model import LoadedModel
 
 
-def chat_prompt_of(
-    job: Answering,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    arguments: Mapping[str, Any],
-    files: Sequence[bytes] = (),
-) -> Prompt:
-    """Return the prompt of a chat; `files` are its images, whose markers are in the messages.
+@dataclass(frozen=True)
+class ChatParts:
+    """Hold what the chat template is told of one chat."""
+
+    messages: list[dict[str, Any]]
+    tools: Sequence[Any] | None
+    arguments: Mapping[str, Any]
+    files: Sequence[bytes] = ()
+    """The images, whose markers are in the messages."""
+    opens_answer: bool = True
+    """Whether the prompt ends with the beginning of an answer."""
+    begun: str = ""
+    """How the answer begins, which continues it."""
+
+    def text(self, model: LoadedModel, messages: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Return the text of the prompt, by default of its own messages, which only tokenize()
+        reads.
+
+        Raises RequestError for an answer that cannot be continued, and the errors of the template.
+        """
+        try:
+            text = model.model.chat_text(
+                self.messages if messages is None else messages,
+                tools=self.tools,
+                arguments=self.arguments,
+                opens_answer=self.opens_answer,
+            )
+        except TypeError as error:  # Templates add what they were not told to a text.
+            raise RequestError(
+                400, f"the chat template refuses this: {error}", param="messages"
+            ) from None
+        tags = model.model.thought_tags
+        if self.begun and tags is not None and tags.is_open_after(text):
+            raise RequestError(
+                400,
+                "messages: the last one cannot be continued, because the model thinks first; send "
+                'chat_template_kwargs {"enable_thinking": false}',
+                param="messages",
+            )
+        return text + str(model.model.said(self.begun, is_answer=True))
+
+
+def chat_prompt_of(job: Answering, parts: ChatParts) -> Prompt:
+    """Return the prompt of a chat.
 
     Raises RequestError for images that cannot be read, and the errors of the template.
     """
     model = job.model
-    text = model.model.chat_text(messages, tools=tools, arguments=arguments)
+    text = parts.text(model)
     model.control_tokens.check(text.encode("utf-8", "replace"))
     is_chat = model.model.chat_template is not None
     shown = None
-    if files and model.images is not None:
+    if parts.files and model.images is not None:
         if model.images.marker not in text:
             raise RequestError(
                 400,
@@ -38,7 +76,7 @@ def chat_prompt_of(
                 param="messages",
             )
         owner = job.caller.tenant(shared_prefixes=model.shared_prefixes)
-        shown = ShownImages(model.images, files, model.n_ctx, owner, job.check)
+        shown = ShownImages(model.images, parts.files, model.n_ctx, owner, job.check)
     try:
         return text_prompt(
             model.model,
@@ -46,15 +84,13 @@ def chat_prompt_of(
             add_bos=False if is_chat else None,
             shown=shown,
             is_answer=is_chat,
-            arguments=arguments,
+            arguments=parts.arguments,
         )
     except ImageError as error:
         raise RequestError(400, str(error), param="messages") from None
 
 
-def question_prompt(
-    job: Answering, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
-) -> Prompt:
+def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
     """Return the prompt of a chat about the job's document: its tokens, then the chat.
 
     The template shows a mark where the document stands, and only what it writes behind the mark is
@@ -62,9 +98,8 @@ def question_prompt(
     """
     model, document = job.model, job.document_tokens()
     mark = f"[document {secrets.token_hex(16)}]"
-    shown = about_document(messages, mark)
-    text = model.model.chat_text(shown, arguments=arguments).partition(mark)[2]
+    text = parts.text(model, about_document(parts.messages, mark)).partition(mark)[2]
     tokens = [*document, *model.tokenize(text)]
     is_chat = model.model.chat_template is not None
-    thought = thought_of(model.model, text, tokens, arguments) if is_chat else None
+    thought = thought_of(model.model, text, tokens, parts.arguments) if is_chat else None
     return Prompt(tokens, n_document=len(document), thought=thought)

@@ -8,16 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from entropykv import _version
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
 from entropykv.generation.prompt import Prompt
+from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model
 from entropykv.server.chat.tool_calls import AnswerPart, CallReader, ToolUse, as_deltas
+from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.logprobs import HeldValues, TokenLogprob
 from entropykv.thinking.options import ThoughtFormat
 
 Chunk = dict[str, Any]
+FINGERPRINT = f"build-{_version.VERSION}"
+"""Names what answers, as OpenAI's answers do; llama-server's begins with the same letter."""
 
 
 def usage_of(job: Answering) -> dict[str, Any]:
@@ -31,6 +36,22 @@ def usage_of(job: Answering) -> dict[str, Any]:
     if job.n_thought is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": job.n_thought}
     return usage
+
+
+def costs_of(job: Answering) -> dict[str, Any]:
+    """Return the numbers of tokens of an answer, and how long it took."""
+    return {"usage": usage_of(job), "timings": timings_of(job)}
+
+
+def with_times(chunk: Chunk, job: Answering) -> Chunk:
+    """Return a chunk with the times so far."""
+    return {**chunk, "timings": timings_of(job)}
+
+
+def progress_of(job: Answering, n_read: int) -> dict[str, Any]:
+    """Return how many tokens of a prompt were read, in llama-server's words."""
+    progress = {"total": job.n_prompt, "cache": job.n_cached, "processed": n_read}
+    return {"prompt_progress": {**progress, "time_ms": 1000.0 * job.prompt_seconds}}
 
 
 @dataclass
@@ -59,6 +80,7 @@ class Head:
                 "object": self.kind,
                 "created": now,
                 "model": self.model,
+                "system_fingerprint": FINGERPRINT,
             }
         return self._fields
 
@@ -89,10 +111,20 @@ class CompletionWriter:
     """Write a text that was continued."""
 
     def __init__(
-        self, job: Answering, prompt: Prompt, *, name: str, echoes: bool, logprobs: bool
+        self,
+        job: Answering,
+        prompt: Prompt,
+        *,
+        name: str,
+        echoes: bool,
+        logprobs: bool,
+        timed: bool = False,
     ) -> None:
-        """Write the answer to a prompt, which is repeated before it if it `echoes`."""
-        self._job = job
+        """Write the answer to a prompt, which is repeated before it if it `echoes`.
+
+        `timed`: every chunk has the times so far.
+        """
+        self._job, self._timed = job, timed
         self._head = Head("text_completion", "cmpl", name)
         self._names = TokenNames(job.model.model)
         self._has_logprobs = logprobs
@@ -113,7 +145,7 @@ class CompletionWriter:
                 text += event.text
                 held.add(event.logprobs)
         choice = self._choice(text, held.values, reason)
-        return {**self._head.with_choice(**choice), "usage": usage_of(self._job)}
+        return {**self._head.with_choice(**choice), **costs_of(self._job)}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
         """Yield the chunks of the answer, and one with the numbers of tokens."""
@@ -126,11 +158,19 @@ class CompletionWriter:
                 text += event.text
                 values += event.logprobs
                 if text:
-                    yield self._head.with_choice(**self._choice(text, values, None))
+                    chunk = self._head.with_choice(**self._choice(text, values, None))
+                    yield with_times(chunk, self._job) if self._timed else chunk
                     text, values = "", []
             else:
-                yield self._head.with_choice(**self._choice(text, values, event.reason))
-        yield {**self._head.fields, "choices": [], "usage": usage_of(self._job)}
+                chunk = self._head.with_choice(**self._choice(text, values, event.reason))
+                yield with_times(chunk, self._job)
+        yield {**self._head.fields, "choices": [], **costs_of(self._job)}
+
+    def tell_progress(self, n_read: int) -> None:
+        """Send a chunk that tells how many tokens of the prompt were read."""
+        if self._job.tell is not None:
+            chunk = self._head.with_choice(**self._choice("", (), None))
+            self._job.tell({**chunk, **progress_of(self._job, n_read)})
 
     def _of_prompt(self, event: PromptRead) -> Sequence[TokenLogprob]:
         """Return the values of the prompt's tokens: the first of its text has none, as at
@@ -200,13 +240,19 @@ class ChatWriter:
         use: ToolUse | None = None,
         legacy_calls: bool = False,
         logprobs: bool = False,
+        timed: bool = False,
+        verbose: bool = False,
     ) -> None:
         """Write the answer to a prompt.
 
         `form`: where thoughts are shown. `use`: the tools whose calls are read from it.
-        `legacy_calls`: the first call also has OpenAI's older name.
+        `legacy_calls`: the first call also has OpenAI's older name. `timed`: every chunk has the
+        times so far. `verbose`: a whole answer has the text of its prompt.
         """
-        self._job, self._name = job, name
+        self._job, self._timed = job, timed
+        self._chunk_head = Head("chat.completion.chunk", "chatcmpl", name)
+        self._name = name
+        self._shown = without_marks(shown_prompt(job.model.model, prompt)) if verbose else None
         self._thought = prompt.thought
         self._form: ThoughtFormat = form if prompt.thought is not None else "none"
         self._use, self._legacy = use, legacy_calls
@@ -241,7 +287,8 @@ class ChatWriter:
             "finish_reason": reason,
         }
         whole = head.with_choice(**with_passages(choice, self._job))
-        return {**whole, "usage": usage_of(self._job)}
+        told = {} if self._shown is None else {"__verbose": {"prompt": self._shown}}
+        return {**whole, **costs_of(self._job), **told}
 
     def _said(self, text: str, answer: str) -> str:
         """Return the content of a whole message; deepseek-legacy shows thoughts twice."""
@@ -256,12 +303,12 @@ class ChatWriter:
 
         A call is sent once its JSON has ended. deepseek-legacy leaves thoughts in a stream.
         """
-        head = Head("chat.completion.chunk", "chatcmpl", self._name)
+        head = self._chunk_head
         reader = None if self._use is None else CallReader(self._use)
         n_calls, values = 0, list[TokenLogprob]()
         for event in events:
             if isinstance(event, PromptRead):
-                yield self._chunk(head, {"role": "assistant"}, values)
+                yield self._begin()
                 continue
             values += event.logprobs if isinstance(event, AnswerPiece) else ()
             thought, part = self._parts(event, reader)
@@ -274,8 +321,17 @@ class ChatWriter:
             n_calls += len(part.calls)
             if isinstance(event, Ended):
                 reason = "tool_calls" if n_calls else event.reason
-                yield self._chunk(head, {}, values, reason)
-        yield {**head.fields, "choices": [], "usage": usage_of(self._job)}
+                yield with_times(self._chunk(head, {}, values, reason), self._job)
+        yield {**head.fields, "choices": [], **costs_of(self._job)}
+
+    def _begin(self) -> Chunk:
+        """Return the first chunk, which says who speaks."""
+        return self._chunk(self._chunk_head, {"role": "assistant"}, [])
+
+    def tell_progress(self, n_read: int) -> None:
+        """Send a chunk that tells how many tokens of the prompt were read."""
+        if self._job.tell is not None:
+            self._job.tell({**self._begin(), **progress_of(self._job, n_read)})
 
     def _parts(
         self, event: AnswerPiece | Ended, reader: CallReader | None
@@ -298,7 +354,10 @@ class ChatWriter:
         """Return a chunk with the values of the tokens since the last one."""
         choice = {"delta": delta, "logprobs": self._logprobs(values), "finish_reason": reason}
         values.clear()
-        return head.with_choice(**choice if reason is None else with_passages(choice, self._job))
+        if reason is not None:
+            return head.with_choice(**with_passages(choice, self._job))
+        chunk = head.with_choice(**choice)
+        return with_times(chunk, self._job) if self._timed and self._job.n_written else chunk
 
     def _logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._has_logprobs or not values:

@@ -29,7 +29,7 @@ def anthropic_error(error: dict[str, Any], status: int) -> dict[str, Any]:
     return {"type": "error", "error": {**error, "type": kind}}
 
 
-def message_of(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+def message_of(head: dict[str, Any], answer: dict[str, Any], job: Answering) -> dict[str, Any]:
     """Return a message with the answer of a chat completion."""
     choice = answer["choices"][0]
     said = choice["message"]
@@ -40,7 +40,7 @@ def message_of(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         blocks.append({"type": "text", "text": said["content"]})
     blocks += [_call_block(call, _input_of(call)) for call in said.get("tool_calls", [])]
     usage = _usage(answer["usage"])
-    return {**head, "content": blocks, **_end(choice["finish_reason"]), "usage": usage}
+    return {**head, "content": blocks, **_end(choice["finish_reason"], job.stop), "usage": usage}
 
 
 def events(
@@ -75,7 +75,11 @@ class _Events:
                 for call in delta.get("tool_calls") or ():
                     yield from self._call(call)
         yield from self._close()
-        yield {"type": "message_delta", "delta": _end(reason), "usage": _usage(usage)}
+        yield {
+            "type": "message_delta",
+            "delta": _end(reason, self._job.stop),
+            "usage": _usage(usage),
+        }
         yield {"type": "message_stop"}
 
     def _start(self) -> dict[str, Any]:
@@ -114,10 +118,12 @@ class _Events:
         self._open = None
 
 
-def _end(reason: str | None) -> dict[str, Any]:
-    """Return why a message ended; None: it has not."""
+def _end(reason: str | None, stop: str | None = None) -> dict[str, Any]:
+    """Return why a message ended; None: it has not. `stop`: the text that has ended it."""
     shown = None if reason is None else _REASONS.get(reason, "end_turn")
-    return {"stop_reason": shown, "stop_sequence": None}
+    if reason == "stop" and stop is not None:
+        shown = "stop_sequence"
+    return {"stop_reason": shown, "stop_sequence": stop if shown == "stop_sequence" else None}
 
 
 def _call_block(call: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class MessagesRequest(CountedMessages):
             "model": self.model or job.model.name,
         }
         answer = chat.call(job)
-        return events(head, answer, job) if self.stream else message_of(head, answer)
+        return events(head, answer, job) if self.stream else message_of(head, answer, job)
 
 
 def _system_text(given: str | list[dict[str, Any]], place: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from entropykv.server.dialects.anthropic_requests import MessagesRequest
+from entropykv.server.dialects.anthropic_requests import CountedMessages, MessagesRequest
 from entropykv.server.dialects.openai_routes import SESSION_HEADER
 from entropykv.server.dialects.streaming import NamedEvents, stream, whole
 from entropykv.server.documents.library import DocumentLibrary
@@ -42,5 +43,11 @@ def anthropic_routes(
                 request, engine, [body.call], None, caller, ping=ping, form=NamedEvents
             )
         return await whole(request, engine, [body.call], None, caller)
+
+    @router.post(f"{PATH}/count_tokens")
+    async def count_tokens(request: Request, body: CountedMessages) -> dict[str, int]:
+        engine = await models.use(request, body.model)
+        _, tokens = await run_in_threadpool(body.chat().prompt_text, engine.model)
+        return {"input_tokens": len(tokens)}
 
     return router

@@ -32,6 +32,8 @@ class Choices:
     """Id and time of the first chunk, which all chunks get."""
     _costs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The numbers of tokens of every choice that has ended."""
+    _times: dict[str, Any] = field(default_factory=dict)
+    """How long the choice took that has ended first."""
 
     def whole(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the joined answer."""
@@ -45,6 +47,8 @@ class Choices:
         """
         if not chunk["choices"]:
             self._costs[index] = chunk["usage"]
+            if not self._times and "timings" in chunk:
+                self._times = {"timings": chunk["timings"]}
             return None
         self._shown = self._shown or _head(chunk)
         choice = {**chunk["choices"][0], "index": index}
@@ -53,7 +57,9 @@ class Choices:
 
     def end(self) -> dict[str, Any] | None:
         """Return a last chunk after those of all choices; None if there is none."""
-        return {**self._shown, "choices": [], "usage": self._cost()} if self.usage else None
+        if not self.usage:
+            return None
+        return {**self._shown, "choices": [], "usage": self._cost(), **self._times}
 
     def _cost(self) -> dict[str, Any]:
         prompts = [cost for index, cost in self._costs.items() if index % self.n == 0]
@@ -68,7 +74,8 @@ class Choices:
 
 
 def _head(chunk: dict[str, Any]) -> dict[str, Any]:
-    return {key: chunk[key] for key in ("id", "object", "created", "model")}
+    keys = ("id", "object", "created", "model", "system_fingerprint")
+    return {key: chunk[key] for key in keys if key in chunk}
 
 
 def _usage(n_prompt: int, n_generated: int) -> dict[str, Any]:

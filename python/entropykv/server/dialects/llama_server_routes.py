@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
@@ -11,8 +11,9 @@ from pydantic import BaseModel, Field
 
 from entropykv import _version
 from entropykv.server.chat.chat_request import ChatRequest
-from entropykv.server.dialects.fields import MOST_PIECES, Name, Tokens
-from entropykv.server.dialects.requests import check_tokens
+from entropykv.server.dialects.fields import FIRST_ERROR, MOST_PIECES, Name, Tokens
+from entropykv.server.dialects.requests import check_tokens, mixed_tokens
+from entropykv.server.dialects.responses import ResponsesRequest
 from entropykv.server.engine.engine import Engine
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.errors import RequestError
@@ -25,7 +26,9 @@ from entropykv.session.sampling import RANDOM_SEED
 class TokenizeRequest(BaseModel):
     """A text, and how it is tokenised."""
 
-    content: str
+    content: str | Annotated[list[int | str], FIRST_ERROR] = Field(
+        description="A text, or a list of texts and tokens."
+    )
     model: Name | None = None
     add_special: bool = Field(default=False, description="Begin with the BOS token.")
     parse_special: bool = Field(default=True, description="Read control tokens, such as <s>.")
@@ -64,6 +67,11 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
         user = user_of(request.scope)
         return [_slot(engine, number, user) for number in range(engine.n_slots)]
 
+    @router.get("/lora-adapters")
+    async def adapters() -> list[Any]:
+        """Return no adapter that a request could scale."""
+        return []
+
     # A long answer is written in a thread: FastAPI would do it in the event loop.
     @router.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> JSONResponse:
@@ -75,7 +83,38 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
         engine = await models.use(request, body.model)
         return {"content": await run_in_threadpool(text_of, engine, body.tokens)}
 
+    router.include_router(_prompt_routes(models))
     return router
+
+
+def _prompt_routes(models: ModelRegistry) -> APIRouter:
+    """Return the routes that show what the model would read, without an answer."""
+    router = APIRouter(route_class=BodyRoute)
+
+    @router.post("/apply-template")
+    async def apply_template(request: Request, body: ChatRequest) -> dict[str, str]:
+        engine = await models.use(request, body.model)
+        text, _ = await run_in_threadpool(body.prompt_text, engine.model)
+        return {"prompt": text}
+
+    @router.post("/v1/chat/completions/input_tokens")
+    @router.post("/chat/completions/input_tokens", include_in_schema=False)
+    async def count(request: Request, body: ChatRequest) -> dict[str, Any]:
+        return await _counted(request, models, body)
+
+    @router.post("/v1/responses/input_tokens")
+    @router.post("/responses/input_tokens", include_in_schema=False)
+    async def count_response(request: Request, body: ResponsesRequest) -> dict[str, Any]:
+        return await _counted(request, models, body.chat())
+
+    return router
+
+
+async def _counted(request: Request, models: ModelRegistry, chat: ChatRequest) -> dict[str, Any]:
+    """Return how many tokens the prompt of a chat has."""
+    engine = await models.use(request, chat.model)
+    _, tokens = await run_in_threadpool(chat.prompt_text, engine.model)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
 def text_of(engine: Engine, tokens: list[int]) -> str:
@@ -86,7 +125,13 @@ def text_of(engine: Engine, tokens: list[int]) -> str:
 
 def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
     model = engine.model
-    ids = model.tokenize(body.content, add_bos=body.add_special, special=body.parse_special)
+    ids = mixed_tokens(
+        body.content,
+        model,
+        begins=body.add_special,
+        special=body.parse_special,
+        param="content",
+    )
     if not body.with_pieces:
         return ids
     if len(ids) > MOST_PIECES:
@@ -165,5 +210,5 @@ def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
         "speculative": False,
         "is_processing": answering is not None,
         "n_prompt_tokens": 0 if own is None else own.n_prompt,
-        "next_token": [{"n_decoded": 0 if own is None else own.n_written}],
+        "next_token": [{"n_decoded": 0 if own is None else own.n_written, "n_remain": -1}],
     }

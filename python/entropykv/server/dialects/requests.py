@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from llama_cpp.server.types import CreateCompletionRequest
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
@@ -31,6 +32,7 @@ from entropykv.server.dialects.fields import (
     TokenLimit,
     TopK,
 )
+from entropykv.server.dialects.sampler_fields import SamplerFields
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
@@ -69,9 +71,7 @@ class StreamOptions(BaseModel):
 
 
 class Request(ConstraintFields):
-    """Define the fields that completions and chats have in common. A null field gets its
-    default.
-    """
+    """Define the fields that all requests have in common. A null field gets its default."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     _choice: int = PrivateAttr(0)
@@ -85,7 +85,25 @@ class Request(ConstraintFields):
         return {name: value for name, value in data.items() if value is not None}
 
 
-class CompletionRequest(Request, CreateCompletionRequest):
+class GeneratingRequest(Request, SamplerFields):
+    """Define the fields that completions and chats have in common."""
+
+    min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    logit_bias: Biases | None = None
+    logit_bias_type: Literal["input_ids", "tokens"] | None = None
+    timings_per_token: bool = Field(
+        default=False, description="Whether every chunk of a stream has the times so far."
+    )
+    return_progress: bool = Field(
+        default=False, description="Whether a stream tells how much of the prompt was read."
+    )
+
+    @abstractmethod
+    def most_written(self) -> int | None:
+        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+
+
+class CompletionRequest(GeneratingRequest, CreateCompletionRequest):
     """Define a completion as in llama_cpp.server, without values that it would misunderstand."""
 
     model: Name | None = None
@@ -97,11 +115,11 @@ class CompletionRequest(Request, CreateCompletionRequest):
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    max_tokens: TokenLimit | None = 16
-    min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    max_tokens: TokenLimit | None = Field(
+        default=16, validation_alias=AliasChoices("max_tokens", "n_predict")
+    )
     stop: Stop | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    logit_bias: Biases | None = None  # type: ignore[assignment]
     seed: Seed | None = None
     user: Name | None = None
     top_k: TopK = 40
@@ -135,6 +153,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
             stops_of(self, job.model),
             n_logprobs=self.logprobs,
             prompt_logprobs=self.echo and self.logprobs is not None,
+            reads_anew=not self.cache_prompt,
         )
         writer = CompletionWriter(
             job,
@@ -142,8 +161,15 @@ class CompletionRequest(Request, CreateCompletionRequest):
             name=self.model or job.model.name,
             echoes=self.echo,
             logprobs=self.logprobs is not None,
+            timed=self.timings_per_token,
         )
-        events = job.answer(request, constrained_by=field, n_passages=self.passages)
+        tells = self.stream and self.return_progress
+        events = job.answer(
+            request,
+            constrained_by=field,
+            n_passages=self.passages,
+            on_prompt=writer.tell_progress if tells else None,
+        )
         return writer.chunks(events) if self.stream else writer.whole(events)
 
     def _prompt(self, prompt: str | list[int | str], job: Answering) -> Prompt:
@@ -154,15 +180,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
         if document and (self.echo or self.suffix):
             name = "echo" if self.echo else "suffix"
             raise RequestError(400, f"{name}: it cannot go with a document", param=name)
-        parts: Sequence[int | str] = [prompt] if isinstance(prompt, str) else prompt
-        tokens: list[int] = []
-        for index, part in enumerate(parts):
-            if isinstance(part, int):
-                tokens.append(part)
-            else:
-                begins = index == 0 and not document
-                tokens += model.tokenize(part, add_bos=begins)
-        check_tokens(tokens, model, "prompt")
+        tokens = mixed_tokens(prompt, model, begins=not document)
         if self.suffix:
             tokens = infilled(tokens, self.suffix, model)
         if not tokens:
@@ -200,6 +218,31 @@ def parted(request: Parted, number: int, **others: Any) -> Parted:
     part: Parted = request.model_copy(update={"n": 1, **others})
     part._choice = number
     return part
+
+
+def mixed_tokens(
+    prompt: str | Sequence[int | str],
+    model: LoadedModel,
+    *,
+    begins: bool,
+    special: bool = True,
+    param: str = "prompt",
+) -> list[int]:
+    """Return the tokens of a text, or of a list of tokens and texts; raises RequestError for tokens
+    that are not in the vocabulary.
+
+    `begins`: a text at the beginning gets the token with which texts of the model begin. `special`:
+    names of control tokens become such tokens.
+    """
+    parts: Sequence[int | str] = [prompt] if isinstance(prompt, str) else prompt
+    tokens: list[int] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, int):
+            tokens.append(part)
+        else:
+            tokens += model.tokenize(part, add_bos=begins and index == 0, special=special)
+    check_tokens(tokens, model, param)
+    return tokens
 
 
 def infilled(tokens: list[int], suffix: str, model: LoadedModel) -> list[int]:
@@ -245,7 +288,7 @@ def given(request: Request, model: LoadedModel, name: str) -> Any:
 
 
 def sampling_of(
-    request: CompletionRequest | ChatRequest, model: LoadedModel, constraint: Constraint | None
+    request: GeneratingRequest, model: LoadedModel, constraint: Constraint | None
 ) -> Sampling:
     """Return how the tokens of an answer are chosen; raises RequestError."""
     names = _SAMPLING & (type(request).model_fields.keys() | model.request_defaults.keys())
@@ -256,22 +299,27 @@ def sampling_of(
         for name in names
     }
     values["seed"] = seed_of(values.get("seed"), request._choice)
-    values["mirostat"] = given(request, model, "mirostat_mode")
+    if "mirostat" not in request.model_fields_set:  # llama-server's name of the field
+        values["mirostat"] = given(request, model, "mirostat_mode")
     if constraint is not None and request.min_tokens > 0:
         raise RequestError(
             400,
             "min_tokens cannot go with a grammar, a response_format or a tool",
             param="min_tokens",
         )
-    values = {name: value for name, value in values.items() if value is not None}
-    biases = tuple(_token_biases(request, model).items())
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None
+    }
+    biases = tuple(biases_of(request, model).items())
     try:
         return Sampling(**values, grammar=constraint, logit_bias=biases)
     except SettingsError as error:
         raise RequestError(400, str(error)) from None
 
 
-def most_tokens(request: CompletionRequest | ChatRequest, model: LoadedModel) -> int:
+def most_tokens(request: GeneratingRequest, model: LoadedModel) -> int:
     """Return the most tokens of the answer: see GenerationRequest."""
     limit = request.most_written()
     if limit is None:
@@ -279,12 +327,12 @@ def most_tokens(request: CompletionRequest | ChatRequest, model: LoadedModel) ->
     return -1 if limit is None or limit < 0 else int(limit)
 
 
-def stops_of(request: CompletionRequest | ChatRequest, model: LoadedModel) -> tuple[str, ...]:
+def stops_of(request: GeneratingRequest, model: LoadedModel) -> tuple[str, ...]:
     """Return the texts that end the answer."""
     return tuple(given(request, model, "stop") or ())
 
 
-def _token_biases(request: CompletionRequest | ChatRequest, model: LoadedModel) -> dict[int, float]:
+def biases_of(request: GeneratingRequest, model: LoadedModel) -> dict[int, float]:
     """Return the values to add to the logits of tokens; raises RequestError for unknown tokens."""
     biases: dict[int, float] = {}
     n_vocab = model.model.n_vocab
@@ -301,6 +349,8 @@ def _token_biases(request: CompletionRequest | ChatRequest, model: LoadedModel) 
                 400, f"logit_bias: {bias} is not between -1000 and 1000", param="logit_bias"
             )
         biases.update(dict.fromkeys(ids, -math.inf if bias is False else bias))
+    if request.ignore_eos:
+        biases.update(dict.fromkeys(model.model.end_tokens, -math.inf))
     return biases
 
 

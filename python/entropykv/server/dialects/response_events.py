@@ -93,20 +93,23 @@ class _Events:
         yield {"type": "response.created", "response": self._head}
         yield {"type": "response.in_progress", "response": self._head}
         usage: dict[str, Any] = {}
+        timings: dict[str, Any] = {}
         for chunk in chunks:
             usage = chunk.get("usage") or usage
+            timings = {"timings": chunk["timings"]} if "timings" in chunk else {}
             for choice in chunk["choices"]:
                 self._reason = choice["finish_reason"] or self._reason
                 delta = choice["delta"]
                 self._calls += delta.get("tool_calls") or []
-                yield from self._more(_Thought, delta.get("reasoning_content") or "")
-                yield from self._more(_Said, delta.get("content") or "")
+                for kind, text in ((_Thought, "reasoning_content"), (_Said, "content")):
+                    for event in self._more(kind, delta.get(text) or ""):
+                        yield {**event, **timings}
         yield from self._end_of_text()
         for call in self._calls:
             self._output.append(call_item(call))
             yield from _call_events(self._output[-1], len(self._output) - 1)
         ended = with_end(self._head, self._output, self._reason, usage)
-        yield {"type": f"response.{ended['status']}", "response": ended}
+        yield {"type": f"response.{ended['status']}", "response": ended, **timings}
 
     def _more(self, kind: type[_TextItem], text: str) -> Iterator[dict[str, Any]]:
         if not text:

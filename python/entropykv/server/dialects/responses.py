@@ -97,6 +97,11 @@ class ResponsesRequest(Request):
     conversation: Name | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     background: bool = False
+    timings_per_token: bool = Field(
+        default=False, description="Whether every piece of text in a stream has the times so far."
+    )
+    return_progress: Literal[False] = False
+    """llama-server's stream of how much of the prompt was read: chats have it."""
 
     def document_name(self) -> str | None:
         """Return the document that the request names, also in an item; raises RequestError."""
@@ -113,14 +118,14 @@ class ResponsesRequest(Request):
                     "as input",
                     param=name,
                 )
-        chat = self._chat()
+        chat = self.chat()
         head = self._head(job.model)
         answer = chat.call(job)
         if self.stream:
             return events(head, answer)
         return _finished(head, answer)
 
-    def _chat(self) -> ChatRequest:
+    def chat(self) -> ChatRequest:
         """Return the same request as a chat completion."""
         entries = [{"role": "system", "content": self.instructions}] if self.instructions else []
         entries += _messages(self.input)
@@ -133,6 +138,7 @@ class ResponsesRequest(Request):
             "seed": self.seed,
             "reasoning_effort": self.reasoning.effort,
             "stream": self.stream,
+            "timings_per_token": self.timings_per_token,
             "stream_options": {"include_usage": True},
         }
         try:
@@ -233,4 +239,5 @@ def _finished(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     if message["content"]:
         output.append(message_item(f"msg_{uuid.uuid4().hex}", message["content"]))
     output += [call_item(call) for call in message.get("tool_calls", [])]
-    return with_end(head, output, choice["finish_reason"], answer["usage"])
+    ended = with_end(head, output, choice["finish_reason"], answer["usage"])
+    return {**ended, "timings": answer["timings"]}

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from entropykv.server.dialects.anthropic_events import anthropic_error
-from entropykv.server.dialects.choices import Choices
 from entropykv.server.documents.asked_document import document_of
 from entropykv.server.engine.admission import arrival_of
 from entropykv.server.engine.answering import Answering
@@ -36,11 +35,24 @@ _END = object()
 Call = Callable[[Answering], Any]
 
 
+class Joined(Protocol):
+    """Join the answers of one request, or their chunks."""
+
+    def whole(self, answers: Sequence[dict[str, Any]]) -> Any:
+        """Return the joined answer."""
+
+    def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a chunk of an answer as it is sent; None if it is not."""
+
+    def end(self) -> dict[str, Any] | None:
+        """Return a last chunk; None if there is none."""
+
+
 async def whole(
     request: Request,
     engine: Engine,
     calls: Sequence[Call],
-    choices: Choices | None,
+    choices: Joined | None,
     caller: Caller = SOMEBODY,
 ) -> Response:
     """Return the response of calls, which are stopped if the client disconnects.
@@ -61,7 +73,7 @@ async def stream(
     request: Request,
     engine: Engine,
     calls: Sequence[Call],
-    choices: Choices | None,
+    choices: Joined | None,
     caller: Caller = SOMEBODY,
     *,
     ping: bool,
@@ -217,6 +229,15 @@ class Lines(Events):
 
     def _last(self, error: RequestError | None) -> str:
         return "" if error is None else f"{json.dumps({'error': error.detail})}\n"
+
+
+class PlainEvents(Events):
+    """Send chunks as events, and nothing in the end unless that is an error, as llama-server's own
+    form has it.
+    """
+
+    def _last(self, error: RequestError | None) -> str:
+        return "" if error is None else _event(error.body)
 
 
 class NamedEvents(Events):

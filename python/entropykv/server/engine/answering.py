@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.constraint.trial import Trials
@@ -61,11 +63,25 @@ class Answering:
     """How many tokens were written so far."""
     n_thought: int | None = None
     """How many of them are thoughts; None if the model does not think."""
+    n_read: int = 0
+    """How many of the others were read so far."""
+    prompt_seconds: float = 0.0
+    """How long that has taken."""
+    answer_seconds: float = 0.0
+    """How long the answer has taken so far."""
+    n_drafted: int = 0
+    n_accepted: int = 0
+    """How many tokens of the answer were guessed, and how many of those stood."""
+    stop: str | None = None
+    """The text of the request's stops that has ended the answer."""
+    tell: Callable[[Any], object] | None = None
+    """Sends a chunk of a stream that no event leads to; None: the answer is no stream."""
     n_passages: int = 0
     """How many passages of the document its client wants to see."""
     passages: list[Passage] | None = None
     """The passages of the document that the answer looked at; None if nothing measured that."""
     _session: Session | None = None
+    _began: float = 0.0
 
     def interrupt(self) -> None:
         """Cancel waiting tokens, in whatever thread they wait."""
@@ -87,12 +103,18 @@ class Answering:
             raise asked.refusal(error) from None
 
     def answer(
-        self, request: GenerationRequest, *, constrained_by: str = "grammar", n_passages: int = 0
+        self,
+        request: GenerationRequest,
+        *,
+        constrained_by: str = "grammar",
+        n_passages: int = 0,
+        on_prompt: Callable[[int], None] | None = None,
     ) -> Iterator[Event]:
         """Yield the events of the answer, in the conversation that the prompt continues.
 
         `constrained_by`: the field of the client's request that says what the answer must be.
-        `n_passages`: how many passages are looked for. Raises RequestError, and the errors of
+        `n_passages`: how many passages are looked for. `on_prompt` is called with the number of
+        tokens of the prompt that were read. Raises RequestError, and the errors of
         generate().
         """
         check_room(request.prompt, self.model.n_ctx)
@@ -101,7 +123,7 @@ class Answering:
         try:
             if grammar is not None:
                 _TRIALS.check(Constraint.of(grammar), self.check)
-            for event in self._in_conversation(request):
+            for event in self._in_conversation(request, on_prompt):
                 is_refused = False
                 yield event
         except SettingsError as error:
@@ -110,7 +132,9 @@ class Answering:
             message = f"{constrained_by}: {error}"
             raise RequestError(400, message, param=constrained_by) from None
 
-    def _in_conversation(self, request: GenerationRequest) -> Iterator[Event]:
+    def _in_conversation(
+        self, request: GenerationRequest, on_prompt: Callable[[int], None] | None
+    ) -> Iterator[Event]:
         session, tokens = self._taken(request), request.prompt.tokens
         before = session.stats()
         self._session, attention = session, None
@@ -124,9 +148,25 @@ class Answering:
             if self.n_passages:
                 attention = AttentionSince(session)
             hooks = StepHooks(self._before_step, self._makes_room, gives_way=True)
-            with closing(generate(session, request, n_cached=n_cached, hooks=hooks)) as events:
+            self.n_cached = n_cached
+            if on_prompt is not None:
+                on_prompt(n_cached)
+            start = time.perf_counter()
+
+            def told(n_done: int) -> None:
+                self.n_read, self.prompt_seconds = n_done - n_cached, time.perf_counter() - start
+                if on_prompt is not None:
+                    on_prompt(n_done)
+
+            answer = generate(session, request, n_cached=n_cached, hooks=hooks, on_prompt=told)
+            with closing(answer) as events:
                 for event in events:
                     self._note(event, session)
+                    if isinstance(event, Ended):
+                        now = session.stats()
+                        self.n_drafted = now.drafted_tokens - before.drafted_tokens
+                        self.n_accepted = now.accepted_drafts - before.accepted_drafts
+                        self.stop = event.stop
                     if isinstance(event, Ended) and attention is not None:
                         self.passages = self._looked_at(attention)
                     yield event
@@ -140,7 +180,8 @@ class Answering:
     def _taken(self, request: GenerationRequest) -> Session:
         """Return the conversation that a prompt continues, out of the prefix cache."""
         asked = self.document
-        tokens = [] if request.prompt_logprobs else request.prompt.tokens
+        anew = request.prompt_logprobs or request.reads_anew
+        tokens = [] if anew else request.prompt.tokens
         model = self.model.model
         try:
             return self.prefix_cache.take(
@@ -173,10 +214,13 @@ class Answering:
         """Take down how far the answer is."""
         if isinstance(event, PromptRead):
             self.n_cached = event.n_cached
+            self.n_read = event.n_tokens - event.n_cached
+            self.prompt_seconds, self._began = event.seconds, time.perf_counter()
             self.prefix_cache.has_read(session)
             self.model.tell_what_is_learnt()
         elif isinstance(event, AnswerPiece):
             self.n_written += event.token is not None
+            self.answer_seconds = time.perf_counter() - self._began
             if self.n_thought is not None:
                 self.n_thought = event.n_thought
 

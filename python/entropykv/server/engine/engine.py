@@ -256,7 +256,15 @@ class Engine:
     def _run(self, job: Job) -> Any:
         slot = self._free.get()
         check = partial(self._checkpoint, job)
-        answering = Answering(self.model, self.prefix_cache, slot, check, job.caller, job.document)
+        answering = Answering(
+            self.model,
+            self.prefix_cache,
+            slot,
+            check,
+            job.caller,
+            job.document,
+            tell=job.emit,
+        )
         with self._running_lock:
             self.running[slot], self._jobs[slot] = answering, job
         outcome: Outcome = "finished"

@@ -24,6 +24,7 @@ from entropykv import _version
 from entropykv.server.dialects.anthropic_events import anthropic_error
 from entropykv.server.dialects.anthropic_routes import PATH as ANTHROPIC_PATH
 from entropykv.server.dialects.anthropic_routes import anthropic_routes
+from entropykv.server.dialects.completion_routes import completion_routes
 from entropykv.server.dialects.fields import Name, Tokens
 from entropykv.server.dialects.llama_server_routes import describe, llama_server_routes, text_of
 from entropykv.server.dialects.ollama_routes import PREFIX as OLLAMA_PATH
@@ -135,6 +136,7 @@ def create_app(
     ping = not server.disable_ping_events
     app.include_router(openai_routes(models, documents, ping=ping))
     app.include_router(anthropic_routes(models, documents, ping=ping))
+    app.include_router(completion_routes(models, documents, ping=ping))
     app.include_router(ollama_routes(models, documents))
     app.include_router(model_routes(models))
     app.include_router(llama_server_routes(models))

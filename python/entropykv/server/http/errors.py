@@ -59,7 +59,8 @@ class RequestError(HTTPException):
         self.retry_after = retry_after
         other = "invalid_request_error" if status < 500 else "server_error"
         kind = _TYPES.get(status, other)
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        details: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+        self.body = {"error": details}
 
     def response(self) -> JSONResponse:
         """Return the response that the client receives."""
@@ -77,8 +78,16 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextError):
-        message = f"{_TOO_LONG} exceeded: {error}"
-        return RequestError(400, message, code="context_length_exceeded")
+        refusal = RequestError(
+            400, f"{_TOO_LONG} exceeded: {error}", code="context_length_exceeded"
+        )
+        if error.n_tokens is not None:  # llama-server's clients look for these.
+            refusal.body["error"] |= {
+                "type": "exceed_context_size_error",
+                "n_prompt_tokens": error.n_tokens,
+                "n_ctx": error.n_ctx,
+            }
+        return refusal
     if isinstance(error, TemplateError):
         return RequestError(400, f"the chat template refuses this: {error}", param="messages")
     if isinstance(error, ValueError):

@@ -1,0 +1,325 @@
+"""Define completions in llama-server's own form: /completion, /completions and /infill."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, Field
+from typing_extensions import Self
+
+from entropykv.errors import ImageError
+from entropykv.generation.prompt import Prompt, ShownImages, text_prompt
+from entropykv.generation.request import GenerationRequest
+from entropykv.server.chat.constraints import single
+from entropykv.server.dialects.fields import (
+    FIRST_ERROR,
+    MOST_LOGPROBS,
+    MOST_MESSAGES,
+    MOST_TOKENS,
+    Name,
+    PromptField,
+    RepeatPenalty,
+    Seed,
+    Stop,
+    TokenLimit,
+    TopK,
+)
+from entropykv.server.dialects.llama_server_answers import LlamaServerWriter
+from entropykv.server.dialects.requests import (
+    DOCUMENT,
+    MOST_CHOICES,
+    GeneratingRequest,
+    mixed_tokens,
+    most_tokens,
+    sampling_of,
+    stops_of,
+)
+from entropykv.server.engine.answering import Answering
+from entropykv.server.http.errors import RequestError
+from entropykv.server.models.loaded_model import LoadedModel
+from entropykv.session.sampling import Sampling, is_random_seed, new_seed
+
+MOST_RESPONSE_FIELDS = 64
+"""The most fields of an answer that a request may choose."""
+MOST_EXTRA = 256
+"""The most further texts of /infill."""
+_MARKER = "<__media__>"
+"""Where llama-server's clients put images in a text."""
+_DEFAULTS = Sampling()
+
+
+class TextWithImages(BaseModel):
+    """Hold a text with markers, and the files that they stand for."""
+
+    prompt_string: str
+    multimodal_data: (
+        str | Annotated[list[str], Field(max_length=MOST_MESSAGES), FIRST_ERROR] | None
+    ) = None
+
+    def prompt(self, job: Answering) -> Prompt:
+        """Return the prompt; raises RequestError for files that cannot be read."""
+        data = self.multimodal_data or []
+        files = [_decoded(each) for each in ([data] if isinstance(data, str) else data)]
+        if not files:
+            tokens = mixed_tokens(self.prompt_string, job.model, begins=True)
+            return Prompt(tokens, self.prompt_string)
+        images = job.model.images
+        if images is None or len(files) > images.limits.number:
+            why = (
+                "no images are read here; start the server with --mmproj FILE"
+                if images is None
+                else f"more than {images.limits.number} images (--max-images)"
+            )
+            raise RequestError(400, f"prompt.multimodal_data: {why}", param="prompt")
+        text = self.prompt_string.replace(_MARKER, images.marker)
+        job.model.control_tokens.check(text.encode("utf-8", "replace"))
+        owner = job.caller.tenant(shared_prefixes=job.model.shared_prefixes)
+        shown = ShownImages(images, files, job.model.n_ctx, owner, job.check)
+        try:
+            return text_prompt(job.model.model, text, shown=shown)
+        except ImageError as error:
+            raise RequestError(400, f"prompt: {error}", param="prompt") from None
+
+
+_Prompts = (
+    PromptField
+    | TextWithImages
+    | Annotated[list[str | TextWithImages | Annotated[list[int | str], FIRST_ERROR]], FIRST_ERROR]
+)
+
+
+class LlamaServerRequest(GeneratingRequest):
+    """Hold what all completions in llama-server's form have in common."""
+
+    model: Name | None = None
+    document: Name | None = DOCUMENT
+    n_predict: TokenLimit | None = Field(
+        default=None,
+        validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"),
+    )
+    n_cmpl: int = Field(
+        default=1, ge=1, le=MOST_CHOICES, validation_alias=AliasChoices("n_cmpl", "n")
+    )
+    stream: bool = False
+    stop: Stop | None = None
+    temperature: float = Field(default=0.8, ge=0, le=1000)
+    top_k: TopK = _DEFAULTS.top_k
+    top_p: float = Field(default=_DEFAULTS.top_p, ge=0, le=1)
+    min_p: float = Field(default=_DEFAULTS.min_p, ge=0, le=1)
+    repeat_penalty: RepeatPenalty = 1.0
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    mirostat: int = Field(default=0, ge=0, le=2)
+    mirostat_tau: float = Field(default=_DEFAULTS.mirostat_tau, ge=0, le=1000)
+    mirostat_eta: float = Field(default=_DEFAULTS.mirostat_eta, ge=0, le=1)
+    seed: Seed | None = None
+    n_probs: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_LOGPROBS,
+        validation_alias=AliasChoices("n_probs", "logprobs"),
+        description="How many of the most probable tokens are told for each token.",
+    )
+    return_tokens: bool = False
+    response_fields: (
+        Annotated[list[Name], Field(max_length=MOST_RESPONSE_FIELDS), FIRST_ERROR] | None
+    ) = None
+    n_keep: int = Field(
+        default=0,
+        ge=-1,
+        le=MOST_TOKENS,
+        description="Changes nothing: the budget decides what is kept of a text.",
+    )
+    n_discard: int = Field(default=0, ge=0, le=MOST_TOKENS, description="Changes nothing.")
+    n_cache_reuse: int = Field(default=0, ge=0, le=MOST_TOKENS, description="Changes nothing.")
+    user: Name | None = None
+
+    def document_name(self) -> str | None:
+        """Return the document that the request names."""
+        return self.document
+
+    def most_written(self) -> int | None:
+        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+        return self.n_predict
+
+    @property
+    def mirostat_mode(self) -> int:
+        """Return the field by its name in OpenAI's requests."""
+        return self.mirostat
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the most tokens of the answer if neither the request nor the server says it."""
+        return -1
+
+    @property
+    def n_jobs(self) -> int:
+        """Return how many choices all of its prompts have together."""
+        return self.n_cmpl
+
+    @abstractmethod
+    def own_prompt(self, job: Answering) -> Prompt:
+        """Return the prompt; raises RequestError."""
+
+    def part(self, number: int, **others: Any) -> Self:
+        """Return a request for one choice of this one."""
+        part = self.model_copy(update={"n_cmpl": 1, **others})
+        part._choice = number
+        return part
+
+    def call(self, job: Answering) -> Any:
+        """Generate one choice of one prompt; returns a response or its chunks. Raises
+        RequestError.
+        """
+        model, prompt = job.model, self.own_prompt(job)
+        if not prompt.tokens:
+            raise RequestError(400, "prompt: it is empty", param="prompt")
+        field, constraint = single(self.constraints()) or ("grammar", None)
+        sampling = sampling_of(self, model, constraint)
+        if is_random_seed(sampling.seed):  # The answer tells it.
+            sampling = replace(sampling, seed=new_seed())
+        request = GenerationRequest(
+            prompt,
+            sampling,
+            most_tokens(self, model),
+            stops_of(self, model),
+            n_logprobs=self.n_probs or None,
+            reads_anew=not self.cache_prompt,
+        )
+        writer = LlamaServerWriter(
+            job,
+            request,
+            name=model.name,
+            returns_tokens=self.return_tokens,
+            timed=self.timings_per_token,
+            fields=self.response_fields,
+        )
+        tells = self.stream and self.return_progress
+        events = job.answer(
+            request,
+            constrained_by=field,
+            on_prompt=writer.tell_progress if tells else None,
+        )
+        return writer.chunks(events) if self.stream else writer.whole(events)
+
+
+class LlamaServerCompletion(LlamaServerRequest):
+    """Define a request of /completion and /completions."""
+
+    prompt: _Prompts = Field(description="A text, its tokens, or a list of those.")
+
+    @property
+    def n_jobs(self) -> int:
+        """Return how many choices all of its prompts have together."""
+        return self.n_cmpl * len(self._prompts())
+
+    def parts(self) -> list[LlamaServerCompletion]:
+        """Return a request for every choice of every prompt; raises RequestError."""
+        if not self._prompts():
+            raise RequestError(400, "prompt: the list is empty", param="prompt")
+        return [
+            self.part(number, prompt=prompt)
+            for prompt in self._prompts()
+            for number in range(self.n_cmpl)
+        ]
+
+    def _prompts(self) -> Sequence[Any]:
+        """Return the prompts: a list with a token in it is one, as in llama-server."""
+        prompt: Any = self.prompt
+        is_one = not isinstance(prompt, list) or any(isinstance(each, int) for each in prompt)
+        return [prompt] if is_one else prompt
+
+    def own_prompt(self, job: Answering) -> Prompt:
+        """Return the prompt, behind the document if the request names one; raises RequestError."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, TextWithImages):
+            if job.document is not None:
+                raise RequestError(400, "prompt: send text with a document", param="prompt")
+            return prompt.prompt(job)
+        document = job.document_tokens()
+        tokens = mixed_tokens(prompt, job.model, begins=not document)
+        text = prompt if isinstance(prompt, str) else ""
+        return Prompt([*document, *tokens], text, n_document=len(document))
+
+
+class ExtraText(BaseModel):
+    """Hold a text of the same project, which stands before the one that is filled in."""
+
+    filename: Name = "tmp"
+    text: str
+
+
+class InfillRequest(LlamaServerRequest):
+    """Define a request of /infill: the text between a prefix and a suffix."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[ExtraText], FIRST_ERROR] = Field(
+        default_factory=list, max_length=MOST_EXTRA
+    )
+    prompt: str = Field(default="", description="What follows the prefix already.")
+
+    def parts(self) -> list[InfillRequest]:
+        """Return a request for every choice."""
+        return [self.part(number) for number in range(self.n_cmpl)]
+
+    def own_prompt(self, job: Answering) -> Prompt:
+        """Return the prompt in the form that the model was trained on; raises RequestError."""
+        if job.document is not None:
+            raise RequestError(400, "document: texts are filled in alone", param="document")
+        model = job.model
+        marks = model.model.infill_marks
+        if marks is None:
+            raise RequestError(
+                400,
+                "the model was not trained to write a text between two others; use a model for "
+                "code, such as Qwen2.5-Coder",
+                param="input_prefix",
+            )
+        before, after, between = marks
+        begins = [model.model.bos] if model.model.adds_bos else []
+        return Prompt(
+            [
+                *begins,
+                *self._extra_tokens(model),
+                before,
+                *model.tokenize(self.input_prefix + self.prompt, special=False),
+                after,
+                *model.tokenize(self.input_suffix, special=False),
+                between,
+            ]
+        )
+
+    def _extra_tokens(self, model: LoadedModel) -> Iterator[int]:
+        """Yield the tokens of the further texts, each behind its name if the model has a token for
+        that.
+        """
+        if not self.input_extra:
+            return
+        marks = model.model.file_marks
+        if marks is not None:
+            yield marks[0]
+            yield from model.tokenize("project\n", special=False)
+        for extra in self.input_extra:
+            if marks is not None:
+                yield marks[1]
+                yield from model.tokenize(f"{extra.filename}\n{extra.text}", special=False)
+            else:
+                yield from model.tokenize(f"{extra.text}\n\n", special=False)
+        if marks is not None:
+            yield marks[1]
+            yield from model.tokenize("this\n", special=False)
+
+
+def _decoded(data: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(
+            400, "prompt.multimodal_data: its base64 is damaged", param="prompt"
+        ) from None

@@ -1,0 +1,84 @@
+"""Run llama-cpp-python's own tests with llama_cpp.Llama, and with EntropyLlama in its place.
+
+python -m tests.peers.llama_cpp_python SOURCES
+
+SOURCES: the folder of llama-cpp-python's sources. Ends with 1 if a test fails with EntropyLlama
+that does not fail with llama_cpp.Llama and the same models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from entropykv.errors import ModelFileError
+from entropykv.model import shipped
+from tests.peers.peer_models import write_talkative
+from tests.support.architecture_models import MODELS, written
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def models_in(folder: Path) -> dict[str, str]:
+    """Write the models that take the place of those at the Hub; returns them by repository."""
+    talkative = folder / "talkative.gguf"
+    write_talkative(talkative)
+    try:
+        real = shipped.smollm2().path
+    except ModelFileError:
+        real = talkative
+    return {
+        "lmstudio-community/Qwen3.5-0.8B-GGUF": str(real),
+        "ggml-org/models": str(talkative),
+        "QuantFactory/mamba-130m-hf-GGUF": str(written(MODELS["mamba"], folder)),
+        "tiiuae/Falcon-H1-Tiny-90M-Instruct-GGUF": str(written(MODELS["falcon-h1"], folder)),
+    }
+
+
+def outcomes(sources: Path, models: dict[str, str], kind: str) -> dict[str, dict[str, str]]:
+    """Run the tests with llama_cpp.Llama, or with EntropyLlama if `kind` is not empty."""
+    work = sources.parent.resolve()
+    report = work / "report.json"
+    report.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "PEER_MODELS": json.dumps(models),
+        "PEER_REPORT": str(report),
+        "PEER_CLASS": kind,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p"]
+    command += ["tests.peers.drop_in_plugin", "tests"]
+    with (work / f"log-{kind or 'Llama'}.txt").open("wb") as log:
+        subprocess.run(command, cwd=sources, env=environment, stdout=log, stderr=log, check=False)
+    found: dict[str, dict[str, str]] = json.loads(report.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> int:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sources", type=Path)
+    options = parser.parse_args()
+    folder = options.sources.parent / "models"
+    folder.mkdir(exist_ok=True)
+    models = models_in(folder)
+    stock = outcomes(options.sources, models, "")["outcomes"]
+    report = outcomes(options.sources, models, "EntropyLlama")
+    ours = report["outcomes"]
+    worse = [name for name in ours if ours[name] == "failed" and stock.get(name) != "failed"]
+    for title, found in (("llama_cpp.Llama", stock), ("EntropyLlama", ours)):
+        passed = sum(each == "passed" for each in found.values())
+        print(f"{title:18}{passed:4} passed{len(found) - passed:4} not")
+    both = [name for name in ours if ours[name] == stock.get(name) == "failed"]
+    print("\nFail with both, because their models are only at the Hub:\n  " + "\n  ".join(both))
+    print("\n".join(f"\n{name} fails: {report['reasons'].get(name, '')}" for name in worse))
+    return 1 if worse or len(ours) != len(stock) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
