@@ -5,6 +5,7 @@ folder.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
 from entropykv.session import sequence_slot
+from tests.support.learnt import own_cache
 from tests.support.ray_cluster import ThreeNodes, three_nodes
 from tests.support.systems import absent_imports, is_there, left_out
 from tests.support.tiny_models import write_bitnet, write_llama
@@ -88,6 +90,20 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama.gguf"
     write_llama(path, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32")
     return path
+
+
+@pytest.fixture
+def own_llama(tiny_llama: Path, tmp_path: Path) -> Path:
+    """Return a copy of tiny_llama, whose file the test may change, and from which nothing was
+    learnt.
+    """
+    return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
+
+
+@pytest.fixture
+def learnt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a cache directory of the test's own; returns where learnt predictors are kept."""
+    return own_cache(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
 from entropykv import EntropyLlama, Pool, Session
-from entropykv.errors import SettingsError
+from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.session.draft_model import ModelDrafter
 from tests.support.tiny_models import write_llama
 
@@ -77,6 +77,19 @@ def test_the_same_model_knows_what_comes(pool_llama: Path) -> None:
 
         assert session.decode_drafts(3, drafts, verify) == len(drafts)
         assert rows[0][:-1] == drafts
+
+
+@pytest.mark.parametrize("said", [-1, 4, 99])
+def test_more_right_drafts_than_were_read_are_refused_in_a_sentence(
+    tiny_llama: Path, said: int
+) -> None:
+    with Session(tiny_llama, n_ctx=256, n_threads=1) as session:
+        session.decode(PROMPT)
+        with pytest.raises(EntropyKVError, match=f"verify returned {said}, and 3 drafts were read"):
+            session.decode_drafts(3, [5, 6, 7], lambda _: said)
+        session.reset()
+        session.decode(PROMPT)
+        assert session.decode_drafts(3, [5, 6, 7], lambda rows: len(rows) - 1) == 3
 
 
 def test_sessions_of_a_pool_share_a_draft_model(pool_llama: Path, other_llama: Path) -> None:

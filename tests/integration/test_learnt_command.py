@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 
 from entropykv.cli import main
-from entropykv.profile.learnt import LearntFile, LearntPredictor
 from tests.support.command import assert_refused, entropykv
-from tests.support.learnt import own_cache
+from tests.support.learnt import kept_in
 from tests.support.running_server import Server
 
 N_CTX = 2048
@@ -25,32 +23,17 @@ def prompt_of(n_letters: int, seed: int = 1) -> str:
     return "".join(str(each) for each in np.random.default_rng(seed).choice(letters, n_letters))
 
 
-@pytest.fixture
-def model(tiny_llama: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return own_cache(monkeypatch, tmp_path / "cache")
-
-
-def kept_in(folder: Path) -> LearntPredictor:
-    (path,) = folder.glob("*.json")
-    found = LearntFile(path).read()
-    assert found is not None
-    return found
-
-
-def run(model: Path, *options: object, seed: int = 1) -> subprocess.CompletedProcess[str]:
+def run(own_llama: Path, *options: object, seed: int = 1) -> subprocess.CompletedProcess[str]:
     usual = ("-n", 2, "--temp", 0, "-t", 1, "-c", N_CTX, "--kv-budget", 0.2, "--no-chat")
-    result = entropykv("run", "-m", model, *usual, "-f", "-", *options, stdin=prompt_of(1400, seed))
+    result = entropykv(
+        "run", "-m", own_llama, *usual, "-f", "-", *options, stdin=prompt_of(1400, seed)
+    )
     assert result.returncode == 0, result.stderr
     return result
 
 
-def test_the_second_run_reads_once(model: Path, folder: Path) -> None:
-    first = run(model)
+def test_the_second_run_reads_once(own_llama: Path, learnt_folder: Path) -> None:
+    first = run(own_llama)
     before, _, after = first.stderr.partition(
         "are read twice to learn it, once for all later texts"
     )
@@ -58,26 +41,26 @@ def test_the_second_run_reads_once(model: Path, folder: Path) -> None:
     assert "tokens/s" in after  # It is said before the text is read.
     assert "tokens/s" not in before
     assert "tokens beyond the budget were read twice" in after
-    assert f"kept in {folder}" in first.stderr
-    second = run(model, seed=2)
+    assert f"kept in {learnt_folder}" in first.stderr
+    second = run(own_llama, seed=2)
     assert "read twice" not in second.stderr
-    off = run(model, "--learn", "off")
+    off = run(own_llama, "--learn", "off")
     assert "later ones are read once" in off.stderr
     assert off.stdout == first.stdout
-    assert_refused(entropykv("run", "-m", model, "-p", "a", "--learn", "maybe"), "--learn")
+    assert_refused(entropykv("run", "-m", own_llama, "-p", "a", "--learn", "maybe"), "--learn")
 
 
 def test_what_was_learnt_is_listed_and_removed(
-    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+    own_llama: Path, learnt_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["models", "--learnt"]) == 0
     assert "nothing was learnt" in capsys.readouterr().out
-    run(model)
+    run(own_llama)
     assert main(["models", "--learnt", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["complete"]
     assert row["n_texts"] == 1
-    assert Path(row["path"]).parent == folder
+    assert Path(row["path"]).parent == learnt_folder
     assert main(["models", "--learnt"]) == 0
     assert (
         f"{row['model']}: learnt from {row['n_tokens']} tokens (r = 0." in capsys.readouterr().out
@@ -86,8 +69,8 @@ def test_what_was_learnt_is_listed_and_removed(
     assert "nothing was learnt of another" in capsys.readouterr().err
     assert main(["models", "--learnt", "--remove", row["model"]]) == 0
     assert f"{row['path']}: removed" in capsys.readouterr().out
-    assert not list(folder.glob("*.json"))
-    (folder / "x.predictor.json").write_text("{")
+    assert not list(learnt_folder.glob("*.json"))
+    (learnt_folder / "x.predictor.json").write_text("{")
     assert main(["models", "--learnt"]) == 0
     assert "x.predictor.json: is damaged" in capsys.readouterr().out
     assert main(["models", "--remove"]) == 2
@@ -96,7 +79,7 @@ def test_what_was_learnt_is_listed_and_removed(
 
 @pytest.mark.parametrize("several", [(), ("--parallel", 2)])
 def test_a_server_keeps_what_two_conversations_agree_on(
-    several: tuple[object, ...], model: Path, folder: Path
+    several: tuple[object, ...], own_llama: Path, learnt_folder: Path
 ) -> None:
     usual = ("--kv-budget", 256, "--n_ctx", N_CTX, "-t", 1, *several)
 
@@ -104,19 +87,19 @@ def test_a_server_keeps_what_two_conversations_agree_on(
         body = json.dumps({"prompt": prompt_of(1200, seed), "max_tokens": 2})
         assert server.post("/v1/completions", body).status_code == 200
 
-    server = Server(model=model, usual=usual)
+    server = Server(model=own_llama, usual=usual)
     try:
         for _ in range(2):
             ask(server, 1)  # The same conversation again confirms nothing.
-            assert not kept_in(folder).complete
+            assert not kept_in(learnt_folder).complete
         ask(server, 2)
-        assert kept_in(folder).complete
-        assert kept_in(folder).n_texts >= 2
+        assert kept_in(learnt_folder).complete
+        assert kept_in(learnt_folder).n_texts >= 2
     finally:
         code, errors = server.end()
     assert code == 0, errors
-    assert errors.count(f"kept in {folder}") == 1
-    again = Server(model=model, usual=usual)
+    assert errors.count(f"kept in {learnt_folder}") == 1
+    again = Server(model=own_llama, usual=usual)
     try:
         ask(again, 3)
     finally:

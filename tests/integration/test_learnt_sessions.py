@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from entropykv.session import predictor_fit
 from entropykv.session.document import read_document
 from entropykv.session.predictor_fit import LEAST_TOKENS, PredictorFit
 from entropykv.store.headwise import HeadwiseStore
-from tests.support.learnt import own_cache
+from tests.support.learnt import kept_in
 from tests.support.logits import tokens_for
 
 N_CTX = 2048
@@ -28,35 +27,17 @@ OTHERS = tokens_for(N_CTX - 64, seed=4)
 INSIDE: dict[str, Any] = {"n_ctx": N_CTX, "kv_budget": 0.2, "n_threads": 1}
 
 
-@pytest.fixture
-def model(tiny_llama: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of its own; returns where learnt predictors are kept."""
-    return own_cache(monkeypatch, tmp_path / "cache")
-
-
 def fit_of(session: Session) -> PredictorFit:
     assert session.predictor_fit is not None
     return session.predictor_fit
 
 
-def read(model: Path, tokens: list[int], **options: Any) -> str | None:
+def read(own_llama: Path, tokens: list[int], **options: Any) -> str | None:
     """Read a text in a session of its own; returns what is said at the end."""
-    with Session(model, **{**INSIDE, **options}) as session:
+    with Session(own_llama, **{**INSIDE, **options}) as session:
         session.decode(tokens)
         fit = session.predictor_fit
         return None if fit is None else fit.report()
-
-
-def kept_in(folder: Path) -> LearntPredictor:
-    (path,) = folder.glob("*.json")
-    found = LearntFile(path).read()
-    assert found is not None
-    return found
 
 
 def weights_of(learnt: LearntPredictor) -> npt.NDArray[np.float32]:
@@ -66,62 +47,64 @@ def weights_of(learnt: LearntPredictor) -> npt.NDArray[np.float32]:
 # --- one process after the other ------------------------------------------------------------------
 
 
-def test_the_next_session_reads_once_from_its_first_token(model: Path, folder: Path) -> None:
-    said = read(model, TOKENS)
-    learnt = kept_in(folder)
+def test_the_next_session_reads_once_from_its_first_token(
+    own_llama: Path, learnt_folder: Path
+) -> None:
+    said = read(own_llama, TOKENS)
+    learnt = kept_in(learnt_folder)
     assert learnt.complete
     assert learnt.predictor.n_tokens >= LEAST_TOKENS
     assert said is not None
-    assert f"kept in {folder}" in said
-    with Session(model, **INSIDE) as session:
+    assert f"kept in {learnt_folder}" in said
+    with Session(own_llama, **INSIDE) as session:
         assert session.predictor_fit is None
         assert session.policy.name == "adaptive:mass+values+predicted"
         session.decode(OTHERS)
         assert isinstance(session._store, HeadwiseStore)
         assert session._store.core.is_predicted
         assert session.n_ubatch == 512
-    np.testing.assert_array_equal(weights_of(kept_in(folder)), weights_of(learnt))
-    assert sorted(os.listdir(model.parent)) == ["cache", "model.gguf"]
+    np.testing.assert_array_equal(weights_of(kept_in(learnt_folder)), weights_of(learnt))
+    assert sorted(os.listdir(own_llama.parent)) == ["cache", "model.gguf"]
 
 
-@pytest.mark.usefixtures("folder")
-def test_answers_do_not_change_once_it_is_complete(model: Path) -> None:
-    read(model, TOKENS)
+@pytest.mark.usefixtures("learnt_folder")
+def test_answers_do_not_change_once_it_is_complete(own_llama: Path) -> None:
+    read(own_llama, TOKENS)
     logits = []
     for text in (TOKENS, OTHERS):
-        read(model, text)
-        with Session(model, **INSIDE) as session:
+        read(own_llama, text)
+        with Session(own_llama, **INSIDE) as session:
             logits.append(session.decode(TOKENS[:900]))
     np.testing.assert_array_equal(*logits)
 
 
-def test_short_texts_of_several_processes_add_up(model: Path, folder: Path) -> None:
+def test_short_texts_of_several_processes_add_up(own_llama: Path, learnt_folder: Path) -> None:
     """Each of them shows half of what is needed; what is kept is tested with the next one."""
     short = predictor_fit.ROUND_TOKENS + 60
-    said = read(model, TOKENS[:short], kv_budget=60)
-    first = kept_in(folder)
+    said = read(own_llama, TOKENS[:short], kv_budget=60)
+    first = kept_in(learnt_folder)
     assert not first.complete
     assert first.predictor.correlation is None
     assert said is not None
     assert f"and {LEAST_TOKENS} are needed" in said
-    with Session(model, **{**INSIDE, "kv_budget": 60}) as session:
+    with Session(own_llama, **{**INSIDE, "kv_budget": 60}) as session:
         store = session._store
         assert isinstance(store, HeadwiseStore)
         assert store.core.is_predicted  # from the first token
         session.decode(OTHERS[:short])
-    both = kept_in(folder)
+    both = kept_in(learnt_folder)
     assert both.complete
     assert both.n_texts == 2
     assert both.predictor.n_tokens > first.predictor.n_tokens
     assert both.predictor.correlation is not None
     assert both.predictor.correlation > 0.3
-    with Session(model, **INSIDE) as session:
+    with Session(own_llama, **INSIDE) as session:
         assert session.predictor_fit is None
 
 
-@pytest.mark.usefixtures("folder")
-def test_the_same_text_again_teaches_nothing(model: Path) -> None:
-    with Pool(model, n_ctx=N_CTX, kv_budget=256, n_sequences=2, n_threads=1) as pool:
+@pytest.mark.usefixtures("learnt_folder")
+def test_the_same_text_again_teaches_nothing(own_llama: Path) -> None:
+    with Pool(own_llama, n_ctx=N_CTX, kv_budget=256, n_sequences=2, n_threads=1) as pool:
         sessions = [pool.session() for _ in range(2)]
         fit = pool.runner.fit
         assert fit is not None
@@ -133,32 +116,32 @@ def test_the_same_text_again_teaches_nothing(model: Path) -> None:
 
 
 def test_it_is_off_where_somebody_says_so(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = read(model, TOKENS, learn=False)
+    said = read(own_llama, TOKENS, learn=False)
     assert said is not None
     assert "read twice" in said
     assert "later ones are read once" in said
     monkeypatch.setenv("ENTROPYKV_LEARN", "off")
-    read(model, TOKENS)
-    assert not folder.exists()
-    read(model, TOKENS, learn=True)
-    assert kept_in(folder).complete
-    with Session(model, **INSIDE) as session:  # Off means that nothing is read, either.
+    read(own_llama, TOKENS)
+    assert not learnt_folder.exists()
+    read(own_llama, TOKENS, learn=True)
+    assert kept_in(learnt_folder).complete
+    with Session(own_llama, **INSIDE) as session:  # Off means that nothing is read, either.
         assert session.predictor_fit is not None
     monkeypatch.setenv("ENTROPYKV_LEARN", "perhaps")
     with pytest.raises(SettingsError, match="ENTROPYKV_LEARN cannot be 'perhaps'; set it to on or"):
-        Session(model, **INSIDE)
+        Session(own_llama, **INSIDE)
 
 
-def test_a_profile_wins(model: Path, folder: Path) -> None:
-    read(model, TOKENS)
-    learnt = kept_in(folder).predictor
+def test_a_profile_wins(own_llama: Path, learnt_folder: Path) -> None:
+    read(own_llama, TOKENS)
+    learnt = kept_in(learnt_folder).predictor
     profile = EntropyProfile(3, 6, 2, N_CTX, np.ones((3, 6)), predictor=learnt)
     for given in (profile, None):
         if given is None:
-            profile.save(profile_beside(model))
-        with Session(model, entropy_config=given, **INSIDE) as session:
+            profile.save(profile_beside(own_llama))
+        with Session(own_llama, entropy_config=given, **INSIDE) as session:
             assert session.config.learnt is None
             assert session.config.predictor is not None
             assert session.predictor_fit is None
@@ -167,26 +150,26 @@ def test_a_profile_wins(model: Path, folder: Path) -> None:
 # --- what goes wrong never stops a session --------------------------------------------------------
 
 
-def test_a_damaged_file_is_learnt_again(model: Path, folder: Path) -> None:
-    read(model, TOKENS)
-    (path,) = folder.glob("*.json")
+def test_a_damaged_file_is_learnt_again(own_llama: Path, learnt_folder: Path) -> None:
+    read(own_llama, TOKENS)
+    (path,) = learnt_folder.glob("*.json")
     good = path.read_bytes()
     path.write_bytes(good[:-100])
-    said = read(model, TOKENS)
+    said = read(own_llama, TOKENS)
     assert said is not None
     assert said.startswith(f"{path}: is damaged, or of another version, and the model teaches anew")
     assert path.read_bytes() == good
 
 
-def test_a_file_of_another_shape_is_not_used(model: Path, folder: Path) -> None:
-    read(model, TOKENS)
-    (path,) = folder.glob("*.json")
-    learnt = kept_in(folder)
+def test_a_file_of_another_shape_is_not_used(own_llama: Path, learnt_folder: Path) -> None:
+    read(own_llama, TOKENS)
+    (path,) = learnt_folder.glob("*.json")
+    learnt = kept_in(learnt_folder)
     smaller = tuple(of_layer[:, 1:] for of_layer in learnt.predictor.weights)
     path.unlink()
     wrong = predictor_fit.ScorePredictor(smaller, 500, 0.7)
     LearntFile(path).keep(LearntPredictor(wrong, "model", 1, complete=True))
-    with Session(model, **INSIDE) as session:
+    with Session(own_llama, **INSIDE) as session:
         assert session.config.learnt is None
         session.decode(TOKENS)
         assert fit_of(session).predictor is not None
@@ -194,7 +177,7 @@ def test_a_file_of_another_shape_is_not_used(model: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("what", ["read-only", "full", "a file", "no home"])
 def test_a_folder_that_cannot_be_written(
-    what: str, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -209,28 +192,28 @@ def test_a_folder_that_cannot_be_written(
         monkeypatch.setattr(Path, "mkdir", fail)
         expected = "No space left on device), and each learns again"
     elif what == "a file":
-        folder.parent.parent.mkdir(parents=True)
-        folder.parent.write_text("in the way")
-        expected = f"it cannot be kept for other sessions ({folder}"
+        learnt_folder.parent.parent.mkdir(parents=True)
+        learnt_folder.parent.write_text("in the way")
+        expected = f"it cannot be kept for other sessions ({learnt_folder}"
     else:
         monkeypatch.setattr("entropykv.system.cache_folder", no_home)
         expected = "nothing can be kept for other sessions: Could not determine home directory."
-    said = read(model, TOKENS)
+    said = read(own_llama, TOKENS)
     assert said is not None
     assert expected in said
     assert "\n" not in said
-    assert not list(folder.glob("*")) or what == "full"
-    assert not list(folder.glob("*.part")) + list(folder.glob("*.json"))
+    assert not list(learnt_folder.glob("*")) or what == "full"
+    assert not list(learnt_folder.glob("*.part")) + list(learnt_folder.glob("*.json"))
 
 
-def test_two_at_once_leave_the_first_complete_one(model: Path, folder: Path) -> None:
-    with Session(model, **INSIDE) as slow:
+def test_two_at_once_leave_the_first_complete_one(own_llama: Path, learnt_folder: Path) -> None:
+    with Session(own_llama, **INSIDE) as slow:
         slow.decode(TOKENS[:300])
-        read(model, OTHERS)
-        before = weights_of(kept_in(folder))
+        read(own_llama, OTHERS)
+        before = weights_of(kept_in(learnt_folder))
         slow.decode(TOKENS[300:])
         assert fit_of(slow).predictor is not None
-    np.testing.assert_array_equal(weights_of(kept_in(folder)), before)
+    np.testing.assert_array_equal(weights_of(kept_in(learnt_folder)), before)
 
 
 # --- what is not learnt from ----------------------------------------------------------------------
@@ -242,38 +225,38 @@ def test_two_at_once_leave_the_first_complete_one(model: Path, folder: Path) -> 
     ids=["one token", "two in turn", "forty in turn"],
 )
 def test_texts_that_repeat_themselves_teach_nothing(
-    text: list[int], model: Path, folder: Path
+    text: list[int], own_llama: Path, learnt_folder: Path
 ) -> None:
-    with Session(model, **INSIDE) as session:
+    with Session(own_llama, **INSIDE) as session:
         session.decode(text)
         assert fit_of(session).candidate is None
-        assert not folder.exists()
+        assert not learnt_folder.exists()
         session.reset()
         session.decode(TOKENS)
         assert fit_of(session).predictor is not None
-    assert np.abs(weights_of(kept_in(folder))).max() < 100.0
+    assert np.abs(weights_of(kept_in(learnt_folder))).max() < 100.0
 
 
 def test_rounds_that_do_not_agree_are_not_kept(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are used, after a while, so that no text is read twice for ever."""
     monkeypatch.setattr(predictor_fit, "LEAST_CORRELATION", 1.1)
-    with Session(model, **INSIDE) as session:
+    with Session(own_llama, **INSIDE) as session:
         session.decode(TOKENS)
         fit = fit_of(session)
         assert fit.predictor is not None
         assert fit.n_tokens < 2000
         assert "texts differ too much" in str(fit.report())
-    assert not kept_in(folder).complete
+    assert not kept_in(learnt_folder).complete
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("learnt_folder")
 def test_a_sibling_whose_decode_failed_does_not_stop_the_others(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    own_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its store has entries beyond its text, for which nothing can be predicted until reset()."""
-    with Pool(model, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
+    with Pool(own_llama, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
         failing, reader = pool.session(), pool.session()
         failing.decode(TOKENS[:50])
 
@@ -294,36 +277,36 @@ def test_a_sibling_whose_decode_failed_does_not_stop_the_others(
 # --- documents ------------------------------------------------------------------------------------
 
 
-def document(model: Path, path: Path, **options: Any) -> None:
+def document(own_llama: Path, path: Path, **options: Any) -> None:
     letters = list("abcdefghijklmnopqrstuvwxyz")
     text = "".join(str(each) for each in np.random.default_rng(1).choice(letters, 1400))
-    with Session(model, **{**INSIDE, **options}) as session:
+    with Session(own_llama, **{**INSIDE, **options}) as session:
         read_document(session, text, path)
 
 
 def test_questions_about_a_document_are_answered_by_its_predictor(
-    model: Path, folder: Path, tmp_path: Path
+    own_llama: Path, learnt_folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "book.kv"
-    document(model, path, learn=False)
+    document(own_llama, path, learn=False)
     for learn in (False, True):
-        with Session(model, learn=learn, **INSIDE) as session:
+        with Session(own_llama, learn=learn, **INSIDE) as session:
             session.open_document(path)
             store = session._store
             assert isinstance(store, HeadwiseStore)
             assert store.core.is_predicted
             session.decode(OTHERS[:300])
             assert fit_of(session).n_tokens == 0
-    assert not folder.exists()
+    assert not learnt_folder.exists()
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("learnt_folder")
 def test_a_document_that_the_budget_held_is_not_read_again_for_a_question(
-    model: Path, tmp_path: Path
+    own_llama: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "book.kv"
-    document(model, path, kv_budget=1.0)
-    with Session(model, **INSIDE) as session:
+    document(own_llama, path, kv_budget=1.0)
+    with Session(own_llama, **INSIDE) as session:
         session.open_document(path)
         session.decode(OTHERS[:300])
         assert fit_of(session).n_tokens == 0
@@ -333,14 +316,14 @@ def test_a_document_that_the_budget_held_is_not_read_again_for_a_question(
 
 
 def test_a_document_replaces_no_predictor_of_a_pool(
-    model: Path, folder: Path, tmp_path: Path
+    own_llama: Path, learnt_folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "book.kv"
-    document(model, path, learn=False)
-    read(model, TOKENS)
-    with Pool(model, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
+    document(own_llama, path, learn=False)
+    read(own_llama, TOKENS)
+    with Pool(own_llama, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
         session = pool.session()
         session.open_document(path)
         learnt = pool.runner.learnt_predictor
         assert learnt is not None
-        np.testing.assert_array_equal(weights_of(learnt), weights_of(kept_in(folder)))
+        np.testing.assert_array_equal(weights_of(learnt), weights_of(kept_in(learnt_folder)))

@@ -77,3 +77,4 @@ def test_a_generator_may_outlive_its_session(tiny_llama: Path) -> None:
         stream = session.generate(tokens_for(20), N_TOKENS)
         next(stream)
     stream.close()  # type: ignore[attr-defined]
+    assert next(stream, None) is None

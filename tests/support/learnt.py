@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from entropykv import system
+from entropykv.profile.learnt import LearntFile, LearntPredictor
 
 VARIABLES = ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")
 """What cache directories depend on, on Linux, Windows and macOS."""
@@ -20,3 +21,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     for name in VARIABLES:
         monkeypatch.setenv(name, str(folder))
     return system.cache_folder() / "learnt"
+
+
+def kept_in(folder: Path) -> LearntPredictor:
+    """Return the only predictor that was kept in a folder."""
+    (path,) = folder.glob("*.json")
+    found = LearntFile(path).read()
+    assert found is not None
+    return found

@@ -131,6 +131,33 @@ def test_text_and_profile_count_equally(factor: float) -> None:
     assert alone[2] < budgets[2]
 
 
+def test_curves_are_read_again_only_at_other_knots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change with the budget, and not with every share."""
+    read: list[int] = []
+    knots = LossCurves.knots
+
+    def counted(self: LossCurves, n_ctx: int, most: int) -> Any:
+        read.append(most)
+        return knots(self, n_ctx, most)
+
+    monkeypatch.setattr(LossCurves, "knots", counted)
+    of_text = np.full((len(HEADS), 3), 1e-3)
+    of_text[1] = [1.0, 0.5, 0.1]
+    layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
+    online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, curves_of({2: 1.0}))
+    for budget, n_read in ((100, 1), (100, 1), (160, 2), (160, 2), (100, 3)):
+        plan = plan_for("adaptive", budget)
+        for state in (of_text, 3.0 * of_text):
+            online.load(np.concatenate([[0.0, 1.0 * budget, 3.0 * budget], state.ravel()]))
+            shares = online.budgets(plan)
+            fresh = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, curves_of({2: 1.0}))
+            fresh.load(online.state())
+            before = len(read)
+            assert shares == fresh.budgets(plan)
+            del read[before:]
+        assert len(read) == n_read
+
+
 def test_policy_guided_reads_the_curves_of_the_profile() -> None:
     layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
     profile = example()

@@ -155,6 +155,9 @@ class MeasuredLosses:
         current ones.
         """
         self._curve: LossCurve | None = None
+        self._curve_knots: list[float] = []
+        """The knots at which the profile's curves were read last, and their losses there."""
+        self._curve_losses: Floats = np.empty((self._n_heads, 0))
         self._knots: Floats
         self._losses: Floats
         """The losses of every KV head at the knots, including dropped entries, for the text once
@@ -215,7 +218,7 @@ class MeasuredLosses:
         nothing = np.zeros((self._n_heads, 1))
         losses = np.concatenate([self._losses[:, inside], nothing], axis=1)
         if self.curves is not None:
-            losses = _of_whole(losses) + _of_whole(self._expected(self.curves, knots))
+            losses = _of_whole(losses) + self._expected(self.curves, knots)
         losses /= losses.max() or 1.0  # Only ratios matter, and sums of |q.k| have no limit.
         return _core.share_by_curves(
             plan.mean_entries,
@@ -227,11 +230,18 @@ class MeasuredLosses:
             plan.limits,
         )
 
-    def _expected(self, curves: LossCurves, knots: Sequence[float]) -> Floats:
-        """Return the losses by the curves, [KV head][knot]; at the last knot everything is kept."""
-        theirs, flat = curves.knots(self._n_ctx, int(knots[-1]))
-        losses = np.array(flat).reshape(self._n_heads, len(theirs))
-        return np.array([np.interp(knots, theirs, of_head) for of_head in losses])
+    def _expected(self, curves: LossCurves, knots: list[float]) -> Floats:
+        """Return the losses by the curves, [KV head][knot], scaled by _of_whole(); at the last knot
+        everything is kept.
+
+        They are kept for the next shares, because knots change only with the budget.
+        """
+        if self._curve_knots != knots:
+            theirs, flat = curves.knots(self._n_ctx, int(knots[-1]))
+            losses = np.array(flat).reshape(self._n_heads, len(theirs))
+            at_knots = np.array([np.interp(knots, theirs, of_head) for of_head in losses])
+            self._curve_knots, self._curve_losses = knots, _of_whole(at_knots)
+        return self._curve_losses
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
         """Join the measured losses of all KV heads, only of entries that are still held.

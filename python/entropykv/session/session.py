@@ -251,7 +251,8 @@ class Session:
         returns how many of the drafts are right. It is called within a step, in any thread, and
         must not raise; it is not called where no drafts are read, because wrong ones could not be
         undone. Afterwards the session is as if the right tokens had been read one by one: bit by
-        bit where the products of all weights are ours. Raises what decode() raises.
+        bit where the products of all weights are ours. Raises what decode() raises, and
+        EntropyKVError for a number of drafts that `verify` did not get.
         """
         return self._reader.read_drafts(token, drafts, verify)
 

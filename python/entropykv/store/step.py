@@ -87,7 +87,7 @@ class Part:
         """Take the logits, and bring the store in order after the decode."""
         drafts = self.store.drafts
         if self.n_drafts and drafts and self.verify is not None and logits is not None:
-            self.n_right = self.verify(logits)
+            self.n_right, self.error = self._verified(self.verify(logits))
             drafts.settle(self.n_right)
         try:
             self.store.after(self.n_read)
@@ -95,6 +95,15 @@ class Part:
             self.error = error
             return
         self.logits = logits
+
+    def _verified(self, n_right: int) -> tuple[int, EntropyKVError | None]:
+        """Return how many drafts are right, and the error if that cannot be."""
+        if 0 <= n_right <= self.n_drafts:
+            return n_right, None
+        return 0, EntropyKVError(
+            f"verify returned {n_right}, and {self.n_drafts} drafts were read; return a number "
+            f"from 0 to {self.n_drafts}, and call reset() before this session goes on"
+        )
 
     def result(self) -> npt.NDArray[np.float32] | None:
         """Return the logits, or raise the error."""
