@@ -110,7 +110,9 @@ def frozen_run(session: Frozen, prompt: Sequence[int], n_tokens: int, seed: int)
     seconds = timed(session, prompt, n_tokens, seed)
     trajectory = session.trajectory
     if trajectory is None:
-        raise SystemExit("the policy freezes nothing; use freeze or freeze:products")
+        raise SystemExit(
+            "the policy freezes nothing; use rolling-freeze or rolling-freeze:products"
+        )
     positions = np.array(trajectory.positions)
     active = np.array(trajectory.hot) / sum(map(len, session.budgets()))
     new = positions > len(prompt)
@@ -125,7 +127,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=500, help="tokens of an answer")
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--policy", default="freeze,freeze:products")
+    parser.add_argument("--policy", default="rolling-freeze,rolling-freeze:products")
     parser.add_argument("--plot", metavar="FILE", help="the last trajectory")
     options = parser.parse_args()
     path = find_model(options.model)

@@ -194,14 +194,6 @@ def test_frozen_entries_must_be_of_the_same_type(
         check_settings(saved, replace(saved, freeze=ours), "x.ekv")
 
 
-@pytest.mark.parametrize(
-    ("earlier", "current"),
-    [("freeze:products", "rolling-freeze:products"), ("adaptive-heads", "adaptive")],
-)
-def test_a_policy_of_an_earlier_name_is_the_same(earlier: str, current: str) -> None:
-    check_settings(replace(SETTINGS, policy=earlier), replace(SETTINGS, policy=current), "x.ekv")
-
-
 def test_settings_that_may_differ() -> None:
     ours = replace(
         SETTINGS, entropykv="2.0", n_ctx=9, kv_budget="7", n_sinks=0, llama_cpp_python="0.4"

@@ -14,7 +14,7 @@ from typing import Any
 
 from entropykv import _version, system
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, orderly_termination
-from entropykv.cli.notes import deprecations_as_notes, say
+from entropykv.cli.notes import say
 from entropykv.cli.parser import CommandParser, did_you_mean
 from entropykv.errors import EntropyKVError, SettingsError
 
@@ -48,15 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     system.prepare_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with deprecations_as_notes():
-            parser, _ = parser_with(_commands_in(given))
-            if not given:
-                parser.print_help()
-                return EXIT_BAD_INPUT
-            options = parser.parse_args(given)
-            with orderly_termination():
-                code: int = options.command(options)
-            sys.stdout.flush()  # What cannot be written is said here, and not by Python at its end.
+        parser, _ = parser_with(_commands_in(given))
+        if not given:
+            parser.print_help()
+            return EXIT_BAD_INPUT
+        options = parser.parse_args(given)
+        with orderly_termination():
+            code: int = options.command(options)
+        sys.stdout.flush()  # What cannot be written is said here, and not by Python at its end.
     except EntropyKVError as error:
         say(str(error))
         return EXIT_BAD_INPUT

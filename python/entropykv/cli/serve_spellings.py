@@ -19,7 +19,6 @@ from entropykv.llamacpp.model_options import (
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.declared import declared
 from entropykv.settings.options import KV_TYPES, MOST_BYTES
-from entropykv.settings.renamed import warn_of_name
 
 _LLAMA_SERVER = {
     **{each.server_name: each.flags for each in declared(CacheOptions).values()},
@@ -237,16 +236,6 @@ def _swap_limit(text: str) -> str:
     return f"{MOST_BYTES}B" if mib < 0 else f"{max(mib << 20, 1)}B"
 
 
-def _earlier(old: str, new: str) -> Callable[[str], str]:
-    """Return what reads the value of an option by its earlier name, and warns of it."""
-
-    def read(text: str) -> str:
-        warn_of_name(old, new)
-        return text
-
-    return read
-
-
 def _rope_scale(text: str) -> float:
     try:
         scale = float(text)
@@ -286,13 +275,6 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
             f"0: --checkpoints 0, other numbers: --checkpoints {CHECKPOINTS}",
         ),
         (("-cram", "--cache-ram"), "swap_limit", _swap_limit, "--swap-limit in MiB (-1: none)"),
-        (("--park",), "swap", _earlier("--park", "--swap"), "the earlier name of --swap"),
-        (
-            ("--park-limit",),
-            "swap_limit",
-            _earlier("--park-limit", "--swap-limit"),
-            "the earlier name of --swap-limit",
-        ),
         (("--rope-scale",), "rope_freq_scale", _rope_scale, "1 / --rope-freq-scale"),
         (("--chat-template-file",), "chat_template", _template_text, "read it from a file"),
     )

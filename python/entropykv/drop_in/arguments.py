@@ -19,7 +19,6 @@ from entropykv.settings.cache_options import CacheArguments, CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.freezing import check_freezing
 from entropykv.settings.options import Budget, at_least
-from entropykv.settings.renamed import with_current_names
 
 _DEFAULTS = {
     name: parameter.default
@@ -82,7 +81,6 @@ def split_arguments(
     defaults. Raises SettingsError for impossible combinations, and for unknown names, which Llama
     itself ignores.
     """
-    given = with_current_names(given)
     unknown = sorted(given.keys() - _DEFAULTS.keys() - _OURS)
     if unknown:
         raise SettingsError(
@@ -129,7 +127,6 @@ def attached_options(kv_budget: Budget | str | float, given: Mapping[str, Any]) 
     """Return the options of attach(); raises SettingsError for those that the loaded model
     determines.
     """
-    given = with_current_names(given)
     foreign = sorted(given.keys() - CacheArguments.__annotations__.keys())
     if foreign:
         raise SettingsError(

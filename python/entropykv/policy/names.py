@@ -15,7 +15,6 @@ from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
-from entropykv.settings.renamed import warn_of_name
 
 AUTO = "auto"
 """The default policy. It is what the comparison in the model's profile has chosen: `adaptive`, or
@@ -30,8 +29,6 @@ since no text is read twice there.
 """
 FAST = "fast"
 """The default without predictions and echoes: only the queries of the text rank entries."""
-EARLIER_NAMES = {"freeze": "rolling-freeze", "adaptive-heads": "adaptive"}
-"""Names of policies before version 0.2.0, which work for one more release."""
 _OF_DEVICE = ("mass", "attention", "predicted")
 """The measures that the device store computes."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
@@ -140,12 +137,6 @@ def policy_named(
     return policy
 
 
-def current_name(text: str) -> str:
-    """Return the current name of a policy, where `text` may begin with an earlier name."""
-    base, colon, measure = text.partition(":")
-    return f"{EARLIER_NAMES.get(base, base)}{colon}{measure}"
-
-
 def predictor_of(
     profile: EntropyProfile | None, learnt: LearntPredictor | None
 ) -> ScorePredictor | None:
@@ -171,7 +162,7 @@ def may_predict(name: str | OwnPolicy) -> bool:
     """Tell whether a policy ranks entries by a predictor if the model and its store allow it."""
     if not isinstance(name, str):
         return "predicted" in str(getattr(name, "importance", ""))
-    base, _, measure = current_name(name).partition(":")
+    base, _, measure = name.partition(":")
     return base == AUTO or "predicted" in measure.split("+")
 
 
@@ -183,7 +174,7 @@ def takes_profile(name: str | OwnPolicy) -> bool:
     """
     if not isinstance(name, str):
         return False
-    base, _, measure = current_name(name).partition(":")
+    base, _, measure = name.partition(":")
     predicts = "predicted" in measure.split("+")
     return base in (AUTO, FAST) or (
         base in POLICIES and (POLICIES[base].rule.by_profile or predicts)
@@ -194,7 +185,7 @@ def schedules(name: str | OwnPolicy) -> bool:
     """Tell whether a policy freezes and restores by the freeze document's schedule."""
     if not isinstance(name, str):
         return False
-    base = current_name(name).partition(":")[0]
+    base = name.partition(":")[0]
     return base in POLICIES and POLICIES[base].schedule
 
 
@@ -281,9 +272,7 @@ def _chosen(
 
 
 def _parsed(text: str) -> Policy:
-    name, colon, measure = current_name(text).partition(":")
-    if current_name(text) != text:
-        warn_of_name(f"policy {text}", current_name(text))
+    name, colon, measure = text.partition(":")
     if name not in POLICIES:
         known = ", ".join([AUTO, FAST, *POLICIES])
         raise SettingsError(f"policy cannot be {name!r}; use one of {known}")

@@ -277,7 +277,7 @@ class ResolvedConfig:
         if not self.freezing:
             raise SettingsError(
                 "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
-                "freeze (freeze=), or leave recovery out"
+                "rolling-freeze (freeze=), or leave recovery out"
             )
         if recovery.held_back and self.geometry.recurrent:
             raise SettingsError(

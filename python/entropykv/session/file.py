@@ -44,7 +44,6 @@ from typing import Any, BinaryIO
 from entropykv import _core, system
 from entropykv.errors import SessionFileError
 from entropykv.files import new_file, open_regular
-from entropykv.policy.names import current_name
 from entropykv.store.states import Section
 
 MAGIC = b"EKVSESS\0"
@@ -183,8 +182,6 @@ def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> No
             f"{where}: was saved with another model file ({theirs.model}) than this one "
             f"({ours.model}); load it with that file"
         )
-    # The policy may have had another name in the version that saved the session.
-    theirs = dataclasses.replace(theirs, policy=current_name(theirs.policy))
     for field, option in (("store", "--store"), ("kv_type", "--kv-type"), ("policy", "--policy")):
         value, own = getattr(theirs, field), getattr(ours, field)
         if value != own:

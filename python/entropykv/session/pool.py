@@ -18,7 +18,6 @@ from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Recovery
-from entropykv.settings.renamed import warn_of_name
 
 
 @dataclass(frozen=True)
@@ -55,18 +54,6 @@ class PoolStats:
     """The bytes that checkpoints take outside the pool."""
     text_bytes: int
     """The bytes of the tokens and logits of all sessions, swapped out or not."""
-
-    @property
-    def parked(self) -> int:
-        """Return swapped_out, under its name before version 0.2.0."""
-        warn_of_name("PoolStats.parked", "swapped_out")
-        return self.swapped_out
-
-    @property
-    def parked_bytes(self) -> int:
-        """Return swapped_bytes, under its name before version 0.2.0."""
-        warn_of_name("PoolStats.parked_bytes", "swapped_bytes")
-        return self.swapped_bytes
 
 
 class Pool:
@@ -145,12 +132,6 @@ class Pool:
     @property
     def runner(self) -> ModelRunner:
         """Return the model runner, which all sessions share."""
-        return self._runner
-
-    @property
-    def host(self) -> ModelRunner:
-        """Return `runner`, under its name before version 0.2.0."""
-        warn_of_name("Pool.host", "runner")
         return self._runner
 
     @property
@@ -256,10 +237,3 @@ class _Bytes:
 
 def _sum(counters: Sequence[Mapping[str, Any]], name: str) -> int:
     return sum(each[name] for each in counters)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "PoolSession":
-        warn_of_name("PoolSession", "Session")
-        return Session
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

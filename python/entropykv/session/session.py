@@ -44,7 +44,6 @@ from entropykv.settings.cache_options import CacheOptions, SessionArguments, sho
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget, at_least
 from entropykv.settings.recovery import Recovery, Rung
-from entropykv.settings.renamed import warn_of_name
 from entropykv.store.protocol import CacheMapFunction, Logits
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
 
@@ -533,12 +532,6 @@ class Session:
         """
         return None if self.profile is None else other_file(self.profile, self._model.geometry)
 
-    @property
-    def recipe(self) -> ResolvedConfig:
-        """Return `config`, under its name before version 0.2.0."""
-        warn_of_name("Session.recipe", "config")
-        return self.config
-
     # --- the cache --------------------------------------------------------------------------------
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
@@ -835,16 +828,6 @@ class Session:
         """
         with self._runner.scheduler.between_steps():
             return self._runner.shared.status_of(self._slot)
-
-    def park(self) -> None:
-        """Swap out, under the name before version 0.2.0."""
-        warn_of_name("Session.park", "swap_out")
-        self.swap_out()
-
-    def standing(self) -> PoolStatus:
-        """Return pool_status(), under its name before version 0.2.0."""
-        warn_of_name("Session.standing", "pool_status")
-        return self.pool_status()
 
     # --- figures ----------------------------------------------------------------------------------
 

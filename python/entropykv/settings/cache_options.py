@@ -6,7 +6,6 @@ it on unchanged. policy/resolved_config.py derives a ResolvedConfig from it for 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -32,7 +31,6 @@ from entropykv.settings.options import (
 )
 from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import RUNGS, Recovery
-from entropykv.settings.renamed import with_current_names
 
 MICRO_BATCH = 512
 MICRO_BATCH_OF_POOL = 128
@@ -56,19 +54,6 @@ DraftFunction = Callable[..., npt.NDArray[np.intc]]
 tokens, int32: an object of llama_cpp's LlamaDraftModel is one.
 """
 Function = TypeVar("Function", bound=Callable[..., object])
-Options = TypeVar("Options")
-
-
-def _takes_earlier_names(options: type[Options]) -> type[Options]:
-    """Let a dataclass accept the names that its fields had before: see renamed.py."""
-    make = options.__init__
-
-    @functools.wraps(make)
-    def make_with_names(self: Options, **arguments: Any) -> None:
-        make(self, **with_current_names(arguments))
-
-    options.__init__ = make_with_names  # type: ignore[assignment, method-assign]
-    return options
 
 
 class CacheArguments(TypedDict, total=False):
@@ -111,7 +96,6 @@ class PoolArguments(SessionArguments, total=False):
     checkpoints: str | int | None
 
 
-@_takes_earlier_names
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """Hold the options of the cache; raises BudgetError or SettingsError for impossible values.
@@ -357,7 +341,7 @@ class CacheOptions:
     @staticmethod
     def of(options: CacheOptions | None, arguments: Mapping[str, Any]) -> CacheOptions:
         """Return `options`, or the defaults, with values replaced by keyword arguments."""
-        return replace(options or CacheOptions(), **with_current_names(arguments))
+        return replace(options or CacheOptions(), **arguments)
 
     @staticmethod
     def _check_sequences(n_sequences: int) -> None:
