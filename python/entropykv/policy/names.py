@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entropykv.errors import SettingsError
-from entropykv.policy.documents.kim_jung import LAYER, LAYER_IN_RANGE
-from entropykv.policy.documents.metinov import ROLLING_FREEZE
-from entropykv.policy.documents.readme_entropy_kv import ENTROPY, RECENCY
 from entropykv.policy.importance import Importance
 from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.sources.kim_jung import LAYER, LAYER_IN_RANGE
+from entropykv.policy.sources.metinov import ROLLING_FREEZE
+from entropykv.policy.sources.readme_entropy_kv import ENTROPY, RECENCY
 from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor

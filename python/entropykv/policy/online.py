@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.policy.division import LossCurve
-from entropykv.policy.documents.kim_jung import LayerEntropies
 from entropykv.policy.own_budgets import OwnBudgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.policy import Policy
 from entropykv.policy.readings import StoreReadings
+from entropykv.policy.sources.kim_jung import LayerEntropies
 from entropykv.profile.curves import LossCurves
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy

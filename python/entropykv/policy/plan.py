@@ -13,8 +13,8 @@ from entropykv import _core
 from entropykv.errors import BudgetError, ProfileError
 from entropykv.llamacpp.context import CELL_PADDING
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.documents.readme_entropy_kv import weights_of
 from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.sources.readme_entropy_kv import weights_of
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
 from entropykv.settings.own_policy import BudgetToShare, OwnPolicy, checked_weights
