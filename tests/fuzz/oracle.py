@@ -37,9 +37,9 @@ class Oracle(ModelReference):
         """Return the logits after one more token; None if the keys will have been moved before."""
         store: Any = self._session._store
         position = self._session.position
-        if store.rope.shift_for(store.shift, position, 1) != store.shift:
+        if store.facts.rope.shift_for(store.shift, position, 1) != store.shift:
             return None
-        self._place = store.rope_position(position)
+        self._place = store.facts.rope.seen(position, store.shift)
         return np.asarray(self.logits([token])[0])
 
     def attention(self, x: Array, layer: int) -> Array:
