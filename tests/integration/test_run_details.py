@@ -140,9 +140,11 @@ def test_ctrl_c_while_reading_tells_how_far_it_came(
 
 
 def test_a_file_of_errors_has_no_carriage_returns(tiny_llama: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("the and of to in " * 400, encoding="utf-8")
     with open(tmp_path / "errors", "w+b") as errors:
         subprocess.run(
-            command("-m", tiny_llama, *SMALL, "-c", "8192", "-f", __file__),
+            command("-m", tiny_llama, *SMALL, "-c", "8192", "-f", text),
             stdout=subprocess.DEVNULL,
             stderr=errors,
             timeout=120,
