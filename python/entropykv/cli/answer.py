@@ -52,9 +52,8 @@ def write_answer(
     """
     start, n_prompt = session.position, len(request.prompt.tokens)
     screen = Screen()
-    bar = _prompt_bar(n_prompt)
     thought = ShownThought(request.thinking, folds=folds)
-    with noted_interrupts() as interrupts, bar:
+    with noted_interrupts() as interrupts, _prompt_bar(n_prompt) as bar:
 
         def on_prompt(done: int) -> None:
             bar.update(done - bar.n)
