@@ -53,8 +53,6 @@ DIFFERENCES: tuple[tuple[str, str], ...] = (
         r"test_chat_completion.py::test_chat_completion\[.*This is not a chat template.*",
         "a --chat-template without Jinja is the name of one of llama.cpp's",
     ),
-    (r"test_chat_completion.py::test_chat_completion\[codellama.*", _CONTEXT),
-    (r"test_chat_completion.py::test_chat_completion_stream\[You are.*", _CONTEXT),
     (
         r"test_chat_completion.py::test_chat_completion_(stream.*|with_timings_per_token)",
         "the first chunk has no content instead of null, which clients would add to a text",
