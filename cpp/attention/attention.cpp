@@ -70,8 +70,8 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
     }
 }
 
-void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_position,
-                      int n_echo, bool see_all, int n_drafts, bool recalls) {
+void Attention::begin(const Reading& reading) {
+    const auto [n_text, position, rope_position, n_echo, n_drafts, see_all, recalls] = reading;
     if (see_all && n_echo > 0)
         throw std::invalid_argument("tokens that all see each other have no echo");
     if (n_drafts < 0 || (n_drafts > 0 && (n_text != 1 + n_drafts || n_echo > 0 || see_all ||
@@ -81,27 +81,27 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
         n_text > store_.settings().max_tokens - n_echo)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
     const int n_tokens = n_text + n_echo;
-    if (base_position < 0 || base_position > kMostPositions - n_tokens)
+    if (position < 0 || position > kMostPositions - n_tokens)
         throw std::invalid_argument("a position outside of 0 .. 2^30");
     const auto& freezing = store_.settings().freezing;
     const int interval = freezing ? freezing->recall_interval : 0;
     step_.recalling = interval > 0 && n_text > 0 && FrozenFigures(store_.components()).now() > 0 &&
-                      (recalls_now_ || (n_tokens > 1 ? recalls : base_position % interval == 0));
-    store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo, n_drafts);
+                      (recalls_now_ || (n_tokens > 1 ? recalls : position % interval == 0));
+    store_.reserve(n_text, position + n_text - 1, step_.recalling, n_echo, n_drafts);
     recalls_now_ = false;
     store_.components().inverse_ropes.prepare(rope_position, n_text);
     store_.components().query_tracker.prepare(rope_position);
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
     step_.n_drafts = n_drafts;
-    step_.base_position = base_position;
+    step_.base_position = position;
     step_.see_all = see_all;
     const bool predicts = step_.importance.predicts();
     // With predicted scores, the queries of an echo only raise predicted shares. An echo of a
     // single token is ignored, because one query shows too little.
     step_.observing =
         step_.importance.measure().observes() && (n_text > 0 || !predicts) &&
-        (n_tokens > 1 || base_position % store_.components().common.scoring_interval() == 0);
+        (n_tokens > 1 || position % store_.components().common.scoring_interval() == 0);
     step_.observing_echo = n_echo > 0 && n_tokens > 1 && predicts;
     commits_.begin(n_text);
     entropies_.begin(step_);
@@ -262,22 +262,8 @@ void Attention::attend_run(const AttentionCall& call) noexcept {
         for (int token = 0; token < step_.n_tokens; ++token) {
             const Step step = step_.of_token(token, interval);
             const RowsView query = call.query.from(token);
-            const AttentionCall of_token{store_,
-                                         kernels_,
-                                         step,
-                                         entropies_,
-                                         observations_,
-                                         call.partials,
-                                         call.layer,
-                                         call.reader,
-                                         split,
-                                         call.units,
-                                         call.params,
-                                         query,
-                                         call.output + index(token) * values,
-                                         call.thread,
-                                         call.worker,
-                                         token};
+            float* const output = call.output + index(token) * values;
+            const AttentionCall of_token{call, call, call, {step, split, query, output, token}};
             TileWork work(of_token);
             HeadFinisher end(of_token, commits_, shared_choice_);
             const int total = of_token.total(head);
@@ -292,21 +278,11 @@ void Attention::attend_run(const AttentionCall& call) noexcept {
 
 void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
-    const AttentionCall call{store_,
-                             kernels_,
-                             step_,
-                             entropies_,
-                             observations_,
-                             partials_.data(),
-                             layer,
-                             reader,
-                             Split::of(store_.shape(layer), step_.n_tokens),
-                             units_of(layer, reader),
-                             params,
-                             query,
-                             output,
-                             thread,
-                             workers_[index(thread)]};
+    const Split split = Split::of(store_.shape(layer), step_.n_tokens);
+    const AttentionCall call{{store_, kernels_, entropies_, observations_, partials_.data()},
+                             {layer, reader, units_of(layer, reader), params},
+                             {thread, workers_[index(thread)]},
+                             {step_, split, query, output}};
     if (queries_.captures() && thread == 0) queries_.take(layer, params, query);
     if (step_.recalling && reader == 0) recall(call);
     if (step_.n_drafts > 0) return attend_run(call);

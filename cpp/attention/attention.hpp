@@ -35,7 +35,7 @@ public:
     const QueryCapture& queries() const { return queries_; }
 
     // Must be called before every llama_decode. Reserves pages and scratch for n_text tokens at
-    // base_position, which RoPE sees at rope_position, and for n_echo tokens behind them: an echo
+    // a position, which RoPE sees at rope_position, and for n_echo tokens behind them: an echo
     // asks the model to repeat the text and then repeats it. Its tokens attend to the text and to
     // each other like any others, and their queries count towards importance (measure reconstruct
     // counts no others), but their K and V are not kept. An echo may come alone, for a text that
@@ -50,8 +50,7 @@ public:
     //
     // recalls: whether several tokens may recall frozen entries. A long prompt can do without
     // before its end, because recall compares queries with every frozen key.
-    void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0,
-               bool see_all = false, int n_drafts = 0, bool recalls = true);
+    void begin(const Reading& reading);
     // Returns how many drafts may follow the next token, at most `wanted`.
     int most_drafts(int wanted) const;
     void settle_drafts(int n_accepted) { store_.settle_drafts(n_accepted); }

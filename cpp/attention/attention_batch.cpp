@@ -11,25 +11,24 @@ void AttentionBatch::clear() {
     n_pages_ = 0;
 }
 
-void AttentionBatch::add(Attention& sequence, int n_text, std::int32_t base_position,
-                         std::int32_t rope_position, int n_echo, bool see_all, int n_drafts,
-                         bool recalls) {
+void AttentionBatch::add(Attention& sequence, const Reading& reading) {
     for (const Part& part : parts_)
         if (part.sequence == &sequence)
             throw std::invalid_argument("a sequence has one part of a micro-batch");
     const Staging& staging = sequence.store().share().pool().staging();
-    if (n_text < 0 || n_echo < 0 || n_text > kMostPositions - n_echo)
+    if (reading.n_text < 0 || reading.n_echo < 0 ||
+        reading.n_text > kMostPositions - reading.n_echo)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
-    const int n_tokens = n_text + n_echo;
+    const int n_tokens = reading.n_tokens();
     // Every token of a run with drafts is staged in a page of its own.
     const std::size_t pages =
-        n_drafts > 0 ? static_cast<std::size_t>(n_tokens) : staging.pages_of(n_tokens);
+        reading.n_drafts > 0 ? static_cast<std::size_t>(n_tokens) : staging.pages_of(n_tokens);
     if (n_pages_ + pages > staging.row_pages())
         throw std::invalid_argument("more tokens than the staging area holds");
     if (n_tokens == 1 && n_pages_ >= staging.single_pages())
         throw std::invalid_argument("sequences with a single token come first");
     parts_.reserve(parts_.size() + 1);
-    sequence.begin(n_text, base_position, rope_position, n_echo, see_all, n_drafts, recalls);
+    sequence.begin(reading);
     sequence.store().stage_at(n_pages_);
     parts_.push_back({&sequence, n_tokens_});
     n_tokens_ += n_tokens;

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <vector>
 
 #include "attention/attention.hpp"
@@ -16,12 +15,9 @@ public:
     // Begins another micro-batch, which has no tokens yet.
     void clear();
     // Adds the next tokens, which belong to a sequence without tokens in this micro-batch.
-    // Sequences with a single token must be added first, and all must share one StorePool. n_text,
-    // n_echo, see_all, n_drafts and recalls are those of Attention::begin(). If this throws,
-    // nothing was added.
-    void add(Attention& sequence, int n_text, std::int32_t base_position,
-             std::int32_t rope_position, int n_echo = 0, bool see_all = false, int n_drafts = 0,
-             bool recalls = true);
+    // Sequences with a single token must be added first, and all must share one StorePool. If this
+    // throws, nothing was added.
+    void add(Attention& sequence, const Reading& reading);
 
     // Returns how many drafts may follow the next token of a sequence, at most `wanted`, so that
     // all other sequences still find room.

@@ -12,28 +12,37 @@
 
 namespace entropykv {
 
-struct AttentionCall {
-    // These belong to the sequence.
+struct CallOfSequence {
     HeadStore& store;
     const KernelTable& kernels;
-    const Step& step;
     EntropyMeter& entropies;
     Observations& observations;
     float* partials;  // partial results of tiles that are split by entries: see TileWork
-    // These belong to the node of the graph.
+};
+
+struct CallOfNode {
     int layer;
     int reader;
-    Split split;
     UnitQueue& units;
     const AttentionParams& params;
-    const RowsView& query;
-    float* output;
-    // These belong to the thread.
+};
+
+struct CallOfThread {
     int thread;
     Worker& worker;
-    // Number of the token in a run with drafts, whose tokens are attended to one after the other.
-    int token = 0;
+};
 
+// Names the tokens that attend, and where their outputs go.
+struct CallOfTokens {
+    const Step& step;
+    Split split;
+    const RowsView& query;
+    float* output;
+    // Numbers the token in a run with drafts, whose tokens are attended to one after the other.
+    int token = 0;
+};
+
+struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
     const LayerShape& shape() const { return store.shape(layer); }
     const PageLayout& layout() const { return store.layout(layer); }
     const Head& head(int number) const { return store.head(layer, number); }

@@ -88,8 +88,7 @@ void Headwise::attend(int layer, int reader, const MicroBatch& batch, const Atte
     check_batch(layer, reader, batch);
     const int n_text = batch.q.n_tokens - batch.n_echo;
     if (reader == 0)
-        attention.begin(n_text, batch.position, batch.position, batch.n_echo, false,
-                        batch.n_drafts);
+        attention.begin({n_text, batch.position, batch.position, batch.n_echo, batch.n_drafts});
     if (batch.k) attention.stage_k(layer, batch.k->view, 0, 1);
     if (batch.v) attention.stage_v(layer, batch.v->view, 0, 1);
     attention.attend(layer, reader, params, batch.q.view, output, 0);

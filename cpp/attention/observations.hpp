@@ -67,7 +67,7 @@ private:
     const Measure& measure_;
     std::size_t longest_ = 0;
     std::vector<float> logits_;  // [row][longest]
-    // Is [row][longest]. For single tokens, even and odd layers use different rows.
+    // Holds [row][longest]. For single tokens, even and odd layers use different rows.
     std::vector<float> observed_;
     std::size_t odd_layers_at_ = 0;  // where the rows of odd layers begin
     std::vector<Carried> carried_;   // one for each layer

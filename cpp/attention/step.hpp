@@ -10,6 +10,19 @@
 
 namespace entropykv {
 
+// Says what one sequence reads in a micro-batch: see Attention::begin().
+struct Reading {
+    int n_text = 0;
+    std::int32_t position = 0;       // of the first token in the text
+    std::int32_t rope_position = 0;  // at which RoPE sees that token
+    int n_echo = 0;
+    int n_drafts = 0;
+    bool see_all = false;
+    bool recalls = true;
+
+    int n_tokens() const { return n_text + n_echo; }
+};
+
 struct Step {
     ImportanceSettings importance;
     int n_tokens = 0;  // includes the tokens of an echo

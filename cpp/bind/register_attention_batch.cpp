@@ -16,8 +16,8 @@ void register_attention_batch(py::module_& m) {
             "add",
             [](AttentionBatch& self, Headwise& store, int n_tokens, int position, int rope_position,
                int n_echo, bool see_all, int n_drafts, bool recalls) {
-                self.add(store.attention, n_tokens, position, rope_position, n_echo, see_all,
-                         n_drafts, recalls);
+                self.add(store.attention,
+                         {n_tokens, position, rope_position, n_echo, n_drafts, see_all, recalls});
             },
             py::arg("store"), py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
             py::arg("n_echo") = 0, py::arg("see_all") = false, py::arg("n_drafts") = 0,

@@ -354,7 +354,7 @@ void register_headwise_store(py::module_& m) {
         .def(
             "begin",
             [](Headwise& self, int n_tokens, int position, int rope_position, int n_echo) {
-                self.attention.begin(n_tokens, position, rope_position, n_echo);
+                self.attention.begin({n_tokens, position, rope_position, n_echo});
             },
             py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
             py::arg("n_echo") = 0)

@@ -83,7 +83,8 @@ private:
     const PageLayout* layout_;
     int per_page_;
     bool timed_;
-    // Is the size of a 32-bit field in a block; detections take two such columns.
+    // Counts the bytes of a 32-bit field of all records in a block; detections take two such
+    // columns.
     std::size_t column_bytes_;
     int n_pages_ = 0;
     std::vector<std::vector<std::byte>> blocks_{};

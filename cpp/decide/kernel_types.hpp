@@ -30,7 +30,7 @@ struct FeatureShape {
     int pair_apart;  // distance from the first value of a pair to its second one
     int norms_at;    // index of the norms of the pairs
     int key_log_at;  // index of the logarithm of the key's norm
-    // Is the index of the logarithm of the value's norm; unused if it is a part of the key.
+    // Indexes the logarithm of the value's norm; unused if the value is a part of the key.
     int value_log_at;
     int n;  // number of features, including the 1
 };

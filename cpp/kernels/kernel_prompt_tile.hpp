@@ -20,7 +20,7 @@ constexpr float kNatsPerBit = 0.69314718f;
 
 struct PromptScratch {
     float* k;  // [k_stride][kPromptEntries], or pairs of K: convert_k_pairs()
-    // Is [kPromptEntries][v_stride], or pairs of V. If V is a part of K, it is nothing or pairs.
+    // Holds [kPromptEntries][v_stride], or pairs of V; null or pairs if V is a part of K.
     float* v;
     std::int32_t* query;    // [k_stride / 2][kRowTile] pairs of values
     float* k_scales;        // [k_blocks][kPromptEntries]
@@ -63,7 +63,7 @@ inline PromptScratch split_scratch(const PromptTask& task) {
     return scratch;
 }
 
-// Is what is kept of a tile: see PromptTask.
+// Says where the scores of a tile are kept: see PromptTask.
 struct KeptTile {
     float* max;   // [kRowTile]: maxima of the tile in bits, rounded up
     float* rows;  // [entry of the tile][kRowTile]: scores, then e^(logit - max)

@@ -16,6 +16,7 @@
 
 #include "llama/device_layer.hpp"
 #include "platform/background_thread.hpp"
+#include "platform/own_process.hpp"
 #include "platform/worker_threads.hpp"
 
 namespace entropykv {
@@ -92,8 +93,8 @@ private:
     friend class DeviceMemory;
 };
 
-// Is memory of the host that a device copies to while the host does something else, if the device
-// has such memory.
+// Holds memory of the host that a device copies to while the host does something else, if the
+// device has such memory.
 class HostMemory {
 public:
     explicit HostMemory(const Device& device) : device_(device) {}
@@ -112,7 +113,7 @@ private:
     std::size_t capacity_ = 0;
 };
 
-// Is memory of a device in which tensors of several graphs have their places.
+// Holds memory of a device in which tensors of several graphs have their places.
 class DeviceMemory {
 public:
     // Throws std::bad_alloc if the device has no memory.
@@ -147,10 +148,11 @@ public:
     void serve_on_host(int layer, const std::string& why) { on_host_[layer] = why; }
     // Returns why the CPU serves layers that are on other devices, by the numbers of the layers.
     const std::map<int, std::string>& on_host() const { return on_host_; }
-    // Returns threads for the decisions of the host, which devices need no threads for.
-    WorkerThreads& workers() { return workers_; }
+    // Returns threads for the decisions of the host, which devices need no threads for. Throws
+    // std::runtime_error in a process that was forked, as background() does.
+    WorkerThreads& workers() { return workers_.get(); }
     // Returns a thread that decides while the devices compute; it may ask workers().
-    BackgroundThread& background() { return background_; }
+    BackgroundThread& background() { return background_.get(); }
     // Returns the sum over all devices.
     DeviceTraffic traffic() const;
     std::size_t scratch_bytes() const;
@@ -159,8 +161,8 @@ public:
 
 private:
     int n_threads_;
-    WorkerThreads workers_;
-    BackgroundThread background_;
+    OfOwnProcess<WorkerThreads> workers_;
+    OfOwnProcess<BackgroundThread> background_;
     std::vector<std::unique_ptr<Device>> devices_;
     std::map<int, std::string> on_host_;
 };

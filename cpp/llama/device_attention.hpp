@@ -69,7 +69,7 @@ struct DevicePredictor {
     float share(int head, float sum, float key_squares, float value_squares) const;
 };
 
-// Are the op_params of GGML_OP_FLASH_ATTN_EXT.
+// Holds the op_params of GGML_OP_FLASH_ATTN_EXT.
 using DeviceParams = std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)>;
 
 class StepInput;
@@ -167,9 +167,9 @@ private:
         std::size_t sums;           // as value_squares: the products of a prediction
         std::size_t queries;        // [reader][query head][token][k_dim], f32: kept ones
         std::size_t sinks;          // [reader][KV head][query head], f32, each KV head's aligned
-        // Are in the memory of the predictors, by KV head: the weights of values that RoPE leaves
-        // out before the others, of all others, of the norms of pairs, and of V; and the layer's
-        // RoPE, as factors of its pairs.
+        // Say where the memory of the predictors has, by KV head: the weights of values that RoPE
+        // leaves out before the others, of all others, of the norms of pairs, and of V; and the
+        // layer's RoPE, as factors of its pairs.
         std::size_t first_weights;
         std::size_t turned_weights;
         std::size_t norm_weights;
@@ -258,7 +258,7 @@ private:
     std::unique_ptr<DeviceMemory> moves_;        // from which rows to which ones
     std::unique_ptr<DeviceMemory> ones_;  // in f32; null: the device does not multiply by them
     std::unique_ptr<DeviceMemory> masks_of_alike_;  // [token][row], f16; null: they never are
-    // Are for steps in llama.cpp's own graph, and null if there are none: masks by row in f16,
+    // Serve steps in llama.cpp's own graph, and are null if there are none: masks by row in f16,
     // placed as the positions are; kept queries; and which rows findings are computed for.
     std::unique_ptr<DeviceMemory> masks_;
     std::unique_ptr<DeviceMemory> queries_;
@@ -275,8 +275,8 @@ private:
     std::size_t n_own_rows_ = 0;
     std::size_t position_bytes_ = 0;
     std::size_t token_positions_ = 0;  // offset in the input: [token], f32
-    // Is another one: [KV head][token], i32, by how many positions keys are turned back, for as
-    // many KV heads as any layer with a predictor has.
+    // Says where another input is: [KV head][token], i32, by how many positions keys are turned
+    // back, for as many KV heads as any layer with a predictor has.
     std::size_t turns_ = 0;
     int most_predicted_heads_ = 0;
     int max_tokens_ = 0;  // of a micro-batch

@@ -17,8 +17,8 @@ namespace {
 // Findings are looked up for so many tokens at most: for as many as the store reads until it
 // evicts.
 constexpr int kLookedUpTokens = kDecodeRoom;
-// Are how many tensors a step in llama.cpp's own graph needs at most: for the writes of a layer,
-// for a layer that reads it, and for a group of its heads.
+// Limit how many tensors a step in llama.cpp's own graph needs: for the writes of a layer, for a
+// layer that reads it, and for a group of its heads.
 constexpr std::size_t kTensorsOfWrites = 12;
 constexpr std::size_t kTensorsOfReader = 10;
 constexpr std::size_t kTensorsOfGroup = 12;

@@ -36,8 +36,8 @@ std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, 
         needed.push_back(whole_steps(needed_rows(budget, max_tokens, max_entries), multiple));
     const std::size_t n = needed.size();
     const std::int64_t sum = std::accumulate(needed.begin(), needed.end(), std::int64_t{0});
-    // Is the best way to put the first heads into some number of groups: how many rows they get
-    // then, and where the last group begins.
+    // Describes the best way to put the first heads into some number of groups: how many rows they
+    // get then, and where the last group begins.
     struct Grouped {
         std::int64_t rows;
         std::size_t last;

@@ -23,7 +23,7 @@ constexpr int kDeviceRowStep = 256;
 // K and V of a KV head begin at multiples of so many bytes, or of the alignment of their memory if
 // that is greater: some backends attend to nothing else.
 constexpr std::size_t kRowAlignment = 128;
-// Is the position of a row without an entry: it lies behind every query, so none sees it.
+// Marks a row without an entry: this position lies behind every query, so none sees it.
 constexpr float kFreeRow = 1e9f;
 
 inline ggml_type ggml_type_of(KvType type) {
@@ -105,7 +105,8 @@ public:
     const std::vector<DeviceGroup>& groups() const { return groups_; }
     std::vector<DeviceHead>& heads() { return heads_; }
     const std::vector<DeviceHead>& heads() const { return heads_; }
-    // Are [dim][row], the rows of the heads one after another. v() is null if V is a part of K.
+    // Return tensors [dim][row], the rows of the heads one after another; v() is null if V is a
+    // part of K.
     ggml_tensor* k() const { return k_; }
     ggml_tensor* v() const { return v_; }
     // Returns how many rows attention must read to see all entries of a group, and n_tokens more.

@@ -16,10 +16,10 @@
 
 namespace entropykv {
 
-// Is what a layer's attention node of llama.cpp reads and writes. The tensors may be views.
+// Names what a layer's attention node of llama.cpp reads and writes. The tensors may be views.
 struct DeviceNode {
     const ggml_tensor* q = nullptr;  // [k_dim, n_tokens, n_head], f32
-    // Are [k_dim, cells, n_head_kv]: token i of the micro-batch is in cell i.
+    // Have the shape [k_dim, cells, n_head_kv]: token i of the micro-batch is in cell i.
     const ggml_tensor* k_cells = nullptr;
     const ggml_tensor* v_cells = nullptr;
     const ggml_tensor* output = nullptr;  // [v_dim, n_head, n_tokens], f32

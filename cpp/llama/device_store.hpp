@@ -16,7 +16,7 @@
 
 namespace entropykv {
 
-// Is what a layer needs of llama.cpp's graph.
+// Says what the store must know of a layer in llama.cpp's graph.
 struct DeviceLayerSource {
     LayerShape shape;
     ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
@@ -206,8 +206,8 @@ private:
     };
     CommitPlan plan_;
     bool deciding_ = false;  // whether the step is being committed while devices compute
-    // Is the position of the single token whose query was observed, and of which the ledger knows
-    // nothing yet; -1: none.
+    // Says which position the single token has whose query was observed, and of which the ledger
+    // knows nothing yet; -1: none.
     std::int32_t late_position_ = -1;
     std::size_t peak_ = 0;
 };

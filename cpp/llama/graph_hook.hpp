@@ -30,8 +30,8 @@ public:
     GraphHook(const GraphHook&) = delete;
     GraphHook& operator=(const GraphHook&) = delete;
 
-    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
-    // object must outlive the context.
+    // Serves as llama_context_params.cb_eval, with this object as cb_eval_user_data. The object
+    // must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data);
 
     const std::vector<AttentionNode>& nodes() const { return probe_.nodes(); }

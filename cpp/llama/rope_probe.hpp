@@ -36,8 +36,8 @@ public:
     KShiftProbe(const KShiftProbe&) = delete;
     KShiftProbe& operator=(const KShiftProbe&) = delete;
 
-    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
-    // object must outlive the context.
+    // Serves as llama_context_params.cb_eval, with this object as cb_eval_user_data. The object
+    // must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data);
 
     // Returns why the K-shift would be wrong, or an empty string.

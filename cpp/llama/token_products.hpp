@@ -29,7 +29,7 @@ public:
     void take(ggml_tensor* node);
     std::size_t scratch_bytes() const;
 
-    // Is the function of such a node.
+    // Computes such a node, as ggml calls it.
     static void multiply_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
 private:

@@ -20,8 +20,8 @@ public:
         if (relu2_layers > 0) gates_.emplace(relu2_layers);
     }
 
-    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
-    // object must outlive the context.
+    // Serves as llama_context_params.cb_eval, with this object as cb_eval_user_data. The object
+    // must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data) {
         auto* hook = static_cast<WeightHook*>(user_data);
         if (!ask) return hook->times_.end(node), true;

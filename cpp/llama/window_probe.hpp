@@ -16,8 +16,8 @@ public:
     WindowProbe(const WindowProbe&) = delete;
     WindowProbe& operator=(const WindowProbe&) = delete;
 
-    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
-    // object must outlive the context.
+    // Serves as llama_context_params.cb_eval, with this object as cb_eval_user_data. The object
+    // must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data);
 
     // Returns (N of cache_k_l<N>, visible cells) for all attention nodes since clear(); -1 cells:

@@ -10,7 +10,7 @@
 
 namespace entropykv {
 
-// Is a set of cores with numbers below 64; the others are not looked at.
+// Has a bit for every core with a number below 64; the others are not looked at.
 using CoreSet = std::uint64_t;
 
 // Returns the core of the calling thread; empty if it is not known.

@@ -1,31 +1,16 @@
 #include "platform/helper_threads.hpp"
 
-#if !defined(_WIN32)
-#include <unistd.h>
-#endif
-
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "platform/relax.hpp"
 
 namespace entropykv {
-namespace {
-
-// Windows has no forks, so there it is always the same process.
-long this_process() noexcept {
-#if defined(_WIN32)
-    return 0;
-#else
-    return static_cast<long>(getpid());
-#endif
-}
-
-}  // namespace
 
 class HelperThreads::Team {
 public:
@@ -108,13 +93,9 @@ bool HelperThreads::Team::help_once(int helper, std::atomic<bool>& inside) noexc
     return helped;
 }
 
-HelperThreads::HelperThreads(std::function<bool(int helper)> help)
-    : team_(std::make_unique<Team>(std::move(help))), process_(this_process()) {}
+HelperThreads::HelperThreads(std::function<bool(int helper)> help) : team_(std::move(help)) {}
 
-HelperThreads::~HelperThreads() {
-    // To join threads that do not exist would take for ever, as would destroying what they wait on.
-    if (process_ != this_process()) static_cast<void>(team_.release());
-}
+HelperThreads::~HelperThreads() = default;
 
 void HelperThreads::wake(int n) { team_->wake(n); }
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include <functional>
-#include <memory>
+
+#include "platform/own_process.hpp"
 
 namespace entropykv {
 
@@ -12,7 +13,6 @@ public:
     // help(helper) does a piece of work and returns true, or returns false if there is none. It
     // must not throw.
     explicit HelperThreads(std::function<bool(int helper)> help);
-    // In a process that was forked, where there are no such threads, nothing is waited for.
     ~HelperThreads();
     HelperThreads(const HelperThreads&) = delete;
     HelperThreads& operator=(const HelperThreads&) = delete;
@@ -25,8 +25,7 @@ public:
 
 private:
     class Team;
-    std::unique_ptr<Team> team_;
-    long process_;
+    OfOwnProcess<Team> team_;
 };
 
 }  // namespace entropykv

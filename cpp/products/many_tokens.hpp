@@ -37,7 +37,7 @@ inline Panel panel_in(std::byte* scratch) {
 template <class Type>
 using FormOf = Form<Type::kBits, Type::kGroup, Type::kHasMinimum, Type::kZero != 0>;
 
-// Is a panel whose codes are bytes.
+// Reads a panel whose codes are bytes.
 template <class F>
 struct BytePanel {
     static constexpr int kGroupsOfUnit = 1;
@@ -45,7 +45,7 @@ struct BytePanel {
     static ByteCodes<F> group(const std::byte* unit, int) { return {unit}; }
 };
 
-// Is a panel whose codes are still packed.
+// Reads a panel whose codes are still packed.
 template <class Type>
 struct PackedPanel {
     static constexpr int kGroupsOfUnit = Type::kUnit / Type::kGroup;

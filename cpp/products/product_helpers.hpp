@@ -60,7 +60,7 @@ private:
         AlignedBytes tile;
         Slot slots[kSlots];
     };
-    // Is the task of the current op, which helpers may read while the next one is written.
+    // Describes the task of the current op, which helpers may read while the next one is written.
     struct Offer {
         std::atomic<WeightType> type;
         std::atomic<const std::byte*> weights;

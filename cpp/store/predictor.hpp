@@ -39,7 +39,7 @@ struct LayerPredictor {
     const KernelTable* kernels = nullptr;
     const FeatureShape* shape = nullptr;        // null: scores are not predicted
     const InverseRope* inverse_rope = nullptr;  // inverts the RoPE of the layer
-    // Is [KV head][feature]; null means that every predicted share is the smallest one.
+    // Holds [KV head][feature]; null means that every predicted share is the smallest one.
     const float* weights = nullptr;
 
     explicit operator bool() const { return shape != nullptr; }

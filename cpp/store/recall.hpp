@@ -37,7 +37,7 @@ public:
 private:
     struct Incoming {  // is an entry that comes back
         int record_number = ColdHead::kNone;
-        // Is what ColdHead::read() returns; null means that the rows are in copied_page().
+        // Points to what ColdHead::read() returns; null: the rows are in copied_page().
         const std::byte* rows = nullptr;
         ColdRecord record{};
     };

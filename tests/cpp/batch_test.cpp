@@ -70,8 +70,8 @@ struct Machine {
         if (parts.empty()) return;
         batch.clear();
         for (auto& [pair, n] : parts) {
-            batch.add(pair->attention, n, pair->end, pair->end);
-            pair->attention_alone.begin(n, pair->end, pair->end);
+            batch.add(pair->attention, {n, pair->end, pair->end});
+            pair->attention_alone.begin({n, pair->end, pair->end});
         }
         for (int layer = 0; layer < kLayers; ++layer) read(parts, layer);
         for (auto& [pair, n] : parts) pair->end += n;
@@ -99,7 +99,7 @@ struct Machine {
         batch.clear();
         for (Run& run : runs) {
             const std::int32_t end = run.pair->end;
-            batch.add(run.pair->attention, run.n, end, end, 0, false, run.n - 1);
+            batch.add(run.pair->attention, {run.n, end, end, 0, run.n - 1});
             for (int layer = 0; layer < kLayers; ++layer) run.layers.push_back(rows(run.n));
         }
         std::vector<std::vector<float>> outputs;
@@ -115,7 +115,7 @@ struct Machine {
         for (const Run& run : runs) {
             for (int token = 0; token < run.n_right; ++token) {
                 Pair& pair = *run.pair;
-                pair.attention_alone.begin(1, pair.end, pair.end);
+                pair.attention_alone.begin({1, pair.end, pair.end});
                 for (int layer = 0; layer < kLayers; ++layer) {
                     const std::vector<float> expected = read_alone(
                         pair.attention_alone, one_of(run.layers[index(layer)], token), 1, layer);
@@ -264,15 +264,15 @@ void test_what_is_impossible_is_refused() {
     second.set_budgets({64}, 4, kProtection);
     CHECK(refused([&] { pool->set_pages(9); }));
     AttentionBatch batch;
-    batch.add(one, 32, 0, 0);
+    batch.add(one, {32, 0, 0});
     // The sequence is in the micro-batch already.
-    CHECK(refused([&] { batch.add(one, 1, 32, 32); }));
-    CHECK(refused([&] { batch.add(two, 1, 0, 0); }));   // single tokens must come first
-    CHECK(refused([&] { batch.add(two, 32, 0, 0); }));  // there is no room
+    CHECK(refused([&] { batch.add(one, {1, 32, 32}); }));
+    CHECK(refused([&] { batch.add(two, {1, 0, 0}); }));   // single tokens must come first
+    CHECK(refused([&] { batch.add(two, {32, 0, 0}); }));  // there is no room
     CHECK(batch.n_tokens() == 32);
     batch.clear();
-    batch.add(two, 1, 0, 0);
-    batch.add(one, 32, 0, 0);
+    batch.add(two, {1, 0, 0});
+    batch.add(one, {32, 0, 0});
     CHECK(refused([&] { first.give_up_share(); }));
     first.truncate(0);
     first.give_up_share();

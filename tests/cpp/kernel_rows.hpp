@@ -80,7 +80,7 @@ private:
     std::vector<AlignedBytes> memory_;
 };
 
-// Is a query row with what it sees and what it gets.
+// Holds a query row with what it sees and what it gets.
 struct Row {
     std::vector<float> query;  // [k_stride]
     std::int32_t position;

@@ -54,7 +54,7 @@ struct Model {
     // Reads a micro-batch, with other rows for every layer; returns the outputs.
     Rows read(const std::vector<Batch>& batches, int n, bool biased = false) {
         Rows outputs;
-        attention.begin(n, end, end);
+        attention.begin({n, end, end});
         for (int l = 0; l < store.n_layers(); ++l) {
             const LayerShape& shape = shapes[index(l)];
             const Batch& batch = batches[index(l)];

@@ -131,7 +131,7 @@ struct Sequence {
         std::vector<float> output(index(n * kShape.n_head * kShape.v_dim));
         AttentionParams params;
         params.scale = 0.25f;
-        survive([&] { attention.begin(n, end, end); });
+        survive([&] { attention.begin({n, end, end}); });
         machine.in_op = true;
         attention.stage_k(0, view(k, kShape.n_head_kv, kShape.k_dim), 0, 1);
         attention.stage_v(0, view(v, kShape.n_head_kv, kShape.v_dim), 0, 1);

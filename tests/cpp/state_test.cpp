@@ -17,7 +17,7 @@ const LayerShape kShape{4, 2, 24, 40};
 
 using State = std::vector<std::byte>;
 
-// Is a store with its attention, budgets for both heads, and the end of its sequence.
+// Holds a store with its attention, budgets for both heads, and the end of its sequence.
 struct Sequence {
     Sequence(KvType type, ScoreKind score, const std::vector<int>& budgets,
              const std::optional<FreezeSettings>& freezing = std::nullopt)

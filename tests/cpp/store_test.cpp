@@ -418,7 +418,7 @@ void test_prediction_follows_the_positions_of_rope() {
         inverse_rope.prepare(-rope_position - kTokens + 1, kTokens);
         for (int token = 0; token < kTokens; ++token)
             inverse_rope.rotate_back(kTokens - 1 - token, k.data() + token * shape.k_dim);
-        attention.begin(kTokens, position, rope_position);
+        attention.begin({kTokens, position, rope_position});
         attention.stage_k(0, view(k, 1, shape.k_dim), 0, 1);
         attention.stage_v(0, view(v, 1, shape.v_dim), 0, 1);
         std::vector<float> output(index(kTokens * 2 * shape.v_dim));

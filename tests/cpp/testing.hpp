@@ -128,7 +128,7 @@ inline std::vector<float> read_batch(Attention& attention, const LayerShape& sha
     params.slopes = biased ? slopes.data() : nullptr;
     const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
     const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
-    attention.begin(n - n_echo, position, position, n_echo);
+    attention.begin({n - n_echo, position, position, n_echo});
     run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
     if (!shape.latent)
         run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });

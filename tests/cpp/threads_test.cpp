@@ -157,19 +157,32 @@ void test_an_error_reaches_who_waits_once() {
     CHECK(done);
 }
 
-// The child of a fork has no helpers, and must end nevertheless.
-void test_a_forked_process_waits_for_no_helper() {
+// The child of a fork has none of these threads, and must end nevertheless.
+void test_a_forked_process_waits_for_no_thread() {
 #if !defined(_WIN32)
     auto helpers = std::make_unique<HelperThreads>([](int) { return false; });
     helpers->wake(2);
     sleep_for(20);
     helpers->rest();
-    sleep_for(20);  // They wait to be woken.
+    auto workers = std::make_unique<OfOwnProcess<WorkerThreads>>(3);
+    workers->get().run(6, [](int, int) {});
+    auto background = std::make_unique<OfOwnProcess<BackgroundThread>>();
+    background->get().start([] {});
+    background->get().wait();
+    sleep_for(20);  // All of them wait to be woken.
     const pid_t child = fork();
     if (child == 0) {
         alarm(20);
+        bool refused = false;
+        try {
+            workers->get().run(6, [](int, int) {});
+        } catch (const std::runtime_error&) {
+            refused = true;
+        }
         helpers.reset();
-        _exit(0);
+        workers.reset();
+        background.reset();
+        _exit(refused ? 0 : 1);
     }
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child);
@@ -187,6 +200,6 @@ int main() {
     test_a_thread_does_one_piece_at_a_time();
     test_an_error_ends_no_thread_and_reaches_who_asked();
     test_helpers_work_until_they_rest();
-    test_a_forked_process_waits_for_no_helper();
+    test_a_forked_process_waits_for_no_thread();
     return summary();
 }

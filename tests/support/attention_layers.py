@@ -59,7 +59,7 @@ class Layer:
     importance_rtol: float = 1e-5
     seed: int = 0
     key_bias: Array | None = None
-    """Is added to all keys, [KV head][k_dim]."""
+    """What is added to all keys, [KV head][k_dim]."""
     key_centres: Array | None = None
     """How keys are stored, [KV head][centre, unit][k_dim]; None: as they are."""
     store: _core.HeadwiseStore = field(init=False)
