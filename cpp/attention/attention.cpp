@@ -90,7 +90,6 @@ void Attention::begin(const Reading& reading) {
     store_.reserve(n_text, position + n_text - 1, step_.recalling, n_echo, n_drafts);
     recalls_now_ = false;
     store_.components().inverse_ropes.prepare(rope_position, n_text);
-    store_.components().query_tracker.prepare(rope_position);
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
     step_.n_drafts = n_drafts;

@@ -11,14 +11,8 @@ constexpr float kNatsPerBit = 0.69314718f;
 }  // namespace
 
 void HeadFinisher::finish(int head) noexcept {
-    const int group = call_.split.group;
     if (call_.split.by_entries) finish_tiles(head);
     call_.entropies.add_head(call_.layer, call_.split, head);
-    // Expected attention follows the queries of the layer that wrote the keys, its first reader.
-    if (call_.reader == 0)
-        call_.store.add_queries(
-            call_.layer, head, call_.step.n_text, call_.params.scale,
-            [&](int token, int query) { return call_.query.row(token, head * group + query); });
 }
 
 void HeadFinisher::run(int head) noexcept {

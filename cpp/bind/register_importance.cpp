@@ -19,24 +19,18 @@ void register_importance(py::module_& m) {
             "adds_up", [](const Measure& self) { return self.observes() && !self.by_largest(); })
         .def_readonly("of_echoes", &Measure::of_echoes)
         .def_property_readonly(
-            "turns_queries",
-            [](const Measure& self) { return self.evidence == Evidence::expectation; })
-        .def_property_readonly(
             "predicts", [](const Measure& self) { return self.evidence == Evidence::prediction; })
         .def_readonly("threshold", &Measure::threshold);
     for (const Measure& measure : kMeasures) kinds.value(measure.name, measure.kind);
     m.def("measures", [] { return std::vector<Measure>(kMeasures.begin(), kMeasures.end()); });
     py::class_<ImportanceSettings>(m, "ImportanceSettings")
         .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
-                         bool by_values, bool distinct, int future_positions,
-                         float expected_lookups) {
-                 return ImportanceSettings{
-                     kind,     variation,        decay,           observation_window, by_values,
-                     distinct, future_positions, expected_lookups};
+                         bool by_values, float expected_lookups) {
+                 return ImportanceSettings{kind,      variation,       decay, observation_window,
+                                           by_values, expected_lookups};
              }),
              py::arg("kind"), py::arg("variation") = 0.0f, py::arg("decay") = 0.0f,
              py::arg("observation_window") = 512, py::arg("by_values") = false,
-             py::arg("distinct") = false, py::arg("future_positions") = 512,
              py::arg("expected_lookups") = 0.0f)
         .def_readonly("decay", &ImportanceSettings::decay);
     m.def("recency_score", &recency_score, py::arg("position"), py::arg("newest"),

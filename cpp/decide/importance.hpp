@@ -16,8 +16,6 @@ struct ImportanceSettings {
     float decay = 0.998f;          // per token
     int observation_window = 512;  // how many of a micro-batch's last tokens are observed
     bool by_values = false;        // multiply by the norm of V, squared if scores are
-    bool distinct = false;         // reduce the score if a newer entry's key is similar
-    int future_positions = 512;    // is used by ScoreKind::expected only
     // How many later queries are assumed to give an entry the share of attention that its key and
     // value predict; this is added to what queries gave. 0: nothing is predicted.
     float expected_lookups = 0.0f;

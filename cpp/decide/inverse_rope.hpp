@@ -1,5 +1,4 @@
-// Rotates rows of a micro-batch back to position 0. Expected attention needs this for queries,
-// predicted scores need it for keys.
+// Rotates keys of a micro-batch back to position 0, for predicted scores.
 #pragma once
 
 #include <cstddef>

@@ -14,9 +14,6 @@ enum class Statistic {
     largest_probability,
 };
 
-// How many keys are compared with each other when entries are scored by distinctness.
-constexpr int kComparedKeys = 512;
-
 // Says where the features of a layer's entries lie. They are float32, in this order: the key
 // rotated back to position 0 (k_dim; values that RoPE does not rotate are as they are), the value
 // (v_dim; none if it is a part of the key), the norms of the key's rotation pairs (n_pairs),

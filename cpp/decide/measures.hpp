@@ -10,24 +10,14 @@
 
 namespace entropykv {
 
-enum class ScoreKind {
-    streaming,
-    recency,
-    mass,
-    attention,
-    products,
-    reconstruct,
-    expected,
-    predicted
-};
+enum class ScoreKind { streaming, recency, mass, attention, products, reconstruct, predicted };
 constexpr std::size_t kNumberOfMeasures = static_cast<std::size_t>(ScoreKind::predicted) + 1;
 
 // Says what the score of an entry is made of.
 enum class Evidence {
-    position,     // its position in the text
-    queries,      // what the queries of the observation window gave to it: see Statistic
-    expectation,  // what queries like those so far would give to it: see query_statistics.hpp
-    prediction,   // what a linear function of its key and value predicts when it is stored
+    position,    // its position in the text
+    queries,     // what the queries of the observation window gave to it: see Statistic
+    prediction,  // what a linear function of its key and value predicts when it is stored
 };
 
 // What the freeze schedule knows when it asks for the limit below which an entry is detected.

@@ -39,10 +39,6 @@ inline void int8_row_norms(const std::byte* values, const std::uint16_t* scales,
     }
 }
 
-inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
-    return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
-}
-
 // The number of independent sums of a dot product, whose additions do not wait for each other. The
 // stride of a row is a multiple of it.
 constexpr int kChains = 4;
@@ -133,17 +129,6 @@ void value_norms(const PageLayout& layout, const std::byte* page, float* norms) 
     }
 }
 
-void expected_logits(const PageLayout& layout, const std::byte* page, const float* mean,
-                     const float* half_variance, float* logits) {
-    over_page_vectors(layout, page, [&](int slot, auto over_keys) {
-        Chains total;
-        over_keys([&](int d, int i, Vec key) {
-            total.of[i] = add_expected(key, mean[d], half_variance[d], total.of[i]);
-        });
-        store(logits + slot, total.sum());
-    });
-}
-
 // Computes q.k of a vector of entries and so many queries; over_keys works as above.
 template <int Rows, typename OverKeys>
 inline void vector_products(OverKeys over_keys, const float* queries, int stride, float* out,
@@ -193,29 +178,6 @@ float log_sum(const float* logits, int n) {
         rest[lane] = i + lane < n ? logits[i + lane] : kMaskedLogit;
     total = total + exponential(load(rest) - shift);
     return max + __builtin_logf(sum(total));
-}
-
-void newer_cosines(const float* keys, int n, int dim, float* cosines) {
-    float lanes[kLanes];
-    for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(i);
-    const Vec none = broadcast(-1.0f);
-    for (int row = 0; row < n; row += 4) {
-        Vec best[4]{none, none, none, none};
-        for (int i = row / kLanes * kLanes; i < n; i += kLanes) {
-            Vec sums[4]{zero(), zero(), zero(), zero()};
-            for (int d = 0; d < dim; ++d) {
-                const float* values = keys + d * kComparedKeys;
-                const Vec others = load(values + i);
-                for (int r = 0; r < 4; ++r)
-                    sums[r] = multiply_add(broadcast(values[row + r]), others, sums[r]);
-            }
-            const Vec number = load(lanes) + broadcast(static_cast<float>(i));
-            for (int r = 0; r < 4; ++r)
-                best[r] = maximum(best[r], where_less(broadcast(static_cast<float>(row + r)),
-                                                      number, sums[r], none));
-        }
-        for (int r = 0; r < smaller(4, n - row); ++r) cosines[row + r] = largest(best[r]);
-    }
 }
 
 }  // namespace

@@ -24,30 +24,30 @@ void decode(const DecodeTask& task) {
 }  // namespace
 
 #if defined(__AVX512VNNI__)
-const KernelTable kKernelsAvx512Vnni{
-    "avx512vnni",   store_k,        store_v,     move_keys,       decode,        prompt,
-    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
-    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
+const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,     store_v,         move_keys,
+                                     decode,       prompt,      prompt_observe,  logits_observe,
+                                     value_norms,  products,    sketch_products, log_sum,
+                                     features,     predict_key, predict_value,   add_products};
 #elif defined(__AVX512F__)
-const KernelTable kKernelsAvx512{
-    "avx512",       store_k,        store_v,     move_keys,       decode,        prompt,
-    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
-    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
+const KernelTable kKernelsAvx512{"avx512",    store_k,     store_v,         move_keys,
+                                 decode,      prompt,      prompt_observe,  logits_observe,
+                                 value_norms, products,    sketch_products, log_sum,
+                                 features,    predict_key, predict_value,   add_products};
 #elif defined(__AVX2__)
-const KernelTable kKernelsAvx2{
-    "avx2",         store_k,        store_v,     move_keys,       decode,        prompt,
-    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
-    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
+const KernelTable kKernelsAvx2{"avx2",      store_k,     store_v,         move_keys,
+                               decode,      prompt,      prompt_observe,  logits_observe,
+                               value_norms, products,    sketch_products, log_sum,
+                               features,    predict_key, predict_value,   add_products};
 #elif defined(ENTROPYKV_NEON)
-const KernelTable kKernelsNeon{
-    "neon",         store_k,        store_v,     move_keys,       decode,        prompt,
-    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
-    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
+const KernelTable kKernelsNeon{"neon",      store_k,     store_v,         move_keys,
+                               decode,      prompt,      prompt_observe,  logits_observe,
+                               value_norms, products,    sketch_products, log_sum,
+                               features,    predict_key, predict_value,   add_products};
 #else
-const KernelTable kKernelsPortable{
-    "portable",     store_k,        store_v,     move_keys,       decode,        prompt,
-    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
-    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
+const KernelTable kKernelsPortable{"portable",  store_k,     store_v,         move_keys,
+                                   decode,      prompt,      prompt_observe,  logits_observe,
+                                   value_norms, products,    sketch_products, log_sum,
+                                   features,    predict_key, predict_value,   add_products};
 #endif
 
 }  // namespace entropykv

@@ -101,10 +101,6 @@ struct KernelTable {
                            float* sums);
     // Computes the squared norms of V of all layout.entries slots of a page.
     void (*value_norms)(const PageLayout&, const std::byte* page, float* norms);
-    // Computes k.mean + the sum of k^2 * half_variance for all slots of a page; both arguments are
-    // [k_stride].
-    void (*expected_logits)(const PageLayout&, const std::byte* page, const float* mean,
-                            const float* half_variance, float* logits);
     // Computes q.k of all slots of a page; queries are [rows][k_stride], out is [rows][out_stride].
     void (*products)(const PageLayout&, const std::byte* page, const float* queries, int rows,
                      float* out, int out_stride);
@@ -113,9 +109,6 @@ struct KernelTable {
                             float* out, int out_stride);
     // Returns the logarithm of the sum of e^logit; n must be at least 1.
     float (*log_sum)(const float* logits, int n);
-    // Computes for each of n keys of length 1, [dim][kComparedKeys] padded with zeros, its largest
-    // product with a later key, or with the padding.
-    void (*newer_cosines)(const float* keys, int n, int dim, float* cosines);
     // Computes the features of an entry: see FeatureShape. rotation: [pair][cosine, sine], rotates
     // the key back to position 0. value: not read if it is a part of the key.
     void (*features)(const FeatureShape&, const float* key, const float* value,

@@ -30,11 +30,9 @@ std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& laye
 
 StoreSettings ledger_settings(StoreSettings settings) {
     const ImportanceSettings& importance = settings.importance;
-    const Evidence evidence = importance.measure().evidence;
     const bool of_shares = importance.measure().statistic == Statistic::probability ||
                            importance.measure().statistic == Statistic::squared_probability;
-    if (importance.distinct || !of_shares || evidence == Evidence::expectation)
-        throw std::invalid_argument("a measure that needs keys on the host");
+    if (!of_shares) throw std::invalid_argument("a measure that needs keys on the host");
     settings.stages_all_layers = true;  // threads commit heads of several layers at a time
     settings.ropes.clear();
     return settings;

@@ -57,8 +57,8 @@ bool Checkpoint::is_lost() const {
 std::size_t Checkpoint::copied_bytes() const {
     std::size_t bytes = 0;
     for (const CheckpointHead& head : heads_)
-        bytes += head.importance.size() * sizeof(float) + head.queries.state_bytes() +
-                 (head.dropped ? sizeof(DroppedScores) : 0);
+        bytes +=
+            head.importance.size() * sizeof(float) + (head.dropped ? sizeof(DroppedScores) : 0);
     return bytes;
 }
 

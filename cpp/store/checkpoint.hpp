@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "decide/dropped_scores.hpp"
-#include "decide/query_statistics.hpp"
 #include "store/store_pool.hpp"
 
 namespace entropykv {
@@ -22,7 +21,6 @@ struct CheckpointHead {
     std::vector<std::byte*> pages;
     int count = 0;
     std::vector<float> importance;  // has one value per entry, and per empty slot of the last page
-    QueryStatistics queries{};
     std::optional<DroppedScores> dropped{};
 };
 

@@ -6,7 +6,7 @@
 namespace entropykv {
 
 void Evictor::evict_to_budget(Head& head) noexcept {
-    scorer_.score(head, {}, head.budget());
+    scorer_.score(head, {});
     keep_highest_scored(head, {}, head.budget(), scorer_.newest());
 }
 
@@ -55,12 +55,12 @@ void Evictor::commit(Head& head, const StagedEntries& staged, float output_squar
     const int keep =
         entries_to_keep(head.budget(), staged.count, common_.protection_of(head, newest));
     if (measures) {
-        scorer_.score(head, staged, keep);
+        scorer_.score(head, staged);
         scorer_.measure_losses(head, total, newest, output_squares);
     }
     if (!evicts) return head.append(staged, *common_.kernels);
     if (drop_outside_window(head, staged)) return;
-    if (!measures) scorer_.score(head, staged, keep);
+    if (!measures) scorer_.score(head, staged);
     keep_highest_scored(head, staged, keep, newest);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     common_.eviction_nanoseconds.fetch_add(

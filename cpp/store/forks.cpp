@@ -42,8 +42,8 @@ std::unique_ptr<Checkpoint> make_checkpoint(StoreComponents& components) {
     heads.reserve(components.n_heads());
     components.for_each_head([&](Head& head) {
         head.pages.share_all();
-        heads.push_back({head.pages.all(), head.count(), head.pages.copied_importance(),
-                         head.queries, head.dropped});
+        heads.push_back(
+            {head.pages.all(), head.count(), head.pages.copied_importance(), head.dropped});
     });
     made->take(std::move(heads), components.common.evicted.load(std::memory_order_relaxed),
                components.common.whole_from.load(std::memory_order_relaxed));
@@ -73,7 +73,6 @@ bool fork_from(HeadStore& store, Checkpoint& from, bool ends) {
         CheckpointHead& other = taken[number++];
         head.pages.take_over(std::move(other.pages), std::move(other.importance));
         head.begin_with(other.count);
-        head.queries = std::move(other.queries);
         head.dropped = other.dropped;
         components.share.add_used(head.pages.size());
         for (const std::byte* page : head.pages.all())

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "decide/dropped_scores.hpp"
-#include "decide/query_statistics.hpp"
 #include "kernels/kernels.hpp"
 #include "store/frozen_entries.hpp"
 #include "store/head_pages.hpp"
@@ -98,9 +97,6 @@ public:
 
     HeadPages pages;
     FrozenEntries frozen;
-    QueryStatistics queries{};  // describes the queries of its group, for expected attention
-    // Inverts the RoPE of its layer, for expected attention.
-    const InverseRope* inverse_rope = nullptr;
     std::optional<DroppedScores> dropped{};  // is set if losses count dropped entries
     std::vector<float> losses;               // losses by knot, as measured last
     std::vector<float> held_losses;          // the same, but without entries dropped before

@@ -17,11 +17,10 @@ std::size_t state_pages(const PageLayout& layout, int count) {
     return static_cast<std::size_t>(pages_for(count, layout.entries));
 }
 
-// Returns the bytes of the held entries, the statistics of queries and the dropped scores (if they
-// are counted).
+// Returns the bytes of the held entries and the dropped scores (if they are counted).
 std::size_t active_bytes(const StoreLayer& layer, int count) {
     const Head& head = layer.heads.front();
-    return state_pages(layer.layout, count) * layer.layout.bytes + head.queries.state_bytes() +
+    return state_pages(layer.layout, count) * layer.layout.bytes +
            (head.dropped ? DroppedScores::state_bytes() : 0);
 }
 
@@ -54,20 +53,18 @@ void copy_pages(const PageLayout& layout, const std::vector<std::byte*>& from, i
     }
 }
 
-// Saves the held entries, the statistics of queries and the dropped scores. importance(i) returns
-// an entry's importance, because shared pages do not hold it.
+// Saves the held entries and the dropped scores. importance(i) returns an entry's importance,
+// because shared pages do not hold it.
 template <typename Importance>
 void save_active(const PageLayout& layout, const std::vector<std::byte*>& pages, int count,
-                 const QueryStatistics& queries, const std::optional<DroppedScores>& dropped,
-                 Importance importance, std::byte* state) {
+                 const std::optional<DroppedScores>& dropped, Importance importance,
+                 std::byte* state) {
     copy_pages(layout, pages, count, [&](std::size_t page) { return state + page * layout.bytes; });
     for (int i = 0; i < count; ++i) {
         std::byte* page = state + index(layout.page_of(i)) * layout.bytes;
         layout.importance(page)[layout.slot_of(i)] = importance(i);
     }
-    std::byte* of_queries = state + state_pages(layout, count) * layout.bytes;
-    queries.save(of_queries);
-    if (dropped) dropped->save(of_queries + queries.state_bytes());
+    if (dropped) dropped->save(state + state_pages(layout, count) * layout.bytes);
 }
 
 // Saves that no entry has a record, for a head whose frozen entries were given up.
@@ -95,7 +92,7 @@ void HeadSaver::save(int layer_index, int head_index, std::byte* state) const {
     const Head& head = layer.heads.at(index(head_index));
     const int count = head.count();
     save_active(
-        layer.layout, head.pages.all(), count, head.queries, head.dropped,
+        layer.layout, head.pages.all(), count, head.dropped,
         [&](int i) { return head.importance(i); }, state);
     if (!layer.cold) return;
     std::byte* record_numbers = state + active_bytes(layer, count);
@@ -129,8 +126,8 @@ std::size_t HeadSaver::bytes(int layer, const CheckpointHead& head) const {
 
 void HeadSaver::save(int layer, const CheckpointHead& head, std::byte* state) const {
     save_active(
-        components_.layers.at(index(layer)).layout, head.pages, head.count, head.queries,
-        head.dropped, [&](int i) { return head.importance[index(i)]; }, state);
+        components_.layers.at(index(layer)).layout, head.pages, head.count, head.dropped,
+        [&](int i) { return head.importance[index(i)]; }, state);
 }
 
 const char* entries_problem(const PageLayout& layout, const std::byte* state, int count,
@@ -168,10 +165,8 @@ std::string HeadSaver::problem(int layer_index, int count, const std::byte* stat
     if (layer.cold ? size < warm : !is_whole) return kSize;
     std::vector<bool> seen(index(std::max(end, 0)));
     if (const char* problem = entries_problem(layout, state, count, seen)) return problem;
-    const std::byte* page = state + state_pages(layout, count) * layout.bytes;
-    const std::size_t of_queries = layer.heads.front().queries.state_bytes();
-    if (!QueryStatistics::is_possible(page, of_queries)) return "impossible queries";
-    if (layer.heads.front().dropped && !DroppedScores::is_possible(page + of_queries))
+    const std::byte* dropped = state + state_pages(layout, count) * layout.bytes;
+    if (layer.heads.front().dropped && !DroppedScores::is_possible(dropped))
         return "impossible scores of what was dropped";
     if (!layer.cold) return {};
     if (!layer.heads.front().frozen) return "nothing to freeze into any more";
@@ -232,16 +227,12 @@ void HeadLoader::load(int layer_index, int head_index, int count, std::byte* sta
     StoreLayer& layer = components_.layers.at(index(layer_index));
     Head& head = layer.heads.at(index(head_index));
     const PageLayout& layout = head.layout();
-    const std::byte* of_queries = state + state_pages(layout, count) * layout.bytes;
-    head.queries.load(of_queries);
-    if (head.dropped) head.dropped->load(of_queries + head.queries.state_bytes());
+    if (head.dropped) head.dropped->load(state + state_pages(layout, count) * layout.bytes);
     // A temporary head owns the pages of the state, and evicts what the budget does not hold.
     Head loaded(layer.shape, layout, components_.share);
     loaded.begin_with(count);
     loaded.set_budget(head.budget());
-    loaded.queries = head.queries;
     loaded.dropped = head.dropped;
-    loaded.inverse_rope = head.inverse_rope;
     std::vector<std::byte*> pages;
     for (std::size_t page = 0; page < state_pages(layout, count); ++page)
         pages.push_back(state + page * layout.bytes);
@@ -309,11 +300,10 @@ bool HeadLoader::adopt(const std::shared_ptr<MappedFile>& file, const std::vecto
     for (StoreLayer& layer : components_.layers) {
         for (Head& head : layer.heads) {
             const std::size_t of_pages = pages[number].size() * layer.layout.bytes;
-            std::byte* of_queries = file->data() + (states[number] - file->data()) + of_pages;
-            head.queries.load(of_queries);
-            if (head.dropped) head.dropped->load(of_queries + head.queries.state_bytes());
+            std::byte* rest = file->data() + (states[number] - file->data()) + of_pages;
+            if (head.dropped) head.dropped->load(rest);
             // Free pages hold zeros where entries have none, so that saved states do, too.
-            std::memset(of_queries, 0, active_bytes(layer, counts[number]) - of_pages);
+            std::memset(rest, 0, active_bytes(layer, counts[number]) - of_pages);
             head.pages.take_over(std::move(pages[number]), std::move(importance[number]));
             head.begin_with(counts[number++]);
         }

@@ -2,8 +2,7 @@
 // A state of `count` entries starts with pages_for(count, layout.entries) pages of layout.bytes
 // bytes each, in the order of the page table, laid out as page_layout.hpp says. Entries keep their
 // slots, so that sums over them are computed in the same order; unused slots of the last page are
-// zero. What follows has no certain alignment. If scores need them, the statistics of the queries
-// follow (query_statistics.hpp), and if dropped entries are counted, their scores
+// zero. What follows has no certain alignment. If dropped entries are counted, their scores follow
 // (dropped_scores.hpp). If entries are frozen, the next parts are the record numbers of the held
 // entries, how often they were detected under a schedule, and the frozen entries (cold_state.cpp).
 // The layout depends on the KV type and the shapes of the layers, not on the instruction set. In

@@ -138,8 +138,7 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
 
 int HeadStore::most_drafts(int wanted) const {
     const StoreCommon& common = components_.common;
-    if (settings().freezing || common.measures_losses() || components_.query_tracker.tracks())
-        return 0;
+    if (settings().freezing || common.measures_losses()) return 0;
     int most = wanted;
     for (const StoreLayer& layer : components_.layers) {
         if (layer.shape.readers > 1) return 0;
@@ -257,7 +256,6 @@ void HeadStore::truncate(std::int32_t position) {
         head.drop_empty_pages();
         if (head.frozen) head.frozen.cold->truncate(position);
         if (position > 0) return;
-        head.queries.reset();
         if (head.dropped) head.dropped->forget();
     });
 }

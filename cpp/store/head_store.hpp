@@ -59,8 +59,8 @@ public:
     // The last n_drafts of the n_tokens are drafts: see commit_token() and settle_drafts().
     void reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo = 0, int n_drafts = 0);
     // Returns how many drafts may follow the next token, at most `wanted`: none where commits
-    // cannot be undone (entries freeze, losses are measured, a layer has several readers, or scores
-    // need statistics of queries), and fewer where a layer with a window would evict.
+    // cannot be undone (entries freeze, losses are measured, or a layer has several readers), and
+    // fewer where a layer with a window would evict.
     int most_drafts(int wanted) const;
     // Sets where this store's part of the staging area begins in the next micro-batch: see Staging.
     void stage_at(std::size_t page) { first_staged_page_ = page; }
@@ -76,11 +76,6 @@ public:
     // one thread per head; `workspace` is the number of the thread.
     void recall(int layer, int head, int n_staged, const QueryRows& queries, std::int32_t now,
                 int workspace) noexcept;
-    // Updates the statistics of a KV head's queries for expected attention: see QueryTracker.
-    template <typename Row>
-    void add_queries(int layer, int head, int n_tokens, float scale, Row row) noexcept {
-        components_.query_tracker.add(components_.head(layer, head), n_tokens, scale, row);
-    }
     // Called after the last reader has attended, by one thread per head like recall(). Adds
     // `observed` to the importance of the entries (count + n_staged values, stored entries first;
     // null: nothing was observed), then stores the staged entries and evicts what exceeds the

@@ -5,47 +5,31 @@
 #include <functional>
 #include <limits>
 
-#include "decide/redundancy.hpp"
 #include "platform/scratch.hpp"
 
 namespace entropykv {
 namespace {
 
-// If norms or queries exceed the range of floats, a score may be infinite or not a number, and
-// could not be compared.
+// If norms exceed the range of floats, a score may be infinite or not a number, and could not be
+// compared.
 void make_finite(float* scores, int n) {
     for (int i = 0; i < n; ++i)
         scores[i] =
             scores[i] > 0.0f ? std::min(scores[i], std::numeric_limits<float>::max()) : 0.0f;
 }
 
-// Replaces the factors of keys and of their squares by those of keys that are stored with a centre.
-// The logits change by the same number for all entries.
-void fit_to_stored(const KeyCentre& of, float* mean, float* half_variance) {
-    for (std::size_t d = 0; d < of.unit.size(); ++d) {
-        mean[d] = of.unit[d] * (mean[d] + 2.0f * of.centre[d] * half_variance[d]);
-        half_variance[d] *= of.unit[d] * of.unit[d];
-    }
-}
-
 }  // namespace
 
-void Scorer::size(std::size_t n, std::size_t page_entries, std::size_t key_values) {
+void Scorer::size(std::size_t n, std::size_t page_entries) {
     fit(positions_, n);
     fit(scores_, n);
     fit(scratch_, n);
     fit(mask_, n);
     fit(of_page_, page_entries);
-    fit(mean_, key_values);
-    fit(half_variance_, key_values);
-    if (!common_.importance().distinct) return;
-    fit(order_, n);
-    fit(keys_, key_values * kComparedKeys);
 }
 
 std::size_t Scorer::bytes() const {
     return bytes_of(positions_) + bytes_of(scores_) + bytes_of(scratch_) + bytes_of(of_page_) +
-           bytes_of(mean_) + bytes_of(half_variance_) + bytes_of(order_) + bytes_of(keys_) +
            bytes_of(mask_);
 }
 
@@ -105,8 +89,7 @@ void Scorer::gather(const Head& head, const StagedEntries& staged) noexcept {
     });
 }
 
-// Computes scores that do not depend on other entries: from positions, or from the importance that
-// scores_ holds already.
+// Computes scores from positions, or leaves the importance that scores_ holds already.
 void Scorer::score_separately(int n) noexcept {
     const ImportanceSettings& settings = common_.importance();
     if (const auto by_position = settings.measure().by_position) {
@@ -131,84 +114,13 @@ void Scorer::weigh_by_values(const Head& head, const StagedEntries& staged) noex
     });
 }
 
-// Computes the softmax of scratch_ over all entries but the sinks, and adds it to the scores.
-void Scorer::add_softmax(int n) noexcept {
-    const int n_sinks = common_.settings.protection.n_sinks;
-    const auto counts = [&](int i) { return positions_[index(i)] >= n_sinks; };
-    float* logits = scratch_.data();
-    float max = kMaskedLogit;
-    for (int i = 0; i < n; ++i)
-        if (counts(i)) max = std::max(max, logits[i]);
-    float sum = 0.0f;
-    for (int i = 0; i < n; ++i) {
-        logits[i] = counts(i) ? std::exp(logits[i] - max) : 0.0f;
-        sum += logits[i];
-    }
-    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
-    for (int i = 0; i < n; ++i) scores_[index(i)] += logits[i] * scale;
-}
-
-// Computes scores by expected attention, summed over the query heads.
-void Scorer::expect(const Head& head, const StagedEntries& staged) noexcept {
-    const int total = head.count() + staged.count;
-    const PageLayout& layout = head.layout();
-    std::fill_n(scores_.begin(), total, 0.0f);
-    for (int g = 0; g < head.group(); ++g) {
-        float* mean = mean_.data();
-        float* half_variance = half_variance_.data();
-        std::fill(mean, mean + layout.k_stride, 0.0f);
-        std::fill(half_variance, half_variance + layout.k_stride, 0.0f);
-        head.queries.expect(g, *head.inverse_rope, common_.importance().future_positions, mean,
-                            half_variance);
-        if (layout.key_centre != nullptr) fit_to_stored(*layout.key_centre, mean, half_variance);
-        head.for_each_page(staged, [&](std::byte* page, int n, int first) {
-            float* logits = of_page_.data();
-            common_.kernels->expected_logits(layout, page, mean, half_variance, logits);
-            std::copy(logits, logits + n, scratch_.begin() + first);
-        });
-        add_softmax(total);
-    }
-}
-
-// Among the entries that compete for the last places, lowers the scores of those whose key is
-// similar to that of a newer one.
-void Scorer::weigh_by_distinctness(const Head& head, const StagedEntries& staged,
-                                   int keep) noexcept {
-    const int total = head.count() + staged.count;
-    std::int32_t* order = order_.data();
-    const int n = find_compared(scores_.data(), positions_.data(), total, keep,
-                                common_.protection_of(head, newest_), newest_, order);
-    if (n == 0) return;
-    const int dim = head.shape().k_dim;
-    float* keys = keys_.data();
-    float row[kMaxHeadDim];
-    for (int d = 0; d < dim; ++d) std::fill_n(keys + d * kComparedKeys, kComparedKeys, 0.0f);
-    for (int j = 0; j < n; ++j) {
-        const Slot slot = head.place(order[j], staged);
-        load_k(head.layout(), slot.page, slot.index, row);
-        normalise(row, dim);
-        for (int d = 0; d < dim; ++d) keys[d * kComparedKeys + j] = row[d];
-    }
-    float* cosines = scratch_.data();
-    common_.kernels->newer_cosines(keys, n, dim, cosines);
-    for (int j = 0; j < n; ++j) scores_[index(order[j])] *= distinctness(cosines[j]);
-}
-
-void Scorer::score(const Head& head, const StagedEntries& staged, int keep) noexcept {
+void Scorer::score(const Head& head, const StagedEntries& staged) noexcept {
     const ImportanceSettings& settings = common_.importance();
     const int total = head.count() + staged.count;
     gather(head, staged);
-    if (settings.measure().evidence == Evidence::expectation) {
-        expect(head, staged);
-    } else {
-        score_separately(total);
-    }
+    score_separately(total);
     if (settings.by_values) weigh_by_values(head, staged);
     make_finite(scores_.data(), total);
-    if (settings.distinct) {
-        weigh_by_distinctness(head, staged, keep);
-        make_finite(scores_.data(), total);
-    }
 }
 
 void Scorer::measure_losses(Head& head, int total, std::int32_t newest,

@@ -15,8 +15,8 @@ class Scorer {
 public:
     explicit Scorer(const StoreCommon& common) : common_(common) {}
 
-    // Makes room for heads of n entries, and for a page and a key.
-    void size(std::size_t n, std::size_t page_entries, std::size_t key_values);
+    // Makes room for heads of n entries, and for a page.
+    void size(std::size_t n, std::size_t page_entries);
     std::size_t bytes() const;
 
     // Adds to the importance of every entry what queries gave to it; `observed` has the stored
@@ -29,8 +29,8 @@ public:
     void raise_predicted_shares(Head& head, const StagedEntries& staged,
                                 const float* echo_shares) const noexcept;
 
-    // Scores all entries, `keep` of which will stay. Afterwards newest() is the newest position.
-    void score(const Head& head, const StagedEntries& staged, int keep) noexcept;
+    // Scores all entries. Afterwards newest() is the newest position.
+    void score(const Head& head, const StagedEntries& staged) noexcept;
     std::int32_t newest() const { return newest_; }
     // Measures what the head would lose if it kept only so many of the scored entries beyond the
     // protected ones as each knot says. output_squares: the sum of the head's squared outputs, by
@@ -49,9 +49,6 @@ private:
     void gather(const Head& head, const StagedEntries& staged) noexcept;
     void score_separately(int n) noexcept;
     void weigh_by_values(const Head& head, const StagedEntries& staged) noexcept;
-    void expect(const Head& head, const StagedEntries& staged) noexcept;
-    void add_softmax(int n) noexcept;
-    void weigh_by_distinctness(const Head& head, const StagedEntries& staged, int keep) noexcept;
 
     const StoreCommon& common_;
     std::int32_t newest_ = 0;
@@ -59,10 +56,6 @@ private:
     std::vector<float> scores_{};
     std::vector<float> scratch_{};
     std::vector<float> of_page_{};
-    std::vector<float> mean_{};  // mean and half variance of expected queries
-    std::vector<float> half_variance_{};
-    std::vector<std::int32_t> order_{};
-    std::vector<float> keys_{};  // [k_dim][kComparedKeys]
     std::vector<std::uint8_t> mask_{};
 };
 

@@ -63,8 +63,7 @@ StoreComponents::StoreComponents(const std::vector<LayerShape>& shapes,
       share(pool != nullptr
                 ? std::move(pool)
                 : std::make_shared<StorePool>(shapes, settings.type, settings.max_tokens,
-                                              settings.stages_all_layers)),
-      query_tracker(common, inverse_ropes) {
+                                              settings.stages_all_layers)) {
     check_settings(settings);
     const std::vector<PageLayout> layouts = page_layouts(shapes, settings.type);
     layers.reserve(shapes.size());  // heads keep pointers into their layer
@@ -76,22 +75,19 @@ StoreComponents::StoreComponents(const std::vector<LayerShape>& shapes,
             layer.heads.emplace_back(layer.shape, layout, share);
         if (settings.counts_dropped && !settings.freezing)
             for (Head& head : layer.heads) head.dropped.emplace();
-        if (query_tracker.tracks()) query_tracker.track(i, layer.heads);
     }
 }
 
 void StoreComponents::size_workspaces(int upcoming) {
     int held = std::max(most_loaded, upcoming);
     std::size_t page_entries = 0;
-    std::size_t key_values = 0;
     for (const StoreLayer& layer : layers) {
         page_entries = std::max(page_entries, PageLayout::index(layer.layout.entries));
-        key_values = std::max(key_values, PageLayout::index(layer.layout.k_stride));
         for (const Head& head : layer.heads) held = std::max(held, head.budget());
     }
     const std::size_t n = PageLayout::index(held) + PageLayout::index(common.settings.max_tokens);
     for (Workspace& workspace : workspaces) {
-        workspace.scorer.size(n, page_entries, key_values);
+        workspace.scorer.size(n, page_entries);
         if (lessons()) grow(workspace.lesson_rows, lessons()->scratch_values());
         if (!storage) continue;
         workspace.recall.size(n, page_entries, share.page_bytes());

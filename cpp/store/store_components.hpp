@@ -11,7 +11,6 @@
 #include "store/evictor.hpp"
 #include "store/lesson_sums.hpp"
 #include "store/predictor.hpp"
-#include "store/query_tracker.hpp"
 #include "store/recall.hpp"
 #include "store/schedule.hpp"
 #include "store/store_pool.hpp"
@@ -131,7 +130,6 @@ struct StoreComponents {
     PageShare share;
     std::vector<StoreLayer> layers;
     InverseRopes inverse_ropes{};
-    QueryTracker query_tracker;
     std::unique_ptr<ColdStorage> storage;
     std::deque<Workspace> workspaces{};
     int most_loaded = 0;  // most entries of a head in states that are being loaded

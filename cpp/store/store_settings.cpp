@@ -11,8 +11,6 @@ void check_importance(const ImportanceSettings& importance) {
     measure_of(importance.kind);  // throws for an unknown measure
     if (importance.observation_window < 1)
         throw std::invalid_argument("observation_window must be 1 or more");
-    if (importance.future_positions < 1 || importance.future_positions > kMostPositions)
-        throw std::invalid_argument("future_positions outside of 1 .. 2^30");
     if (!(importance.decay >= 0.0f && importance.decay <= 1.0f))
         throw std::invalid_argument("decay must be a number from 0 to 1");
     if (!(importance.variation >= 0.0f && std::isfinite(importance.variation)))

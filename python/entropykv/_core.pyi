@@ -63,9 +63,6 @@ class Measure:
     def of_echoes(self) -> bool:
         """Tell whether only queries that repeat the text count."""
     @property
-    def turns_queries(self) -> bool:
-        """Tell whether it rotates earlier queries to later positions."""
-    @property
     def predicts(self) -> bool:
         """Tell whether scores depend only on keys and values: see HeadwiseStore.set_predictor()."""
     @property
@@ -87,11 +84,9 @@ class ImportanceSettings:
         decay: float = 0.0,
         observation_window: int = 512,
         by_values: bool = False,
-        distinct: bool = False,
-        future_positions: int = 512,
         expected_lookups: float = 0.0,
     ) -> None:
-        """Set the values; `observation_window` and `future_positions` are in tokens.
+        """Set the values; `observation_window` is in tokens.
 
         `expected_lookups`: for how many later queries an entry gets the share of attention that is
         predicted from its key and value; 0: nothing is predicted; more than 0 only for mass and

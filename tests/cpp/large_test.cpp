@@ -219,7 +219,6 @@ void test_scratch_follows_budgets() {
             if (settings.freezing) settings.freezing->limit_bytes = 0;
             if (settings.freezing && settings.freezing->schedule)
                 settings.freezing->schedule->window = settings.protection.recent_window;
-            settings.importance.distinct = true;
             Model model(layers, settings, 1000, 3);
             std::mt19937 random(4);
             for (const int n : {512, 512, 300, 1}) model.read(n, random);

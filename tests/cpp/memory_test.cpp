@@ -291,7 +291,7 @@ void test_full_machines() {
         settings.freezing = freezing;
         test_every_allocation_fails_once("alone, allocation ", [&] { return run_alone(settings); });
     }
-    for (const ScoreKind score : {ScoreKind::mass, ScoreKind::expected}) {
+    for (const ScoreKind score : {ScoreKind::mass, ScoreKind::predicted}) {
         const StoreSettings settings = settings_of(KvType::f16, score);
         test_every_allocation_fails_once("in company, allocation ",
                                          [&] { return run_in_company(settings); });

@@ -360,7 +360,7 @@ int main() {
     test_no_room_for_copies();
     test_what_is_impossible_is_refused();
     Totals totals;
-    for (const ScoreKind score : {ScoreKind::mass, ScoreKind::streaming, ScoreKind::expected})
+    for (const ScoreKind score : {ScoreKind::mass, ScoreKind::streaming, ScoreKind::attention})
         for (const KvType type : {KvType::f16, KvType::q8_0})
             for (unsigned seed = 0; seed < 6; ++seed)
                 test_random_sharing(type, score, seed, 2800, totals);

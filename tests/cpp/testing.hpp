@@ -54,8 +54,7 @@ constexpr Protection kProtection{4, 8};
 constexpr int kMaxTokens = 300, kMaxEntries = 2000;
 
 constexpr ScoreKind kScores[] = {ScoreKind::streaming, ScoreKind::recency,  ScoreKind::mass,
-                                 ScoreKind::attention, ScoreKind::products, ScoreKind::expected,
-                                 ScoreKind::predicted};
+                                 ScoreKind::attention, ScoreKind::products, ScoreKind::predicted};
 
 // Sets linear functions of a store that predicts scores: the same for all stores of equal layers.
 inline void set_predictor(HeadStore& store) {
@@ -72,7 +71,7 @@ inline void set_predictor(HeadStore& store) {
 // Returns settings with every modifier that is allowed with all of them.
 inline StoreSettings settings_of(KvType type, ScoreKind score) {
     ImportanceSettings importance{score, 0.5f, 0.9f, 40};
-    importance.by_values = importance.distinct = true;
+    importance.by_values = true;
     RopeParams rope;
     rope.n_dims = 8;
     return {type, importance, kProtection, false, true, kMaxTokens, kMaxEntries, {rope}, {}};

@@ -560,8 +560,8 @@ def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> 
     ("options", "words"),
     [
         ({"policy": "adaptive"}, "cannot follow policy adaptive"),
-        ({"policy": "uniform:expected"}, "cannot follow policy"),
-        ({"policy": "uniform:mass+distinct"}, "cannot follow policy"),
+        ({"policy": "uniform:products"}, "cannot follow policy"),
+        ({"policy": "uniform:reconstruct"}, "cannot follow policy"),
         ({"policy": "uniform:mass+predicted"}, "predicts scores.*entropykv calibrate"),
         ({"freeze": "ram"}, "no cold storage"),
     ],

@@ -69,7 +69,7 @@ def of_version_7(data: bytes, session: Session) -> bytes:
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("policy", ["uniform", "recency", "auto", "uniform:expected"])
+@pytest.mark.parametrize("policy", ["uniform", "recency", "auto", "uniform:attention"])
 def test_mapped_pages_go_on_as_copied_ones(
     tiny_llama: Path, tmp_path: Path, kv_type: str, policy: str
 ) -> None:

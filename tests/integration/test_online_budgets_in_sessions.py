@@ -195,7 +195,7 @@ def test_policies_by_name(uneven_llama: Path, policy: str, model: str, tmp_path:
     assert written["kv_bytes_peak"] <= written["kv_bytes_budget"]
 
 
-@pytest.mark.parametrize("policy", ["layer:mass+values", "layer-range:expected"])
+@pytest.mark.parametrize("policy", ["layer:mass+values", "layer-range:predicted"])
 def test_measures_of_single_heads_are_refused_by_name(uneven_llama: Path, policy: str) -> None:
     result = entropykv("run", "-m", uneven_llama, "-p", "x", "--policy", policy)
     assert result.returncode == 2

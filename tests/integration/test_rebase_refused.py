@@ -62,13 +62,11 @@ def test_a_model_that_cannot_go_on_says_so_at_the_limit(
 @pytest.mark.parametrize(
     ("name", "why"), [("gpt2", "embeddings are learned"), ("hunyuan-dense", "keys are changed")]
 )
-def test_expected_and_predicted_attention_need_rows_that_can_be_moved(
+def test_predicted_attention_needs_keys_that_can_be_moved(
     name: str, why: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
     write_unmovable(name, path)
-    with pytest.raises(SettingsError, match=f"uniform:expected turns .*{why}.*use measure"):
-        Session(path, n_ctx=64, policy="uniform:expected", **SMALL)
     with pytest.raises(SettingsError, match=f"uniform:predicted predicts .*{why}.*use measure"):
         Session(path, n_ctx=64, policy="uniform:predicted", **SMALL)
 

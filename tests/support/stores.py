@@ -30,7 +30,5 @@ def importance_of(rules: Rules) -> _core.ImportanceSettings:
         decay=rules.decay,
         observation_window=rules.observation_window,
         by_values=rules.by_values,
-        distinct=rules.distinct,
-        future_positions=rules.future_positions,
         expected_lookups=rules.expected_lookups,
     )

@@ -48,9 +48,7 @@ def test_flat_plan_is_that_of_the_oracle(
     rules = reference.Rules(score, "f16", n_sinks, recent, variation)
     head = reference.ReferenceHead(rules, 1, 1, keep, positions=np.array(positions))
     newest = positions[-1]
-    mask = reference.select_survivors(
-        head.scores(keep), head.positions, keep, n_sinks, recent, newest
-    )
+    mask = reference.select_survivors(head.scores(), head.positions, keep, n_sinks, recent, newest)
     kind = getattr(_core.ScoreKind, score)
     kept, removed = _core.plan_flat_eviction(positions, keep, kind, variation, n_sinks, recent)
     assert kept.tolist() == head.positions[mask].tolist()

@@ -150,7 +150,6 @@ def test_a_layer_or_head_that_is_not_there_is_named(place: int, layer: int, head
         {"importance": _core.ImportanceSettings(_core.ScoreKind.mass, decay=1.5)},
         {"importance": _core.ImportanceSettings(_core.ScoreKind.recency, variation=-1.0)},
         {"importance": _core.ImportanceSettings(_core.ScoreKind.mass, observation_window=0)},
-        {"importance": _core.ImportanceSettings(_core.ScoreKind.expected, future_positions=0)},
     ],
 )
 def test_a_store_that_cannot_be_is_not_made(changes: dict[str, Any]) -> None:

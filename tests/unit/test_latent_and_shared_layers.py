@@ -168,7 +168,7 @@ def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
     layer.read(40)
     head = layer.heads[-1]
     free = (head.positions >= N_SINKS) & (head.positions <= layer.position - 1 - RECENT)
-    expected = losses_at(head.scores(MAX_ENTRIES)[free], knots) / (layer.outputs**2).sum()
+    expected = losses_at(head.scores()[free], knots) / (layer.outputs**2).sum()
     actual = np.asarray(layer.store.losses()).reshape(N_HEAD_KV, len(knots))[-1]
     np.testing.assert_allclose(actual, expected, rtol=1e-3)
 

@@ -30,16 +30,15 @@ def test_every_measure_has_a_row() -> None:
 
 def test_what_a_measure_means_is_not_guessed() -> None:
     """Where Python also knows a property, it equals that of the table."""
-    facts = {m.name: (m.adds_up, m.of_echoes, m.turns_queries) for m in _core.measures()}
+    facts = {m.name: (m.adds_up, m.of_echoes) for m in _core.measures()}
     assert facts == {
-        "streaming": (False, False, False),
-        "recency": (False, False, False),
-        "mass": (True, False, False),
-        "attention": (True, False, False),
-        "products": (True, False, False),
-        "reconstruct": (False, True, False),
-        "expected": (False, False, True),
-        "predicted": (False, False, False),
+        "streaming": (False, False),
+        "recency": (False, False),
+        "mass": (True, False),
+        "attention": (True, False),
+        "products": (True, False),
+        "reconstruct": (False, True),
+        "predicted": (False, False),
     }
     assert [m.name for m in _core.measures() if m.predicts] == ["predicted"]
     assert Importance("products", ()).threshold == 0.5

@@ -43,7 +43,7 @@ def named(text: str) -> Policy:
 def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int) -> None:
     """Modifiers in any order give the same policy, whose own name gives it again."""
     names = set(order[:n])
-    of_heads = {"values", "distinct", "predicted"}
+    of_heads = {"values", "predicted"}
     assume(not {"echo", "predicted"} <= names)
     assume("predicted" not in names or measure != "products")
     assume(not POLICIES[name].rule.by_layer or not of_heads & names)
@@ -73,9 +73,9 @@ def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
         ("uniform:", "no measure ''.*use one of mass, attention, products"),
         ("uniform:masses", "no measure 'masses'.*use one of mass, attention, products"),
         ("uniform:values", "no measure 'values'"),
-        ("uniform:mass+norms", "no modifier 'norms'.*any of values, distinct, echo, predicted"),
-        ("uniform:mass+window", "no modifier 'window'.*any of values, distinct, echo"),
-        ("uniform:expected+echo", "expected adds up no queries and takes no modifier echo"),
+        ("uniform:mass+norms", "no modifier 'norms'.*any of values, echo, predicted"),
+        ("uniform:mass+window", "no modifier 'window'.*any of values, echo"),
+        ("uniform:predicted+echo", "predicted adds up no queries and takes no modifier echo"),
         ("adaptive:reconstruct+echo", "takes no modifier echo"),
         ("uniform:mass+", "no modifier ''"),
         ("uniform:mass:values", "no measure 'mass:values'"),
@@ -83,8 +83,8 @@ def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
         ("streaming:mass", "streaming ranks by position and accepts no measure; use --policy stre"),
         ("recency:", "recency ranks by position"),
         ("layer:mass+values", "same tokens for all heads.*use --policy layer, or measure mass"),
-        ("layer-range:attention+distinct", "ranks them by what each head has stored"),
-        ("layer:expected", "same tokens for all heads.*but expected ranks"),
+        ("layer-range:attention+values", "ranks them by what each head has stored"),
+        ("layer:predicted", "same tokens for all heads.*but predicted ranks"),
     ],
 )
 def test_what_is_not_a_policy_is_refused_by_name(text: str, message: str) -> None:
@@ -101,7 +101,7 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     assert schedules("rolling-freeze")
     assert schedules("rolling-freeze:mass")
     assert [name for name in ("auto", "uniform:products", "x") if schedules(name)] == []
-    for measure in ("expected", "attention+values", "mass+distinct", "mass+echo", "reconstruct"):
+    for measure in ("predicted", "attention+values", "mass+echo", "reconstruct"):
         with pytest.raises(SettingsError, match=r"step's queries find.*--policy rolling-freeze, "):
             named(f"rolling-freeze:{measure}")
 

@@ -243,7 +243,7 @@ def test_predictions_take_no_echoes() -> None:
     [
         ("mass+predicted", "mass+predicted"),
         ("mass+predicted+values", "mass+values+predicted"),
-        ("attention+distinct+predicted+values", "attention+values+distinct+predicted"),
+        ("attention+predicted+values", "attention+values+predicted"),
     ],
 )
 def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> None:

@@ -110,7 +110,7 @@ def test_lessons_begin_anew_and_give_their_memory_back() -> None:
     assert store.core.lessons(0)[0] == 0
 
 
-@pytest.mark.parametrize("measure", ["reconstruct", "mass", "expected"])
+@pytest.mark.parametrize("measure", ["reconstruct", "mass", "attention"])
 def test_lessons_are_of_stores_that_predict(measure: str) -> None:
     with pytest.raises(ValueError, match="use the measure predicted"):
         PredictedLayer(measure=measure).core.collect_lessons(on=True)

@@ -15,7 +15,6 @@ MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measu
 
 MODIFIERS = {
     "values": "times the norm of the entry's value",
-    "distinct": "less where a newer entry's key is similar",
     "echo": "a text is read twice, and queries that repeat it count, too",
     "predicted": "what a repetition would give counts, too, predicted from key and value",
 }
@@ -76,7 +75,7 @@ class Importance:
             if modifier == "echo" and not _ALL[measure].adds_up:
                 raise SettingsError(
                     f"measure {measure} adds up no queries and takes no modifier {modifier}; use "
-                    f"{measure} with values or distinct, or another measure"
+                    f"{measure} with values, or another measure"
                 )
         if {"echo", "predicted"} <= set(modifiers):
             raise SettingsError(
@@ -110,11 +109,6 @@ class Importance:
     def repeats(self) -> bool:
         """Tell whether it needs a text to be read twice: see session/echo.py."""
         return self._row.of_echoes or "echo" in self.modifiers
-
-    @property
-    def turns_queries(self) -> bool:
-        """Tell whether it rotates queries to later positions, which not every model allows."""
-        return self._row.turns_queries
 
     @property
     def predicts(self) -> bool:
@@ -164,7 +158,6 @@ class Importance:
             decay=self._decay,
             observation_window=self.observation_window,
             by_values="values" in self.modifiers,
-            distinct="distinct" in self.modifiers,
             expected_lookups=EXPECTED_LOOKUPS if self.adds_predictions else 0.0,
         )
 

@@ -97,11 +97,6 @@ def check_config(
         heads = (len(layers), layers[0].n_head, layers[0].n_head_kv)
         check_model(config.profile, model.geometry, heads)
     importance = config.policy.importance
-    if importance.turns_queries and rope_obstacle:
-        raise SettingsError(
-            f"{model.name}: policy {config.policy.name} turns queries to later positions, which "
-            f"this model does not allow: {rope_obstacle}; use measure mass"
-        )
     if importance.predicts and rope_obstacle:
         raise SettingsError(
             f"{model.name}: policy {config.policy.name} predicts scores from keys as they were "

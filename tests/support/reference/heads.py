@@ -21,10 +21,7 @@ from tests.support.reference.attending import (
 from tests.support.reference.dropped import DroppedScores
 from tests.support.reference.predicting import SHARE_ROUNDING, features, predicted
 from tests.support.reference.ranking import (
-    QueryStatistics,
-    distinctness,
     entries_to_keep,
-    expected_attention,
     protected,
     recency_score,
     select_survivors,
@@ -58,8 +55,6 @@ class Rules:
     decay: float = 0.0
     observation_window: int = 64
     by_values: bool = False
-    distinct: bool = False
-    future_positions: int = 64
     rope: Rope = field(default_factory=lambda: Rope(0))
     own_windows: bool = False
     """If true, half of a KV head's own budget is for its sinks and recent window."""
@@ -126,7 +121,6 @@ class ReferenceHead:
     def __post_init__(self) -> None:
         """Start empty."""
         self.k, self.v = np.zeros((0, self.k_dim)), np.zeros((0, self.v_dim))
-        self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
         self.dropped = DroppedScores()
 
     def read(
@@ -168,9 +162,6 @@ class ReferenceHead:
             shares = predicted(told, rules.weights[told.shape[1]])
         self.importance = np.append(self.importance, np.zeros(len(k)))
         self.shares = np.append(self.shares, shares)
-        if rules.score == "expected":
-            self.queries.add(q, first_position, options.scale)
-            self.newest_query = first_position + len(q) - 1
         measure = rules.score if rules.observes else "mass"
         rows = (q, self.k, self.v, self.positions, first_position)
         neighbourhood = 0 if rules.schedule else NEIGHBOURHOOD
@@ -203,7 +194,7 @@ class ReferenceHead:
         rules, newest = self.rules, int(self.positions.max())
         free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
         free &= self.positions >= oldest_seen(newest + 1, self.window, self.chunked)
-        scores = self.scores(self.budget)[free]
+        scores = self.scores()[free]
         if not of_held:
             scores = np.append(scores, self.dropped.scores())
         losses = losses_at(scores, knots)
@@ -235,11 +226,10 @@ class ReferenceHead:
         self._keep(self.positions < position)
         self.whole_from = min(self.whole_from, position)
         if position == 0:
-            self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
             self.dropped = DroppedScores()
 
-    def scores(self, keep: int) -> Floats:
-        """Return the score of every entry, if `keep` entries stay; higher scores stay longer."""
+    def scores(self) -> Floats:
+        """Return the score of every entry; higher scores stay longer."""
         rules, newest = self.rules, int(self.positions.max())
         if rules.score == "streaming":
             return 1.0 / (1.0 + newest - self.positions.astype(np.float64))
@@ -248,20 +238,14 @@ class ReferenceHead:
                 [recency_score(int(p), newest, rules.variation) for p in self.positions]
             )
         scores = rules.score_of(self.importance, self.shares).copy()
-        if rules.score == "expected":
-            logits = self.queries.expected_logits(self.k, self.newest_query, rules.future_positions)
-            scores = expected_attention(logits, self.positions, rules.n_sinks)
         if rules.by_values:
             norms = np.sqrt((self.v**2).sum(axis=1))
             scores *= norms**2 if rules.score == "mass" else norms
-        if rules.distinct:
-            free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
-            scores *= distinctness(self.k, self.positions, scores, free, keep)
         return scores
 
     def _evict(self, keep: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
         """Keep the survivors; among nearly equal scores, those that the store (`theirs`) chose."""
-        scores, newest = self.scores(keep), int(self.positions.max())
+        scores, newest = self.scores(), int(self.positions.max())
         n_sinks, recent = self.rules.n_sinks, self.recent_window
         ours = select_survivors(scores, self.positions, keep, n_sinks, recent, newest)
         chosen = np.isin(self.positions, theirs)

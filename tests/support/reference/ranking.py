@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.support.reference.attending import SCORING_INTERVAL
-from tests.support.reference.rope import Rope, rope_pairs, rotated
 from tests.support.reference.values import Bools, Floats, Ints
 
 DECODE_ROOM = 16  # The most entries that one eviction makes room for.
@@ -41,78 +40,6 @@ def updated_importance(
 
 
 @dataclass
-class QueryStatistics:
-    """Hold the queries that a KV head's group has read so far, rotated back to position 0."""
-
-    rope: Rope
-    decay: float
-    queries: list[npt.NDArray[Any]] = field(default_factory=list)
-    """Arrays [group][k_dim], scaled."""
-
-    def add(self, q: npt.NDArray[Any], first_position: int, scale: float) -> None:
-        """Add the queries [n][group][k_dim] of a micro-batch."""
-        for token, rows in enumerate(q * scale):
-            back = np.full(len(rows), -(first_position + token))
-            self.queries.append(rotated(rows, back, self.rope))
-
-    def expected_logits(self, k: Floats, newest: int, n_future: int) -> Floats:
-        """Return the expected logits [group][T] of entries [T][k_dim], as the mean of a log-normal
-        distribution.
-
-        Averaging over the next n_future tokens rotates and shortens the mean query. Values are
-        taken as independent, and the two values of a RoPE pair as equally distributed: their
-        variance is the mean of both, plus the variance of the rotated mean.
-        """
-        weights = self.decay ** np.arange(len(self.queries))[::-1]
-        rows = np.array(self.queries)
-        mean = np.einsum("n,ngd->gd", weights, rows) / weights.sum()
-        variance = np.einsum("n,ngd->gd", weights, rows**2) / weights.sum() - mean**2
-        future = newest + 1 + np.arange(n_future)
-        means = np.array([rotated(mean, np.full(len(mean), t), self.rope) for t in future])
-        variance = variance + means.var(axis=0)
-        for first, second in rope_pairs(self.rope):
-            both = (variance[:, first] + variance[:, second]) / 2
-            variance[:, first] = variance[:, second] = both
-        return means.mean(axis=0) @ k.T + 0.5 * variance @ (k.T**2)
-
-
-def expected_attention(logits: Floats, positions: Ints, n_sinks: int) -> Floats:
-    """Return the softmax of logits [group][T] over entries that are not sinks, summed over query
-    heads.
-    """
-    logits = np.where(positions < n_sinks, -np.inf, logits)
-    if not np.isfinite(logits).any():
-        return np.zeros(len(positions))
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray((weights / weights.sum(axis=1, keepdims=True)).sum(axis=0))
-
-
-SIMILAR = 0.9  # The cosine from which on the older of two keys counts less.
-CONTEST = 512  # How many entries around the threshold are compared.
-
-
-def distinctness(k: Floats, positions: Ints, scores: Floats, free: Bools, keep: int) -> Floats:
-    """Return factors of the scores: less than 1 if a newer entry has a similar key.
-
-    Only entries that an eviction decides on are compared: the free entries whose ranks are close to
-    the last one that would stay.
-    """
-    factors = np.ones(len(k))
-    candidates = np.flatnonzero(free)
-    wanted = keep - (len(k) - len(candidates))
-    if not 0 < wanted < len(candidates):
-        return factors
-    ranked = candidates[np.argsort(-scores[candidates], kind="stable")]
-    last = min(len(ranked), max(wanted + CONTEST // 2, CONTEST))
-    contest = sorted(ranked[max(0, last - CONTEST) : last], key=lambda i: int(positions[i]))
-    lengths = np.linalg.norm(k[contest], axis=1, keepdims=True)
-    keys = np.divide(k[contest], lengths, out=np.zeros_like(k[contest]), where=lengths > 0)
-    for j, i in enumerate(contest[:-1]):
-        cosine = float((keys[j + 1 :] @ keys[j]).max())
-        factors[i] = min(1.0, (1.0 - cosine) / (1.0 - SIMILAR))
-    return factors
-
-
 def recency_score(position: int, newest: int, variation: float) -> float:
     """Return the BitNet document's score; float32 decides which positions are the newest tenth."""
     span = max(newest, 1)
