@@ -70,7 +70,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
     }
 }
 
-void Attention::begin(const Reading& reading) {
+void Attention::begin(const StepTokens& reading) {
     const auto [n_text, position, rope_position, n_echo, n_drafts, see_all, recalls] = reading;
     if (see_all && n_echo > 0)
         throw std::invalid_argument("tokens that all see each other have no echo");

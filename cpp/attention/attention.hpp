@@ -50,7 +50,7 @@ public:
     //
     // recalls: whether several tokens may recall frozen entries. A long prompt can do without
     // before its end, because recall compares queries with every frozen key.
-    void begin(const Reading& reading);
+    void begin(const StepTokens& reading);
     // Returns how many drafts may follow the next token, at most `wanted`.
     int most_drafts(int wanted) const;
     void settle_drafts(int n_accepted) { store_.settle_drafts(n_accepted); }

@@ -11,7 +11,7 @@ void AttentionBatch::clear() {
     n_pages_ = 0;
 }
 
-void AttentionBatch::add(Attention& sequence, const Reading& reading) {
+void AttentionBatch::add(Attention& sequence, const StepTokens& reading) {
     for (const Part& part : parts_)
         if (part.sequence == &sequence)
             throw std::invalid_argument("a sequence has one part of a micro-batch");

@@ -17,7 +17,7 @@ public:
     // Adds the next tokens, which belong to a sequence without tokens in this micro-batch.
     // Sequences with a single token must be added first, and all must share one StorePool. If this
     // throws, nothing was added.
-    void add(Attention& sequence, const Reading& reading);
+    void add(Attention& sequence, const StepTokens& reading);
 
     // Returns how many drafts may follow the next token of a sequence, at most `wanted`, so that
     // all other sequences still find room.

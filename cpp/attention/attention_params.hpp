@@ -1,4 +1,4 @@
-// What a node of the graph tells about the attention of a layer.
+// Holds what a node of the graph tells about the attention of a layer.
 #pragma once
 
 #include <cstddef>

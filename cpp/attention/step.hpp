@@ -11,7 +11,7 @@
 namespace entropykv {
 
 // Says what one sequence reads in a micro-batch: see Attention::begin().
-struct Reading {
+struct StepTokens {
     int n_text = 0;
     std::int32_t position = 0;       // of the first token in the text
     std::int32_t rope_position = 0;  // at which RoPE sees that token

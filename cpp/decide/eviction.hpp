@@ -20,7 +20,8 @@ struct Protection {
     bool leaves_open(std::int32_t position, std::int32_t newest) const {
         return !has_left(position) && !covers(position, newest);
     }
-    // Returns the same sinks, with a recent window so that both take half of the budget.
+    // Returns the protection inside a budget of a head's own: its sinks, with a recent window so
+    // that both take half of the budget.
     Protection within(int budget) const {
         return {n_sinks, budget / 2 > n_sinks ? budget / 2 - n_sinks : 1, oldest};
     }

@@ -19,7 +19,7 @@ public:
     const RopeParams& rope() const { return rope_; }
     const std::vector<double>& frequencies() const { return frequencies_; }
     void prepare(std::int32_t first_position, int n_tokens);
-    // Returns those of a token: [pair][cosine, sine].
+    // Returns the cosines and sines of a token: [pair][cosine, sine].
     const float* of(int token) const {
         return rotations_.data() + static_cast<std::size_t>(token) * 2 * frequencies_.size();
     }
@@ -62,7 +62,8 @@ public:
     // Returns the inverse of a RoPE, which is prepared for every micro-batch from now on. The
     // reference stays valid.
     const InverseRope& of(const RopeParams& rope);
-    // Must be called before a micro-batch whose first token RoPE sees at `rope_position`.
+    // Computes the rotations of a micro-batch, before it is read; RoPE sees its first token at
+    // `rope_position`.
     void prepare(std::int32_t rope_position, int n_tokens);
     std::size_t bytes() const;
 

@@ -20,7 +20,7 @@ enum class Evidence {
     prediction,  // what a linear function of its key and value predicts when it is stored
 };
 
-// What the freeze schedule knows when it asks for the limit below which an entry is detected.
+// Says what the freeze schedule knows when it asks for the limit below which an entry is detected.
 struct DetectionQuery {
     float rows;        // query rows that were observed
     float even_share;  // the schedule's threshold as a share of one row's attention

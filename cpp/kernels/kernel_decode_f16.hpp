@@ -75,7 +75,7 @@ ENTROPYKV_NOINLINE void add_half_values(const DecodeTile& tile, Stream* stream,
     });
 }
 
-// Does the same for `vectors` vectors, at most `Most`.
+// Adds up weighted values for `vectors` vectors of them, at most `Most`.
 template <int Rows, int Most>
 inline void add_some_half_values(int vectors, const DecodeTile& tile, Stream* stream,
                                  const PageLayout& layout, int d, int row,

@@ -27,7 +27,8 @@ inline void score_block(const float* query, const float* k, int stride, float* s
         for (int i = 0; i < Vectors; ++i) store(scores + e * kRowTile + i * kLanes, sums[e][i]);
 }
 
-// Does the same in integers for one block of n pairs of values, and adds it to the earlier blocks.
+// Multiplies queries with keys in integers, for one block of n pairs of values, and adds the scores
+// to those of earlier blocks.
 template <int Vectors>
 ENTROPYKV_NOINLINE void score_pairs(const std::int32_t* query, const std::int32_t* k, int n,
                                     const float* k_scales, bool first, float* scores) {

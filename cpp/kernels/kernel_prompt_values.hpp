@@ -43,7 +43,7 @@ inline void value_block(const float* weights, const float* v, int stride, int co
     }
 }
 
-// Does the same in integers for n pairs of entries.
+// Adds up weighted values in integers, for n pairs of entries.
 template <int Vectors, bool Latent>
 ENTROPYKV_NOINLINE void value_pairs(const std::int32_t* weights, const std::int32_t* v, int stride,
                                     int n, const float* factors, const float* parts,

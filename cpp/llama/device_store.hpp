@@ -71,7 +71,8 @@ public:
     // Must be called after every micro-batch that was read: commits its entries in all layers,
     // which evicts what budgets cannot hold.
     void commit_step();
-    // Must be called then if there were drafts: undoes the commits of all but the first n_accepted.
+    // Undoes the commits of all drafts but the first n_accepted; must follow commit_step() after a
+    // micro-batch with drafts.
     void settle_drafts(int n_accepted);
 
     // Lets the ledger know of all tokens what the device has found out about them, which it is told

@@ -45,7 +45,8 @@ public:
 
     // Changes all graphs from now on. `attention` must outlive the last decode of the context.
     void serve(AttentionBatch& attention);
-    // Does the same with device stores; `batch` must outlive the last decode, too.
+    // Lets device stores attend in all graphs from now on. `batch` must outlive the last decode of
+    // the context.
     void serve_on_devices(DeviceBatch& batch);
 
     ProductHook& products() { return weights_.products(); }

@@ -18,7 +18,7 @@ constexpr int kWorks = 3;
 
 struct WorkTime {
     double seconds = 0.0;
-    // Counts those of products of weights; a multiplication and an addition are two.
+    // Counts the operations of products of weights; a multiplication and an addition are two.
     double operations = 0.0;
     double bytes = 0.0;  // counts the weights that were read
 };

@@ -31,7 +31,7 @@ public:
     // Returns what computed the products, by the type of the weights: the name of our kernels,
     // "llama.cpp", or both, for example "avx2, llama.cpp".
     std::map<std::string, std::string> computed_by() const;
-    // See Products::help().
+    // Lets n more threads help with products, if they are ours: see Products::help().
     void help(int n) {
         if (products_) products_->help(n);
     }

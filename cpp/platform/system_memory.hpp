@@ -1,4 +1,4 @@
-// What the store asks of the system's memory: addresses without memory, memory for a part of them,
+// Asks the system for memory: addresses without memory, memory for a part of them,
 // and its return. One source file per kind of system defines these functions.
 #pragma once
 

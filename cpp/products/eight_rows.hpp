@@ -54,7 +54,7 @@ private:
     std::size_t stride_, thrice_;
 };
 
-// Does the same for rows that lie anywhere.
+// Points to rows of weights that lie anywhere.
 class RowPointers {
 public:
     explicit RowPointers(const std::byte* const* rows) : rows_(rows) {}

@@ -31,7 +31,8 @@ public:
     template <typename Wants, typename Place>
     int restore(Head& head, std::int32_t now, std::byte* buffer, Wants wants,
                 Place place) const noexcept;
-    // Does the same, and appends the entries to the head while its budget and its pages have room.
+    // Restores the frozen records that `wants` selects, and appends them to the head while its
+    // budget and its pages have room. Returns how many were restored.
     template <typename Wants>
     int append(Head& head, std::int32_t now, std::byte* buffer, Wants wants) const noexcept;
 

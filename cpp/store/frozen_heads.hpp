@@ -63,8 +63,8 @@ public:
     }
     std::size_t bytes() const;         // counts pages in storage and open pages
     std::size_t sketch_bytes() const;  // counts the sketches of stored keys, which stay in memory
-    // Counts all other memory of cold storage: records, lists, buffers, and unused pages of
-    // storage.
+    // Counts the memory of cold storage besides pages and sketches: records, lists, buffers, and
+    // unused pages of storage.
     std::size_t overhead_bytes() const;
     std::size_t file_bytes() const {
         return components_.storage ? components_.storage->file_bytes() : 0;

@@ -65,7 +65,8 @@ public:
     // entries, then for those of staged entries.
     template <typename Visit>
     void for_each_page(const StagedEntries& staged, Visit visit) const;
-    // Returns the importance of the entries of such a page; `first` is the number of the first one.
+    // Returns the importance of the entries of a page that for_each_page() visits; `first` is the
+    // number of its first entry.
     float* importance_of(std::byte* page, int first) {
         return first < count_ ? pages.importance(layout_->page_of(first))
                               : layout_->importance(page);

@@ -1,4 +1,4 @@
-// What all components of a store use: its settings, the current micro-batch, and counters.
+// Holds what all components of a store use: its settings, the current micro-batch, and counters.
 #pragma once
 
 #include <atomic>

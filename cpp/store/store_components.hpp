@@ -20,7 +20,7 @@ namespace entropykv {
 struct StoreLayer {
     LayerShape shape;
     PageLayout layout;
-    // The same of every KV head, with its key centre, if its keys are stored with one.
+    // Has the layout of every KV head, with its key centre if its keys are stored with one.
     std::vector<PageLayout> head_layouts{};
     std::vector<Head> heads{};
     std::unique_ptr<ColdLayout> cold{};  // null: nothing of the layer is ever frozen
@@ -30,7 +30,7 @@ struct StoreLayer {
     const InverseRope* inverse_rope = nullptr;
 };
 
-// What one thread uses to recall for a head and to commit it.
+// Holds what one thread uses to recall for a head and to commit it.
 struct Workspace {
     explicit Workspace(StoreCommon& common)
         : scorer(common), evictor(common, scorer), recall(common), schedule(common) {}
@@ -102,14 +102,14 @@ struct StoreComponents {
     // is not finite.
     void set_predictor(std::size_t layer, std::vector<float> weights);
     LayerPredictor predictor(std::size_t layer) const noexcept;
-    // Tells whether every layer has such functions.
+    // Tells whether every layer has linear functions that predict scores.
     bool has_predictor() const noexcept;
     // Predicts the shares of entries that were stored before there was a predictor. The text has
     // n_positions positions, and RoPE sees them moved by `shift` (rope_position()). Throws
     // std::invalid_argument if an entry lies beyond the text, and like features_of().
     void predict_stored(std::int32_t n_positions, std::int32_t shift);
-    // Starts or stops collecting lessons in all stores of the pool, from the next micro-batch on.
-    // What was collected stays until clear_lessons().
+    // Starts or stops collecting lessons in all stores of the pool, from the next micro-batch on;
+    // clear_lessons() drops what was collected.
     void collect_lessons(bool on);
     // Adds lessons of the stored entries at positions from `begin` to before `end`, which an echo
     // has repeated. Sinks are left out. shift: as for predict_stored().

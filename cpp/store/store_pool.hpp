@@ -1,4 +1,4 @@
-// What sequences of one model share: the pages of a hard budget, of which each sequence has a
+// Holds what sequences of one model share: the pages of a hard budget, of which each has a
 // share, and the staging area. The shares never add up to more than the pool has. A store never
 // owns more pages than its share, counting shared pages, too. Therefore every shared page can be
 // copied at any time, after checkpoints, which have no share, have been dropped.

@@ -136,7 +136,7 @@ class LayerShape:
     def entry_values(self) -> int:
         """Return how many values an entry of a KV head consists of."""
     def with_window(self, window: int, chunked: bool) -> LayerShape:
-        """Return the same layer with a window."""
+        """Return the shape of this layer with a sliding window of so many tokens."""
 
 class RopeParams:
     """Hold how a layer's keys depend on their position, with ggml's names; n_dims 0: they

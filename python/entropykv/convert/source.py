@@ -42,7 +42,7 @@ class Tensor(ABC):
         """Return the whole tensor, dequantised to float32, in its shape."""
 
     def float_chunks(self) -> Iterator[Floats]:
-        """Yield all values, some rows at a time."""
+        """Yield all values of the tensor, some rows at a time."""
         yield self.floats()
 
 
@@ -84,7 +84,7 @@ class FileTensor(Tensor):
         return self._as_floats(self.raw_rows(first, count))
 
     def float_chunks(self) -> Iterator[Floats]:
-        """Yield all values, some rows at a time."""
+        """Yield all values of the tensor, some rows at a time."""
         for data in self.raw_chunks():
             yield self._as_floats(data)
 

@@ -66,7 +66,7 @@ class BudgetArguments:
             )
 
     def keywords(self) -> dict[str, Any]:
-        """Return them as keyword arguments of EntropyLlama, without those that Llama has."""
+        """Return the arguments by name for EntropyLlama, without those that Llama has, too."""
         cache = {name: getattr(self.cache, name) for name in _OURS - _SHARED}
         ours = ("on_evict", "repeatable", "on_climb", "parse_special")
         return {**cache, **{name: getattr(self, name) for name in ours}}

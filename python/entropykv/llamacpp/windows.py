@@ -62,7 +62,9 @@ def _window(size: int, n_seen: int) -> LayerWindow:
 
 
 def _cells_seen(model: Model, options: CacheOptions, size: int) -> list[tuple[int, int]]:
-    """Return (layer, cells) for each layer: how many of the four tokens the one at `size` sees."""
+    """Read four tokens, and return (layer, cells) for each layer: how many of them the last one, at
+    position `size`, sees.
+    """
     probe = _core.WindowProbe()
     # Use two sequences, because llama.cpp requires consecutive positions within one.
     parameters = context_parameters(model, options, 2, CELL_PADDING, n_sequences=2)

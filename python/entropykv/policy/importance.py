@@ -131,7 +131,7 @@ class Importance:
         return self._row.kind
 
     def on_devices(self) -> Importance:
-        """Return the same with as few observed queries as the device store observes."""
+        """Return how the device store ranks entries: it observes fewer queries."""
         return replace(self, observation_window=min(self.observation_window, OBSERVED_ON_DEVICES))
 
     @property

@@ -35,7 +35,7 @@ class ProtectedEntries:
     def for_budget(
         cls, mean_entries: int, n_sinks: int, recent_window: int | None
     ) -> ProtectedEntries:
-        """Return it for a budget: the recent window is half of the mean unless it is given."""
+        """Return what a mean budget protects: the recent window is half of it unless given."""
         return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
 
     @property

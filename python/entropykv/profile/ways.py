@@ -45,8 +45,8 @@ class ComparedWay:
     divergences: tuple[float, ...]
     """The mean KL from the predictions with a full cache while texts go on, in nats per token."""
     repetitions: tuple[float, ...]
-    """The same while the beginnings of the texts are repeated, weighted by how well the full cache
-    repeats them.
+    """The mean KL while the beginnings of the texts are repeated, in nats per token, weighted by
+    how well the full cache repeats them.
     """
     facts: tuple[int, ...]
     """How many planted facts are known, of those that the full cache knows."""

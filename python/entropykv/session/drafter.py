@@ -20,7 +20,9 @@ LONGEST_MATCH = 32
 _MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
 """From so many agreeing tokens on, a draft belongs to the next group."""
 _RESUMED = (6, 9, 12)
-"""The same for drafts that follow a place on, behind all groups of the others."""
+"""From so many agreeing tokens on, a draft that goes on at an earlier draft's place belongs to the
+next group; these groups follow those of other drafts.
+"""
 PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.6)
 """By group, the share of right drafts that is expected before any was seen."""
 
@@ -56,7 +58,7 @@ class Drafter(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes that it holds."""
+        """Return the bytes of memory that it holds for its text."""
 
     @property
     def seconds_each(self) -> float:

@@ -58,7 +58,7 @@ class ImageSpans:
         return sum(span.lag for span in self._spans)
 
     def lag_before(self, start: int) -> int:
-        """Return the same as `lag` for the position where an image begins."""
+        """Return by how much RoPE's position is less than `start`, where an image begins."""
         return sum(span.lag for span in self._spans if span.start < start)
 
     def ends_within(self, position: int, first: int) -> bool:

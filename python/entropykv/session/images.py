@@ -98,7 +98,7 @@ class ImagePart:
     """The index of the first row in the image."""
     n_tokens: int
     behind: int
-    """The same as ReadyImage.behind."""
+    """By how much RoPE's position is less than the text position after the whole image."""
     lag: int
     """By how much RoPE's position is less than the text position where the image begins."""
 

@@ -219,11 +219,11 @@ class Store(ABC):
     """How far positions of the text are ahead of those that RoPE sees; loading sets it."""
 
     sharing: TextBudgets | None = None
-    """Shares the budget by what the text shows; None: it is the same for every text."""
+    """The part that shares the budget by what the text shows; None: all texts get the same."""
     freezing: Thawable | None = None
-    """Keeps what was evicted; None: it is dropped for good."""
+    """The part that keeps what was evicted; None: it is dropped for good."""
     learning: Learning | None = None
-    """Predicts scores; None: it cannot."""
+    """The part that predicts the scores of entries; None: the store cannot."""
 
     @property
     def drafts(self) -> DraftReader | None:

@@ -45,9 +45,11 @@ class SavedState:
     sections: Sequence[Section]
     """The sections, as in StoreState; load_state() may change or discard their bytes."""
     recalls_now: bool
-    """As in StoreState."""
+    """True if the next token searches frozen entries, as after thaw()."""
     whole_from: int | None
-    """As in StoreState; None: a file of an earlier version does not say it."""
+    """The position from which on layers with a window hold everything that they see; None: a file
+    of an earlier version does not say it.
+    """
     file: _core.MappedFile | None = None
     """The file that the sections are mapped from; None if they are in memory of their own."""
 
