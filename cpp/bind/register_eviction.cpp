@@ -27,14 +27,14 @@ void register_eviction(py::module_& m) {
         py::arg("recent_window"), py::arg("newest"));
     m.def(
         "plan_flat_eviction",
-        [](const std::vector<std::int32_t>& positions, int keep, ScoreKind score, float variation,
-           int n_sinks, int recent_window) {
+        [](const std::vector<std::int32_t>& positions, int keep, ScoreKind score, int n_sinks,
+           int recent_window) {
             const FlatEviction plan =
-                plan_flat_eviction(positions, keep, score, variation, {n_sinks, recent_window});
+                plan_flat_eviction(positions, keep, score, {n_sinks, recent_window});
             return py::make_tuple(to_array(plan.kept), plan.removed);
         },
-        py::arg("positions"), py::arg("keep"), py::arg("score"), py::arg("variation"),
-        py::arg("n_sinks"), py::arg("recent_window"));
+        py::arg("positions"), py::arg("keep"), py::arg("score"), py::arg("n_sinks"),
+        py::arg("recent_window"));
 }
 
 }  // namespace entropykv::bind

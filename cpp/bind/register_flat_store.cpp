@@ -13,13 +13,13 @@ void register_flat_store(py::module_& m) {
         return reinterpret_cast<llama_context*>(address);
     };
     py::class_<FlatStore>(m, "FlatStore")
-        .def(py::init([context](std::uintptr_t address, int budget, ScoreKind score,
-                                float variation, int n_sinks, int recent_window, int rope_sinks) {
-                 return std::make_unique<FlatStore>(context(address), budget, score, variation,
+        .def(py::init([context](std::uintptr_t address, int budget, ScoreKind score, int n_sinks,
+                                int recent_window, int rope_sinks) {
+                 return std::make_unique<FlatStore>(context(address), budget, score,
                                                     Protection{n_sinks, recent_window}, rope_sinks);
              }),
-             py::arg("context"), py::arg("budget"), py::arg("score"), py::arg("variation"),
-             py::arg("n_sinks"), py::arg("recent_window"), py::arg("rope_sinks"))
+             py::arg("context"), py::arg("budget"), py::arg("score"), py::arg("n_sinks"),
+             py::arg("recent_window"), py::arg("rope_sinks"))
         .def("make_room", &FlatStore::make_room, py::arg("n_tokens"),
              py::call_guard<py::gil_scoped_release>())
         .def("settle", &FlatStore::settle, py::arg("position"), py::arg("n_tokens"),

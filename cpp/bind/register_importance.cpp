@@ -24,17 +24,14 @@ void register_importance(py::module_& m) {
     for (const Measure& measure : kMeasures) kinds.value(measure.name, measure.kind);
     m.def("measures", [] { return std::vector<Measure>(kMeasures.begin(), kMeasures.end()); });
     py::class_<ImportanceSettings>(m, "ImportanceSettings")
-        .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
-                         bool by_values, float expected_lookups) {
-                 return ImportanceSettings{kind,      variation,       decay, observation_window,
-                                           by_values, expected_lookups};
+        .def(py::init([](ScoreKind kind, float decay, int observation_window, bool by_values,
+                         float expected_lookups) {
+                 return ImportanceSettings{kind, decay, observation_window, by_values,
+                                           expected_lookups};
              }),
-             py::arg("kind"), py::arg("variation") = 0.0f, py::arg("decay") = 0.0f,
-             py::arg("observation_window") = 512, py::arg("by_values") = false,
-             py::arg("expected_lookups") = 0.0f)
+             py::arg("kind"), py::arg("decay") = 0.0f, py::arg("observation_window") = 512,
+             py::arg("by_values") = false, py::arg("expected_lookups") = 0.0f)
         .def_readonly("decay", &ImportanceSettings::decay);
-    m.def("recency_score", &recency_score, py::arg("position"), py::arg("newest"),
-          py::arg("variation"));
 }
 
 }  // namespace entropykv::bind

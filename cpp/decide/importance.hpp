@@ -12,7 +12,6 @@ namespace entropykv {
 // Says how entries are scored.
 struct ImportanceSettings {
     ScoreKind kind = ScoreKind::mass;
-    float variation = 0.0f;        // is used by ScoreKind::recency only
     float decay = 0.998f;          // per token
     int observation_window = 512;  // how many of a micro-batch's last tokens are observed
     bool by_values = false;        // multiply by the norm of V, squared if scores are
@@ -41,11 +40,6 @@ struct ImportanceSettings {
         return parts.with_given(parts.given() * factor).packed();
     }
 };
-
-// Returns the score of the BitNet document: e^(-alpha * distance), plus 0.5 for the newest tenth of
-// the text, with distance = newest - position and alpha = 2 / (newest * (1 + variation)).
-// variation: the standard deviation of the profile's head entropies, divided by their mean.
-float recency_score(std::int32_t position, std::int32_t newest, float variation);
 
 // Queries nearer to an entry than this do not count: every query attends to its neighbours, which
 // says little about what later queries need.

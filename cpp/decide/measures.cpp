@@ -9,7 +9,7 @@ namespace {
 
 // Returns a score that is higher for newer positions and never 0. It depends on the age, since
 // floats could not tell large positions apart.
-float newness(std::int32_t position, std::int32_t newest, float) {
+float newness(std::int32_t position, std::int32_t newest) {
     return 1.0f / (1.0f + static_cast<float>(newest - position));
 }
 
@@ -26,7 +26,7 @@ constexpr float kThresholdOfProducts = 0.5f;  // the threshold of the freeze doc
 
 // Defines a measure that depends on positions only, so that all heads keep the same ones.
 constexpr Measure positional(ScoreKind kind, const char* name, const char* summary,
-                             float (*score)(std::int32_t, std::int32_t, float)) {
+                             float (*score)(std::int32_t, std::int32_t)) {
     return {kind,  name,    summary, Evidence::position, kNone, false, false,
             score, nullptr, false,   kEvenShare};
 }
@@ -35,9 +35,11 @@ constexpr Measure positional(ScoreKind kind, const char* name, const char* summa
 
 constexpr std::array<Measure, kNumberOfMeasures> kMeasures{{
     positional(ScoreKind::streaming, "streaming", "the newer, the higher", newness),
-    // This is the score of the BitNet document.
+    // The score of the BitNet document, e^(-alpha * distance) plus 0.5 for the newest tenth, falls
+    // with the distance, too. It ranks as newness() does, which takes no exponential for each
+    // entry.
     positional(ScoreKind::recency, "recency", "exponential decay, a bonus for the newest tenth",
-               recency_score),
+               newness),
     // Multiplied by the squared norm of the value, this is the squared error that dropping the
     // entry would have caused.
     {ScoreKind::mass, "mass", "squared attention probabilities", Evidence::queries,

@@ -40,7 +40,7 @@ struct Measure {
     bool of_echoes;
     // Computes the score from the position, higher for newer ones; null: scores come from what was
     // observed.
-    float (*by_position)(std::int32_t position, std::int32_t newest, float variation);
+    float (*by_position)(std::int32_t position, std::int32_t newest);
     // Returns what must be observed of an entry so that the schedule does not detect it; null: it
     // detects nothing.
     float (*detection_limit)(const DetectionQuery&);

@@ -39,16 +39,14 @@ auto score_by_position(ScoreKind kind) {
 }  // namespace
 
 FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep,
-                                ScoreKind score, float entropy_variation,
-                                const Protection& protection) {
+                                ScoreKind score, const Protection& protection) {
     const auto score_of = score_by_position(score);
     FlatEviction plan;
     if (positions.empty()) return plan;
     const std::int32_t newest = positions.back();
     const std::size_t n = positions.size();
     std::vector<float> scores(n);
-    for (std::size_t i = 0; i < n; ++i)
-        scores[i] = score_of(positions[i], newest, entropy_variation);
+    for (std::size_t i = 0; i < n; ++i) scores[i] = score_of(positions[i], newest);
     std::vector<std::uint8_t> kept(n);
     std::vector<float> scratch(n);
     select_survivors(scores.data(), positions.data(), static_cast<int>(n), keep, protection, newest,
@@ -65,12 +63,11 @@ FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int 
     return plan;
 }
 
-FlatStore::FlatStore(llama_context* context, int budget, ScoreKind score, float entropy_variation,
+FlatStore::FlatStore(llama_context* context, int budget, ScoreKind score,
                      const Protection& protection, int rope_sinks)
     : context_(context),
       budget_(budget),
       score_(score),
-      entropy_variation_(entropy_variation),
       protection_(protection),
       rope_sinks_(rope_sinks) {
     score_by_position(score);  // throws for an unknown measure
@@ -86,8 +83,7 @@ void FlatStore::remove(std::int32_t first, std::int32_t last) {
 
 void FlatStore::evict(int keep) {
     const Stopwatch watch(eviction_seconds_);
-    const FlatEviction plan =
-        plan_flat_eviction(positions_, keep, score_, entropy_variation_, protection_);
+    const FlatEviction plan = plan_flat_eviction(positions_, keep, score_, protection_);
     for (const auto& [first, last] : plan.removed) remove(first, last);
     evicted_ += positions_.size() - plan.kept.size();
     positions_ = plan.kept;

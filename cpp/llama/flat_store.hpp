@@ -22,14 +22,13 @@ struct FlatEviction {
 };
 
 FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep,
-                                ScoreKind score, float entropy_variation,
-                                const Protection& protection);
+                                ScoreKind score, const Protection& protection);
 
 class FlatStore {
 public:
     // rope_sinks: how many first positions keep their rope position, whatever the shift (rope.hpp).
-    FlatStore(llama_context* context, int budget, ScoreKind score, float entropy_variation,
-              const Protection& protection, int rope_sinks);
+    FlatStore(llama_context* context, int budget, ScoreKind score, const Protection& protection,
+              int rope_sinks);
 
     // Must be called before n_tokens tokens are read. Compacts if holes would slow attention down.
     void make_room(int n_tokens);
@@ -77,7 +76,6 @@ private:
     llama_context* context_;
     int budget_;
     ScoreKind score_;
-    float entropy_variation_;
     Protection protection_;
     int rope_sinks_;
     int shift_ = 0;

@@ -93,8 +93,7 @@ void Scorer::gather(const Head& head, const StagedEntries& staged) noexcept {
 void Scorer::score_separately(int n) noexcept {
     const ImportanceSettings& settings = common_.importance();
     if (const auto by_position = settings.measure().by_position) {
-        for (int i = 0; i < n; ++i)
-            scores_[index(i)] = by_position(positions_[index(i)], newest_, settings.variation);
+        for (int i = 0; i < n; ++i) scores_[index(i)] = by_position(positions_[index(i)], newest_);
     }
 }
 

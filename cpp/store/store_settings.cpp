@@ -13,8 +13,6 @@ void check_importance(const ImportanceSettings& importance) {
         throw std::invalid_argument("observation_window must be 1 or more");
     if (!(importance.decay >= 0.0f && importance.decay <= 1.0f))
         throw std::invalid_argument("decay must be a number from 0 to 1");
-    if (!(importance.variation >= 0.0f && std::isfinite(importance.variation)))
-        throw std::invalid_argument("variation must be 0 or a positive number");
     if (!(importance.expected_lookups >= 0.0f && std::isfinite(importance.expected_lookups)))
         throw std::invalid_argument("expected_lookups must be 0 or a positive number");
     if (importance.expected_lookups > 0.0f && importance.kind != ScoreKind::mass &&

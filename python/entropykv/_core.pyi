@@ -80,7 +80,6 @@ class ImportanceSettings:
     def __init__(
         self,
         kind: ScoreKind,
-        variation: float = 0.0,
         decay: float = 0.0,
         observation_window: int = 512,
         by_values: bool = False,
@@ -1137,7 +1136,6 @@ class FlatStore:
         context: int,
         budget: int,
         score: ScoreKind,
-        variation: float,
         n_sinks: int,
         recent_window: int,
         rope_sinks: int,
@@ -1198,7 +1196,6 @@ def select_survivors(
 ) -> npt.NDArray[np.uint8]:
     """Return 1 for every entry that survives, and 0 for the others."""
 
-def recency_score(position: int, newest: int, variation: float) -> float: ...
 def entropy_weights(
     entropies: Sequence[float], mean: float, low: float, high: float
 ) -> list[float]: ...
@@ -1265,7 +1262,6 @@ def plan_flat_eviction(
     positions: Sequence[int],
     keep: int,
     score: ScoreKind,
-    variation: float,
     n_sinks: int,
     recent_window: int,
 ) -> tuple[_Ints, list[tuple[int, int]]]:

@@ -70,7 +70,7 @@ inline void set_predictor(HeadStore& store) {
 
 // Returns settings with every modifier that is allowed with all of them.
 inline StoreSettings settings_of(KvType type, ScoreKind score) {
-    ImportanceSettings importance{score, 0.5f, 0.9f, 40};
+    ImportanceSettings importance{score, 0.9f, 40};
     importance.by_values = true;
     RopeParams rope;
     rope.n_dims = 8;

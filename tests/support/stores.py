@@ -26,7 +26,6 @@ def pages_of(budgets: list[int], kv_type: str) -> int:
 def importance_of(rules: Rules) -> _core.ImportanceSettings:
     return _core.ImportanceSettings(
         getattr(_core.ScoreKind, rules.score),
-        variation=rules.variation,
         decay=rules.decay,
         observation_window=rules.observation_window,
         by_values=rules.by_values,

@@ -27,11 +27,11 @@ from tests.support import reference
 def test_flat_plan_by_hand() -> None:
     positions = [0, 1, 2, 3, 7, 8, 9, 20]
     kept, removed = _core.plan_flat_eviction(
-        positions, 4, _core.ScoreKind.streaming, 0.0, n_sinks=1, recent_window=1
+        positions, 4, _core.ScoreKind.streaming, n_sinks=1, recent_window=1
     )
     assert kept.tolist() == [0, 8, 9, 20]
     assert removed == [(1, 8)]  # Holes inside a removed range cost nothing.
-    assert _core.plan_flat_eviction([], 4, _core.ScoreKind.recency, 0.0, 1, 1)[1] == []
+    assert _core.plan_flat_eviction([], 4, _core.ScoreKind.recency, 1, 1)[1] == []
 
 
 @given(
@@ -50,7 +50,7 @@ def test_flat_plan_is_that_of_the_oracle(
     newest = positions[-1]
     mask = reference.select_survivors(head.scores(), head.positions, keep, n_sinks, recent, newest)
     kind = getattr(_core.ScoreKind, score)
-    kept, removed = _core.plan_flat_eviction(positions, keep, kind, variation, n_sinks, recent)
+    kept, removed = _core.plan_flat_eviction(positions, keep, kind, n_sinks, recent)
     assert kept.tolist() == head.positions[mask].tolist()
     gone = {p for first, last in removed for p in range(first, last)}
     assert not gone & set(kept.tolist())
@@ -61,14 +61,13 @@ def test_flat_plan_is_that_of_the_oracle(
 @given(
     st.sets(st.integers(0, 2**20), min_size=1, max_size=80).map(sorted),
     st.integers(0, 90),
-    st.floats(0.0, 2.0, width=32),
 )
 def test_the_recency_score_keeps_the_newest_as_streaming_does(
-    positions: list[int], keep: int, variation: float
+    positions: list[int], keep: int
 ) -> None:
     """README_ENTROPY_KV's score falls with the distance, its bonus included."""
     plans = [
-        _core.plan_flat_eviction(positions, keep, kind, variation, n_sinks=1, recent_window=1)
+        _core.plan_flat_eviction(positions, keep, kind, n_sinks=1, recent_window=1)
         for kind in (_core.ScoreKind.streaming, _core.ScoreKind.recency)
     ]
     assert plans[0][0].tolist() == plans[1][0].tolist()

@@ -148,7 +148,6 @@ def test_a_layer_or_head_that_is_not_there_is_named(place: int, layer: int, head
         {"layers": [_core.LayerShape(2, 2, DIM, DIM, window=2**31 - 1)]},
         {"importance": _core.ImportanceSettings(_core.ScoreKind.mass, decay=float("nan"))},
         {"importance": _core.ImportanceSettings(_core.ScoreKind.mass, decay=1.5)},
-        {"importance": _core.ImportanceSettings(_core.ScoreKind.recency, variation=-1.0)},
         {"importance": _core.ImportanceSettings(_core.ScoreKind.mass, observation_window=0)},
     ],
 )

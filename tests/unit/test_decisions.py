@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -55,26 +54,6 @@ def test_survivors_are_those_of_the_oracle(
     expected = reference.select_survivors(scores, positions, keep, n_sinks, recent, newest)
     actual = _core.select_survivors(scores, positions, keep, n_sinks, recent, newest)
     np.testing.assert_array_equal(actual, expected)
-
-
-def test_recency_score_by_hand() -> None:
-    # The newest position is 100, without variation: alpha = 0.02, and the newest tenth has
-    # distances below 10.
-    assert _core.recency_score(100, 100, 0.0) == pytest.approx(1.5)
-    assert _core.recency_score(91, 100, 0.0) == pytest.approx(math.exp(-0.18) + 0.5)
-    assert _core.recency_score(90, 100, 0.0) == pytest.approx(math.exp(-0.2))
-    assert _core.recency_score(0, 100, 0.0) == pytest.approx(math.exp(-2))
-    assert _core.recency_score(0, 100, 1.0) == pytest.approx(math.exp(-1))  # half the alpha
-    assert _core.recency_score(0, 0, 0.5) == pytest.approx(1.5)
-
-
-@given(st.integers(0, 100_000), st.floats(0.0, 1.0), st.floats(0.0, 4.0, width=32))
-def test_recency_score_is_that_of_the_oracle(
-    newest: int, fraction: float, variation: float
-) -> None:
-    position = int(fraction * newest)
-    expected = reference.recency_score(position, newest, variation)
-    assert _core.recency_score(position, newest, variation) == pytest.approx(expected, rel=1e-5)
 
 
 def test_entropy_weights() -> None:

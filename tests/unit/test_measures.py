@@ -56,7 +56,7 @@ def test_an_unknown_measure_is_refused() -> None:
 @pytest.mark.parametrize("name", [m.name for m in _core.measures() if not m.by_position])
 def test_the_flat_store_ranks_by_position_alone(name: str) -> None:
     with pytest.raises(ValueError, match="ranks entries by position alone"):
-        _core.plan_flat_eviction([0, 1, 2], 2, getattr(_core.ScoreKind, name), 0.0, 1, 1)
+        _core.plan_flat_eviction([0, 1, 2], 2, getattr(_core.ScoreKind, name), 1, 1)
 
 
 def test_an_unknown_type_is_refused() -> None:

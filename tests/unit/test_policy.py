@@ -62,8 +62,8 @@ def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
     """The attention of its prompt does not decay."""
     assert named(f"{name}:attention") == POLICIES[name]
     for measure in ("attention", "mass", "products"):
-        assert named(f"{name}:{measure}").importance.settings(0.0).decay == 1.0
-    assert named("uniform:attention").importance.settings(0.0).decay == pytest.approx(0.998)
+        assert named(f"{name}:{measure}").importance.settings().decay == 1.0
+    assert named("uniform:attention").importance.settings().decay == pytest.approx(0.998)
 
 
 @pytest.mark.parametrize(

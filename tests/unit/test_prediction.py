@@ -255,7 +255,7 @@ def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> Non
     assert not importance.repeats
     assert not Importance.parse("mass+values").predicts
     shape = _core.LayerShape(4, 2, 64, 64)
-    store = _core.HeadwiseStore([shape], "f16", importance.settings(0.0), 4, 4, 16, 64, 1)
+    store = _core.HeadwiseStore([shape], "f16", importance.settings(), 4, 4, 16, 64, 1)
     store.set_budgets([64] * 2, 8, 4, 4)
     rows = np.ones((9, 2, 64), np.float32)
     store.attend(0, np.ones((9, 4, 64), np.float32), rows, rows, 1.0)

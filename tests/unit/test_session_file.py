@@ -217,7 +217,7 @@ def store_of(kv_type: str, k_dim: int, v_dim: int, latent: bool) -> _core.Headwi
     store = _core.HeadwiseStore(
         layers=[_core.LayerShape(2, 1, k_dim, v_dim, latent=latent)],
         kv_type=kv_type,
-        importance=_core.ImportanceSettings(_core.ScoreKind.mass, 0.0, 0.9, 16),
+        importance=_core.ImportanceSettings(_core.ScoreKind.mass, 0.9, 16),
         n_sinks=2,
         recent_window=8,
         max_tokens=64,

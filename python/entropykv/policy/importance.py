@@ -147,14 +147,10 @@ class Importance:
             return max(self.decay, _ECHO_DECAY)
         return self.decay
 
-    def settings(self, variation: float) -> _core.ImportanceSettings:
-        """Return the settings for a store; `variation` is that of the profile's entropies.
-
-        Only `recency` needs the variation.
-        """
+    def settings(self) -> _core.ImportanceSettings:
+        """Return the settings for a store."""
         return _core.ImportanceSettings(
             kind=self.kind,
-            variation=variation,
             decay=self._decay,
             observation_window=self.observation_window,
             by_values="values" in self.modifiers,

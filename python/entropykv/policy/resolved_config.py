@@ -111,11 +111,6 @@ class ResolvedConfig:
         return self.freezing is None or self.freezing.recall_prompt is None
 
     @property
-    def variation(self) -> float:
-        """Return the variation of the profile's entropies, for position scores; 0 without one."""
-        return self.profile.coefficient_of_variation if self.profile else 0.0
-
-    @property
     def predictor(self) -> ScorePredictor | None:
         """Return the predictor of new entries' scores: the profile's, or else the learnt one; None
         if none is known, or if the policy predicts nothing.

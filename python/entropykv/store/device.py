@@ -91,7 +91,7 @@ class DeviceStore(Store, Pooled):
                 hook=self.context.hook,
                 layers=self.layers,
                 kv_type=config.kv_type,
-                importance=config.policy.importance.on_devices().settings(config.variation),
+                importance=config.policy.importance.on_devices().settings(),
                 n_sinks=plan.protection.n_sinks,
                 recent_window=plan.protection.recent_window,
                 max_tokens=config.n_ubatch,

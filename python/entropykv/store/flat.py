@@ -69,7 +69,6 @@ class FlatStore(Store):
             context=_address(context.handle),
             budget=plan.entries,
             score=config.policy.importance.kind,
-            variation=config.variation,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,
             rope_sinks=options.n_sinks,

@@ -342,7 +342,7 @@ def _core_of(
     return _core.HeadwiseStore(
         layers=context.layers,
         kv_type=config.kv_type,
-        importance=config.policy.importance.settings(config.variation),
+        importance=config.policy.importance.settings(),
         n_sinks=plan.protection.n_sinks,
         recent_window=plan.protection.recent_window,
         max_tokens=context.n_ubatch,
