@@ -30,9 +30,7 @@ from tests.support.reference.predicting import (
     predicted,
 )
 from tests.support.reference.ranking import (
-    CONTEST,
     DECODE_ROOM,
-    SIMILAR,
     entries_to_keep,
     protected,
     recency_score,
@@ -60,7 +58,6 @@ from tests.support.reference.values import (
 )
 
 __all__ = [
-    "CONTEST",
     "DECODE_ROOM",
     "F16_LARGEST",
     "LEAST_SHARE",
@@ -68,7 +65,6 @@ __all__ = [
     "QUANT_BLOCK",
     "SCORING_INTERVAL",
     "SHARE_ROUNDING",
-    "SIMILAR",
     "WINDOW_MARGIN",
     "Attention",
     "Bools",

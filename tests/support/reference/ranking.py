@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,6 @@ def updated_importance(
     return updated
 
 
-@dataclass
 def recency_score(position: int, newest: int, variation: float) -> float:
     """Return the BitNet document's score; float32 decides which positions are the newest tenth."""
     span = max(newest, 1)
