@@ -287,9 +287,10 @@ class SequenceReader:
         tokens.
         """
         slot, text = self._slot, self._slot.text
+        if self._echo is None:
+            return
         window = self._store.reach().recent_window
-        least = self._echo.least_pending(n_tokens, window) if self._echo else 0
-        if self._echo is None or text.position - text.echoed < least:
+        if text.position - text.echoed < self._echo.least_pending(n_tokens, window):
             return
         while text.echoed < text.position:
             first = text.echoed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,7 @@ class StoreFacts:
     """True if a saved state holds cells of llama.cpp, whose format depends on its version."""
 
 
-@dataclass(frozen=True)
-class TokensToRead:
+class TokensToRead(NamedTuple):
     """Say what one sequence reads in a micro-batch."""
 
     n_tokens: int
@@ -69,8 +68,7 @@ class TokensToRead:
     """Whether several tokens may recall frozen entries."""
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(NamedTuple):
     """Say how much of a text a store's budget holds, in tokens."""
 
     whole: int
