@@ -24,46 +24,46 @@ SequencePool::SequencePool(const std::vector<LayerShape>& layers, KvType type, i
                            int n_sequences, int n_drafts)
     : store(std::make_shared<StorePool>(layers, type, max_tokens, n_sequences, n_drafts)) {}
 
-Headwise::Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings,
-                   int n_threads, const std::optional<std::string>& kernels_name,
-                   const SequencePool* pool)
+HeadwiseStore::HeadwiseStore(const std::vector<LayerShape>& layers, const StoreSettings& settings,
+                             int n_threads, const std::optional<std::string>& kernels_name,
+                             const SequencePool* pool)
     : kernels(kernels_named(kernels_name)),
       store(layers, settings, pool != nullptr ? pool->store : nullptr),
       attention(store, kernels, n_threads, pool != nullptr ? pool->workers : nullptr),
       in_pool_(pool != nullptr) {}
 
-const LayerShape& Headwise::shape_of(int layer) const {
+const LayerShape& HeadwiseStore::shape_of(int layer) const {
     if (layer < 0 || layer >= store.n_layers())
         throw std::invalid_argument("layer " + std::to_string(layer) + " of a store of " +
                                     std::to_string(store.n_layers()));
     return store.shape(layer);
 }
 
-void Headwise::check_head(int layer, int head) const {
+void HeadwiseStore::check_head(int layer, int head) const {
     const int n = shape_of(layer).n_head_kv;
     if (head < 0 || head >= n)
         throw std::invalid_argument("KV head " + std::to_string(head) + " of a layer of " +
                                     std::to_string(n));
 }
 
-void Headwise::set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
-                           const Protection& protection) {
+void HeadwiseStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
+                                const Protection& protection) {
     const std::size_t before = store.share().budget_bytes();
     store.set_budgets(budgets, pool_pages, protection);
     if (store.share().budget_bytes() < before) attention.release_scratch();
 }
 
-void Headwise::give_up_share() {
+void HeadwiseStore::give_up_share() {
     store.give_up_share();
     attention.release_scratch();
 }
 
-void Headwise::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift,
-                      int new_shift) {
+void HeadwiseStore::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift,
+                           int new_shift) {
     entropykv::rebase(store, kernels, ropes, n_sinks, old_shift, new_shift);
 }
 
-void Headwise::check_batch(int layer, int reader, const MicroBatch& batch) const {
+void HeadwiseStore::check_batch(int layer, int reader, const MicroBatch& batch) const {
     const LayerShape& shape = shape_of(layer);
     const int n_tokens = batch.q.n_tokens;
     check_rows(batch.q, n_tokens, shape.n_head, shape.k_dim);
@@ -83,8 +83,8 @@ void Headwise::check_batch(int layer, int reader, const MicroBatch& batch) const
         throw std::invalid_argument("an echo of more tokens than there are, or of fewer than none");
 }
 
-void Headwise::attend(int layer, int reader, const MicroBatch& batch, const AttentionParams& params,
-                      float* output) {
+void HeadwiseStore::attend(int layer, int reader, const MicroBatch& batch,
+                           const AttentionParams& params, float* output) {
     check_batch(layer, reader, batch);
     const int n_text = batch.q.n_tokens - batch.n_echo;
     if (reader == 0)
@@ -97,12 +97,12 @@ void Headwise::attend(int layer, int reader, const MicroBatch& batch, const Atte
     last_reader_ = reader;
 }
 
-void Headwise::track_entropy(bool on) {
+void HeadwiseStore::track_entropy(bool on) {
     attention.entropies().track(on);
     attention.entropies().reset();
 }
 
-std::vector<double> Headwise::mean_entropies(int layer) const {
+std::vector<double> HeadwiseStore::mean_entropies(int layer) const {
     shape_of(layer);
     std::vector<double> means = attention.entropies().sums(layer);
     const auto rows = static_cast<double>(attention.entropies().rows(layer));

@@ -40,10 +40,11 @@ struct RowsOfTokens {
 
 // One sequence, which may belong to a pool. Methods throw std::invalid_argument for layers and
 // heads that do not exist.
-class Headwise {
+class HeadwiseStore {
 public:
-    Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings, int n_threads,
-             const std::optional<std::string>& kernels_name, const SequencePool* pool);
+    HeadwiseStore(const std::vector<LayerShape>& layers, const StoreSettings& settings,
+                  int n_threads, const std::optional<std::string>& kernels_name,
+                  const SequencePool* pool);
 
     const LayerShape& shape_of(int layer) const;
     void check_head(int layer, int head) const;

@@ -5,7 +5,7 @@
 #include <pybind11/pybind11.h>
 
 namespace entropykv {
-class Headwise;
+class HeadwiseStore;
 }
 
 namespace entropykv::bind {
@@ -32,6 +32,6 @@ void register_flat_store(py::module_& m);
 void register_device_store(py::module_& m);
 
 // register_headwise_store() calls this for the methods that save and load.
-void register_headwise_state(py::class_<Headwise>& store);
+void register_headwise_state(py::class_<HeadwiseStore>& store);
 
 }  // namespace entropykv::bind

@@ -14,8 +14,8 @@ void register_attention_batch(py::module_& m) {
         .def("clear", &AttentionBatch::clear)
         .def(
             "add",
-            [](AttentionBatch& self, Headwise& store, int n_tokens, int position, int rope_position,
-               int n_echo, bool see_all, int n_drafts, bool recalls) {
+            [](AttentionBatch& self, HeadwiseStore& store, int n_tokens, int position,
+               int rope_position, int n_echo, bool see_all, int n_drafts, bool recalls) {
                 self.add(store.attention,
                          {n_tokens, position, rope_position, n_echo, n_drafts, see_all, recalls});
             },
@@ -24,7 +24,7 @@ void register_attention_batch(py::module_& m) {
             py::arg("recalls") = true)
         .def(
             "most_drafts",
-            [](const AttentionBatch& self, const Headwise& store, int wanted) {
+            [](const AttentionBatch& self, const HeadwiseStore& store, int wanted) {
                 return self.most_drafts(store.attention, wanted);
             },
             py::arg("store"), py::arg("wanted"))

@@ -15,7 +15,7 @@ void register_cache_map(py::module_& m) {
         .def(py::init<>())
         .def(
             "count",
-            [](CacheMap& self, const Headwise& store, std::int32_t first, int per_column,
+            [](CacheMap& self, const HeadwiseStore& store, std::int32_t first, int per_column,
                int n_columns) {
                 if (first < 0 || per_column < 1 || n_columns < 1)
                     throw std::invalid_argument("columns must be 1 or more, from 0 or later on");

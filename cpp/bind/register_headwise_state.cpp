@@ -13,25 +13,27 @@
 namespace entropykv::bind {
 namespace {
 
-void register_checkpoints(py::class_<Headwise>& store) {
-    store.def("checkpoint", [](Headwise& self) { return make_checkpoint(self.store.components()); })
+void register_checkpoints(py::class_<HeadwiseStore>& store) {
+    store
+        .def("checkpoint",
+             [](HeadwiseStore& self) { return make_checkpoint(self.store.components()); })
         .def(
             "fork_from",
-            [](Headwise& self, Checkpoint& from, bool ends) {
+            [](HeadwiseStore& self, Checkpoint& from, bool ends) {
                 const py::gil_scoped_release release;
                 return fork_from(self.store, from, ends);
             },
             py::arg("checkpoint"), py::arg("ends"))
         .def(
             "checkpoint_count",
-            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+            [](const HeadwiseStore& self, const Checkpoint& from, int layer, int head) {
                 self.check_head(layer, head);
                 return checkpoint_head(self.store.components(), from, layer, head).count;
             },
             py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
         .def(
             "save_checkpoint_head",
-            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+            [](const HeadwiseStore& self, const Checkpoint& from, int layer, int head) {
                 self.check_head(layer, head);
                 const HeadSaver saver(self.store.components());
                 const CheckpointHead& saved =
@@ -44,7 +46,7 @@ void register_checkpoints(py::class_<Headwise>& store) {
             py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
         .def(
             "checkpoint_state_bytes",
-            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+            [](const HeadwiseStore& self, const Checkpoint& from, int layer, int head) {
                 self.check_head(layer, head);
                 return HeadSaver(self.store.components())
                     .bytes(layer, checkpoint_head(self.store.components(), from, layer, head));
@@ -52,7 +54,7 @@ void register_checkpoints(py::class_<Headwise>& store) {
             py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
         .def(
             "on_full",
-            [](Headwise& self, std::function<bool()> drop) {
+            [](HeadwiseStore& self, std::function<bool()> drop) {
                 self.store.components().share.pool().on_full(std::move(drop));
             },
             py::arg("drop"));
@@ -60,26 +62,26 @@ void register_checkpoints(py::class_<Headwise>& store) {
 
 }  // namespace
 
-void register_headwise_state(py::class_<Headwise>& store) {
+void register_headwise_state(py::class_<HeadwiseStore>& store) {
     register_checkpoints(store);
     store
         .def(
             "state_bytes",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 return HeadSaver(self.store.components()).bytes(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "state_padding",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 return HeadSaver(self.store.components()).padding(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "save_head",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 const HeadSaver saver(self.store.components());
                 py::bytes state(nullptr, saver.bytes(layer, head));
@@ -90,7 +92,7 @@ void register_headwise_state(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "state_problem",
-            [](const Headwise& self, int layer, int count, const py::buffer& state, int end) {
+            [](const HeadwiseStore& self, int layer, int count, const py::buffer& state, int end) {
                 self.shape_of(layer);
                 const WritableBytes bytes = bytes_of(state);
                 return HeadSaver(self.store.components())
@@ -99,7 +101,7 @@ void register_headwise_state(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
         .def(
             "begin_load",
-            [](Headwise& self, const std::vector<int>& counts,
+            [](HeadwiseStore& self, const std::vector<int>& counts,
                const std::vector<py::buffer>& states, const std::vector<int>& budgets) {
                 HeadLoader(self.store.components())
                     .begin(counts, addresses_of<const std::byte>(states), budgets);
@@ -107,22 +109,22 @@ void register_headwise_state(py::class_<Headwise>& store) {
             py::arg("counts"), py::arg("states"), py::arg("budgets"))
         .def(
             "adopt",
-            [](Headwise& self, const std::shared_ptr<MappedFile>& file,
+            [](HeadwiseStore& self, const std::shared_ptr<MappedFile>& file,
                const std::vector<int>& counts, const std::vector<py::buffer>& states) {
                 return HeadLoader(self.store.components())
                     .adopt(file, counts, addresses_of<const std::byte>(states));
             },
             py::arg("file"), py::arg("counts"), py::arg("states"))
-        .def("check_files", [](Headwise& self) { self.store.check_files(); })
+        .def("check_files", [](HeadwiseStore& self) { self.store.check_files(); })
         .def(
             "set_evicted",
-            [](Headwise& self, std::size_t evicted) {
+            [](HeadwiseStore& self, std::size_t evicted) {
                 self.store.components().common.evicted = evicted;
             },
             py::arg("evicted"))
         .def(
             "load_head",
-            [](Headwise& self, int layer, int head, int count, const py::buffer& state) {
+            [](HeadwiseStore& self, int layer, int head, int count, const py::buffer& state) {
                 self.check_head(layer, head);
                 const WritableBytes bytes = bytes_of(state);
                 HeadLoader(self.store.components()).load(layer, head, count, bytes.data);

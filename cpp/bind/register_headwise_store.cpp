@@ -35,15 +35,15 @@ const float* per_head(const std::optional<InputArray<float>>& values, int n_head
     return values->data();
 }
 
-py::array_t<float> attend(Headwise& self, int layer, const InputArray<float>& q,
+py::array_t<float> attend(HeadwiseStore& self, int layer, const InputArray<float>& q,
                           const std::optional<InputArray<float>>& k,
                           const std::optional<InputArray<float>>& v, float scale, float softcap,
                           const std::optional<InputArray<float>>& sinks, int position,
                           const std::optional<InputArray<float>>& slopes, int reader, int n_echo,
                           int n_drafts) {
     const LayerShape& shape = self.shape_of(layer);
-    const Headwise::MicroBatch batch{rows_of(q), rows_of(k), rows_of(v),
-                                     position,   n_echo,     n_drafts};
+    const HeadwiseStore::MicroBatch batch{rows_of(q), rows_of(k), rows_of(v),
+                                          position,   n_echo,     n_drafts};
     const AttentionParams params{
         scale, softcap, per_head(sinks, shape.n_head, "sinks must be one for every query head"),
         per_head(slopes, shape.n_head, "slopes must be one for every query head")};
@@ -72,7 +72,7 @@ std::vector<std::vector<KeyCentre>> centres_of(const std::vector<LayerShape>& la
     return centres;
 }
 
-std::unique_ptr<Headwise> make_store(
+std::unique_ptr<HeadwiseStore> make_store(
     const std::vector<LayerShape>& layers, const std::string& kv_type,
     const ImportanceSettings& importance, int n_sinks, int recent_window, int max_tokens,
     int max_entries, int n_threads, bool own_windows, bool counts_dropped, bool shared_choice,
@@ -89,45 +89,45 @@ std::unique_ptr<Headwise> make_store(
                                  std::move(ropes),
                                  centres_of(layers, key_centres),
                                  freezing};
-    auto store = std::make_unique<Headwise>(layers, settings, n_threads, kernels, pool);
+    auto store = std::make_unique<HeadwiseStore>(layers, settings, n_threads, kernels, pool);
     store->attention.set_shared_choice(shared_choice);
     return store;
 }
 
-void register_figures(py::class_<Headwise>& store) {
-    store.def_property_readonly("entries", [](const Headwise& s) { return s.store.entries(); })
-        .def_property_readonly("evicted", [](const Headwise& s) { return s.store.evicted(); })
+void register_figures(py::class_<HeadwiseStore>& store) {
+    store.def_property_readonly("entries", [](const HeadwiseStore& s) { return s.store.entries(); })
+        .def_property_readonly("evicted", [](const HeadwiseStore& s) { return s.store.evicted(); })
         .def_property_readonly("windows_whole_from",
-                               [](const Headwise& s) { return s.store.windows_whole_from(); })
+                               [](const HeadwiseStore& s) { return s.store.windows_whole_from(); })
         .def_property_readonly("eviction_seconds",
-                               [](const Headwise& s) { return s.eviction_seconds(); })
-        .def_property_readonly("budget_bytes",
-                               [](const Headwise& s) { return s.store.share().budget_bytes(); })
+                               [](const HeadwiseStore& s) { return s.eviction_seconds(); })
+        .def_property_readonly(
+            "budget_bytes", [](const HeadwiseStore& s) { return s.store.share().budget_bytes(); })
         .def_property_readonly("used_bytes",
-                               [](const Headwise& s) { return s.store.share().used_bytes(); })
+                               [](const HeadwiseStore& s) { return s.store.share().used_bytes(); })
         .def_property_readonly("peak_bytes",
-                               [](const Headwise& s) { return s.store.share().peak_bytes(); })
+                               [](const HeadwiseStore& s) { return s.store.share().peak_bytes(); })
         .def_property_readonly(
             "mapped_bytes",
-            [](const Headwise& s) { return s.store.share().pool().pages().mapped_bytes(); })
+            [](const HeadwiseStore& s) { return s.store.share().pool().pages().mapped_bytes(); })
         .def_property_readonly(
             "staging_bytes",
-            [](const Headwise& s) { return s.store.share().pool().staging().bytes(); })
-        .def_property_readonly("scratch_bytes", &Headwise::scratch_bytes);
+            [](const HeadwiseStore& s) { return s.store.share().pool().staging().bytes(); })
+        .def_property_readonly("scratch_bytes", &HeadwiseStore::scratch_bytes);
 }
 
-void register_heads(py::class_<Headwise>& store) {
+void register_heads(py::class_<HeadwiseStore>& store) {
     store
         .def(
             "positions",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 return to_array(positions_of(self.store.head(layer, head)));
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "importance",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 std::vector<float> importance = importance_of(self.store.head(layer, head));
                 for (float& value : importance)
@@ -137,90 +137,96 @@ void register_heads(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "budget",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 return self.store.head(layer, head).budget();
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "count",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 return self.store.head(layer, head).count();
             },
             py::arg("layer"), py::arg("kv_head"));
 }
 
-void register_losses(py::class_<Headwise>& store) {
+void register_losses(py::class_<HeadwiseStore>& store) {
     store
         .def(
             "measure_losses",
-            [](Headwise& self, const std::vector<int>& knots) {
+            [](HeadwiseStore& self, const std::vector<int>& knots) {
                 self.store.components().measure_losses(knots);
             },
             py::arg("knots"))
         .def(
             "losses",
-            [](const Headwise& self, bool of_held) {
+            [](const HeadwiseStore& self, bool of_held) {
                 return to_array(self.store.components().last_losses(of_held));
             },
             py::arg("of_held") = false);
 }
 
-void register_freezing(py::class_<Headwise>& store) {
+void register_freezing(py::class_<HeadwiseStore>& store) {
     store
         .def_property(
-            "recalls_now", [](Headwise& self) { return self.attention.recalls_now(); },
-            [](Headwise& self, bool on) { self.attention.recalls_now() = on; })
+            "recalls_now", [](HeadwiseStore& self) { return self.attention.recalls_now(); },
+            [](HeadwiseStore& self, bool on) { self.attention.recalls_now() = on; })
         .def(
             "freeze_all",
-            [](Headwise& self, int now) { FrozenHeads(self.store.components()).freeze_all(now); },
+            [](HeadwiseStore& self, int now) {
+                FrozenHeads(self.store.components()).freeze_all(now);
+            },
             py::arg("now"))
         .def(
             "restore",
-            [](Headwise& self, int now, int frozen_after, int due_after, bool forget) {
+            [](HeadwiseStore& self, int now, int frozen_after, int due_after, bool forget) {
                 return FrozenHeads(self.store.components())
                     .restore({frozen_after, due_after}, now, forget);
             },
             py::arg("now"), py::arg("frozen_after") = -1, py::arg("due_after") = -1,
             py::arg("forget") = false)
-        .def("stop_freezing", [](Headwise& self) { FrozenHeads(self.store.components()).stop(); })
+        .def("stop_freezing",
+             [](HeadwiseStore& self) { FrozenHeads(self.store.components()).stop(); })
         .def(
             "frozen_positions",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 return to_array(frozen_positions(self.store.head(layer, head)));
             },
             py::arg("layer"), py::arg("kv_head"))
-        .def_property_readonly("frozen", [](const Headwise& s) { return s.store.frozen().now(); })
+        .def_property_readonly("frozen",
+                               [](const HeadwiseStore& s) { return s.store.frozen().now(); })
         .def_property_readonly("frozen_total",
-                               [](const Headwise& s) { return s.store.frozen().frozen(); })
+                               [](const HeadwiseStore& s) { return s.store.frozen().frozen(); })
         .def_property_readonly("restored_total",
-                               [](const Headwise& s) { return s.store.frozen().restored(); })
+                               [](const HeadwiseStore& s) { return s.store.frozen().restored(); })
         .def_property_readonly("recalled_total",
-                               [](const Headwise& s) { return s.store.frozen().recalled(); })
+                               [](const HeadwiseStore& s) { return s.store.frozen().recalled(); })
         .def_property_readonly("cold_seconds",
-                               [](const Headwise& s) { return s.store.frozen().seconds(); })
+                               [](const HeadwiseStore& s) { return s.store.frozen().seconds(); })
         .def_property_readonly("cold_bytes",
-                               [](const Headwise& s) { return s.store.frozen().bytes(); })
-        .def_property_readonly("sketch_bytes",
-                               [](const Headwise& s) { return s.store.frozen().sketch_bytes(); })
-        .def_property_readonly("cold_overhead_bytes",
-                               [](const Headwise& s) { return s.store.frozen().overhead_bytes(); })
+                               [](const HeadwiseStore& s) { return s.store.frozen().bytes(); })
+        .def_property_readonly(
+            "sketch_bytes", [](const HeadwiseStore& s) { return s.store.frozen().sketch_bytes(); })
+        .def_property_readonly(
+            "cold_overhead_bytes",
+            [](const HeadwiseStore& s) { return s.store.frozen().overhead_bytes(); })
         .def_property_readonly("cold_file_bytes",
-                               [](const Headwise& s) { return s.store.frozen().file_bytes(); })
-        .def_property_readonly("cold_failure", [](const Headwise& s) -> std::optional<std::string> {
-            const char* why = s.store.frozen().failure();
-            if (why == nullptr) return std::nullopt;
-            return why;
-        });
+                               [](const HeadwiseStore& s) { return s.store.frozen().file_bytes(); })
+        .def_property_readonly("cold_failure",
+                               [](const HeadwiseStore& s) -> std::optional<std::string> {
+                                   const char* why = s.store.frozen().failure();
+                                   if (why == nullptr) return std::nullopt;
+                                   return why;
+                               });
 }
 
-void register_observation(py::class_<Headwise>& store) {
+void register_observation(py::class_<HeadwiseStore>& store) {
     store
         .def(
             "row_entropies",
-            [](const Headwise& self, int layer) {
+            [](const HeadwiseStore& self, int layer) {
                 const LayerShape& shape = self.shape_of(layer);
                 const std::vector<float> rows = self.attention.entropies().last_rows(layer);
                 if (rows.empty()) throw std::invalid_argument("entropies were not tracked");
@@ -228,11 +234,12 @@ void register_observation(py::class_<Headwise>& store) {
             },
             py::arg("layer"))
         .def(
-            "capture_queries", [](Headwise& self, bool on) { self.attention.queries().enable(on); },
+            "capture_queries",
+            [](HeadwiseStore& self, bool on) { self.attention.queries().enable(on); },
             py::arg("on"))
         .def(
             "queries",
-            [](const Headwise& self, int layer) {
+            [](const HeadwiseStore& self, int layer) {
                 const LayerShape& shape = self.shape_of(layer);
                 const QueryCapture::Rows& capture = self.attention.queries().of(layer);
                 const int n_tokens = self.attention.step().n_tokens;
@@ -247,7 +254,7 @@ void register_observation(py::class_<Headwise>& store) {
             py::arg("layer"))
         .def(
             "rows",
-            [](const Headwise& self, int layer, int head) {
+            [](const HeadwiseStore& self, int layer, int head) {
                 self.check_head(layer, head);
                 StoredRows rows = rows_of(self.store.head(layer, head));
                 for (float& importance : rows.importance)
@@ -261,12 +268,12 @@ void register_observation(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("kv_head"));
 }
 
-int n_features(const Headwise& self, int layer) {
+int n_features(const HeadwiseStore& self, int layer) {
     self.shape_of(layer);
     return self.store.components().features_of(static_cast<std::size_t>(layer)).n;
 }
 
-void set_predictor(Headwise& self, int layer, const InputArray<float>& weights) {
+void set_predictor(HeadwiseStore& self, int layer, const InputArray<float>& weights) {
     const LayerShape& shape = self.shape_of(layer);
     const bool fits = weights.ndim() == 2 && weights.shape(0) == shape.n_head_kv &&
                       weights.shape(1) == n_features(self, layer);
@@ -278,7 +285,7 @@ void set_predictor(Headwise& self, int layer, const InputArray<float>& weights) 
 }
 
 // Returns the shares sorted by position.
-py::array_t<float> predicted_shares(const Headwise& self, int layer, int head) {
+py::array_t<float> predicted_shares(const HeadwiseStore& self, int layer, int head) {
     self.check_head(layer, head);
     if (!self.store.settings().importance.predicts())
         throw std::invalid_argument("this store predicts no shares: use the measure predicted");
@@ -287,7 +294,7 @@ py::array_t<float> predicted_shares(const Headwise& self, int layer, int head) {
     return to_array(shares);
 }
 
-py::tuple lessons(const Headwise& self, int layer) {
+py::tuple lessons(const HeadwiseStore& self, int layer) {
     const LayerShape& shape = self.shape_of(layer);
     const LessonSums* lessons = self.store.components().lessons();
     if (lessons == nullptr) throw std::invalid_argument("lessons were not collected");
@@ -298,37 +305,37 @@ py::tuple lessons(const Headwise& self, int layer) {
                                               lessons->sums(number).data()));
 }
 
-void register_prediction(py::class_<Headwise>& store) {
+void register_prediction(py::class_<HeadwiseStore>& store) {
     store.def("predictor_features", &n_features, py::arg("layer"))
         .def("set_predictor", &set_predictor, py::arg("layer"), py::arg("weights"))
         .def_property_readonly(
             "is_predicted",
-            [](const Headwise& self) { return self.store.components().has_predictor(); })
+            [](const HeadwiseStore& self) { return self.store.components().has_predictor(); })
         .def(
             "predict_stored",
-            [](Headwise& self, std::int32_t n_positions, std::int32_t shift) {
+            [](HeadwiseStore& self, std::int32_t n_positions, std::int32_t shift) {
                 self.store.components().predict_stored(n_positions, shift);
             },
             py::arg("n_positions"), py::arg("shift"))
         .def("predicted_shares", &predicted_shares, py::arg("layer"), py::arg("head"))
         .def(
             "collect_lessons",
-            [](Headwise& self, bool on) { self.store.components().collect_lessons(on); },
+            [](HeadwiseStore& self, bool on) { self.store.components().collect_lessons(on); },
             py::arg("on"))
         .def(
             "teach_stored",
-            [](Headwise& self, std::int32_t begin, std::int32_t end, std::int32_t shift) {
+            [](HeadwiseStore& self, std::int32_t begin, std::int32_t end, std::int32_t shift) {
                 self.store.components().teach_stored(begin, end, shift);
             },
             py::arg("begin"), py::arg("end"), py::arg("shift"))
         .def("lessons", &lessons, py::arg("layer"))
-        .def("clear_lessons", [](Headwise& self) { self.store.components().clear_lessons(); });
+        .def("clear_lessons", [](HeadwiseStore& self) { self.store.components().clear_lessons(); });
 }
 
 }  // namespace
 
 void register_headwise_store(py::module_& m) {
-    py::class_<Headwise> store(m, "HeadwiseStore");
+    py::class_<HeadwiseStore> store(m, "HeadwiseStore");
     register_observation(store);
     register_headwise_state(store);
     register_freezing(store);
@@ -342,18 +349,18 @@ void register_headwise_store(py::module_& m) {
              py::arg("kernels") = py::none(), py::arg("ropes") = std::vector<RopeParams>{},
              py::arg("key_centres") = std::vector<InputArray<float>>{},
              py::arg("freezing") = py::none(), py::arg("pool") = py::none())
-        .def("give_up_share", &Headwise::give_up_share)
+        .def("give_up_share", &HeadwiseStore::give_up_share)
         .def(
             "set_budgets",
-            [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages, int n_sinks,
-               int recent_window) {
+            [](HeadwiseStore& self, const std::vector<int>& budgets, std::size_t pool_pages,
+               int n_sinks, int recent_window) {
                 const py::gil_scoped_release release;
                 self.set_budgets(budgets, pool_pages, {n_sinks, recent_window});
             },
             py::arg("budgets"), py::arg("pool_pages"), py::arg("n_sinks"), py::arg("recent_window"))
         .def(
             "begin",
-            [](Headwise& self, int n_tokens, int position, int rope_position, int n_echo) {
+            [](HeadwiseStore& self, int n_tokens, int position, int rope_position, int n_echo) {
                 self.attention.begin({n_tokens, position, rope_position, n_echo});
             },
             py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
@@ -364,27 +371,31 @@ void register_headwise_store(py::module_& m) {
              py::arg("n_echo") = 0, py::arg("n_drafts") = 0)
         .def(
             "most_drafts",
-            [](const Headwise& self, int wanted) { return self.attention.most_drafts(wanted); },
+            [](const HeadwiseStore& self, int wanted) {
+                return self.attention.most_drafts(wanted);
+            },
             py::arg("wanted"))
         .def(
             "settle_drafts",
-            [](Headwise& self, int n_accepted) { self.attention.settle_drafts(n_accepted); },
+            [](HeadwiseStore& self, int n_accepted) { self.attention.settle_drafts(n_accepted); },
             py::arg("n_accepted"))
-        .def("track_entropy", &Headwise::track_entropy, py::arg("on"))
+        .def("track_entropy", &HeadwiseStore::track_entropy, py::arg("on"))
         .def(
             "entropies",
-            [](const Headwise& self, int layer) { return to_array(self.mean_entropies(layer)); },
+            [](const HeadwiseStore& self, int layer) {
+                return to_array(self.mean_entropies(layer));
+            },
             py::arg("layer"))
         .def(
             "rebase",
-            [](Headwise& self, const std::vector<RopeParams>& ropes, int n_sinks, int old_shift,
-               int new_shift) {
+            [](HeadwiseStore& self, const std::vector<RopeParams>& ropes, int n_sinks,
+               int old_shift, int new_shift) {
                 const py::gil_scoped_release release;
                 self.rebase(ropes, n_sinks, old_shift, new_shift);
             },
             py::arg("ropes"), py::arg("n_sinks"), py::arg("old_shift"), py::arg("new_shift"))
         .def(
-            "truncate", [](Headwise& self, int position) { self.store.truncate(position); },
+            "truncate", [](HeadwiseStore& self, int position) { self.store.truncate(position); },
             py::arg("position"));
     register_heads(store);
     register_losses(store);

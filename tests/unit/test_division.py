@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv.policy.division import Claim, LossCurve, divide, equal_parts
+from entropykv.policy.division import Claim, LossCurve, divide, parts_by_weight
 
 
 def curve(begin: float, *pieces: tuple[float, float]) -> LossCurve:
@@ -94,7 +94,7 @@ def test_no_page_is_given_twice_and_nobody_gets_less_than_is_sure(
 ) -> None:
     found = divide(pages, claims)
     assert sum(found) <= pages
-    parts = equal_parts(pages, [claim.weight for claim in claims])
+    parts = parts_by_weight(pages, [claim.weight for claim in claims])
     for claim, part, share in zip(claims, parts, found, strict=True):
         sure = part if claim.curve is None else min(part, claim.floor)
         assert share >= min(claim.needed, sure)

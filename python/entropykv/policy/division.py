@@ -107,7 +107,7 @@ class Claim:
     """What it loses with fewer pages than it needs; None if unknown or not used."""
 
 
-def equal_parts(pages: int, weights: Sequence[float]) -> list[int]:
+def parts_by_weight(pages: int, weights: Sequence[float]) -> list[int]:
     """Return parts of the pages in proportion to the weights."""
     total = sum(weights)
     return [int(pages * weight / total) for weight in weights]
@@ -121,7 +121,7 @@ def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
     again. A sequence with a loss curve that needs more than its part is only sure of its floor: the
     pages beyond go to the sequences where a page prevents most loss, multiplied by the weight.
     """
-    parts = equal_parts(pages, [claim.weight for claim in claims])
+    parts = parts_by_weight(pages, [claim.weight for claim in claims])
     if all(claim.needed <= part for claim, part in zip(claims, parts, strict=True)):
         return parts
     if sum(claim.needed for claim in claims) <= pages:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.division import Claim, WholeTexts, divide, equal_parts
+from entropykv.policy.division import Claim, WholeTexts, divide, parts_by_weight
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
@@ -183,7 +183,7 @@ class PageShares:
         """Tell whether every equal part would hold the protected entries."""
         pages = self._pages if budget is None else self._config.pool_pages(budget, self._layers)
         try:
-            for part in set(equal_parts(pages, [slot.weight for slot in slots])):
+            for part in set(parts_by_weight(pages, [slot.weight for slot in slots])):
                 self._plan(part)
         except BudgetError:
             return False
@@ -253,7 +253,7 @@ class PageShares:
         return whole.length_for(max(slot.expected, slot.position, 1), self._length(slot))
 
     def _divide(self, slots: Sequence[SequenceSlot]) -> list[int]:
-        parts = equal_parts(self._pages, [slot.weight for slot in slots])
+        parts = parts_by_weight(self._pages, [slot.weight for slot in slots])
         claims = [self._claim(slot, part) for slot, part in zip(slots, parts, strict=True)]
         return divide(self._pages, claims)
 
