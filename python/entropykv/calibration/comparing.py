@@ -41,7 +41,9 @@ PASSAGE = 1024
 LEAST_PASSAGE = 256
 """The shortest passage in tokens; nearly all of a shorter one is protected entries."""
 LEAST_HELD_BACK = LEAST_PASSAGE + LEAST_PASSAGE // 7 + 1
-"""The shortest text in tokens that has such a passage, and goes on for an eighth of its length."""
+"""The shortest text in tokens that has a passage of LEAST_PASSAGE, and goes on for an eighth of its
+own length.
+"""
 CONTINUATION = 128
 """How many tokens are predicted after a passage."""
 REPETITION = 64

@@ -76,9 +76,9 @@ class ThreadChoice:
         self._helps = helps
         self.way = self._expected(0.0)
         self._hint = self.way
-        """What the cores that others want let expect."""
+        """The way that is expected to be fastest beside what other processes want."""
         self._seen = self.way
-        """What was expected when others were looked at last."""
+        """The way that was expected when other processes were looked at last."""
         self._rejected: Way | None = None
         """The expected way whose trial has failed last."""
         self._calm = False

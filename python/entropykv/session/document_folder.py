@@ -72,7 +72,7 @@ class DocumentFolder:
     def names(self, folder: Path) -> list[str]:
         """Return the names of the files in a folder.
 
-        This and what follows raise StorageError if the storage does not answer.
+        Raises StorageError if the storage does not answer, as the other methods do.
         """
         names = []
         with suppress(OSError):

@@ -227,7 +227,7 @@ class _Bytes:
     peak_bytes: int
     staging_bytes: int
     scratch_bytes: int = 0
-    """Those outside of the store; its counters have its own."""
+    """Bytes of working memory outside of the store, whose counters have its own."""
 
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> _Bytes:
