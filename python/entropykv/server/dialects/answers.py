@@ -55,7 +55,7 @@ def progress_of(job: Answering, n_read: int) -> dict[str, Any]:
 
 
 @dataclass
-class Head:
+class AnswerHead:
     """Hold what every part of one answer begins with."""
 
     kind: str
@@ -125,7 +125,7 @@ class CompletionWriter:
         `timed`: every chunk has the times so far.
         """
         self._job, self._timed = job, timed
-        self._head = Head("text_completion", "cmpl", name)
+        self._head = AnswerHead("text_completion", "cmpl", name)
         self._names = TokenNames(job.model.model)
         self._has_logprobs = logprobs
         self._echo = shown_prompt(job.model.model, prompt) if echoes or logprobs else ""
@@ -250,7 +250,7 @@ class ChatWriter:
         times so far. `verbose`: a whole answer has the text of its prompt.
         """
         self._job, self._timed = job, timed
-        self._chunk_head = Head("chat.completion.chunk", "chatcmpl", name)
+        self._chunk_head = AnswerHead("chat.completion.chunk", "chatcmpl", name)
         self._name = name
         self._shown = without_marks(shown_prompt(job.model.model, prompt)) if verbose else None
         self._thought = prompt.thought
@@ -261,7 +261,7 @@ class ChatWriter:
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
-        head = Head("chat.completion", "chatcmpl", self._name)
+        head = AnswerHead("chat.completion", "chatcmpl", self._name)
         text, thought, answer, reason, held = "", "", "", "stop", HeldValues()
         for event in events:
             if isinstance(event, AnswerPiece):
@@ -346,7 +346,7 @@ class ChatWriter:
 
     def _chunk(
         self,
-        head: Head,
+        head: AnswerHead,
         delta: dict[str, Any],
         values: list[TokenLogprob],
         reason: str | None = None,

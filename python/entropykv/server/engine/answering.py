@@ -31,7 +31,7 @@ _TRIALS = Trials()
 
 
 @dataclass(eq=False)
-class Slot:
+class AnswerSlot:
     """Hold one of the places in which jobs are answered at the same time."""
 
     number: int
@@ -49,7 +49,7 @@ class Answering:
 
     model: LoadedModel
     prefix_cache: PrefixCache
-    slot: Slot
+    slot: AnswerSlot
     check: Callable[[], object]
     """Called before every step; what it raises ends the job."""
     caller: Caller = SOMEBODY

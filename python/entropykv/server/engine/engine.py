@@ -16,7 +16,7 @@ from entropykv.server.documents.asked_document import AskedDocument
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.reader import DocumentReader
 from entropykv.server.engine.admission import Admission, Limits, too_late
-from entropykv.server.engine.answering import Answering, Slot
+from entropykv.server.engine.answering import Answering, AnswerSlot
 from entropykv.server.engine.inspections import Inspections
 from entropykv.server.engine.pool_totals import Moment, figures_of_pool
 from entropykv.server.engine.prefix_cache import PrefixCache
@@ -110,11 +110,11 @@ class Engine:
         """Keeps conversations between two requests."""
         model.shared_prefixes = shared_prefixes
         n_slots = model.pool.runner.n_sequences - (0 if documents is None else 1)
-        self.slots = [Slot(number) for number in range(n_slots)]
+        self.slots = [AnswerSlot(number) for number in range(n_slots)]
         """The places in which requests are answered at the same time, one thread each."""
-        self.running: dict[Slot, Answering] = {}
+        self.running: dict[AnswerSlot, Answering] = {}
         """What is answered in each of them."""
-        self._jobs: dict[Slot, Job] = {}
+        self._jobs: dict[AnswerSlot, Job] = {}
         self._running_lock = threading.Lock()
         """Held while `running` and `_jobs` change and while a job is stopped, so that the next job
         is not stopped instead.
@@ -124,7 +124,7 @@ class Engine:
         self._moment: tuple[float, Moment] | None = None
         """The latest figures that were requested, and when they were taken."""
         self._moment_lock = threading.Lock()
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[AnswerSlot] = queue.SimpleQueue()
         for slot in self.slots:
             self._free.put(slot)
         self._interrupt = interrupt

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.server.dialects.fields import Name
-from entropykv.server.engine.answering import Answering, Slot
+from entropykv.server.engine.answering import Answering, AnswerSlot
 from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.bodies import read_body
@@ -121,7 +121,7 @@ def _n_files(folder: Path) -> int:
 
 
 def _save(
-    slot: Slot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
+    slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
 ) -> dict[str, Any]:
     """Save the caller's conversation in a slot; raises RequestError if there is none."""
     if path is None:
@@ -134,7 +134,7 @@ def _save(
 
 
 def _restore(
-    slot: Slot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
+    slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
 ) -> dict[str, Any]:
     """Load a file into a slot, so that later requests can reuse its text."""
     if path is None:
@@ -143,7 +143,9 @@ def _restore(
     return {"n_restored": slot.latest.position, "n_read": path.stat().st_size}
 
 
-def _erase(slot: Slot, prefix_cache: PrefixCache, caller: Caller, _: Path | None) -> dict[str, Any]:
+def _erase(
+    slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, _: Path | None
+) -> dict[str, Any]:
     """Remove the caller's conversation from a slot; raises RequestError if there is none."""
     erased = 0 if slot.latest is None else prefix_cache.erase_one(slot.latest, caller)
     if not erased:
@@ -151,7 +153,7 @@ def _erase(slot: Slot, prefix_cache: PrefixCache, caller: Caller, _: Path | None
     return {"n_erased": erased}
 
 
-_ACTIONS: dict[Action, Callable[[Slot, PrefixCache, Caller, Path | None], dict[str, Any]]] = {
+_ACTIONS: dict[Action, Callable[[AnswerSlot, PrefixCache, Caller, Path | None], dict[str, Any]]] = {
     "save": _save,
     "restore": _restore,
     "erase": _erase,
