@@ -241,7 +241,7 @@ def test_policies_that_do_not_exist_are_refused_by_name(
 
 @pytest.mark.parametrize("command", [(), ("run",), ("plan",), ("eval",)])
 def test_help_names_every_option(command: tuple[str, ...]) -> None:
-    result = entropykv(*command, "--help")
+    result = entropykv(*command, "--help-all" if command else "--help")
     assert result.returncode == 0
     if command == ("run",):
         for option in [

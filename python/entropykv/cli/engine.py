@@ -201,7 +201,7 @@ def say_reading_twice(session: Session, n_tokens: int) -> bool:
     fit = session.predictor_fit
     if fit is None or fit.predictor is not None:
         return False
-    is_read_twice = session.position + n_tokens > _mean_budget(session)
+    is_read_twice = _mean_budget(session) < session.position + n_tokens <= session.n_ctx
     if is_read_twice:
         later = "once for all later texts" if session.config.options.learns else "for this text"
         say(
