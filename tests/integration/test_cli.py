@@ -259,8 +259,7 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
             "--top-p",
             "--min-p",
             "--seed",
-            *("mass", "attention", "products", "predicted"),
-            *("values", "echo"),
+            *("adaptive", "guided", "profile", "uniform", "recency", "streaming"),
         ]:
             assert option in result.stdout
     assert "None" not in result.stdout
