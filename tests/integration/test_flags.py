@@ -81,7 +81,7 @@ REFUSED = [
     (["-ctk", "f16", "-ctv", "q8_0"], "of one type"),
     (["-zz"], "--help"),
     (["-fast"], "--help"),
-    (["--thread", "2"], "--help"),
+    (["--thread", "2"], "did you mean --threads?"),
     (["--grammar", "no grammar"], "rule"),
     (["--grammar", 'root ::= root "a"'], "allows no token"),
     (["--grammar-lark", "start: x"], "unknown name"),
@@ -165,10 +165,11 @@ def test_help_fits_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
     assert {"sampling:", "answer:", "KV budget:", "engine:", "model:"} <= set(lines)
 
 
