@@ -271,7 +271,6 @@ void test_keys_and_values_may_lie_elsewhere(const KernelTable& kernels) {
     LayerShape there{kHeads, kHeads, 1, 1};
     there.elsewhere = true;
     StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
-    settings.importance.distinct = false;
     HeadStore whole({here}, settings);
     settings.ropes.clear();
     HeadStore ledger({there}, settings);
