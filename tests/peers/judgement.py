@@ -120,6 +120,7 @@ DIFFERENCES: tuple[tuple[str, str], ...] = (
         r"test_metrics.py::test_metrics_(disabled|prometheus.*|prompt_processed.*|predicted_.*)",
         _METRICS,
     ),
+    (r"test_sleep.py::test_server_sleep_(read_only_endpoints|metrics_buckets)", _METRICS),
     (r"test_metrics.py::test_metrics_timings_on_prompt_progress", _CONTEXT),
     (r"test_metrics.py::test_metrics_embedding_prompt_is_counted", "embeddings are refused"),
 )
