@@ -64,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sources", type=Path)
     options = parser.parse_args()
-    folder = options.sources.parent / "models"
+    folder = (options.sources.parent / "models").resolve()
     folder.mkdir(exist_ok=True)
     models = models_in(folder)
     stock = outcomes(options.sources, models, "")["outcomes"]
