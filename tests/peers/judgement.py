@@ -125,3 +125,9 @@ DIFFERENCES: tuple[tuple[str, str], ...] = (
     (r"test_metrics.py::test_metrics_embedding_prompt_is_counted", "embeddings are refused"),
 )
 """Patterns of tests, as FILE.py::TEST, each with the reason for the difference."""
+
+OF_THE_CLASS = {
+    "tests/test_llama.py::test_llama_cpp_tokenization": "a vocabulary alone (vocab_only) has no "
+    "cache, and is refused by name; llama_cpp.Llama reads it",
+}
+"""Tests of llama-cpp-python that EntropyLlama is meant to fail, and why."""

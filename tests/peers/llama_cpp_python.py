@@ -17,6 +17,7 @@ from pathlib import Path
 
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
+from tests.peers.judgement import OF_THE_CLASS
 from tests.peers.peer_models import write_talkative
 from tests.support.architecture_models import MODELS, written
 
@@ -42,7 +43,7 @@ def models_in(folder: Path) -> dict[str, str]:
 def outcomes(sources: Path, models: dict[str, str], kind: str) -> dict[str, dict[str, str]]:
     """Run the tests with llama_cpp.Llama, or with EntropyLlama if `kind` is not empty."""
     work = sources.parent.resolve()
-    report = work / "report.json"
+    report = work / f"report-{kind or 'Llama'}.json"
     report.unlink(missing_ok=True)
     environment = {
         **os.environ,
@@ -70,12 +71,14 @@ def main() -> int:
     stock = outcomes(options.sources, models, "")["outcomes"]
     report = outcomes(options.sources, models, "EntropyLlama")
     ours = report["outcomes"]
-    worse = [name for name in ours if ours[name] == "failed" and stock.get(name) != "failed"]
+    new = [name for name in ours if ours[name] == "failed" and stock.get(name) != "failed"]
+    worse = [name for name in new if name not in OF_THE_CLASS]
     for title, found in (("llama_cpp.Llama", stock), ("EntropyLlama", ours)):
         passed = sum(each == "passed" for each in found.values())
         print(f"{title:18}{passed:4} passed{len(found) - passed:4} not")
     both = [name for name in ours if ours[name] == stock.get(name) == "failed"]
     print("\nFail with both, because their models are only at the Hub:\n  " + "\n  ".join(both))
+    print("\n".join(f"\n{name}: {OF_THE_CLASS[name]}" for name in new if name in OF_THE_CLASS))
     print("\n".join(f"\n{name} fails: {report['reasons'].get(name, '')}" for name in worse))
     return 1 if worse or len(ours) != len(stock) else 0
 
