@@ -336,10 +336,10 @@ def test_what_is_not_read_yet_has_no_map_and_can_be_dropped_on_the_page(browser:
 
 
 def test_names_of_policies_are_shown_to_their_end(browser: Any) -> None:
-    server = Server("--policy", "adaptive:mass+values+distinct")
+    server = Server("--policy", "adaptive:attention+values+echo")
     try:
         page = Watched(browser, server.url, **CONTEXT)
-        name = page.page.locator(".budget dd", has_text="adaptive:mass+values+distinct")
+        name = page.page.locator(".budget dd", has_text="adaptive:attention+values+echo")
         name.wait_for()
         assert name.evaluate("e => e.scrollWidth <= e.clientWidth")
         page.check(LOADING)
