@@ -508,9 +508,9 @@ def little_memory(more: int) -> Iterator[None]:
 @pytest.mark.skipif(DEVICE is not None, reason="its memory is not limited with the process's")
 def test_a_pool_without_memory_for_a_budget_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "long.gguf"
-    write_llama(path, head_dim=64, n_ctx_train=2**17)
+    write_llama(path, head_dim=64, n_ctx_train=2**19)
     texts = [tokens_for(250, seed=seed) for seed in (1, 2)]
-    with pool_of(path, n_ctx=2**17, kv_budget=600) as pool:
+    with pool_of(path, n_ctx=2**19, kv_budget=600) as pool:
         sessions = [pool.session() for _ in texts]
         for session, text in zip(sessions, texts, strict=True):
             session.decode(text)
@@ -518,7 +518,7 @@ def test_a_pool_without_memory_for_a_budget_stays_as_it_was(tmp_path: Path) -> N
         n_bytes = pool.stats().kv_bytes_budget
         # One of the two would have room.
         with (
-            little_memory(150 * 2**20),
+            little_memory(600 * 2**20),
             pytest.raises(BudgetError, match="does not fit into the memory of its devices"),
         ):
             pool.resize(1.0)
@@ -538,8 +538,8 @@ def test_a_pool_without_memory_for_a_budget_stays_as_it_was(tmp_path: Path) -> N
 @pytest.mark.skipif(DEVICE is not None, reason="its memory is not limited with the process's")
 def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "long.gguf"
-    write_llama(path, head_dim=64, n_ctx_train=2**17)
-    with on_device(path, n_ctx=2**17, kv_budget=300) as session:
+    write_llama(path, head_dim=64, n_ctx_train=2**19)
+    with on_device(path, n_ctx=2**19, kv_budget=300) as session:
         session.decode(tokens_for(250))
         before = all_entries(session)
         with (

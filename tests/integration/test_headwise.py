@@ -248,10 +248,13 @@ def test_a_chat_template_that_cannot_be_used(
         assert session.chat_prompt("hello") is None
         with pytest.raises(ContextError, match="no chat template"):
             session.tokenize(session.chat_prompt("hello"))
-        for template in (b"{% for %}", b"{{ raise_exception('no user turn') }}"):
-            monkeypatch.setattr(llama_cpp, "llama_model_chat_template", lambda *_, t=template: t)
-            with pytest.raises(ModelFileError, match="--no-chat"):
-                session.chat_prompt("hello")
+    for template in (b"{% for %}", b"{{ raise_exception('no user turn') }}"):
+        monkeypatch.setattr(llama_cpp, "llama_model_chat_template", lambda *_, t=template: t)
+        with (
+            Session(tiny_llama, n_ctx=64) as session,
+            pytest.raises(ModelFileError, match="--no-chat"),
+        ):
+            session.chat_prompt("hello")
 
 
 def test_a_closed_session_says_so(tiny_llama: Path) -> None:

@@ -225,6 +225,8 @@ def test_a_changed_file_is_an_error_and_no_crash(
 class LosingStore:
     """Finds after a step that its entries are lost."""
 
+    drafts = None
+
     def after(self, *_: int) -> None:
         raise SessionFileError("lost")
 

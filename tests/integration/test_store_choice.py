@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from entropykv import Session, _core
-from entropykv.session import model_runner
+from entropykv.store import factory
 from tests.support.tiny_models import write_llama
 
 
@@ -23,7 +23,7 @@ def test_auto_prefers_headwise_only_where_no_attention_is_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
 ) -> None:
     write_llama(tmp_path / "model.gguf", head_dim=32)
-    monkeypatch.setattr(model_runner, "offloaded_layers", lambda n: n)
+    monkeypatch.setattr(factory, "offloaded_layers", lambda n: n)
     monkeypatch.setattr(_core.AttentionNode, "on_device", on_device)
     store, why = store_of(tmp_path / "model.gguf")
     assert store == ("device" if on_device else "headwise")

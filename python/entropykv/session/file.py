@@ -278,7 +278,7 @@ def check_room(file: BinaryIO, n_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
         raise SessionFileError(
-            f"{folder}: has {free / 2**20:.1f} MiB free, but the session needs "
+            f"{folder}: the disk has {free / 2**20:.1f} MiB free, but the session needs "
             f"{n_bytes / 2**20:.1f}; choose another place"
         )
 

@@ -115,7 +115,8 @@ class DocumentReader:
             return str(refusal.detail)
         except EntropyKVError as failure:  # Clients must not learn the paths of files.
             folder = str(self.library.path(reading.id).parent)
-            return str(failure).replace(f"{folder}/", "").replace(folder, "")
+            said = str(failure).replace(f"{folder}/", "").replace(folder, "")
+            return said.removeprefix(": ")
         except Exception:  # An error of any kind must not affect the next document.
             _logger.exception("a document cannot be read")
             return "reading it failed; the server's log says why"
