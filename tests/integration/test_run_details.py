@@ -233,7 +233,8 @@ def test_a_disk_without_room_for_a_session_says_how_much_is_missing(
     asked = ("run", "-m", tiny_llama, "-p", "the", *SMALL, "--save-session", target)
     assert main([*map(str, asked)]) == 2
     assert re.search(
-        rf"{tmp_path}: the disk has 0\.0 MiB free, but the session needs 0\.\d; choose another place",
+        rf"{tmp_path}: the disk has 0\.0 MiB free, but the session needs 0\.\d; "
+        "choose another place",
         capsys.readouterr().err,
     )
     assert not list(tmp_path.iterdir())

@@ -102,7 +102,7 @@ class Reasoning(BaseModel):
     effort: Name | None = None
 
 
-class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):
+class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: ignore[misc]
     """A chat completion of llama_cpp.server, extended by the fields of OpenAI's current clients."""
 
     model: Name | None = None

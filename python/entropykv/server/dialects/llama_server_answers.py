@@ -11,14 +11,13 @@ from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
 from entropykv.generation.request import GenerationRequest
 from entropykv.server.dialects.answers import (
     Chunk,
-    HeldValues,
     TokenNames,
     progress_of,
     shown_prompt,
 )
 from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
-from entropykv.session.logprobs import TokenLogprob
+from entropykv.session.logprobs import HeldValues, TokenLogprob
 from entropykv.session.sampling import Sampling
 
 _SAMPLERS_OFF = {"adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0}

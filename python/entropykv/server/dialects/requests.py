@@ -103,7 +103,7 @@ class GeneratingRequest(Request, SamplerFields):
         """Return the most tokens of the answer that the request itself names; see TokenLimit."""
 
 
-class CompletionRequest(GeneratingRequest, CreateCompletionRequest):
+class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ignore[misc]
     """Define a completion as in llama_cpp.server, without values that it would misunderstand."""
 
     model: Name | None = None
