@@ -152,7 +152,8 @@ def figures(server: Server) -> Any:
 
 def write_on(route: Any) -> None:
     """Prevent the model from ending the answer by itself."""
-    route.continue_(post_data=json.dumps(route.request.post_data_json | {"min_tokens": 9000}))
+    asked = route.request.post_data_json
+    route.continue_(post_data=json.dumps(asked | {"min_tokens": asked["max_tokens"]}))
 
 
 def test_stop_edit_and_answers_again(page: Watched) -> None:
@@ -536,12 +537,12 @@ def test_axe_finds_nothing_serious(
 
 
 def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
-    server = Server("--parallel", 2, usual=("--kv-budget", "512KiB", "--n_ctx", 16384, "-t", 1))
+    server = Server("--parallel", 2, usual=("--kv-budget", "512KiB", "--n_ctx", 65536, "-t", 1))
     watched = Watched(browser, server.url, **CONTEXT)
     try:
         page = watched.page
         page.get_by_text("Nothing has been read yet.").wait_for()
-        watched.settings(Longest_answer=9000)
+        watched.settings(Longest_answer=60000)
         page.route("**/v1/chat/completions", write_on)
         page.set_input_files("input[type=file]", str(DEMO.document))
         watched.ask(DEMO.question)
