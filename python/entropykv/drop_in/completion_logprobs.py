@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from entropykv.session.logprobs import LogprobRecorder, TokenLogprob
+from entropykv.session.logprobs import LogprobRecorder, TokenLogprob, completion_logprobs
 
 TextOf = Callable[[int], bytes]
 
@@ -66,20 +66,9 @@ class CompletionLogprobs:
 
     def _shown(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the values as the field `logprobs` of a completion has them."""
-        texts, offsets, tops = [], [], []
-        for each in tokens:
-            text = self._name(each.token)
-            texts.append(text)
-            offsets.append(self._offset)
-            self._offset += len(text)
-            top = {self._name(token): value for token, value in each.top}
-            tops.append(None if each.logprob is None else {**top, text: each.logprob})
-        return {
-            "tokens": texts,
-            "text_offset": offsets,
-            "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": tops,
-        }
+        shown = completion_logprobs(tokens, self._name, self._offset)
+        self._offset += sum(map(len, shown["tokens"]))
+        return shown
 
     def _name(self, token: int) -> str:
         return self._text_of(token).decode("utf-8", errors="ignore")

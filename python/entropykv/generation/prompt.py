@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from entropykv.chat.chat_template import Messages
 from entropykv.errors import ContextError, ImageError
 from entropykv.llamacpp.model import Model
 from entropykv.session.images import Images, ReadyImage
@@ -90,32 +89,6 @@ def text_prompt(
         tokens = model.tokenize(text, add_bos=begins, special=True)
     thought = thought_of(model, text, tokens, arguments) if is_answer else None
     return Prompt(tokens, text, images, thought=thought)
-
-
-def chat_prompt(
-    model: Model,
-    messages: Messages,
-    *,
-    tools: Sequence[Any] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    shown: ShownImages | None = None,
-) -> Prompt:
-    """Return the prompt of a chat by the model's template, or line by line if it has none.
-
-    Control tokens are those of the template, unless the model was loaded with `parse_special`.
-    `tools` and `arguments` are what the template is told besides the messages. Raises the errors of
-    ChatTemplate.render().
-    """
-    text = model.chat_text(messages, tools=tools, arguments=arguments)
-    is_chat = model.chat_template is not None
-    return text_prompt(
-        model,
-        text,
-        add_bos=False if is_chat else None,
-        shown=shown,
-        is_answer=is_chat,
-        arguments=arguments,
-    )
 
 
 def thought_of(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,3 +123,27 @@ class HeldValues:
         self.values += values
         self._n_values += sum(1 + len(each.top) for each in values)
         _check_number(self._n_values)
+
+
+def completion_logprobs(
+    values: Sequence[TokenLogprob], name: Callable[[int], str], offset: int
+) -> dict[str, Any]:
+    """Return values of tokens as the field `logprobs` of OpenAI's completions has them.
+
+    `name` returns the text of a token, and `offset` is where the first one begins in the text of
+    prompt and answer, in characters.
+    """
+    texts, offsets, tops = [], [], []
+    for each in values:
+        text = name(each.token)
+        texts.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        top = {name(token): value for token, value in each.top}
+        tops.append(None if each.logprob is None else {**top, text: each.logprob})
+    return {
+        "tokens": texts,
+        "text_offset": offsets,
+        "token_logprobs": [each.logprob for each in values],
+        "top_logprobs": tops,
+    }

@@ -26,7 +26,7 @@ from entropykv.server.chat.tool_calls import (
     Tools,
     ToolUse,
 )
-from entropykv.server.dialects.answers import ChatWriter
+from entropykv.server.dialects.answers import ChatWriter, written
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_LOGPROBS,
@@ -209,14 +209,15 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
             timed=self.timings_per_token,
             verbose=given(self, model, "verbose"),
         )
-        tells = self.stream and self.return_progress
-        events = job.answer(
+        return written(
+            writer,
+            job,
             request,
+            streams=bool(self.stream),
+            tells_progress=self.return_progress,
             constrained_by=field,
             n_passages=self.passages,
-            on_prompt=writer.tell_progress if tells else None,
         )
-        return writer.chunks(events) if self.stream else writer.whole(events)
 
     def prompt(self, job: Answering, use: ToolUse | None) -> Prompt:
         """Return the prompt of the chat, with its images or the document that it asks about.

@@ -100,6 +100,5 @@ def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
     mark = f"[document {secrets.token_hex(16)}]"
     text = parts.text(model, about_document(parts.messages, mark)).partition(mark)[2]
     tokens = [*document, *model.tokenize(text)]
-    is_chat = model.model.chat_template is not None
-    thought = thought_of(model.model, text, tokens, parts.arguments) if is_chat else None
+    thought = thought_of(model.model, text, tokens, parts.arguments)
     return Prompt(tokens, n_document=len(document), thought=thought)

@@ -6,23 +6,60 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from entropykv import _version
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
 from entropykv.generation.prompt import Prompt
+from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model
 from entropykv.server.chat.tool_calls import AnswerPart, CallReader, ToolUse, as_deltas
 from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.image_spans import is_placeholder
-from entropykv.session.logprobs import HeldValues, TokenLogprob
+from entropykv.session.logprobs import HeldValues, TokenLogprob, completion_logprobs
 from entropykv.thinking.options import ThoughtFormat
 
 Chunk = dict[str, Any]
 FINGERPRINT = f"build-{_version.VERSION}"
 """Names what answers, as OpenAI's answers do; llama-server's begins with the same letter."""
+
+
+class Writer(Protocol):
+    """Write the events of an answer in the form of one API."""
+
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the answer."""
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
+        """Yield the chunks of the answer."""
+
+    def tell_progress(self, n_read: int) -> None:
+        """Send a chunk that tells how many tokens of the prompt were read."""
+
+
+def written(
+    writer: Writer,
+    job: Answering,
+    request: GenerationRequest,
+    *,
+    streams: bool,
+    tells_progress: bool,
+    constrained_by: str,
+    n_passages: int = 0,
+) -> dict[str, Any] | Iterator[Chunk]:
+    """Return the answer of a job as a client wants it: its chunks if it `streams`, else whole.
+
+    The other parameters are those of Answering.answer().
+    """
+    events = job.answer(
+        request,
+        constrained_by=constrained_by,
+        n_passages=n_passages,
+        on_prompt=writer.tell_progress if streams and tells_progress else None,
+    )
+    return writer.chunks(events) if streams else writer.whole(events)
 
 
 def usage_of(job: Answering) -> dict[str, Any]:
@@ -191,20 +228,9 @@ class CompletionWriter:
     def _logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not values:
             return None
-        texts, offsets, tops = [], [], []
-        for each in values:
-            text = self._names.of(each.token)
-            texts.append(text)
-            offsets.append(self._offset)
-            self._offset += len(text)
-            top = {self._names.of(token): value for token, value in each.top}
-            tops.append(None if each.logprob is None else {**top, text: each.logprob})
-        return {
-            "tokens": texts,
-            "text_offset": offsets,
-            "token_logprobs": [each.logprob for each in values],
-            "top_logprobs": tops,
-        }
+        shown = completion_logprobs(values, self._names.of, self._offset)
+        self._offset += sum(map(len, shown["tokens"]))
+        return shown
 
 
 def shown_prompt(model: Model, prompt: Prompt) -> str:

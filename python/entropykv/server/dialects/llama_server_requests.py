@@ -16,6 +16,7 @@ from entropykv.errors import ImageError
 from entropykv.generation.prompt import Prompt, ShownImages, text_prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.server.chat.constraints import single
+from entropykv.server.dialects.answers import written
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_LOGPROBS,
@@ -199,13 +200,14 @@ class LlamaServerRequest(GeneratingRequest):
             timed=self.timings_per_token,
             fields=self.response_fields,
         )
-        tells = self.stream and self.return_progress
-        events = job.answer(
+        return written(
+            writer,
+            job,
             request,
+            streams=bool(self.stream),
+            tells_progress=self.return_progress,
             constrained_by=field,
-            on_prompt=writer.tell_progress if tells else None,
         )
-        return writer.chunks(events) if self.stream else writer.whole(events)
 
 
 class LlamaServerCompletion(LlamaServerRequest):

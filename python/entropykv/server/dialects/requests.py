@@ -17,7 +17,7 @@ from entropykv.errors import SettingsError
 from entropykv.generation.prompt import Prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.server.chat.constraints import ConstraintFields, single
-from entropykv.server.dialects.answers import CompletionWriter
+from entropykv.server.dialects.answers import CompletionWriter, written
 from entropykv.server.dialects.choices import seed_of
 from entropykv.server.dialects.fields import (
     MOST_LOGPROBS,
@@ -163,14 +163,15 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
             logprobs=self.logprobs is not None,
             timed=self.timings_per_token,
         )
-        tells = self.stream and self.return_progress
-        events = job.answer(
+        return written(
+            writer,
+            job,
             request,
+            streams=bool(self.stream),
+            tells_progress=self.return_progress,
             constrained_by=field,
             n_passages=self.passages,
-            on_prompt=writer.tell_progress if tells else None,
         )
-        return writer.chunks(events) if self.stream else writer.whole(events)
 
     def _prompt(self, prompt: str | list[int | str], job: Answering) -> Prompt:
         """Return a prompt with at least one token, all in the vocabulary; texts in a list become

@@ -167,8 +167,8 @@ class Answering:
                         self.n_drafted = now.drafted_tokens - before.drafted_tokens
                         self.n_accepted = now.accepted_drafts - before.accepted_drafts
                         self.stop = event.stop
-                    if isinstance(event, Ended) and attention is not None:
-                        self.passages = self._looked_at(attention)
+                        if attention is not None:
+                            self.passages = self._looked_at(attention)
                     yield event
         finally:
             self._session = None
@@ -213,7 +213,6 @@ class Answering:
     def _note(self, event: Event, session: Session) -> None:
         """Take down how far the answer is."""
         if isinstance(event, PromptRead):
-            self.n_cached = event.n_cached
             self.n_read = event.n_tokens - event.n_cached
             self.prompt_seconds, self._began = event.seconds, time.perf_counter()
             self.prefix_cache.has_read(session)
