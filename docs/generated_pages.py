@@ -139,7 +139,7 @@ def formats_page() -> str:
 
 {inspect.getdoc(session_file)}
 
-The current version is {session_file.VERSION}; no other version is read.
+Version {session_file.VERSION} is written; versions {session_file.READ_VERSIONS[0]} to {session_file.VERSION} are read.
 """
 
 
