@@ -23,8 +23,8 @@ WINDOWS = os.name == "nt"
 """Whether this is Windows."""
 
 _LOCKED_BYTE = 0x7FFF_FFFE
-"""The place of the byte that is locked on Windows: its C library takes places of 31 bits, and lets
-the holder of the lock read and write there.
+"""The offset of the byte that is locked on Windows: its C library takes offsets of 31 bits, and
+lets the holder of the lock read and write there.
 """
 _STREAMS = (
     ("stdin", os.O_RDONLY, "utf-8-sig", "strict"),

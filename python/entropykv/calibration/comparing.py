@@ -65,7 +65,7 @@ class PlantedPassage:
     request: tuple[int, ...]
     """A request to repeat the passage."""
     asked: tuple[tuple[int, ...], ...]
-    """For every fact the question and its answer, alternating."""
+    """The tokens of a question about each fact, and those of its answer, in turns."""
 
     @property
     def work(self) -> TextWork:
@@ -126,7 +126,7 @@ def passages_of(
 
 
 def ways_of(profile: EntropyProfile) -> list[str]:
-    """Return the ways that are compared with a profile; without a predictor, curves can only
+    """Return the ways to use a profile that are compared; without a predictor, its curves can only
     share budgets.
     """
     return possible_ways(profile.predictor is not None)
@@ -188,7 +188,7 @@ def compare_ways(
 
 
 def going(way: str) -> WayComparison:
-    """Return a comparison of nothing, with which policy auto goes this way."""
+    """Return a comparison without figures that makes policy auto use a profile in this way."""
     return WayComparison((), 0, 0, 0, 0.0, (), way)
 
 
@@ -221,7 +221,7 @@ def try_ways(
 
 
 def as_if(profile: EntropyProfile, way: str) -> EntropyProfile:
-    """Return a profile with which policy auto goes this way."""
+    """Return the profile with a comparison that makes policy auto use it in this way."""
     if way == NO_PROFILE:
         return replace(profile, curves=None, predictor=None, comparison=None)
     return replace(profile, comparison=going(way))
@@ -231,9 +231,9 @@ class _Predictions(NamedTuple):
     """Hold what a model predicts after a passage."""
 
     continuing: Logits
-    """Its logits while the passage goes on."""
+    """The model's logits while the passage goes on."""
     repeating: Logits
-    """Its logits while the beginning of the passage is repeated."""
+    """The model's logits while the beginning of the passage is repeated."""
     right: npt.NDArray[np.bool_]
     """For every fact, whether it is known."""
 

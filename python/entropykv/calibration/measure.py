@@ -65,7 +65,7 @@ class Extent:
     curve_texts: int = 0
     """How many texts the loss curves will be measured in."""
     curve_length: int = 0
-    """How many tokens each of them has."""
+    """How many tokens each text of the loss curves has."""
 
 
 @dataclass(frozen=True)

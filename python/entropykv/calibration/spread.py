@@ -77,7 +77,7 @@ Step = Callable[[StepSettings, Sequence[TextWork], Progress], Iterator[Arrays]]
 @dataclass(frozen=True)
 class _Measured:
     n_tokens: int
-    """The tokens that were read for it."""
+    """How many tokens were read for the work."""
     arrays: Arrays
 
 

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # The reader of our output has closed it, as `head` does.
         _drop_output()
         return EXIT_NO_READER
-    except OSError as error:  # For example, the disk is full.
+    except OSError as error:  # The disk is full, for example.
         with contextlib.suppress(OSError):
             say(f"{error.strerror or error}: the output cannot be written")
         _drop_output()

@@ -31,7 +31,7 @@ class Turn:
 
     text: str
     answer: str
-    """Its text, without what was thought before it."""
+    """The text of the answer, without what was thought before it."""
     start: int
     """The position of the session before this turn."""
     files: tuple[bytes, ...] = ()
@@ -78,7 +78,9 @@ class Conversation:
         self._is_chat = use_template and session.chat_prompt("-", system) is not None
 
     def begin_after_document(self) -> None:
-        """Take what the session has read for a document: the next turn is a question about it."""
+        """Treat the text that the session has read as a document: the next turn is a question about
+        it.
+        """
         self._end_of_document = self.session.position
 
     def ask(self, text: str) -> Answer:
@@ -142,7 +144,7 @@ class Conversation:
         return prompt_of(session, lines, self.files, add_bos=add_bos, poll=poll)
 
     def _end_turn(self, start: int, text: str, answer: Answer, place: int | None) -> None:
-        """Keep the turn; `place` is where the text of an answer begins that has no thought, None
+        """Keep the turn; `place` is the position at which an answer without a thought begins, None
         for a model that does not think.
         """
         with noted_interrupts():

@@ -14,7 +14,7 @@ from entropykv.session.images import ImageLimits
 from entropykv.session.session import Session
 
 PLACE = "<__media__>"
-"""The marker that llama-mtmd-cli uses for the place of an image in a prompt."""
+"""The marker that llama-mtmd-cli uses for an image in a prompt."""
 
 
 def add_image_options(group: argparse._ActionsContainer, what: str) -> None:

@@ -46,7 +46,7 @@ class Presets:
     sections: Mapping[str, Preset] = field(default_factory=dict)
 
     def of(self, name: str) -> Preset:
-        """Return what it says of a model."""
+        """Return the options that the file gives to a model."""
         return self.sections.get(name, self.common)
 
 

@@ -16,7 +16,7 @@ _LETTERS = "sfmxd"
 """A letter for each of HEAD_TYPES, printed next to a head's entropy."""
 _WIDTH = 92
 _WAYS = {NO_PROFILE: "no profile"}
-"""What a way is called in the table, if not by its policy."""
+"""Names in the table for ways to use a profile that are not named by their policy."""
 
 
 def summary_line(profile: EntropyProfile) -> str:

@@ -148,7 +148,8 @@ def run(options: argparse.Namespace) -> int:
 def _most_written(session: Session, tokens: list[int], options: argparse.Namespace) -> int:
     """Return the most tokens of the answer; -1: until the model or the context ends.
 
-    The context of a document is much longer than the model's own, which ends answers elsewhere.
+    A document has a context of a million tokens, so an answer about it ends where it would end
+    without a document: at the length that the model was trained for.
     """
     if options.n_predict is not None:
         return int(options.n_predict)

@@ -19,8 +19,8 @@ SCHEMA = "JSON schema"
 """The kind of a constraint that is JSON of a schema."""
 _ANSWER = "answer"
 _OPTIONS = '%llguidance {"no_forcing": true}'
-"""Otherwise llguidance would write out what can only follow, at every token: a constant of 500,000
-letters took 3 s at its first token, and 0.3 s at the next ones.
+"""Options of llguidance: without no_forcing, it would write out at every token what can only
+follow: a constant of 500,000 letters took 3 s at its first token, and 0.3 s at the next ones.
 """
 _OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _QUOTATION = re.compile(r"|\^+|\d+ \|.*")
@@ -40,7 +40,7 @@ class Constraint:
     """
 
     kind: str
-    """What it is, for messages: such as SCHEMA."""
+    """The kind of the constraint, for messages, such as SCHEMA."""
     source: str
     """The text that was given: a schema as JSON, or a grammar."""
     before: Callable[[TokenOf], str] | None = None

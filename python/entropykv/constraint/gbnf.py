@@ -22,14 +22,14 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]"
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of some ranges of code points, which are in order and do not overlap."""
+    """Match one character of some ranges of code points, which are in order and do not overlap."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of the vocabulary; `is_other`: any other one."""
+    """Match one token of the vocabulary, or with `is_other` any other one."""
 
     token: int
     is_other: bool
@@ -37,28 +37,28 @@ class Token:
 
 @dataclass(frozen=True)
 class Rule:
-    """The text of a rule."""
+    """Match the text of a rule."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """Parts one after the other; none: the empty text."""
+    """Match parts one after the other; without parts, the empty text."""
 
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Either:
-    """One of some parts."""
+    """Match one of several parts."""
 
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part several times; most None: any number of times."""
+    """Match a part several times; `most` None: any number of times."""
 
     part: Part
     least: int

@@ -14,7 +14,8 @@ MOST_PARTS = 20_000
 MOST_CHARACTERS = 1 << 20
 """The most characters of all names and texts in a schema together."""
 MOST_OPTIONAL = 250
-"""The most properties of an object that may be left out: any may be next, at every place."""
+"""The most properties of an object that may be left out, because each of them may be the next one.
+"""
 _MOST_TRIES = 200
 """The most parts that are tried to name the one that cannot be enforced."""
 

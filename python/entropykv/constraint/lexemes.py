@@ -115,7 +115,7 @@ class _Grammar:
                 return float("inf")
             case Rule(name):
                 if name not in self._sizes:
-                    self._sizes[name] = float("inf")  # Of a rule within itself.
+                    self._sizes[name] = float("inf")  # A rule that contains itself has no size.
                     self._sizes[name] = self._size(self._rules[name], depth + 1)
                 return self._sizes[name]
             case Repeat():
@@ -213,7 +213,9 @@ class _Grammar:
         return found
 
     def _meet(self, these: set[int], those: set[int], machines: list[_Machine]) -> bool:
-        """Tell whether lexemes with these and those before them can be expected at one place."""
+        """Tell whether two lexemes, before which these and those may stand, can both come next in a
+        text.
+        """
         if these & those:
             return True
         return any(
@@ -422,7 +424,8 @@ class _Alphabet:
 
 
 class _Machine:
-    """Follow a text in a regular expression (Glushkov's automaton; states are sets of places).
+    """Follow a text in a regular expression (Glushkov's automaton; states are sets of positions in
+    the expression).
 
     Counts are not followed: a part that may be repeated may be repeated without end, so that at
     most too many conflicts are found.
@@ -468,8 +471,8 @@ class _Machine:
         return functools.reduce(int.__or__, (self._characters[place] for place in _bits(places)), 0)
 
     def _add(self, part: Part) -> tuple[int, int, bool]:
-        """Add the places of a part; returns the first and the last ones, and whether the part may
-        be empty.
+        """Add the positions of a part; returns the first and the last ones, and whether the part
+        may be empty.
         """
         match part:
             case Chars():

@@ -37,8 +37,9 @@ square of their number: 500 are 20 ms at one token, and 2,000 would be 300.
 LIMITS_OF_SCHEMAS = {**LIMITS_OF_GRAMMARS, "max_items_in_row": 1_200, "step_max_items": 50_000}
 """An object has four items for every property that may be the next one."""
 MOST_SECONDS = 1.0
-"""The most seconds of a processor that one token may take: the last bound, where the limits of
-items are none, as in a schema with 300 alternatives that are arrays of itself.
+"""The most processor seconds that one token may take. This is the last bound, for constraints that
+stay below the limits of items and take long all the same, such as a schema with 300 alternatives
+that are arrays of itself.
 """
 
 

@@ -53,7 +53,7 @@ class Trials:
     """Try constraints, and remember those that were cheap enough."""
 
     def __init__(self) -> None:
-        """Know none."""
+        """Begin without a constraint that was tried."""
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
 

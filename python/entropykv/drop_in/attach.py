@@ -86,7 +86,7 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
         drafts = llm._budget.cache.spec_draft_model
         if callable(drafts):
             llm.draft_model = cast(LlamaDraftModel, drafts)
-            llm._logits_all = True  # Its generate() needs them to check drafts.
+            llm._logits_all = True  # Llama.generate() needs them to check drafts.
         del llm._budget, llm._guard, llm._reader, llm._alike
         stock = cast(llama_cpp.Llama, llm)
         stock.__class__ = llama_cpp.Llama

@@ -1,4 +1,4 @@
-"""Put the values of tokens into the answers of llama_cpp.Llama, whole and in pieces."""
+"""Put log probabilities of tokens into the answers of llama_cpp.Llama, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ TextOf = Callable[[int], bytes]
 
 
 class CompletionLogprobs:
-    """Hand out the values of a completion's tokens, each with the piece that shows its beginning.
+    """Hand out the log probabilities of a completion's tokens, each with the piece that shows its
+    beginning.
 
     Llama itself reads them from the logits of every token, which would have to be kept.
     """
@@ -25,7 +26,7 @@ class CompletionLogprobs:
         bos: int,
         offset: int,
     ) -> None:
-        """Use the values of a recorder; `text_of` returns the bytes of a token.
+        """Use the log probabilities of a recorder; `text_of` returns the bytes of a token.
 
         `bos` is the token that only begins a prompt, and `offset` the length of the prompt's text,
         where the answer begins.
@@ -41,11 +42,12 @@ class CompletionLogprobs:
         self._bos = bos
 
     def take(self, text: str, reason: str | None) -> dict[str, Any] | None:
-        """Return the values of the tokens that begin in the next piece of the answer, if any do.
+        """Return the log probabilities of the tokens that begin in the next piece of the answer, if
+        any do.
 
         `reason`: why the answer ends with this piece, if it does. Then all other tokens belong to
-        it, unless a text of `stop`, which is left out, has ended it. The first piece also has the
-        values of the prompt's tokens, if they were recorded.
+        it, unless a text of `stop`, which is left out, has ended it. The first piece also has those
+        of the prompt's tokens, if they were recorded.
         """
         self._n_shown += len(text.encode("utf-8"))
         recorder = self._recorder
@@ -65,7 +67,7 @@ class CompletionLogprobs:
         return self._shown(tokens) if tokens else None
 
     def _shown(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return the values as the field `logprobs` of a completion has them."""
+        """Return log probabilities as the field `logprobs` of a completion has them."""
         shown = completion_logprobs(tokens, self._name, self._offset)
         self._offset += sum(map(len, shown["tokens"]))
         return shown

@@ -125,7 +125,7 @@ class EntropyLlama(llama_cpp.Llama):
     _draws_seeds: bool = True
     """Whether an answer without a seed gets a random one: the model was given none, or -1."""
     _logprobs: LogprobRecorder | None = None
-    """Collects the values of the current answer's tokens, if they were asked for."""
+    """Collects the log probabilities of the current answer's tokens, if they were requested."""
     _of_tools: Mapping[str, Constraint] = MappingProxyType({})
     """The constraints of the tools of a chat, by the grammars that llama-cpp-python makes."""
     _image_prompt: ImagePrompt | None = None
@@ -364,7 +364,8 @@ class EntropyLlama(llama_cpp.Llama):
         session = self._session  # raises once closed, where llama-cpp-python would crash
         if not special or MARK.encode() not in text:
             return super().tokenize(text, add_bos, special)
-        if not isinstance(self.tokenizer_, LlamaTokenizer):  # Others find names in any text.
+        # Other tokenizers find names of control tokens anywhere.
+        if not isinstance(self.tokenizer_, LlamaTokenizer):
             plain = without_names(text.decode("utf-8")).encode("utf-8")
             return super().tokenize(plain, add_bos, special)
         tokens: list[int] = []
@@ -547,8 +548,8 @@ class EntropyLlama(llama_cpp.Llama):
         kept.
 
         Then usage, positions of logprobs and the limit of n_ctx refer to the tokens that are read.
-        What is echoed, and the values of tokens, are added here: Llama would need the logits of all
-        tokens, and echoes only texts.
+        What is echoed, and the log probabilities of tokens, are added here: Llama would need the
+        logits of all tokens, and echoes only texts.
         """
         options = dict(_COMPLETE.bind(self, *given, **named).arguments)
         del options["self"]
@@ -593,7 +594,7 @@ class EntropyLlama(llama_cpp.Llama):
         return self.detokenize(shown, special=True).decode("utf-8", errors="replace")
 
     def _values_of(self, recorder: LogprobRecorder, prompt: str) -> CompletionLogprobs:
-        """Return what puts the values of tokens into an answer; `prompt` is its text."""
+        """Return what puts log probabilities into an answer; `prompt` is the text of the prompt."""
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         return CompletionLogprobs(
             recorder,

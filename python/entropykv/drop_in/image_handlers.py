@@ -142,7 +142,7 @@ class _NotingMtmd:
         """Do nothing: a bitmap is only a number here."""
 
     def mtmd_input_chunks_init(self) -> int:
-        """Return a number in the place of a handle."""
+        """Return a number that stands for a pointer to chunks, which nobody reads."""
         return 1
 
     def mtmd_input_chunks_free(self, _chunks: Any) -> None:
@@ -160,7 +160,7 @@ class _NotingMtmd:
         return 1
 
     def mtmd_input_chunks_get(self, _chunks: Any, _number: int) -> int:
-        """Return a number in the place of the chunk."""
+        """Return a number that stands for a pointer to the only chunk, which nobody reads."""
         return 1
 
     def mtmd_input_chunk_get_type(self, _chunk: Any) -> int:

@@ -71,7 +71,7 @@ def compare(reference: Logits, other: Logits, tokens: Sequence[int]) -> Agreemen
 
 
 def equal_share(reference: Sequence[int], other: Sequence[int]) -> float:
-    """Return the share of the reference's tokens that `other` has at the same place."""
+    """Return the share of the reference's tokens that `other` has at the same position."""
     longest = max(len(reference), len(other))
     return sum(a == b for a, b in zip(reference, other, strict=False)) / longest if longest else 1.0
 

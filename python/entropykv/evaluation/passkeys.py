@@ -57,7 +57,7 @@ class Case:
     text: str
     facts: tuple[Fact, ...]
     depths: tuple[float, ...]
-    """The place of each fact: the share of the passage's tokens that precede it."""
+    """Where each fact stands: the share of the passage's tokens that precede it."""
 
 
 @dataclass(frozen=True)

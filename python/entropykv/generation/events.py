@@ -31,11 +31,11 @@ class PromptRead:
 
     n_tokens: int
     n_cached: int
-    """How many of them had been read before."""
+    """How many tokens of the prompt had been read before."""
     seconds: float
-    """How long the others took."""
+    """How many seconds reading the other tokens of the prompt took."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """The values of its tokens, if they were asked for."""
+    """The log probabilities of the prompt's tokens, if they were requested."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AnswerPiece:
     answer: str = ""
     """The parts of the text that are a thought, and the answer itself."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """The values of the tokens whose texts begin in `text`, if they were asked for."""
+    """The log probabilities of the tokens whose texts begin in `text`, if they were requested."""
     n_thought: int = 0
     """How many tokens of thoughts there are so far."""
 
@@ -63,11 +63,11 @@ class Ended:
     n_tokens: int
     """How many tokens were written, without one that ends a text."""
     n_thought: int | None
-    """How many of them are thoughts; None if the model does not think."""
+    """How many of the written tokens are thoughts; None if the model does not think."""
     seconds: float
-    """How long they took."""
+    """How many seconds writing took."""
     stop: str | None = None
-    """The text of `stops` that has ended it."""
+    """The text of `stops` that has ended the answer; None: something else has."""
 
 
 Event = PromptRead | AnswerPiece | Ended

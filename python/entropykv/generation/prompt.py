@@ -31,11 +31,13 @@ class Prompt:
     text: str = ""
     """The text of the prompt; empty for one of tokens."""
     images: tuple[ReadyImage, ...] = ()
-    """Its images, which are held until it is read."""
+    """The images of the prompt, which are held until it is read."""
     n_document: int = 0
-    """How many of its first tokens are those of a document."""
+    """How many of the prompt's first tokens are those of a document."""
     thought: PromptThought | None = None
-    """None for a text that is continued, and for a model that does not think."""
+    """What the prompt says of the thought that follows; None for a text that is continued, and for
+    a model that does not think.
+    """
 
 
 @dataclass(frozen=True)

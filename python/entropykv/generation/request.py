@@ -25,8 +25,12 @@ class GenerationRequest:
     thinking: ThinkingOptions = field(default_factory=ThinkingOptions)
     """How long a thought may be, and where writers show it."""
     n_logprobs: int | None = None
-    """How many of the most probable tokens are told for each token; None: no values at all."""
+    """How many of the most probable tokens are returned with their log probabilities at each token;
+    None: no log probabilities at all.
+    """
     prompt_logprobs: bool = False
-    """Whether the values of the prompt's tokens are told, too; then all of it must be read."""
+    """Whether the log probabilities of the prompt's tokens are returned, too; then all of it must
+    be read.
+    """
     reads_anew: bool = False
     """Whether all of the prompt is read, whatever of it was read before."""

@@ -26,7 +26,7 @@ def resume(session: Session, request: GenerationRequest, *, reads_question: bool
     A checkpoint leads back whatever was evicted. `reads_question`: see Demand.
     """
     tokens, most = request.prompt.tokens, request.max_tokens
-    if request.prompt_logprobs:  # They are told of every token.
+    if request.prompt_logprobs:  # Log probabilities of every token were requested.
         session.truncate(0)
         return 0
     end = session.n_ctx if most < 0 else len(tokens) + most

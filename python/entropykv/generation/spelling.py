@@ -12,7 +12,7 @@ from entropykv.session.prefix_index import common_prefix
 
 _BYTES = 256
 _IMAGES = 0x100000
-"""The first of 65,536 characters that no vocabulary is large enough for."""
+"""The first of 65,536 characters that stand for images: no vocabulary has so many tokens."""
 
 
 def spelling(piece: bytes) -> str:

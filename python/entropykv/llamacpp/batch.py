@@ -19,14 +19,15 @@ Rows = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """Hold embeddings that are read in the place of those of tokens."""
+    """Hold embeddings that are read instead of those of tokens."""
 
     rows: Rows
     """(tokens, n_embd)."""
     positions: npt.NDArray[np.int32] | None
-    """What M-RoPE sees each of them at, (4, tokens); None: at one position after the other."""
+    """The positions at which M-RoPE sees the embeddings, (4, tokens); None: consecutive positions.
+    """
     sees_all: bool
-    """True where they attend to each other, also to later ones."""
+    """True where the embeddings attend to each other, also to later ones."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class BatchPart:
     sequence: int = SEQUENCE
     """llama.cpp's number of the sequence."""
     embedded: Embedded | None = None
-    """What is read in the place of the tokens; such a part is alone in its micro-batch."""
+    """Embeddings that are read instead of tokens; such a part is alone in its micro-batch."""
     masked_by_llama: bool = False
     """True where llama.cpp's own mask says which tokens see each other."""
 

@@ -26,11 +26,11 @@ PARSE_SPECIAL = (
     "names of control tokens in messages and documents, such as <|im_end|>, become control tokens, "
     "with which whoever wrote them can end a turn and begin another one"
 )
-"""What happens if texts are not kept from naming control tokens."""
+"""What `parse_special` does, for --help: texts are not kept from naming control tokens."""
 _JOINER = "\u2060"
 """A character without width, which keeps two others together."""
 _NAMED = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-"""Tokens that a plain text does not become, whatever it says."""
+"""The kinds of tokens that plain text never becomes, whatever it says."""
 _SPACES = " \t\n\v\f\r"
 
 
@@ -93,7 +93,7 @@ class ControlNames:
         for start, following, name in [*names, (len(prompt), len(prompt), "")]:
             text, kind = prompt[end:start], self._kinds.get(name, 0)
             if MARK in text:
-                # As llama.cpp does it beside a token of this kind.
+                # llama.cpp strips spaces beside a token of this kind.
                 if before & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP:
                     text = text.lstrip(_SPACES)
                 if kind & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP:

@@ -315,7 +315,8 @@ class Model:
         """Return the tags of the model's thoughts; None where its chat template has none, or
         cannot be used.
         """
-        with contextlib.suppress(SettingsError, ModelFileError):  # Raised where a chat needs it.
+        # The error is raised when a chat needs the template.
+        with contextlib.suppress(SettingsError, ModelFileError):
             return None if self.chat_template is None else self.chat_template.tags
         return None
 

@@ -50,7 +50,9 @@ _FUNCTIONS = (
     "mtmd_helper_init_opt_default",
     "mtmd_helper_log_set",
 )
-"""What tells libmtmd's interface of llama-cpp-python 0.3.36 from those of releases before."""
+"""Functions by which the interface of libmtmd in llama-cpp-python 0.3.36 is recognised: earlier
+releases lack some.
+"""
 _SIZES = (
     "embedding_length",
     "attention.head_count",
@@ -77,7 +79,7 @@ class ImageChunk:
     image: int
     """The index of the image that it belongs to, from 0."""
     n_tokens: int
-    """Its number of rows, each of which takes the place of a token."""
+    """The number of its rows, each of which is read instead of a token."""
     n_positions: int
     """By how many positions RoPE advances over it: fewer than n_tokens with M-RoPE."""
     positions: npt.NDArray[np.int32] | None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LOOK = 0.15
-"""Seconds of steps that are looked at together, at least."""
+"""The least seconds of steps after which the way that they were computed in is judged."""
 SHORTEST_TRIAL = 0.04
 """Seconds after which a way that is clearly slower is given up."""
 CLEARLY_FASTER, CLEARLY_SLOWER = 0.96, 1.4
@@ -100,13 +100,13 @@ class ThreadChoice:
         return self._before is not None
 
     def note_others(self, wanted: float) -> None:
-        """Take down how many cores other processes wanted lately."""
+        """Record how many cores other processes wanted lately."""
         self._calm = wanted < WANTED
         hint, before = self._expected(wanted), self._seen
         self._seen = hint
         if self._fresh:
             self.way = self._hint = hint
-        # What was told once may be over by now.
+        # A hint that was given only once may be out of date.
         elif hint == before and hint != self._hint:
             self._hint = hint
             if hint != self._rejected:

@@ -41,7 +41,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)(:\w+)?")
 """The form of a model's name at the Hugging Face Hub, with a quantisation or without."""
 AGAIN = "download or convert it again"
 _OF_MEMORY = ("mmap failed", "allocate", "out of memory")
-"""What errors say, in any letters, if there is too little memory."""
+"""Words in errors, whatever their case, that mean that there is too little memory."""
 
 
 def way_out_of(reason: str, otherwise: str) -> str:

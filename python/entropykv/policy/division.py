@@ -98,13 +98,15 @@ class Claim:
     """Hold what a sequence asks of a pool, in pages."""
 
     needed: int
-    """With so many pages, nothing of its text is evicted."""
+    """How many pages hold the sequence's whole text, so that nothing of it is evicted."""
     floor: int
-    """What it gets in any case, up to its need: sinks and recent windows of an equal part."""
+    """The pages that the sequence gets in any case, up to its need: for sinks and recent windows of
+    an equal part.
+    """
     weight: float = 1.0
-    """Its weight, relative to the others."""
+    """The weight of the sequence, relative to the others."""
     curve: LossCurve | None = None
-    """What it loses with fewer pages than it needs; None if unknown or not used."""
+    """What the sequence loses with fewer pages than it needs; None if unknown or not used."""
 
 
 def parts_by_weight(pages: int, weights: Sequence[float]) -> list[int]:

@@ -63,7 +63,7 @@ class LearntPredictor:
     model: str
     """The name of the model that the texts were read with."""
     n_texts: int
-    """How many texts it was learnt from."""
+    """How many texts the predictor was learnt from."""
     complete: bool
     """True if it is not changed any more."""
 

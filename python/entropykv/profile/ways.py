@@ -31,7 +31,7 @@ WAYS = (NO_PROFILE, PREDICTOR_ONLY, *(f"guided:{importance}" for importance in I
 MARGIN = 0.05
 """A way must lose less than a simpler one by more than this to be chosen; less is noise."""
 _FEW_FACTS = 6
-"""Fewer facts say too little."""
+"""If the full cache knows fewer facts, repetitions are compared instead."""
 _MOST_LOSS = 1e4
 _NO_LOSS = 1e-9
 _MOST = 2**31 - 1

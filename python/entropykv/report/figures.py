@@ -135,7 +135,7 @@ def _measured(runs: Mapping[str, Sequence[EvalRow]], field: str) -> dict[str, li
 
 
 def _policies(runs: Mapping[str, Sequence[EvalRow]]) -> list[tuple[str, str]]:
-    """Return every policy of every run, whose place says its colour in all panels of a figure."""
+    """Return every policy of every run, in the order of their colours in all panels of a figure."""
     return list(dict.fromkeys((run, row.policy) for run, rows in runs.items() for row in rows))
 
 
@@ -145,7 +145,7 @@ def _over_bytes(
     field: str,
     policies: Sequence[tuple[str, str]],
 ) -> None:
-    """Draw one line per policy and KV type: colour and marker show the policy, by its place in
+    """Draw one line per policy and KV type: colour and marker show the policy, by its index in
     `policies`, and the dash shows the type.
 
     Markers are hollow for all types but the first.

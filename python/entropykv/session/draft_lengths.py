@@ -12,18 +12,18 @@ from entropykv.session.step_costs import StepCosts
 
 
 class Outcomes:
-    """Remember, by position of the text, whether a draft of the token there was right.
+    """Remember for each position of a text whether the draft of its token was right.
 
-    A text that repeats a pattern differs from it at the same places again, such as the numbers in
-    the rows of a table. So the outcome at the place from which a draft is copied tells how likely
-    the draft is right.
+    A text that repeats a pattern differs from it in the same tokens again, such as the numbers in
+    the rows of a table. So the outcome at the position from which a draft is copied tells how
+    likely the draft is right.
     """
 
     _UNKNOWN, _RIGHT, _WRONG = 0, 1, 2
     _PRIORS = (0.7, 0.9, 0.4)
     """By outcome at the source, the share of right drafts that is expected before any was seen."""
     _WEIGHT = 6.0
-    """For how many drafts these priors count, and the share of all drafts."""
+    """As how many drafts each of these priors counts beside the drafts that were seen."""
     _LEAST_ROOM = 256
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class Outcomes:
     def note(
         self, first: int, n_right: int, n_known: int, at_sources: npt.NDArray[np.int8]
     ) -> None:
-        """Take down which of the drafts from position `first` on were right: the first `n_right`
-        of `n_known`. `at_sources`: what at() returned when they were made.
+        """Record which of the drafts from position `first` on were right: the first `n_right` of
+        `n_known`. `at_sources`: what at() returned when they were made.
         """
         end = first + n_known
         if end > len(self._of_position):
@@ -91,7 +91,7 @@ class _Run(NamedTuple):
     """Hold drafts that are not known yet to be right."""
 
     first: int
-    """The length of the text before them."""
+    """The length of the text before the drafts."""
     drafts: Tokens
     group: int
     at_sources: npt.NDArray[np.int8]
@@ -107,9 +107,11 @@ class DraftLengths:
     """
 
     _PRIOR_WEIGHT = 6.0
-    """For how many drafts of a group its prior counts."""
+    """As how many drafts the prior of a group counts beside the drafts that were seen."""
     _PLACE_WEIGHT = 2.0
-    """For how many drafts at one place of a run the share of all places of the group counts."""
+    """As how many drafts the share of right drafts of a whole group counts for each number within a
+    run.
+    """
     _DECAY = 0.96
     _ANY, _LONGER = 1.05, 1.02
     """Estimates are not exact: as many times as many tokens per second must be expected of drafts
@@ -134,8 +136,8 @@ class DraftLengths:
         return self._outcomes.n_bytes
 
     def chances(self, evidence: Evidence) -> list[float]:
-        """Return, for each place of a run, the estimated probability that the draft there is right
-        and all before it are.
+        """Return, for each draft of a run, the estimated probability that it and all drafts before
+        it are right.
         """
         group, weight, place = evidence.group, self._PRIOR_WEIGHT, self._PLACE_WEIGHT
         right, tried = self._right[group].tolist(), self._tried[group].tolist()
@@ -167,7 +169,7 @@ class DraftLengths:
         return n_best
 
     def expect(self, tokens: Tokens, drafts: list[int], evidence: Evidence) -> None:
-        """Take down drafts of what follows a text, to compare them with it later."""
+        """Record drafts of what follows a text, to compare them with it later."""
         if self._made and self._made[-1].first == len(tokens):
             self._made.pop()
         at_sources = self._outcomes.at(evidence.source, len(drafts))

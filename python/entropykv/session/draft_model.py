@@ -28,13 +28,14 @@ from entropykv.store.protocol import Logits
 
 _CATCH_UP = 512
 """The most tokens of the text that are read before one step; the next steps read the rest, without
-drafts, so that no token waits for a long prompt."""
+drafts, so that no token waits for a long prompt.
+"""
 _MOST_MORE_TOKENS = 128
 """By how many tokens the sizes of vocabularies may differ, because of padding: as llama.cpp."""
 _FIRST_COMPARED = 5
 """Tokens before it are special ones, which are compared by their role: as llama.cpp."""
 _POLICY = "fast"
-"""Reads every text once, and needs no profile."""
+"""The policy of the small model, which reads every text once and needs no profile."""
 
 
 class DraftModel:
@@ -133,7 +134,7 @@ class ModelDrafter:
         room.
         """
         if most < 1 or any(map(is_placeholder, tokens[self._slot.text.position :].tolist())):
-            return [], Evidence(0)  # It sees no images.
+            return [], Evidence(0)  # The small model sees no images.
         try:
             logits = self._follow(tokens)
             return ([], Evidence(0)) if logits is None else self._write(logits, most)

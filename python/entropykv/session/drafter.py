@@ -16,12 +16,12 @@ from entropykv.settings.cache_options import DraftFunction
 Tokens = npt.NDArray[np.int32]
 
 LONGEST_MATCH = 32
-"""So many tokens are compared at most."""
+"""The most tokens before two positions of a text that are compared."""
 _MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
 """From so many agreeing tokens on, a draft belongs to the next group."""
 _RESUMED = (6, 9, 12)
-"""From so many agreeing tokens on, a draft that goes on at an earlier draft's place belongs to the
-next group; these groups follow those of other drafts.
+"""From so many agreeing tokens on, a draft that goes on where an earlier draft was copied from
+belongs to the next group; these groups follow those of other drafts.
 """
 PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.6)
 """By group, the share of right drafts that is expected before any was seen."""
@@ -31,9 +31,11 @@ class Evidence(NamedTuple):
     """Say what speaks for drafts; it tells how often such drafts are right."""
 
     agreed: int
-    """How many of the tokens before them, of LONGEST_MATCH at most, are as the drafter expects."""
+    """How many tokens before the drafts, of LONGEST_MATCH at most, are as the drafter expects."""
     is_resumed: bool = False
-    """Whether an earlier place is followed on although the text differs from it in places."""
+    """Whether drafts go on from an earlier position although the text has differed from it in
+    between.
+    """
     source: int = -1
     """The position in the text from which the drafts are copied; -1: they come from elsewhere."""
 
@@ -88,7 +90,7 @@ class FunctionDrafter:
     n_bytes = 0
     seconds_each = 0.0
     _EVIDENCE = Evidence(8)
-    """It says nothing about how sure it is; how often it was right will tell."""
+    """The function says nothing about how sure it is; how often it was right will tell."""
 
     def __init__(self, function: DraftFunction) -> None:
         """Call `function` for drafts."""

@@ -32,7 +32,7 @@ class DraftCounts:
 
 
 class Drafting:
-    """Draft for one text: with the drafter, as many tokens as pay."""
+    """Guess the next tokens of one text with its drafter, as many as save time."""
 
     _RETRY = 16
     """After so many tokens without drafts, one is made to see whether they are right again; twice
@@ -67,7 +67,7 @@ class Drafting:
         self._lengths.compare(tokens)
         seconds, single = self._drafter.seconds_each, self._costs.single_seconds
         if seconds > 0.0 and single > 0.0:
-            # As the last time: it is not known before drafts are made.
+            # The last evidence counts: that of new drafts is not known yet.
             most = self._lengths.choose(most, self._evidence, n_others, seconds / single)
             if most == 0:
                 self._skipped += 1
@@ -89,7 +89,7 @@ class Drafting:
         self._drafter.close()
 
     def note(self, n_drafts: int, n_right: int) -> None:
-        """Take down how many drafts were read after propose(), and how many were right."""
+        """Record how many drafts were read after propose(), and how many were right."""
         self.counts.steps += 1
         if n_drafts:
             self.counts.drafted += n_drafts

@@ -22,7 +22,9 @@ attention, too.
 LEAST_TOKENS = 16
 """The least tokens for an echo: shorter texts, such as questions or single tokens, wait."""
 LEAST_CHUNK = 32
-"""The shortest chunk: budgets follow the losses of so many tokens, see policy/online.py."""
+"""The shortest chunk, in tokens: budgets that follow the text change after so many
+(policy/online.py).
+"""
 
 APART = 8
 """How many tokens are written between two echoes if the bytes will soon be full."""

@@ -100,7 +100,7 @@ class DocumentNote:
     """Say what document a session has read; the header of the file of a document contains it."""
 
     names: list[str]
-    """The files that it was read from, in that order."""
+    """The files that the document was read from, in that order."""
     text: str
     """The whole text, which is read again behind another document."""
     n_tokens: int

@@ -153,7 +153,9 @@ def read_prompt(
     *,
     companions: Companions = ALONE,
 ) -> None:
-    """Read tokens of a prompt, and count them; the values of each where they are wanted."""
+    """Read tokens of a prompt and count them; their log probabilities are recorded if that was
+    requested.
+    """
     start, before, done = time.perf_counter(), session.position, 0
     recorder = companions.recorder
     if recorder is not None and not recorder.of_prompt:
@@ -182,7 +184,8 @@ def _micro_batches(
 ) -> Iterator[Any]:
     """Read tokens one micro-batch after the other, and ask before each whether to go on."""
     n_before = session.position
-    gives_way = {"gives_way": True} if hooks.gives_way else {}  # Only a session can.
+    # Only a session knows `gives_way`, with which others read first.
+    gives_way = {"gives_way": True} if hooks.gives_way else {}
     steps = session.decode_micro_batches(tokens, all_logits=all_logits, **gives_way)
     while True:
         left = len(tokens) - (session.position - n_before)

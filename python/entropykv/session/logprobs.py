@@ -14,27 +14,27 @@ from entropykv.llamacpp.distributions import log_softmax
 
 Row = npt.NDArray[np.float32]
 MOST_LOGIT_BYTES = 32 << 20
-"""The most bytes of logits that a prompt whose tokens are asked for takes at a time."""
+"""The most bytes of logits that are held at a time while a prompt is read for log probabilities."""
 MOST_VALUES = 131_072
-"""The most values of one text that wait to be shown, some 250 bytes each: those of a whole answer,
-and of a stream those that come before its next piece.
+"""The most tokens of one text whose log probabilities are held until they are sent, some 250 bytes
+each: those of a whole answer, and of a stream those that come before its next piece.
 """
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Hold the logarithm of a token's probability, and the most probable tokens in its place."""
+    """Hold the log probability of a token, and of the most probable tokens at its position."""
 
     token: int
     logprob: float | None
     """None for the first token of a text, before which there are no logits."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most probable tokens with their values, the first one first."""
+    """The most probable tokens with their log probabilities, in descending order."""
 
 
 def logprob_of(logits: Row, token: int, n_top: int) -> TokenLogprob:
-    """Return the value of a token by the logits before it, (n_vocab,), and those of `n_top`
-    others.
+    """Return the log probability of a token by the logits before it, (n_vocab,), and those of
+    `n_top` others.
 
     Penalties, biases and temperature do not change what the model itself holds for probable.
     """
@@ -47,13 +47,13 @@ def logprob_of(logits: Row, token: int, n_top: int) -> TokenLogprob:
 
 
 def rows_at_a_time(n_vocab: int) -> int:
-    """Return how many tokens of a prompt are read together if their logits are asked for."""
+    """Return how many tokens of a prompt are read together if the logits of each are needed."""
     return max(1, MOST_LOGIT_BYTES // (n_vocab * np.dtype(np.float32).itemsize))
 
 
 @dataclass
 class LogprobRecorder:
-    """Collect the values of the tokens of one text while it is read and written."""
+    """Collect the log probabilities of the tokens of one text while it is read and written."""
 
     n_top: int
     of_prompt: bool = False
@@ -89,14 +89,16 @@ class LogprobRecorder:
         self.written.append(self._counted(logprob_of(logits, token, self.n_top)))
 
     def take(self, n_written: int) -> list[TokenLogprob]:
-        """Hand out the prompt's values, and those of the first written tokens."""
+        """Hand out the log probabilities of the prompt, and of the first written tokens."""
         taken = [*self.prompt, *self.written[:n_written]]
         self._n_values -= sum(1 + len(each.top) for each in taken)
         self.prompt, self.written = [], self.written[n_written:]
         return taken
 
     def _counted(self, value: TokenLogprob) -> TokenLogprob:
-        """Return a value that is held from now on; raises SettingsError if there are too many."""
+        """Return the log probability of a token, counted as held; raises SettingsError beyond
+        MOST_VALUES.
+        """
         self._n_values += 1 + len(value.top)
         _check_number(self._n_values)
         return value
@@ -111,15 +113,15 @@ def _check_number(n_values: int) -> None:
 
 
 class HeldValues:
-    """Hold the values of an answer's tokens until it is sent as a whole."""
+    """Hold the log probabilities of an answer's tokens until it is sent as a whole."""
 
     def __init__(self) -> None:
-        """Hold none."""
+        """Begin without tokens."""
         self.values: list[TokenLogprob] = []
         self._n_values = 0
 
     def add(self, values: Sequence[TokenLogprob]) -> None:
-        """Add values of tokens; raises SettingsError for more than MOST_VALUES."""
+        """Add log probabilities of tokens; raises SettingsError for more than MOST_VALUES."""
         self.values += values
         self._n_values += sum(1 + len(each.top) for each in values)
         _check_number(self._n_values)
@@ -128,7 +130,7 @@ class HeldValues:
 def completion_logprobs(
     values: Sequence[TokenLogprob], name: Callable[[int], str], offset: int
 ) -> dict[str, Any]:
-    """Return values of tokens as the field `logprobs` of OpenAI's completions has them.
+    """Return log probabilities as the field `logprobs` of OpenAI's completions has them.
 
     `name` returns the text of a token, and `offset` is where the first one begins in the text of
     prompt and answer, in characters.

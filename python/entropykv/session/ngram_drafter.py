@@ -1,4 +1,4 @@
-"""Draft what followed at an earlier place of the text: no second model is needed."""
+"""Draft what followed at an earlier position of the text: no second model is needed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from entropykv.session.drafter import LONGEST_MATCH, Evidence, Tokens
 _NGRAM = 3
 """Tokens that must occur before, for what followed them to be a draft."""
 _CANDIDATES = 8
-"""Earlier places that are compared with the end of the text."""
+"""How many earlier positions are compared with the end of the text."""
 _RESUMED_WINDOW, _LEAST_RESUMED = 16, 4
-"""A place is followed on while so many of the last tokens before it are those of the text."""
+"""Drafts go on from a position while so many of the last tokens before it are those of the text."""
 _MOST_BUCKETS = 1 << 16
 _LEAST_PLACES = 64
 _FEW = 32
@@ -22,10 +22,10 @@ _FACTOR, _OFFSET, _SHIFT, _MASK = 0x01000193, 0x9E37, 15, (1 << 64) - 1
 
 
 class NgramDrafter:
-    """Find the end of the text at an earlier place of it, and draft what followed there.
+    """Find the end of the text at an earlier position of it, and draft what followed there.
 
-    Every place is found by a hash of the three tokens before it; places with the same hash are
-    linked, the latest first. Of the latest ones, the place whose preceding tokens agree longest
+    Every position is found by a hash of the three tokens before it; positions with the same hash
+    are linked, the latest first. Of the latest ones, the one whose preceding tokens agree longest
     with the end of the text is taken.
     """
 
@@ -47,15 +47,15 @@ class NgramDrafter:
         return self._latest.nbytes + self._earlier.nbytes
 
     def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
-        """Return what followed at the better of two earlier places: see Drafter.
+        """Return what followed at the better of two earlier positions: see Drafter.
 
-        One is the place with the longest match. The other is where the last drafts came from, as
+        One is the position with the longest match. The other is where the last drafts came from, as
         far on as the text has grown: it is right where the text repeats a pattern with other
         numbers or names in it, which are as many tokens long.
         """
         self._index(tokens)
         n = len(tokens)
-        if n < self._n_before:  # a rollback
+        if n < self._n_before:  # The text was rolled back.
             self._source = -1
         if n <= _NGRAM or most < 1:
             return [], Evidence(0)
@@ -76,8 +76,8 @@ class NgramDrafter:
         """Do nothing: the tables go with the object."""
 
     def _longest_match(self, tokens: Tokens) -> tuple[int, Evidence]:
-        """Return the earlier place whose preceding tokens agree longest with the end of the text;
-        -1: there is none.
+        """Return the earlier position whose preceding tokens agree longest with the end of the
+        text; -1: there is none.
         """
         n = len(tokens)
         best, length = -1, 0
@@ -112,13 +112,13 @@ class NgramDrafter:
         )
 
     def _index(self, tokens: Tokens) -> None:
-        """Add the places of tokens that came since the last call; forget those rolled back."""
+        """Add the positions of tokens that came since the last call; forget those rolled back."""
         n = len(tokens)
         if n < self._n_indexed:
             self._forget(n)
         if n > len(self._earlier):
             self._grow(n)
-        # The end of the text itself is no earlier place.
+        # The end of the text itself is no earlier position.
         first = max(self._n_indexed, _NGRAM)
         if n <= first:
             return
@@ -132,7 +132,7 @@ class NgramDrafter:
             return
         ends = np.arange(first, n)
         buckets = self._hashes(tokens[first - _NGRAM : n - 1])
-        # In each bucket, every place is linked to the one before it.
+        # In each bucket, every position is linked to the one before it.
         order = np.argsort(buckets, kind="stable")
         ends, buckets = ends[order], buckets[order]
         before = np.concatenate(([-1], ends[:-1]))
@@ -150,7 +150,7 @@ class NgramDrafter:
         self._n_indexed = 0
 
     def _forget(self, n: int) -> None:
-        """Unlink all places from position n on."""
+        """Unlink all positions from n on."""
         stale = np.flatnonzero(self._latest >= n)
         for bucket in stale.tolist():
             end = int(self._latest[bucket])

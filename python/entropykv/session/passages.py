@@ -30,12 +30,12 @@ class Passage:
     """Hold a passage of a document, and how much an answer looked at it."""
 
     start: int
-    """Its first character in the document's text."""
+    """The first character of the passage in the document's text."""
     end: int
-    """The end of its characters, exclusive."""
+    """The end of the passage's characters, exclusive."""
     text: str
     share: float
-    """Its part of all importance that the document's entries have gained, from 0 to 1."""
+    """The passage's part of all importance that the document's entries have gained, from 0 to 1."""
 
 
 def cut_into_passages(tokens: Sequence[bytes]) -> list[int]:

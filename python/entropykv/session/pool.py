@@ -38,12 +38,12 @@ class PoolStats:
     sessions: int
     """How many sessions are open."""
     live: int
-    """How many of them hold entries in the pool."""
+    """How many sessions hold entries in the pool."""
     swapped_out: int
-    """How many of them are swapped out."""
+    """How many sessions are swapped out."""
     swapped_bytes: int
     waiting: int
-    """How many of them have tokens that wait to be read."""
+    """How many sessions have tokens that wait to be read."""
     entries_kept: int
     """How many entries all live sessions hold in all KV heads."""
     evictions: int

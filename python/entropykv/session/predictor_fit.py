@@ -31,7 +31,9 @@ LEAST_CORRELATION = 0.3
 before it have little in common, or that the model's lookups cannot be predicted.
 """
 MOST_DISAGREEMENTS = 4
-"""After so many rounds that do not agree with those before, the last one is used, and not kept."""
+"""The most rounds that disagree with what earlier ones have taught; after them, the predictor of
+the last round is used by this process, and not kept for others.
+"""
 LEAST_NEW = 0.5
 """The share of a text's tokens that must be new, each with the three tokens before it; a text that
 repeats itself teaches nothing.
@@ -51,9 +53,9 @@ class PredictorFit:
     n_tokens = 0
     """How many tokens were read twice in this process."""
     n_needed = LEAST_TOKENS
-    """How many tokens it is learnt from at least."""
+    """How many tokens the predictor is learnt from at least."""
     least_texts = 1
-    """How many texts it is learnt from at least; a server needs several."""
+    """How many texts the predictor is learnt from at least; a server needs several."""
 
     def __init__(
         self,

@@ -43,12 +43,12 @@ class _Node(Generic[Item]):
     """Hold the end of an edge: a beginning that all texts below it share."""
 
     end: int = 0
-    """How many tokens they share."""
+    """How many tokens all texts below the node share."""
     parent: _Node[Item] | None = None
     witness: array[int] = field(default_factory=lambda: array("i"))
-    """The tokens of one of these texts."""
+    """The tokens of one of the texts below the node."""
     children: dict[int, _Node[Item]] = field(default_factory=dict)
-    """The nodes below it, by the first tokens of their edges."""
+    """The nodes below this one, by the first tokens of their edges."""
     items: dict[Item, None] = field(default_factory=dict)
     """The texts that end here."""
 
@@ -121,7 +121,7 @@ class PrefixIndex(Generic[Item]):
         while (above := node.parent) is not None and not node.items and len(node.children) < 2:
             first = text.tokens[above.end]
             del above.children[first]
-            for child in node.children.values():  # Its edge goes on with that of the only one.
+            for child in node.children.values():  # A node with a single child is merged with it.
                 child.parent, above.children[first] = above, child
             node = above
         if not node.items and not node.children:

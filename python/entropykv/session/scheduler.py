@@ -22,7 +22,7 @@ from entropykv.store.step import Part
 MOST_PATIENCE = 0.05
 """The most seconds that a step waits for the next tokens of the sessions in the last step."""
 PATIENCE = 0.5
-"""The most that a step waits for them as a fraction of the last step's time."""
+"""The most that a step waits for next tokens, as a fraction of the last step's time."""
 _CHECK_INTERVAL = 0.02
 """Seconds between two checks of a leader without work whether a session is idle."""
 

@@ -110,7 +110,7 @@ class SessionStats:
     drafted_tokens: int = 0
     """How many tokens were guessed and read: see docs/background/drafts.md."""
     accepted_drafts: int = 0
-    """How many of them were right."""
+    """How many of the guessed tokens were right."""
     draft_steps: int = 0
     """In how many steps tokens were written while a drafter was there, with drafts or without."""
     draft_kv_bytes: int = 0
@@ -136,7 +136,7 @@ class SessionStats:
     entries_restored: int = 0
     """How often an entry was restored."""
     entries_recalled: int = 0
-    """How many of these were recalled because queries needed them."""
+    """How many of the restored entries were recalled because queries needed them."""
     cold_seconds: float = 0.0
     """Seconds spent freezing, restoring, and searching cold storage."""
     climbs: dict[str, int] = field(default_factory=dict)

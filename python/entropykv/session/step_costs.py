@@ -37,7 +37,7 @@ class StepCosts:
         """In units of a single token's step: the cost of two tokens, and of each beyond."""
 
     def note(self, n_tokens: int, seconds: float) -> None:
-        """Take down a step that read nothing but written tokens and drafts."""
+        """Record a step that read nothing but written tokens and drafts."""
         single = self.single_seconds
         if single > 0.0:
             expected = single * self.relative(n_tokens)

@@ -29,13 +29,14 @@ class SwappedSequence:
     n_entries: int
     """How many entries all its KV heads hold."""
     evicted: int
-    """How many entries were evicted before it was swapped out."""
+    """How many entries the sequence had evicted before it was swapped out."""
     pages: StoreCheckpoint | None = None
-    """Its pages while it is in the pool; None once it has left."""
+    """The sequence's pages while it is in the pool; None once it has left."""
     leave: Callable[[StoreCheckpoint], StoreState] | None = None
     """Converts `pages` to a state outside the pool."""
     state: SavedState | None = None
-    """Its state once it has left the pool; without the sections if they are in a file."""
+    """The sequence's state once it has left the pool; without the sections if they are in a file.
+    """
     file: BinaryIO | None = None
     """The file of the sections. It has no name, so that it disappears with the process in
     any case.

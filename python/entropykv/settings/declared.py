@@ -23,11 +23,13 @@ class Option:
     """Hold the names of an option, what it does, and which values it accepts."""
 
     help: str
-    """What it does, without the default."""
+    """What the option does, without the default."""
     flags: tuple[str, ...] = ()
-    """Its names at the command line; empty: it exists only as a keyword argument and a setting."""
+    """The option's names at the command line; empty: it exists only as a keyword argument and a
+    setting.
+    """
     setting: str = ""
-    """Its name in the server's settings; by default the name at the command line."""
+    """The option's name in the server's settings; by default the name at the command line."""
     metavar: str | None = None
     kind: type = str
     """The type of the value that users type: str, int, float, or bool for a switch."""
@@ -42,7 +44,7 @@ class Option:
     at_server: Any = _AS_FIELD
     """The default of the server, if it differs."""
     label: str = ""
-    """Its name in errors, if that is not the name of the field."""
+    """The option's name in errors, if that is not the name of the field."""
     of_schedule: bool = False
     """True if it belongs to the schedule of policy rolling-freeze."""
 

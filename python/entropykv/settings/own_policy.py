@@ -47,7 +47,7 @@ class MicroBatchSeen:
     """Hold what OwnPolicy.observe() can see of a micro-batch."""
 
     n_tokens: int
-    """How many tokens it has."""
+    """How many tokens the micro-batch has."""
     heads_per_layer: tuple[int, ...]
     """How many KV heads each attention layer has."""
     entropies: Callable[[int], npt.NDArray[np.float32]]

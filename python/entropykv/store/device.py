@@ -334,7 +334,7 @@ class DeviceStore(Store, Pooled):
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
         counters = core_counters(self._store, self.context.hook)
-        if not self._config.options.in_pool:  # Otherwise the sequences share it.
+        if not self._config.options.in_pool:  # In a pool, the sequences share the budget.
             counters["kv_bytes_scratch"] += self.context.scratch_bytes
         return {
             "kv_type": self._config.kv_type,

@@ -24,7 +24,9 @@ from entropykv.store.store_context import StoreContext
 
 
 class PlacedStore(Protocol):
-    """Have rows for an equal part of the budget: a device store, as far as its context asks."""
+    """Define what a context needs of its stores, each of which has rows for an equal part of the
+    budget.
+    """
 
     @property
     def core(self) -> _core.DeviceStore:

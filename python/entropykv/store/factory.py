@@ -62,7 +62,7 @@ class StoreFactory:
     @property
     def context(self) -> StoreContext:
         """Return the context of all stores."""
-        return cast(StoreContext, self._context)  # It is there until close().
+        return cast(StoreContext, self._context)  # The context is there until close().
 
     def make(self, budget: Budget) -> Store:
         """Return a store for another sequence; raises BudgetError without memory for it."""
@@ -99,7 +99,7 @@ class StoreFactory:
                         return store
                     on_host = self.config
             except (UnsupportedModelError, SettingsError) as error:
-                refusal = error  # It says how to get the device store, if there is a way.
+                refusal = error  # The error says how to get the device store, if there is a way.
         try:
             return self._try(asked, budget)
         except UnsupportedModelError as error:

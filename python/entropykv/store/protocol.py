@@ -57,7 +57,7 @@ class TokensToRead(NamedTuple):
     n_tokens: int
     """The tokens of its text, with drafts; it may be 0 if there is an echo."""
     position: int
-    """The position of the first of them in the text."""
+    """The position of the first of these tokens in the text."""
     n_echo: int = 0
     """How many more tokens follow, of which nothing is kept."""
     n_drafts: int = 0
@@ -159,7 +159,7 @@ class Pooled(ABC):
     copies_checkpoints: bool = False
     """True if a checkpoint is a copy of the state outside the pool, whose pages are not shared."""
     share_pages: int = 0
-    """The most pages of the pool that it may hold."""
+    """The most pages of the pool that the store may hold."""
 
     @abstractmethod
     def take_place(self, sequence: int) -> None:

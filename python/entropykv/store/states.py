@@ -76,9 +76,9 @@ class StoreCheckpoint:
     recurrent: bytes
     """The state of recurrent layers in llama.cpp's format; empty without such layers."""
     n_bytes: int
-    """The bytes that it holds besides the pages."""
+    """The bytes that the checkpoint holds besides the pages."""
     n_pages: int
-    """How many pages it holds, including pages that it shares."""
+    """How many pages the checkpoint holds, including pages that it shares."""
 
     def copy(self) -> StoreCheckpoint:
         """Return another checkpoint that owns the same pages."""

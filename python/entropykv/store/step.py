@@ -91,7 +91,7 @@ class Part:
             drafts.settle(self.n_right)
         try:
             self.store.after(self.n_read)
-        except SessionFileError as error:  # Its pages are lost, but not those of other parts.
+        except SessionFileError as error:  # Only the pages of this part are lost.
             self.error = error
             return
         self.logits = logits

@@ -24,7 +24,7 @@ _NO_NAMES = frozenset({"const", "enum", "default", "examples"})
 
 
 class StructuredOutputs(BaseModel):
-    """What an answer must be, as vLLM's clients send it: one of these."""
+    """Say what an answer must be, as vLLM's clients send it: one of these fields is given."""
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
 
@@ -102,7 +102,7 @@ def _any_object(_: Any) -> Constraint:
 
 
 def embedded(schema: Any, place: str) -> Any:
-    """Return a schema that can stand at a place of another one, such as #/$defs/a.
+    """Return a schema that can stand within another one, at a path such as #/$defs/a.
 
     Its references, which begin at itself, are changed to begin there.
     """

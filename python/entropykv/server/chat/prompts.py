@@ -27,7 +27,7 @@ class ChatParts:
     opens_answer: bool = True
     """Whether the prompt ends with the beginning of an answer."""
     begun: str = ""
-    """How the answer begins, which continues it."""
+    """The beginning of the answer, which the model continues."""
 
     def text(self, model: LoadedModel, messages: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Return the text of the prompt, by default of its own messages, which only tokenize()

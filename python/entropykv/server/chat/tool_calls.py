@@ -131,7 +131,8 @@ class ToolUse:
             name = tool.name if tool.name not in definitions else f"{tool.name}-{index}"
             place = f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}"
             parameters = tool.function.parameters or _NO_PARAMETERS
-            made("tools", Constraint.json_schema, parameters)  # Checks its depth, before others do.
+            # Refuse a deeply nested schema before other code recurses into it.
+            made("tools", Constraint.json_schema, parameters)
             definitions[name] = {"type": "object", **embedded(_closed(parameters), place)}
             properties = {"name": {"const": tool.name}, "arguments": {"$ref": place}}
             calls.append(

@@ -96,9 +96,9 @@ class AnswerHead:
     """Hold what every part of one answer begins with."""
 
     kind: str
-    """Its field `object`."""
+    """The value of the answer's field `object`."""
     prefix: str
-    """The beginning of its id."""
+    """The beginning of the answer's id."""
     model: str
     _fields: dict[str, Any] = field(default_factory=dict)
 
@@ -123,7 +123,7 @@ class AnswerHead:
 
 
 class TokenNames:
-    """Hold the texts by which the values of tokens are told."""
+    """Return the texts by which answers with log probabilities name tokens."""
 
     def __init__(self, model: Model) -> None:
         """Use a model's vocabulary."""
@@ -210,11 +210,11 @@ class CompletionWriter:
             self._job.tell({**chunk, **progress_of(self._job, n_read)})
 
     def _of_prompt(self, event: PromptRead) -> Sequence[TokenLogprob]:
-        """Return the values of the prompt's tokens: the first of its text has none, as at
-        OpenAI.
+        """Return the log probabilities of the prompt's tokens: the first of its text has none, as
+        at OpenAI.
         """
         values = list(event.logprobs)
-        if values and not self._names.of(values[0].token):  # It only begins the prompt.
+        if values and not self._names.of(values[0].token):  # A BOS token only begins the prompt.
             del values[0]
         return [*(TokenLogprob(each.token, None) for each in values[:1]), *values[1:]]
 
@@ -377,7 +377,7 @@ class ChatWriter:
         values: list[TokenLogprob],
         reason: str | None = None,
     ) -> Chunk:
-        """Return a chunk with the values of the tokens since the last one."""
+        """Return a chunk with the log probabilities of the tokens since the last one."""
         choice = {"delta": delta, "logprobs": self._logprobs(values), "finish_reason": reason}
         values.clear()
         if reason is not None:

@@ -182,7 +182,7 @@ class LlamaServerRequest(GeneratingRequest):
             raise RequestError(400, "prompt: it is empty", param="prompt")
         field, constraint = single(self.constraints()) or ("grammar", None)
         sampling = sampling_of(self, model, constraint)
-        if is_random_seed(sampling.seed):  # The answer tells it.
+        if is_random_seed(sampling.seed):  # The answer shows the seed that was drawn.
             sampling = replace(sampling, seed=new_seed())
         request = GenerationRequest(
             prompt,

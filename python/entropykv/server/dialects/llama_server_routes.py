@@ -188,7 +188,7 @@ def _props(engine: Engine) -> dict[str, Any]:
         },
         "total_slots": engine.n_slots,
         "model_alias": model.name,
-        "model_path": model.model.geometry.path.name,  # Without its folder.
+        "model_path": model.model.geometry.path.name,  # Clients must not learn the folder.
         "modalities": {"vision": model.images is not None, "audio": False},
         "chat_template": "" if template is None else template.source,
         "bos_token": model.model.token_name(model.model.bos),

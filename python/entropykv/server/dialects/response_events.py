@@ -131,7 +131,7 @@ class _TextItem(ABC):
     """Make the events of one item whose text is streamed."""
 
     kind: str
-    """The name of its events in OpenAI's API."""
+    """The name of the item's events in OpenAI's API."""
 
     def __init__(self, index: int) -> None:
         """Start the item with this index in the output."""
@@ -140,7 +140,7 @@ class _TextItem(ABC):
         self._text = ""
 
     prefix: str
-    """The beginning of its id."""
+    """The beginning of the item's id."""
 
     @abstractmethod
     def make(self, text: str | None) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class _TextItem(ABC):
         return {"type": f"{self.kind}.delta", **self._place(), "delta": text, **self.extra}
 
     extra: Mapping[str, Any] = MappingProxyType({})
-    """Additional fields of its events."""
+    """Additional fields of the item's events."""
 
     def end(self) -> Iterator[dict[str, Any]]:
         yield {"type": f"{self.kind}.done", **self._place(), "text": self._text, **self.extra}

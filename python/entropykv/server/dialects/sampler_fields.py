@@ -116,7 +116,7 @@ class SamplerFields(BaseModel):
                     raise PydanticCustomError(
                         "not_here", "{name} is not possible here; {instead}", _said(name, instead)
                     )
-            if data.get("grammar") == "":  # As llama-server's page sends none.
+            if data.get("grammar") == "":  # llama-server's page sends "" for no grammar.
                 return {name: value for name, value in data.items() if name != "grammar"}
         return data
 

@@ -95,7 +95,7 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _field(body: bytes, start: int, end: int) -> tuple[str, FormField]:
-    """Return the name of the part at a place, and the part."""
+    """Return the name of the part between two offsets, and the part."""
     blank = body.find(b"\r\n\r\n", start, min(end, start + _MOST_HEAD_BYTES))
     if blank < 0:
         raise RequestError(

@@ -27,7 +27,7 @@ class _StoppedError(Exception):
 
 
 class DocumentReader:
-    """Read the documents of one model in a thread of its own, in a place of the pool of its own."""
+    """Read the documents of one model in a thread of its own, as a further sequence of the pool."""
 
     def __init__(
         self, model: LoadedModel, prefix_cache: PrefixCache, library: DocumentLibrary
@@ -43,7 +43,8 @@ class DocumentReader:
         self._thread = threading.Thread(target=self._run, name="entropykv-documents", daemon=True)
         self._thread.start()
         for reading in library.interrupted(self.model):
-            with contextlib.suppress(RequestError):  # Those beyond a limit wait for their requests.
+            # Readings beyond a limit begin when a request asks for their document.
+            with contextlib.suppress(RequestError):
                 library.begin(reading)
 
     def id_of(self, user: str, name: str) -> DocumentId:

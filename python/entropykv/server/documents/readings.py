@@ -78,7 +78,9 @@ class Reading:
     kept: AcceptedText | None = None
     """The file of its text; None before it was written, and after the end."""
     removal: Removal | None = None
-    """The deletion for which it was stopped: then nothing of it is kept."""
+    """The deletion for which the reading was stopped: then nothing of it is kept; None: there is
+    none.
+    """
     ended: list[Any] = field(default_factory=list)
     """Functions that are called when it has ended."""
 
@@ -155,7 +157,7 @@ class Readings:
                     f"{MOST_READINGS} documents are being read or wait for it; try again later",
                     retry_after=30,
                 )
-            self._of.pop(path, None)  # Otherwise it would have the place of the failed one.
+            self._of.pop(path, None)  # Otherwise it would stay where the failed one was.
             self._of[path] = reading
         return True
 

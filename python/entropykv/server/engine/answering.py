@@ -27,20 +27,22 @@ from entropykv.session.passages import AttentionSince, Passage
 from entropykv.session.session import Session
 
 _TRIALS = Trials()
-"""Those of all models, because constraints are tried without their vocabularies."""
+"""The trials of constraints, one object for all models, because constraints are tried without a
+vocabulary.
+"""
 
 
 @dataclass(eq=False)
 class AnswerSlot:
-    """Hold one of the places in which jobs are answered at the same time."""
+    """Hold one of the slots in which jobs are answered at the same time."""
 
     number: int
     latest: Session | None = None
-    """The conversation that it answered last, which is in the prefix cache unless it was dropped
-    there.
+    """The conversation that was answered last in this slot, which is in the prefix cache unless it
+    was dropped there.
     """
     totals: Totals = field(default_factory=Totals)
-    """What was read and written in it."""
+    """The figures of what was read and written in this slot."""
 
 
 @dataclass(eq=False)
@@ -54,19 +56,19 @@ class Answering:
     """Called before every step; what it raises ends the job."""
     caller: Caller = SOMEBODY
     document: AskedDocument | None = None
-    """The document that it asks about."""
+    """The document that the job asks about."""
     n_prompt: int = 0
-    """How many tokens its prompt has."""
+    """How many tokens the job's prompt has."""
     n_cached: int = 0
-    """How many of them had been read before."""
+    """How many tokens of the prompt had been read before."""
     n_written: int = 0
     """How many tokens were written so far."""
     n_thought: int | None = None
-    """How many of them are thoughts; None if the model does not think."""
+    """How many of the written tokens are thoughts; None if the model does not think."""
     n_read: int = 0
-    """How many of the others were read so far."""
+    """How many of the prompt's other tokens were read so far."""
     prompt_seconds: float = 0.0
-    """How long that has taken."""
+    """How many seconds reading the prompt has taken."""
     answer_seconds: float = 0.0
     """How long the answer has taken so far."""
     n_drafted: int = 0
@@ -211,7 +213,7 @@ class Answering:
         self.prefix_cache.put(session, self.caller, place)
 
     def _note(self, event: Event, session: Session) -> None:
-        """Take down how far the answer is."""
+        """Record how far the answer is."""
         if isinstance(event, PromptRead):
             self.n_read = event.n_tokens - event.n_cached
             self.prompt_seconds, self._began = event.seconds, time.perf_counter()

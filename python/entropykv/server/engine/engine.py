@@ -47,7 +47,7 @@ class Job:
     note: Callable[[int, int], None] | None
     caller: Caller = SOMEBODY
     document: AskedDocument | None = None
-    """The document that it asks about."""
+    """The document that the job asks about."""
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     """The time at which its first chunk was ready."""
@@ -93,7 +93,7 @@ class Engine:
         """Use a loaded model; with `interrupt`, a new request ends the streams of the same user.
 
         `shared_prefixes`: whether conversations with the same key may reuse each other's prefixes.
-        `documents`: where documents are kept; they are read in one of the pool's places.
+        `documents`: where documents are kept; they are read as one of the pool's sequences.
         """
         self.model = model
         """The model, for callers that only use its vocabulary."""
@@ -318,7 +318,7 @@ class Engine:
     @property
     def n_conversations(self) -> int:
         """Return how many conversations are kept or being answered."""
-        n_own = 0 if self.pool.holds_one else 1  # The model's own, which reads nothing.
+        n_own = 0 if self.pool.holds_one else 1  # The model's own session reads nothing.
         return self.moment().pool.sessions - n_own
 
     def moment(self) -> Moment:

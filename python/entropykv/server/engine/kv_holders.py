@@ -47,11 +47,11 @@ class Holder:
 
     id: str
     name: str | None
-    """Its name, as the client has given it, or that of the document."""
+    """The name that the client has given to the conversation, or that of the document."""
     is_document: bool
     position: int
     pool_status: PoolStatus
-    """Its status among the other sessions of the pool."""
+    """The status of the conversation among the other sessions of the pool."""
     stats: SessionStats
 
     @classmethod

@@ -34,11 +34,15 @@ class _Conversation:
     session: Session
     caller: Caller
     document: Path | None = None
-    """The file of the document that it has read and nothing else; its questions get copies."""
+    """The file of the document that is all that the conversation has read; questions get copies of
+    it.
+    """
     version: FileStamp | None = None
-    """The version of that file, which another server may replace."""
+    """The version of the document's file, which another server may replace."""
     answer_place: int = 0
-    """The position at which later turns continue, because they lack its thought; 0: it has none."""
+    """The position at which later turns continue, because they lack the thought of the last answer;
+    0: it has none.
+    """
 
 
 @dataclass(frozen=True)

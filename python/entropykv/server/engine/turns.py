@@ -190,7 +190,7 @@ class _Turn:
     def _headers(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         own = [(REPLICA_HEADER, self._replica)]
         if headers.get(b"content-type", b"").startswith(_STREAMS):
-            return own  # They are sent before the prompt was read.
+            return own  # Headers of streams are sent before the prompt was read.
         return [*own, (TOKENS_READ_HEADER, str(tokens_of(self._scope)[0]).encode())]
 
 

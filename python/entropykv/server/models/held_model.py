@@ -28,7 +28,7 @@ class ModelState(Enum):
     LOADING = "loading"
     LOADED = "loaded"
     SLEEPING = "sleeping"
-    """It was unloaded because nobody used it; the next request loads it again."""
+    """The model was unloaded because nobody used it; the next request loads it again."""
 
 
 @dataclass(eq=False)
@@ -44,24 +44,24 @@ class HeldModel:
     failure: RequestError | None = None
     """Why the latest attempt to load it failed; None if it did not."""
     estimate: MemoryEstimate | None = None
-    """The estimated memory while it is loaded; None if not estimated yet."""
+    """The estimated memory of the loaded model; None if not estimated yet."""
     about: dict[str, Any] | None = None
-    """The description in its routes when it was last loaded."""
+    """The description that the routes had when the model was last loaded."""
     users: int = 0
-    """How many requests it answers, or is about to answer."""
+    """How many requests the model answers, or is about to answer."""
     waiting: int = 0
-    """How many requests wait until it is loaded."""
+    """How many requests wait until the model is loaded."""
     leaves: bool = False
-    """True if it accepts no new requests, and is unloaded after its last one."""
+    """True if the model accepts no new requests, and is unloaded after its last one."""
     last_used: float = field(default_factory=time.monotonic)
     loads: int = 0
-    """How often it was loaded."""
+    """How often the model was loaded."""
     opening: asyncio.Task[None] | None = None
-    """The task that loads it."""
+    """The task that loads the model."""
     wanted: bool = False
-    """True if it is to be loaded even if no request waits for it."""
+    """True if the model is to be loaded even if no request waits for it."""
     timer: asyncio.TimerHandle | None = None
-    """The timer that unloads it after some time without requests."""
+    """The timer that unloads the model after some time without requests."""
 
     @property
     def name(self) -> str:

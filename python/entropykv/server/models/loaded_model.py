@@ -24,7 +24,7 @@ class LoadedModel:
 
     pool: Pool
     name: str
-    """The name that clients use for it; never a path."""
+    """The name that clients use for the model; never a path."""
     request_defaults: Mapping[str, Any] = field(default_factory=dict)
     """The server's defaults for fields that a request leaves out."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class LoadedModel:
     def __post_init__(self) -> None:
         """Make a session that reads nothing, for figures that all sessions share."""
         self.idle: Session = self.pool.session()
-        if self.pool.holds_one:  # The only place is for conversations.
+        if self.pool.holds_one:  # The only sequence is for conversations.
             self.idle.close()
 
     @property

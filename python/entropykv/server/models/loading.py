@@ -60,7 +60,7 @@ def load_model(
     """Load the model and make its pool; raises the errors of Pool. `images`: the limits for its
     images.
 
-    `documents`: whether documents are read, for which the pool has one more place.
+    `documents`: whether documents are read, for which the pool has one more sequence.
     """
     _check(options)
     path, cache = path_of(options), cache_options(options, documents=documents)
@@ -216,7 +216,7 @@ def path_of(options: ModelOptions) -> Path:
 def cache_options(options: ModelOptions, *, documents: bool = False) -> CacheOptions:
     """Return the options of the cache; raises BudgetError or SettingsError.
 
-    `documents`: whether documents are read, in a place of the pool of their own.
+    `documents`: whether documents are read, as a further sequence of the pool.
     """
     if options.parallel == 1 and options.checkpoints is None and not documents:
         return cache_options_of(options, rungs=WITHOUT_REWALK)

@@ -21,7 +21,9 @@ _FIXED = 32 << 20
 _VALUE = 4
 """Bytes of a value of llama.cpp's intermediate results, which are f32."""
 _EMBEDDINGS, _FEED_FORWARDS = 4, 3
-"""How many of them llama.cpp's graph holds at a time for a token, besides its logits."""
+"""How many embeddings, and how many rows of a feed-forward layer, llama.cpp's graph holds at a time
+for a token, besides its logits.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Return the sum of all."""
+        """Return all bytes of the estimate together."""
         return self.weights + self.cache + self.overhead
 
 
