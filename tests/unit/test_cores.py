@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from entropykv.settings import cores
-from entropykv.settings.cores import Machine, OtherWork, too_many_threads
+from entropykv.settings.cores import FreeCores, Machine, OtherWork, too_many_threads
 
 
 def write(path: Path, text: str) -> None:
@@ -34,6 +35,7 @@ def test_affinity(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for allowed, expected in (({1, 7}, 1), ({1, 2, 8}, 2), ({0, 1, 2, 3}, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, of=allowed: of)
         assert machine.cores() == expected
+        assert machine.allowed() == len(allowed)
 
 
 def test_a_machine_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +183,30 @@ def test_a_system_that_does_not_say_what_others_want(
     others = OtherWork(times.machine)
     times.now += 1.0
     assert others.wanted(2) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here")
+def test_a_core_that_two_threads_want_is_free_for_neither() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        search = FreeCores(2)
+        while (found := search.found()) is None:
+            time.sleep(0.01)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert not found
+
+
+@pytest.mark.parametrize(("shares", "free"), [([0.97], True), ([0.9, 0.5], False), ([0.5], False)])
+def test_cores_are_free_if_each_thread_has_its_own(
+    shares: list[float], free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(shares)
+    monkeypatch.setattr(
+        cores, "_hashing", lambda n: (0.0 if n == 2000 else next(left), 0.0 if n == 2000 else 1.0)
+    )
+    search = FreeCores(len(shares))
+    while (found := search.found()) is None:
+        time.sleep(0.001)
+    assert found == free

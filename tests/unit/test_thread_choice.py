@@ -47,6 +47,10 @@ class Machine:
         spare = self.cores - self.others - way.threads
         return alone * way.threads / (way.threads + spare * (way.helpers > 0) + HELP * way.helpers)
 
+    def free(self, threads: int) -> bool:
+        """Return whether so many threads would have their cores: others may give way to them."""
+        return threads + self.others <= self.cores or self.waiting == 1.0
+
     def wanted(self, way: Way) -> float:
         """Return what OtherWork tells: others use half of a core that they share with a thread."""
         shared = max(0, min(self.others, way.threads + way.helpers + self.others - self.cores))
@@ -67,6 +71,8 @@ class Machine:
                 self._unread = 0.0, 0.0
             self.choice.add(n_tokens, step)
             spent[way] += step
+            if self.choice.cores_asked:
+                self.choice.note_free(self.free(way.threads + self.choice.cores_asked))
         return spent
 
 
@@ -123,6 +129,8 @@ def test_costs_decide_and_not_what_others_use() -> None:
     """Other processes may be of those that use only what is left over."""
     machine = Machine(ThreadChoice(2, 2), cores=2)
     machine.others, machine.waiting = 1, 1.0
+    machine.choice.note_others(1.0)
+    assert machine.choice.way == Way(1)
     machine.run(20.0)
     assert share(machine.run(120.0), Way(2)) > 0.95
 
@@ -135,6 +143,8 @@ def test_work_of_others_that_comes_and_goes_is_not_followed_at_once() -> None:
         seconds = 0.02 if choice.way == Way(1) else 0.01
         lost += seconds - 0.01
         choice.add(1, seconds)
+        if choice.cores_asked:
+            choice.note_free(True)
     assert 0.0 < lost < 0.03 * 30.0
 
 
@@ -166,13 +176,50 @@ def test_they_do_so_later_where_the_system_says_nothing_of_others() -> None:
     assert share(machine.run(60.0), Way(2)) > 0.95
 
 
-def test_more_threads_than_cores_are_tried_rarely() -> None:
-    machine = Machine(ThreadChoice(4, 2), cores=2)
+def test_more_threads_than_a_quota_counts_are_kept_if_they_are_faster() -> None:
+    """A quota of 2.5 cores counts as 2 of the 4 that are there."""
+    machine = Machine(ThreadChoice(4, 2), cores=3)
     assert machine.choice.way == Way(2)
-    machine.others = 0
+    machine.run(20.0)
+    assert share(machine.run(120.0), Way(3)) > 0.95
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize(("threads", "others"), [(2, 1), (4, 1), (4, 2)])
+def test_no_step_needs_a_core_that_others_use(threads: int, others: int, noise: float) -> None:
+    """A single such step can take longer than 20 without."""
+    choice = ThreadChoice(threads, threads)
+    choice.note_others(float(others))
+    machine = Machine(choice, cores=threads, noise=noise)
+    machine.others = others
+    machine.waiting = 20.0
     spent = machine.run(120.0)
-    assert share(spent, Way(2)) > 0.95
-    assert max(way.threads for way in spent) > 2
+    assert max(way.threads for way in spent) == threads - others
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_core_that_others_take_is_left_to_them_at_once(tells: bool) -> None:
+    machine = Machine(ThreadChoice(2, 2), cores=2)
+    machine.tells = tells
+    machine.run(10.0)
+    machine.others, machine.waiting = 1, 60.0
+    spent = machine.run(10.0)
+    assert spent[Way(2)] < 0.3 + 3 * STEP * machine.waiting / 2
+    assert machine.choice.way == Way(1)
+
+
+def test_steps_during_a_search_for_cores_do_not_count() -> None:
+    choice = ThreadChoice(2, 2)
+    choice.note_others(1.0)
+    while choice.cores_asked == 0:
+        choice.add(1, 0.2)
+    for _ in range(5):
+        choice.add(1, 5.0)
+    assert choice.cores_asked == 1
+    choice.note_free(True)
+    assert choice.tries
+    choice.add(1, 0.17)
+    assert choice.way == Way(2)
 
 
 def test_a_trial_says_so() -> None:

@@ -4,6 +4,9 @@ The threads of a graph wait for each other after every node. If another process 
 one of them, all stand still, and fewer threads are faster. The other threads can help then: they
 take pieces of products, and nobody waits for them. What others do changes at any time, so ways to
 divide the threads are tried, and one is kept only if it makes steps faster.
+
+A step cannot be left in the middle: with one thread too many, a single token of a model of 1.5B can
+take 2 s instead of 0.1. Therefore more threads are tried only if cores for them were found free.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ CLEARLY_FASTER, CLEARLY_SLOWER = 0.96, 1.4
 """Ratios of the time per work to the time before: a way is kept below the first, and given up at
 once above the second.
 """
+SUDDENLY_SLOWER = 2.0
+"""Ratio of the time per work to the time before at which somebody seems to have taken a core, so
+that fewer threads are tried at once.
+"""
 FIRST_PAUSE, LONGEST_PAUSE = 4.0, 32.0
-"""Seconds of steps between trials: at first, doubled after every trial without success, and at
-most.
+"""Seconds of steps between trials: at first, and up to which they are doubled after every trial
+without success.
 """
 LOST = 0.02
 """The share of the time that trials may lose; it makes pauses longer after those that lost much."""
@@ -68,8 +75,8 @@ class ThreadChoice:
     def __init__(self, most: int, cores: int, *, helps: bool = False) -> None:
         """Divide at most `most` threads; `helps` if there may be helpers.
 
-        `cores`: how many threads can run at the same time. More are tried, but not expected to be
-        worth it.
+        `cores`: how many threads are expected to be worth it. More are tried, because a quota of
+        2.5 cores, for example, counts as 2.
         """
         self.most = most
         self._cores = max(1, cores)
@@ -86,6 +93,12 @@ class ThreadChoice:
         self._steps = Steps()
         self._before: tuple[Way, float] | None = None
         """During a trial: the way before, and its seconds per work."""
+        self._asked: tuple[Way, float] | None = None
+        """A way that is tried once cores are free for it, and the seconds per work of the current
+        one.
+        """
+        self._usual: float | None = None
+        """Seconds per work of the current way when it was looked at last."""
         self._pause = FIRST_PAUSE
         self._waited = 0.0
         """Seconds of steps since the last trial."""
@@ -98,6 +111,26 @@ class ThreadChoice:
     def tries(self) -> bool:
         """Tell whether the current way is only tried."""
         return self._before is not None
+
+    @property
+    def cores_asked(self) -> int:
+        """Return how many more cores must be free for the next trial: note_free() tells. 0: no
+        trial waits for that.
+        """
+        return self._asked[0].threads - self.way.threads if self._asked else 0
+
+    def note_free(self, free: bool) -> None:
+        """Take down whether as many cores as were asked for were free beside the current threads.
+
+        Steps that were computed meanwhile do not count, because they were disturbed.
+        """
+        if self._asked is None:
+            return
+        (way, pace), self._asked, self._steps = self._asked, None, Steps()
+        if free:
+            self._before, self.way = (self.way, pace), way
+        else:
+            self._reject(way, 0.0)
 
     def note_others(self, wanted: float) -> None:
         """Record how many cores other processes wanted lately."""
@@ -125,57 +158,86 @@ class ThreadChoice:
         self._steps, self._before = Steps(), None
         if before is not None:
             self._end_trial(steps, *before)
-        else:
-            self._waited += steps.seconds
-            self._begin_trial(steps)
+        elif self._asked is None:
+            self._look(steps)
 
     def _end_trial(self, steps: Steps, way: Way, pace: float) -> None:
-        self._waited = 0.0
         expected = pace * steps.work
         if steps.seconds < CLEARLY_FASTER * expected:
-            self._pause = FIRST_PAUSE
-            self._rejected = None
+            self._waited, self._pause = 0.0, FIRST_PAUSE
+            self._rejected, self._usual = None, steps.seconds / steps.work
         else:
-            if self.way == self._hint:
-                self._rejected = self.way
-            self.way = way
-            pause = max(2 * self._pause, (steps.seconds - expected) / LOST)
-            self._pause = min(pause, LONGEST_PAUSE)
+            tried, self.way = self.way, way
+            self._reject(tried, steps.seconds - expected)
 
-    def _begin_trial(self, steps: Steps) -> None:
-        """Try another way, unless all threads compute and are known to have their cores."""
-        if self._waited < self._pause or (self._calm and self.way == Way(self.most)):
-            return
-        ways = self._neighbours()
-        if not ways:
-            return
-        self._before = self.way, steps.seconds / steps.work
+    def _reject(self, way: Way, lost: float) -> None:
+        """Wait longer until the next trial, after one that was not worth it and lost so many
+        seconds.
+        """
+        self._waited = 0.0
+        if way == self._hint:
+            self._rejected = way
+        self._pause = max(min(2 * self._pause, LONGEST_PAUSE), lost / LOST)
+
+    def _look(self, steps: Steps) -> None:
+        """Begin a trial if the last one was long ago, or if steps have suddenly become slower."""
+        self._waited += steps.seconds
+        pace, before = steps.seconds / steps.work, self._usual
+        self._usual = pace
+        if before is not None and pace > SUDDENLY_SLOWER * before and not self._calm:
+            self._try_fewer(pace)
+        elif self._waited >= self._pause:
+            self._begin_trial(pace)
+
+    def _try_fewer(self, pace: float) -> None:
+        """Try the way that is expected beside what others want now, or one thread less."""
+        threads = self.way.threads
+        if self._seen.threads < threads:
+            self._hint = self._seen
+            self._try(self._seen, pace)
+        elif threads > 1:
+            self._try(self._with(threads - 1), pace)
+
+    def _begin_trial(self, pace: float) -> None:
+        """Try another way: in turns the expected one, and its neighbours."""
         if self.way != self._hint and self._hint_is_next:
-            self.way, self._hint_is_next = self._hint, False
-        else:
-            self.way, self._hint_is_next = ways[self._next_way % len(ways)], True
+            self._hint_is_next = False
+            self._try(self._hint, pace)
+        elif ways := self._neighbours():
+            self._hint_is_next = True
+            self._try(ways[self._next_way % len(ways)], pace)
             self._next_way += 1
+
+    def _try(self, way: Way, pace: float) -> None:
+        """Try a way, or ask for its cores first. Helpers would disturb who looks for free cores,
+        and steps with helpers lose less by a thread too many.
+        """
+        if way.threads > self.way.threads and not self._helps:
+            self._asked = way, pace
+        else:
+            self._before, self.way = (self.way, pace), way
 
     def _expected(self, wanted: float) -> Way:
         """Return the way that should be the fastest while others want so many cores."""
         taken = 0 if wanted < WANTED else max(1, round(wanted))
-        threads = max(1, min(self.most, self._cores - taken))
-        return Way(threads, self._others_than(threads) if self._helps else 0)
+        return self._with(max(1, min(self.most, self._cores - taken)))
 
-    def _others_than(self, threads: int) -> int:
-        """Return how many threads are left to help."""
-        return min(self.most, self._cores) - threads
+    def _with(self, threads: int) -> Way:
+        """Return the way with so many threads, which all others help if there may be helpers."""
+        return Way(threads, min(self.most, self._cores) - threads if self._helps else 0)
 
     def _neighbours(self) -> list[Way]:
         """Return the ways with one thread more or less, or half of them, with and without
-        helpers.
+        helpers; only those with more threads while nobody else wants a core.
         """
         threads = self.way.threads
         found = [Way(threads - 1), Way(threads + 1), Way(threads), Way(threads // 2)]
         if self._helps:
-            found += [Way(n, self._others_than(n)) for n in (threads - 1, threads, threads + 1)]
+            found += [self._with(n) for n in (threads - 1, threads, threads + 1)]
         return [
             way
             for way in dict.fromkeys(found)
-            if 1 <= way.threads <= self.most and way.helpers >= 0 and way != self.way
+            if (threads + 1 if self._calm else 1) <= way.threads <= self.most
+            and way.helpers >= 0
+            and way != self.way
         ]

@@ -14,10 +14,26 @@ import llama_cpp
 
 from entropykv.llamacpp.thread_choice import ThreadChoice
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.cores import OtherWork, threads_at_a_time
+from entropykv.settings.cores import FreeCores, OtherWork, allowed_cpus, threads_at_a_time
 
 FEWEST_HELPED = 32
 """Tokens of a step from which on helpers can be worth it: they compute pieces of several tokens."""
+
+
+WORKING = 0.7
+"""The share of a search for free cores that must have been within steps."""
+
+
+class Search:
+    """Hold a search for cores that a choice has asked for."""
+
+    def __init__(self, choice: ThreadChoice) -> None:
+        """Begin to search."""
+        self.choice = choice
+        self.start = time.perf_counter()
+        self.in_steps = 0.0
+        """Seconds of the steps since the start."""
+        self.cores = FreeCores(choice.cores_asked)
 
 
 class Threads:
@@ -39,14 +55,16 @@ class Threads:
         """
         self._fixed = let_help is None or options.fixed_threads or options.most_threads == 1
         self._let_help = let_help
-        cores = threads_at_a_time()
-        self._single = ThreadChoice(options.threads, cores)
-        self._few = ThreadChoice(options.threads_batch, cores)
-        self._many = ThreadChoice(options.threads_batch, cores, helps=let_help is not None)
+        cores, cpus = threads_at_a_time(), allowed_cpus()
+        single, several = (min(n, cpus) for n in (options.threads, options.threads_batch))
+        self._single = ThreadChoice(single, cores)
+        self._few = ThreadChoice(several, cores)
+        self._many = ThreadChoice(several, cores, helps=let_help is not None)
         self.tried = False
         """Whether the last step was to find out how fast it is with other threads."""
         self._n_running = 0
         self._others = others or OtherWork()
+        self._search: Search | None = None
 
     @contextlib.contextmanager
     def step(self, context: Any, n_tokens: int) -> Iterator[None]:
@@ -58,11 +76,9 @@ class Threads:
         if self._fixed:
             yield
             return
-        wanted = self._others.wanted(self._n_running)
-        if wanted is not None:
-            for each in choices:
-                each.note_others(wanted)
-        self.tried = choice.tries
+        self._look_at_others()
+        self._look_for_cores(choice)
+        self.tried = choice.tries or choice.cores_asked > 0
         threads, helpers = choice.way
         self._n_running = threads + helpers
         llama_cpp.llama_set_n_threads(context, threads, threads)
@@ -75,4 +91,27 @@ class Threads:
             seconds = time.perf_counter() - start
             if helpers and self._let_help is not None:
                 self._let_help(0)
+        if self._search is not None:
+            self._search.in_steps += seconds
+        # A step that took long may have done so because of others.
+        self._look_at_others()
         choice.add(n_tokens, seconds)
+
+    def _look_at_others(self) -> None:
+        wanted = self._others.wanted(self._n_running)
+        if wanted is not None:
+            for choice in (self._single, self._few, self._many):
+                choice.note_others(wanted)
+
+    def _look_for_cores(self, choice: ThreadChoice) -> None:
+        """Begin or end the search for cores that a choice has asked for, one search at a time.
+
+        It says nothing if the threads of steps did not work meanwhile.
+        """
+        search = self._search
+        if search is not None and (free := search.cores.found()) is not None:
+            self._search = None
+            if search.in_steps > WORKING * (time.perf_counter() - search.start):
+                search.choice.note_free(free)
+        if self._search is None and choice.cores_asked > 0:
+            self._search = Search(choice)

@@ -6,7 +6,9 @@ stops all. Therefore one thread too many is slower than one too few.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +39,12 @@ class Machine:
         affinity and the quota allow, 1 or more.
         """
         return max(1, int(min([len(_allowed_cpus()), *self._quotas()])))
+
+    def allowed(self) -> int:
+        """Return how many CPUs the affinity allows, however little of them a quota leaves: more
+        threads would share some of them.
+        """
+        return len(_allowed_cpus())
 
     def busy_seconds(self) -> float | None:
         """Return for how long the CPUs that the affinity allows have worked for anybody, summed up
@@ -117,9 +125,56 @@ def usable_cores() -> int:
     return Machine().cores()
 
 
+def allowed_cpus() -> int:
+    """Return how many CPUs the threads of this process may use."""
+    return Machine().allowed()
+
+
 def threads_at_a_time() -> int:
     """Return how many threads can run at the same time on this machine."""
     return Machine().threads()
+
+
+class FreeCores:
+    """Find out whether so many cores are free beside the threads that work now, by using them.
+
+    This takes some hundredths of a second. What the system says of others does not matter: it may
+    say nothing, or not that they give way to everybody.
+    """
+
+    _SECONDS = 0.05
+    _FREE = 0.85
+    """The share of a core's time from which on a thread has it for itself; of two threads, each
+    gets a half.
+    """
+
+    def __init__(self, n: int) -> None:
+        """Begin to use `n` cores, with a thread each."""
+        self._shares: list[float] = []
+        self._threads = [threading.Thread(target=self._use) for _ in range(n)]
+        for thread in self._threads:
+            thread.start()
+
+    def found(self) -> bool | None:
+        """Return whether all of the cores are free; None if that is not known yet."""
+        if any(thread.is_alive() for thread in self._threads):
+            return None
+        n_free = sum(share >= self._FREE for share in self._shares)
+        return n_free == len(self._threads)
+
+    def _use(self) -> None:
+        """Note which share of the time this thread got, in work without Python's lock."""
+        rounds = 2000
+        _, elapsed = _hashing(rounds)
+        own, elapsed = _hashing(int(rounds * min(100.0, self._SECONDS / max(elapsed, 1e-6))))
+        self._shares.append(own / elapsed)
+
+
+def _hashing(rounds: int) -> tuple[float, float]:
+    """Hash so many times; returns this thread's CPU time and the time that passed, in seconds."""
+    start, own = time.perf_counter(), time.thread_time()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+    return time.thread_time() - own, time.perf_counter() - start
 
 
 class OtherWork:
