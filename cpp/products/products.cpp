@@ -8,6 +8,11 @@ namespace entropykv {
 namespace {
 
 constexpr int kRowStep = 8;  // rows that the kernels take together
+// Weights of a piece of a single token's product. To take one costs as much as some hundred bytes.
+constexpr std::size_t kPieceBytes = 32768;
+// Weights of a thread below which a single token's product is cut into equal parts: it takes so
+// little time that taking pieces would cost more than a thread that is late.
+constexpr std::size_t kFewBytes = 524288;
 
 int parts_of(int n, int size) { return (n + size - 1) / size; }
 
@@ -61,20 +66,32 @@ void Products::multiply(const ProductTask& task, int thread, int n_threads) noex
     multiply_many(task, thread, n_threads);
 }
 
-// Rounding a token takes less time than waiting for another thread that does it, so each thread
-// rounds it for itself.
 void Products::multiply_one(const ProductTask& task, int thread, int n_threads) noexcept {
-    const ProductKernels& kernels = kernels_.of(task.type);
     const int steps = parts_of(task.weights.n_rows, kRowStep);
-    const int first = kRowStep * (steps * thread / n_threads);
-    const int last = std::min(task.weights.n_rows, kRowStep * (steps * (thread + 1) / n_threads));
+    const std::size_t step_bytes = size(kRowStep) * task.weights.stride;
+    if (n_threads == 1 || size(steps) * step_bytes < size(n_threads) * kFewBytes)
+        return multiply_rows(task, steps * thread / n_threads, steps * (thread + 1) / n_threads,
+                             thread, false);
+    const int of_piece = std::max(1, static_cast<int>(kPieceBytes / step_bytes));
+    const int n_pieces = parts_of(steps, of_piece);
+    bool is_rounded = false;
+    for (int i = 0; (i = pieces_.take(n_pieces, thread, n_threads)) >= 0; is_rounded = true)
+        multiply_rows(task, i * of_piece, std::min(steps, (i + 1) * of_piece), thread, is_rounded);
+    pieces_.leave(n_threads);
+}
+
+// Multiplies the rows of steps [first, last). Rounding a token takes less time than waiting for
+// another thread that does it, so each thread rounds it for itself, before its first piece.
+void Products::multiply_rows(const ProductTask& task, int first, int last, int thread,
+                             bool is_rounded) noexcept {
     if (first >= last) return;
+    const ProductKernels& kernels = kernels_.of(task.type);
     std::byte* rounded = token_[size(thread)].data();
-    kernels.quantise(task.tokens, task.weights.n_values, rounded);
+    if (!is_rounded) kernels.quantise(task.tokens, task.weights.n_values, rounded);
     WeightRows rows = task.weights;
-    rows.data += size(first) * rows.stride;
-    rows.n_rows = last - first;
-    kernels.one(rows, rounded, task.out + first);
+    rows.data += size(kRowStep * first) * rows.stride;
+    rows.n_rows = std::min(rows.n_rows, kRowStep * last) - kRowStep * first;
+    kernels.one(rows, rounded, task.out + kRowStep * first);
 }
 
 void Products::multiply_many(const ProductTask& task, int thread, int n_threads) noexcept {
@@ -91,10 +108,11 @@ void Products::multiply_many(const ProductTask& task, int thread, int n_threads)
 // What helpers have begun and not finished in the end is not waited for, but computed here.
 void Products::multiply_pieces(const ProductPieces& pieces, int thread, int n_threads) noexcept {
     if (helped_) helpers_->note_core();
-    for (int i = pieces_.take(thread, n_threads); i >= 0; i = pieces_.take(thread, n_threads)) {
+    for (int i = 0; (i = pieces_.take(pieces.size(), thread, n_threads)) >= 0;) {
         if (!helped_ || helpers_->claim(i)) multiply_piece(pieces, i, thread);
         if (helped_) helpers_->collect(pieces);
     }
+    pieces_.leave(n_threads);
     if (!helped_) return;
     for (int i = pieces.size() - 1; i >= 0; --i)
         if (helpers_->take_back(pieces, i)) multiply_piece(pieces, i, thread);
@@ -107,13 +125,12 @@ void Products::multiply_piece(const ProductPieces& pieces, int number, int threa
               pieces.task.out_stride);
 }
 
-// The last thread that arrives deals out the pieces and opens the next round. A thread gets
-// consecutive tiles, because the kernels prefetch the tile that follows into its own cache.
+// The last thread that arrives offers the pieces to helpers and opens the next round. A thread
+// takes consecutive tiles, because the kernels prefetch the tile that follows into its own cache.
 void Products::wait_for_all(int n_threads, const ProductPieces& pieces) noexcept {
     const unsigned round = rounds_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
         arrived_.store(0, std::memory_order_relaxed);
-        pieces_.deal(pieces.size(), n_threads);
         helped_ = helpers_ && helpers_->offer(pieces);
         rounds_.store(round + 1, std::memory_order_release);
     } else {

@@ -38,6 +38,8 @@ public:
 
 private:
     void multiply_one(const ProductTask& task, int thread, int n_threads) noexcept;
+    void multiply_rows(const ProductTask& task, int first, int last, int thread,
+                       bool is_rounded) noexcept;
     void multiply_many(const ProductTask& task, int thread, int n_threads) noexcept;
     void multiply_pieces(const ProductPieces& pieces, int thread, int n_threads) noexcept;
     void multiply_piece(const ProductPieces& pieces, int number, int thread) noexcept;

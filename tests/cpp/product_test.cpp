@@ -234,18 +234,40 @@ void test_instruction_sets() {
 }
 
 void test_every_piece_is_taken_once() {
-    for (const int n_threads : {1, 2, 5})
+    StealingRanges ranges(5);
+    for (const int n_threads : {1, 2, 5, 3, 4, 1})
         for (const int n_pieces : {0, 1, 3, 97, 1000}) {
-            StealingRanges ranges(n_threads);
             std::vector<std::atomic<int>> taken(static_cast<std::size_t>(n_pieces));
-            ranges.deal(n_pieces, n_threads);
             run_node(n_threads, [&](int t) {
                 if (t == n_threads - 1 && n_threads > 1) return;  // others take its range
-                for (int i = ranges.take(t, n_threads); i >= 0; i = ranges.take(t, n_threads))
+                for (int i = 0; (i = ranges.take(n_pieces, t, n_threads)) >= 0;)
                     ++taken[static_cast<std::size_t>(i)];
             });
             for (const std::atomic<int>& n : taken) CHECK(n == 1);
+            run_node(n_threads, [&](int) { ranges.leave(n_threads); });
         }
+}
+
+// A thread that begins late finds that others have done its part of a single token's product.
+void test_nobody_waits_for_a_thread_that_begins_late() {
+    std::mt19937 random(11);
+    constexpr int kRows = 20003;  // so many that threads take pieces
+    const Problem problem(block_formats().front(), {kRows, 512, 1}, random);
+    for (const ProductTable* table : available_products()) {
+        Products alone(*table, 1), products(*table, 3);
+        const std::vector<float> expected = problem.product(alone, 0, 1, 1);
+        std::vector<float> out(expected.size(), NAN);
+        const ProductTask task = problem.task(0, 1, out);
+        products.reserve(task.type, kRows, 512, 1);
+        for (int late = 0; late < 3; ++late) {
+            std::fill(out.begin(), out.end(), NAN);
+            for (int t = 0; t < 3; ++t)
+                if (t != late) products.multiply(task, t, 3);
+            CHECK(out == expected);
+            products.multiply(task, late, 3);
+            CHECK(out == expected);
+        }
+    }
 }
 
 }  // namespace
@@ -253,6 +275,7 @@ void test_every_piece_is_taken_once() {
 int main() {
     test_instruction_sets();
     test_every_piece_is_taken_once();
+    test_nobody_waits_for_a_thread_that_begins_late();
     test_all();
     test_helpers_have_the_same_bits();
     test_what_helpers_finish_is_copied();
