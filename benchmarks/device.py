@@ -118,8 +118,8 @@ def measure(session: Session, length: int, written: int) -> tuple[float, float, 
 def padding_of(session: Session, n_ubatch: int) -> float:
     """Return the fraction of the bytes of rows beyond the budgets and one micro-batch."""
     stats = session.stats()
-    n_entries = sum(map(sum, session.budgets()))
-    n_heads = sum(map(len, session.budgets()))
+    n_entries = sum(map(sum, session.cache.budgets()))
+    n_heads = sum(map(len, session.cache.budgets()))
     rows = stats.kv_bytes_budget * (1 + n_heads * n_ubatch / n_entries)
     return (stats.kv_bytes_budget + stats.kv_bytes_staging) / rows - 1
 

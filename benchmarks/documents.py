@@ -46,16 +46,16 @@ def compare(model: str, text: str, options: dict[str, float], folder: Path) -> N
         n_tokens = session.position
         session.reset()
         start = time.perf_counter()
-        tokens = session.tokenize(session.chat_prompt(f"{text}\n{QUESTION}"), add_bos=False)
+        tokens = session.tokenize(session.model.chat_prompt(f"{text}\n{QUESTION}"), add_bos=False)
         next(session.generate(tokens, 1, temperature=0.0))
         rows.append(("the text is read", time.perf_counter() - start, len(text.encode())))
     with Session(model, **options) as session:
-        document = session.tokenize(session.chat_prompt(text), add_bos=False)[:n_tokens]
+        document = session.tokenize(session.model.chat_prompt(text), add_bos=False)[:n_tokens]
         question = session.question(QUESTION)
         session.decode(question)  # so that the weights are in memory, as they are for the others
         session.reset()
         start = time.perf_counter()
-        session.open_document(path)
+        session.files.open_document(path)
         first_token(session)
         rows.append(("the document's file", time.perf_counter() - start, path.stat().st_size))
     rows.append(stock(model, document, question, int(options["n_threads"]), folder))
@@ -119,13 +119,13 @@ def facts(model: str, cases: Sequence[Case], options: dict[str, float], folder: 
         path = folder / f"{number}.kv"
         with Session(model, **options) as session:
             read_document(session, case.text, path)
-            state = session.save_state()
+            state = session.files.save_state()
             for fact in case.facts:
                 just_read.append(answer(session, fact))
-                session.load_state(state)
+                session.files.load_state(state)
         with Session(model, **options) as session:
             for fact in case.facts:
-                session.open_document(path)
+                session.files.open_document(path)
                 from_file.append(answer(session, fact))
     for name, answers in (("right after reading", just_read), ("from the file", from_file)):
         right = sum(map(Fact.is_answered_by, asked, answers))

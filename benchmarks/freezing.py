@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from entropykv.cli.plots import draw_trajectory
 from entropykv.llamacpp.stock import StockSession
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
+from entropykv.session.stats import SessionCounts
 from inputs import find_model
 
 PROMPTS = (
@@ -48,54 +50,37 @@ class Run:
 class Stock(StockSession):
     """Run stock llama.cpp with the interface that the generation loop needs."""
 
-    recovery = None
+    recovery = drafting = None
 
     def __init__(self, path: str, n_threads: int) -> None:
         """Load the model; nothing is read yet."""
         super().__init__(path, n_ctx=N_CTX, n_threads=n_threads)
-        self.n_ctx = N_CTX
+        self.config = SimpleNamespace(n_ctx=N_CTX)
+        self.counts = SessionCounts()
         self.tokens: list[int] = []
         self.logits: npt.NDArray[np.float32] | None = None
 
     @property
-    def n_vocab(self) -> int:
-        """Return the size of the vocabulary."""
-        return self._model.n_vocab
+    def text(self) -> Stock:
+        """Return itself, since it goes back in its text."""
+        return self
 
-    def decode_micro_batches(
-        self, tokens: Sequence[int], all_logits: bool
+    def read(
+        self, tokens: Sequence[int], all_logits: bool, **_: object
     ) -> Iterator[npt.NDArray[np.float32] | None]:
         """Decode, and store the last logits."""
-        for logits in super().decode_micro_batches(tokens, all_logits):
+        for logits in super().read(tokens, all_logits):
             self.logits = None if logits is None else logits[-1].copy()
             yield logits
-
-    def is_end(self, token: int) -> bool:  # noqa: ARG002
-        """Return False, so that the end of an answer is ignored."""
-        return False
 
     def truncate(self, position: int) -> None:  # noqa: ARG002
         """Clear the whole sequence; the generation loop truncates to position 0 only."""
         self.reset()
 
-    def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Do nothing, because these counts are not used."""
-
-    def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Do nothing, because these counts are not used."""
-
-
-class Frozen(Session):
-    """Run a session that ignores the end of an answer."""
-
-    def is_end(self, token: int) -> bool:  # noqa: ARG002
-        """Return False, so that the end of an answer is ignored."""
-        return False
-
 
 def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> float:
     """Return the seconds for an answer, without reading the prompt."""
-    session.truncate(0)
+    session.text.truncate(0)
     stream = generate(session, prompt, n_tokens, Sampling(**AS_IN_DOCUMENT, seed=seed))
     next(stream)
     start = time.perf_counter()
@@ -104,17 +89,17 @@ def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> floa
     return time.perf_counter() - start
 
 
-def frozen_run(session: Frozen, prompt: Sequence[int], n_tokens: int, seed: int) -> Run:
+def frozen_run(session: Session, prompt: Sequence[int], n_tokens: int, seed: int) -> Run:
     """Write an answer under the freezing schedule; returns its figures."""
     session.reset()
     seconds = timed(session, prompt, n_tokens, seed)
-    trajectory = session.trajectory
+    trajectory = session.cache.trajectory
     if trajectory is None:
         raise SystemExit(
             "the policy freezes nothing; use rolling-freeze or rolling-freeze:products"
         )
     positions = np.array(trajectory.positions)
-    active = np.array(trajectory.hot) / sum(map(len, session.budgets()))
+    active = np.array(trajectory.hot) / sum(map(len, session.cache.budgets()))
     new = positions > len(prompt)
     fewer = 1.0 - active[new].sum() / positions[new].sum()
     return Run(seconds, fewer, 1.0 - active[-1] / positions[-1])
@@ -134,17 +119,21 @@ def main() -> None:
     print("policy           active entries fewer (mean)  at the end  time / stock")
     for policy in options.policy.split(","):
         stock = Stock(path, options.threads)
-        with Frozen(
+        with Session(
             path,
             n_ctx=N_CTX,
             kv_type="f16",
             policy=policy,
             n_threads=options.threads,
         ) as session:
+            for writer in (stock, session):  # The end of an answer is ignored.
+                writer.model.is_end = lambda _: False  # type: ignore[method-assign]
             runs, ratios = [], []
             for seed in range(options.rounds):
                 for text in PROMPTS:
-                    prompt = session.tokenize(session.chat_prompt(text) or text, add_bos=False)
+                    prompt = session.tokenize(
+                        session.model.chat_prompt(text) or text, add_bos=False
+                    )
                     of_stock = timed(stock, prompt, options.n, seed)
                     runs.append(frozen_run(session, prompt, options.n, seed))
                     ratios.append(runs[-1].seconds / of_stock)
@@ -152,8 +141,8 @@ def main() -> None:
                 statistics.mean(getattr(r, f) for r in runs) for f in ("fewer", "fewer_at_end")
             )
             print(f"{policy:16} {fewer:27.1%} {at_end:11.1%} {statistics.median(ratios):12.2f}x")
-            if options.plot and session.trajectory:
-                draw_trajectory(session.trajectory, options.plot)
+            if options.plot and session.cache.trajectory:
+                draw_trajectory(session.cache.trajectory, options.plot)
         stock.close()
 
 

@@ -142,7 +142,7 @@ def main() -> None:
     model = find_model(arguments.model)
     texts = list(read_texts("*.txt").values())
     with Session(model, n_ctx=512) as counting:
-        prompt = counting.chat_prompt(MARK) or MARK
+        prompt = counting.model.chat_prompt(MARK) or MARK
         add_bos = None if prompt == MARK else False
         frame = counting.tokenize(prompt.partition(MARK)[0], add_bos=add_bos)
         cases = make_cases(

@@ -80,7 +80,7 @@ def measure(model: Path, text: Path, n_tokens: int) -> dict[str, float]:
         model, kv_budget=1.0, n_ctx=n_tokens, n_ubatch=LAST, kv_type="f16", policy="fast"
     ) as session:
         tokens = session.tokenize(text.read_text(encoding="utf-8"))[:n_tokens]
-        core = session._store.core  # type: ignore[attr-defined]  # noqa: SLF001
+        core = session._slot.store.core  # type: ignore[attr-defined]  # noqa: SLF001
         session.decode(tokens[:-LAST])
         core.capture_queries(True)
         session.decode(tokens[-LAST:])

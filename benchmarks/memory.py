@@ -44,7 +44,7 @@ def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) ->
         n_threads=threads,
         freeze=None if freeze == "no" else freeze,
     ) as opened:
-        tokens = np.random.default_rng(0).integers(100, opened.n_vocab, n_tokens).tolist()
+        tokens = np.random.default_rng(0).integers(100, opened.model.n_vocab, n_tokens).tolist()
         before = resident()
         opened.decode(tokens[:600])
         early = resident()

@@ -49,10 +49,10 @@ def recall(session: Session, case: Case) -> list[bool]:
     """
     session.reset()
     session.decode(session.tokenize(case.document, add_bos=True))
-    state = session.save_state()
+    state = session.files.save_state()
     right = []
     for question, answer in case.questions:
-        session.load_state(state)
+        session.files.load_state(state)
         tokens = session.tokenize(question, add_bos=False)
         text = session.detokenize(
             list(session.generate(tokens, max_tokens=ANSWER_TOKENS, temperature=0.0))

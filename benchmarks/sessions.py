@@ -37,14 +37,14 @@ def measure(model: str, n_tokens: int, n_threads: int, kv_type: str, budget: flo
             first.decode(tokens)
             read = time.perf_counter() - start
             start = time.perf_counter()
-            contents = first.save(file)
+            contents = first.files.save(file)
             saved = time.perf_counter() - start
             text = list(first.generate([], TEXT_TOKENS))
         with session() as second:
             times = []
             for _ in range(ROUNDS):
                 start = time.perf_counter()
-                second.load(file)
+                second.files.load(file)
                 times.append(time.perf_counter() - start)
             same = list(second.generate([], TEXT_TOKENS)) == text
         size = file.stat().st_size / 2**20

@@ -59,7 +59,7 @@ def ask(model: str, document: str, budget: str) -> None:
         before = {name: memory(name) for name in names}
         forget_peak()
         start = time.perf_counter()
-        session.load(document)
+        session.files.load(document)
         seconds = time.perf_counter() - start
         print(f"opened in {seconds:.3f} s, peak {peak() - before['Rss']:.1f}", flush=True)
 
@@ -126,7 +126,7 @@ def compare_speeds(model: str, documents: list[str]) -> None:
         for _ in range(N_TURNS):
             for document in documents:
                 start = time.perf_counter()
-                session.load(document)
+                session.files.load(document)
                 loaded = time.perf_counter()
                 session.decode(session.question(QUESTION))
                 asked = time.perf_counter()

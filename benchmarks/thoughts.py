@@ -43,7 +43,9 @@ def write_thought(model: str, case: Case, seed: int, n_threads: int) -> list[int
     """
     with Session(model, n_ctx=CONTEXT, kv_budget=1.0, n_threads=n_threads) as session:
         session.decode(session.tokenize(case.document, add_bos=True))
-        ends = tuple((token, -1e9) for token in range(session.n_vocab) if session.is_end(token))
+        ends = tuple(
+            (token, -1e9) for token in range(session.model.n_vocab) if session.model.is_end(token)
+        )
         stream = session.generate(
             [], max_tokens=WRITTEN, temperature=0.8, seed=seed, logit_bias=ends
         )
@@ -56,10 +58,10 @@ def answers_after(session: Session, case: Case, thought: list[int]) -> list[bool
     session.decode(session.tokenize(case.document, add_bos=True))
     for token in thought:
         session.decode([token])
-    state = session.save_state()
+    state = session.files.save_state()
     right = []
     for question, answer in case.questions:
-        session.load_state(state)
+        session.files.load_state(state)
         tokens = session.tokenize(f"\n{question}", add_bos=False)
         text = session.detokenize(
             list(session.generate(tokens, max_tokens=ANSWER_TOKENS, temperature=0.0))

@@ -147,7 +147,7 @@ def look_cost() -> None:
         with Session(model, n_ctx=tokens, n_threads=2) as session:
             chosen = random.Random(1)  # noqa: S311
             session.decode([chosen.randrange(5, 60) for _ in range(tokens)])
-            look = session.cache_map()
+            look = session.cache.map()
             taken = partial(look, 0, 4, 512)
             seconds = min(timeit.repeat(taken, number=1, repeat=9, timer=time.thread_time))
             entries = session.stats().entries_kept

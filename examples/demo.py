@@ -70,9 +70,9 @@ def examine(
     reading and writing.
     """
     logits, seconds = read(reader, item.tokens, tick)
-    state = reader.save_state()
+    state = reader.files.save_state()
     written = write(reader, logits, WRITTEN_TOKENS, tick)
-    reader.load_state(state)
+    reader.files.load_state(state)
     right = ask(reader, item, tick)["right"]
     return right, len(item.tokens) / seconds, written.n_decoded / written.seconds
 

@@ -69,8 +69,8 @@ def main(path: str) -> None:
     with Session(path, n_ctx=512, kv_budget=0.2, policy=ByEntropy(sharpness=2.0)) as session:
         tokens = session.tokenize(TEXT * 40)[:400]
         session.decode(tokens)
-        for layer, budgets in enumerate(session.budgets()):
-            kept = [len(session.entries(layer, head)) for head in range(len(budgets))]
+        for layer, budgets in enumerate(session.cache.budgets()):
+            kept = [len(session.cache.entries(layer, head)) for head in range(len(budgets))]
             print(f"layer {layer:2}: may keep {list(budgets)}, keeps {kept}")
         stats = session.stats()
         print(f"{stats.kv_bytes_peak:,} of {stats.kv_bytes_budget:,} bytes at most")

@@ -27,7 +27,7 @@ def with_threads(path: str) -> None:
 
         def answer(question: str) -> str:
             with pool.session() as session:
-                chat = session.chat_prompt(question)
+                chat = session.model.chat_prompt(question)
                 prompt = session.tokenize(chat or question, add_bos=chat is None)
                 return session.detokenize(list(session.generate(prompt, max_tokens=60)))
 

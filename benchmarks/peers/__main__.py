@@ -5,7 +5,7 @@
 
 kvpress's presses and entropykv: 2,048 tokens are read, entries are evicted to a keep ratio, and 256
 tokens are teacher-forced on top; against the full cache of the same framework. entropykv reads
-inside the budget in micro-batches of 512 (Session.resize then makes room for the continuation);
+inside the budget in micro-batches of 512 (then SessionCache.resize() makes room to go on);
 kvpress reads the prompt at once, with all of its keys, and evicts after that. kvpress computes in
 float32 on the weights that the GGUF file's become; the first of its rows tells how far its full
 cache is from llama.cpp's. Bytes are shares of what K and V of the prompt take in f16.

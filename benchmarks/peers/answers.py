@@ -9,7 +9,7 @@ from functools import partial
 from benchmarks.inputs import read_texts
 from benchmarks.peers.protocol import Passage, Question
 from entropykv.evaluation.passkeys import Fact
-from entropykv.evaluation.reading import Reader, read, write
+from entropykv.evaluation.reading import AnySession, read, write
 from entropykv.evaluation.recall import recall_items
 from entropykv.evaluation.ruler.scores import ruler_parts, string_match_all
 from entropykv.evaluation.ruler.suite import Suite
@@ -26,17 +26,17 @@ class FactsSize:
     n_facts: int
 
 
-def score(reader: Reader, questions: Sequence[Question]) -> float:
-    """Ask a reader that has read the prompt, each time from the same state; returns the
+def score(session: AnySession, questions: Sequence[Question]) -> float:
+    """Ask a session that has read the prompt, each time from the same state; returns the
     mean score.
     """
-    state = reader.save_state()
+    state = session.files.save_state()
     scores = []
     for question in questions:
-        reader.load_state(state)
-        logits, _ = read(reader, question.tokens, _ignore)
-        written = write(reader, logits, question.n_answer, _ignore, stops=True)
-        scores.append(question.score(reader.detokenize(written.tokens)))
+        session.files.load_state(state)
+        logits, _ = read(session, question.tokens, _ignore)
+        written = write(session, logits, question.n_answer, _ignore, stops=True)
+        scores.append(question.score(session.detokenize(written.tokens)))
     return sum(scores) / len(scores)
 
 

@@ -164,7 +164,7 @@ class Ours:
             if policy != method.name:
                 full = bytes_per_token(session, passage.prompt[0]) * len(passage.prompt)
                 entries = entries_in(session, int(method.keep * full))
-            session.resize(entries)
+            session.cache.resize(entries)
             if method.measure == SPEED:
                 return speed(session, passage, self._n_greedy)
             if method.measure == GREEDY:
@@ -174,7 +174,7 @@ class Ours:
             if method.measure in (FACTS, RULER):
                 grow(session, longest(passage.questions))
                 return {"score": score(session, passage.questions)} | kept
-            session.resize(entries + len(passage.continuation))
+            session.cache.resize(entries + len(passage.continuation))
             logits = session.decode(passage.continuation, all_logits=True)
         agreement = compare(self._reference.logits(passage), logits, passage.continuation)
         return asdict(agreement) | kept
@@ -208,8 +208,8 @@ def bytes_per_token(session: Session, token: int) -> int:
 
 def entries_in(session: Session, n_bytes: int) -> int:
     """Return the mean entries per KV head with which a session needs at most n_bytes bytes."""
-    session.resize(Budget("bytes", n_bytes))
-    return int(np.mean([entries for layer in session.budgets() for entries in layer]))
+    session.cache.resize(Budget("bytes", n_bytes))
+    return int(np.mean([entries for layer in session.cache.budgets() for entries in layer]))
 
 
 def equality(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, float]:

@@ -54,14 +54,15 @@ class ContinuedReader:
         self._continued = continued
         self.tokenize = vocabulary.tokenize
         self.detokenize = vocabulary.detokenize
-        self.is_end = vocabulary.is_end
+        self.model = vocabulary.model
+        self.reader = self.files = self
 
     @property
     def position(self) -> int:
         """Return the number of tokens read so far."""
         return self._continued.position
 
-    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Logits]:
+    def read(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Logits]:
         """Read all tokens in one pass."""
         logits = self._continued.read(tokens)
         yield logits if all_logits else logits[-1:]

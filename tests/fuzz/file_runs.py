@@ -53,26 +53,26 @@ def _in_pool(chance: random.Random, folder: Path) -> str:
 
 
 def _load_all(chance: random.Random, model: FuzzModel, session: Session) -> str:
-    recurrent = session.store == "headwise" and session._store._recurrent  # type: ignore[attr-defined]
-    if session.store == "flat" or recurrent:
+    recurrent = session.cache.store == "headwise" and session._slot.store._recurrent  # type: ignore[attr-defined]
+    if session.cache.store == "flat" or recurrent:
         return f"nothing: llama.cpp reads parts of the state of {model.name}"
-    n_tokens = min(session.n_ctx - 1, chance.randrange(1, 200))
+    n_tokens = min(session.config.n_ctx - 1, chance.randrange(1, 200))
     try:
         session.decode(topic(chance, max(1, n_tokens), model))
     except EntropyKVError as error:  # For example, a measure without a predictor.
         check_refusal(error)
         return f"refused: {model.name}"
-    data = session.save_state()
+    data = session.files.save_state()
     n_refused = 0
     for number in range(N_FILES):
         what, other = crafted(chance, data)
         say(f"{number}: {what}")
         n_refused += _is_refused(session, what, other)
-        if session.is_whole and session.position < session.n_ctx:
+        if session.text.held().is_whole and session.position < session.config.n_ctx:
             _goes_on(session, topic(chance, 1, model))
         if number % 10 == 9:
-            session.load_state(data)
-            require(session.save_state() == data, "the true state can be loaded again")
+            session.files.load_state(data)
+            require(session.files.save_state() == data, "the true state can be loaded again")
     return f"{n_refused} of {N_FILES} files refused, {model.name}"
 
 
@@ -80,7 +80,7 @@ def _is_refused(session: Session, what: str, data: bytes) -> bool:
     before, start = session.tokens, time.monotonic()
     memory = _most_memory()
     try:
-        session.load_state(data)
+        session.files.load_state(data)
         refused = False
     except EntropyKVError as error:
         check_refusal(error)

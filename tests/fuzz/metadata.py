@@ -180,7 +180,7 @@ def _try(path: Path) -> int:
     signal.alarm(SECONDS)
     try:
         with Session(path, n_ctx=64, n_threads=1, n_ubatch=16) as session:
-            session.chat_prompt("the cat")
+            session.model.chat_prompt("the cat")
             tokens = session.tokenize("the cat") or [1]
             for token in session.generate(tokens[:32], max_tokens=2):
                 session.detokenize([token])

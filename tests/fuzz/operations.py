@@ -42,7 +42,7 @@ class Operation:
 
 def _decode(session: Session, tokens: tuple[int, ...], all_logits: bool) -> None:
     rows = session.decode(tokens, all_logits=all_logits)
-    assert rows.shape == (len(tokens) if all_logits else 1, session.n_vocab)
+    assert rows.shape == (len(tokens) if all_logits else 1, session.model.n_vocab)
 
 
 def _generate(session: Session, n: int, temperature: float, stop_early: bool) -> None:
@@ -65,7 +65,7 @@ def _generate(session: Session, n: int, temperature: float, stop_early: bool) ->
 
 def _freeze_and_restore(session: Session) -> None:
     """Freeze everything and restore it; nothing may be lost."""
-    core = session._store.core  # type: ignore[attr-defined]
+    core = session._slot.store.core  # type: ignore[attr-defined]
     before = core.entries, core.frozen
     core.freeze_all(session.position - 1)
     core.restore(session.position - 1, frozen_after=session.position - 2)
@@ -76,22 +76,22 @@ def _map(session: Session) -> None:
     """Save the session to a file, and load it into itself: its pages stay in the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "session.kv"
-        session.save(path)
-        session.load(path)
+        session.files.save(path)
+        session.files.load(path)
 
 
 def _reload(session: Session) -> None:
     """Save the session, and load it into itself."""
-    session.load_state(session.save_state())
+    session.files.load_state(session.files.save_state())
 
 
 OPERATIONS: dict[str, Callable[..., None]] = {
     "decode": _decode,
     "generate": _generate,
-    "resize": lambda session, budget: session.resize(budget),
-    "truncate": lambda session, position: session.truncate(position),
+    "resize": lambda session, budget: session.cache.resize(budget),
+    "truncate": lambda session, position: session.text.truncate(position),
     "reset": lambda session: session.reset(),
-    "thaw": lambda session, rung, window: session.thaw(rung, window),
+    "thaw": lambda session, rung, window: session.cache.thaw(rung, window),
     "freeze_and_restore": _freeze_and_restore,
     "reload": _reload,
     "map": _map,
@@ -103,8 +103,8 @@ def random_operation(chance: random.Random, model: FuzzModel, session: Session) 
     kinds = ["decode"] * 8 + ["generate"] * 3 + ["resize"] * 2 + ["truncate"] * 2
     kinds += ["reload", "map"]
     kinds += ["reset"] if chance.random() < 0.2 else []
-    kinds += ["thaw"] * 2 if session.freezing else []
-    if session.freezing and session.freezing.limit is None:
+    kinds += ["thaw"] * 2 if session.config.freezing else []
+    if session.config.freezing and session.config.freezing.limit is None:
         kinds.append("freeze_and_restore")
     kind = chance.choice(kinds)
     if kind == "decode" or (kind == "generate" and session.logits is None):
@@ -113,7 +113,7 @@ def random_operation(chance: random.Random, model: FuzzModel, session: Session) 
     if kind == "generate":
         arguments = (chance.randrange(1, 24), chance.choice((0.0, 0.9)), chance.random() < 0.5)
     if kind == "resize":
-        arguments = (random_budget(chance, session.n_ctx),)
+        arguments = (random_budget(chance, session.config.n_ctx),)
     if kind == "truncate":
         arguments = (_place_to_return_to(chance, session),)
     if kind == "thaw":
@@ -122,7 +122,7 @@ def random_operation(chance: random.Random, model: FuzzModel, session: Session) 
 
 
 def _reading(chance: random.Random, model: FuzzModel, session: Session) -> Operation:
-    n_tokens = min(_tokens_to_read(chance, session), session.n_ctx - session.position)
+    n_tokens = min(_tokens_to_read(chance, session), session.config.n_ctx - session.position)
     if n_tokens < 1:
         return Operation("truncate", (session.position // 2,))
     return Operation("decode", (topic(chance, n_tokens, model), chance.random() < 0.2))

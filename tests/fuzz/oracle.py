@@ -29,13 +29,13 @@ class Oracle(ModelReference):
     @staticmethod
     def of(model: FuzzModel, session: Session) -> Oracle | None:
         """Return None for another model, or if entries change before they are read."""
-        if not model.in_oracle or session.store == "flat" or session.freezing:
+        if not model.in_oracle or session.cache.store == "flat" or session.config.freezing:
             return None
         return Oracle(model, session)
 
     def next_logits(self, token: int) -> Array | None:
         """Return the logits after one more token; None if the keys will have been moved before."""
-        store: Any = self._session._store
+        store: Any = self._session._slot.store
         position = self._session.position
         if store.facts.rope.shift_for(store.shift, position, 1) != store.shift:
             return None
@@ -44,7 +44,7 @@ class Oracle(ModelReference):
 
     def attention(self, x: Array, layer: int) -> Array:
         """Compute attention of one token over the kept entries and itself."""
-        core = self._session._store.core  # type: ignore[attr-defined]
+        core = self._session._slot.store.core  # type: ignore[attr-defined]
         normed = self.norm(x, f"blk.{layer}.attn_norm")
         q = self.rotated(self.heads(normed, layer, "attn_q", self.n_head))
         k = self.rotated(self.heads(normed, layer, "attn_k", self.n_head_kv))

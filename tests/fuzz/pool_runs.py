@@ -129,7 +129,7 @@ class _Run:
         except EntropyKVError as error:
             check_refusal(error)
             self.n_refused += 1
-            if not session.is_whole:
+            if not session.text.held().is_whole:
                 session.reset()
                 text.clear()
         else:
@@ -193,9 +193,9 @@ class _Run:
 
     def _truncate(self, session: Session, text: list[int]) -> None:
         position = self._chance.randrange(session.position + 1)
-        if self._fresh is not None and not session.can_return_to(position):
+        if self._fresh is not None and not session.text.held().can_return_to(position):
             return
-        session.truncate(position)
+        session.text.truncate(position)
         del text[position:]
 
     def _fork(self, session: Session, text: list[int]) -> None:
@@ -203,19 +203,19 @@ class _Run:
             self._add(session.fork(), list(text))
 
     def _swap(self, session: Session, text: list[int]) -> None:
-        session.swap_out()
-        session.pool_status()
+        session.cache.swap_out()
+        session.cache.pool_status()
         require(session.position == len(text), "swap_space changes no position")
 
     def _checkpoint(self, session: Session, text: list[int]) -> None:
-        session.keep_checkpoint()
+        session.text.keep_checkpoint()
         require(session.position == len(text), "a checkpoint changes no position")
 
     def _go_back(self, session: Session, text: list[int]) -> None:
         other = self._texts[self._chance.choice(self._sessions).number]
         asked = other[: self._chance.randrange(len(other) + 1)]
         repeatable = self._chance.random() < 0.5
-        if session.return_to_checkpoint(asked, repeatable=repeatable):
+        if session.text.return_to_checkpoint(asked, repeatable=repeatable):
             text[:] = asked[: session.position]
             self._compare(session, text)
         elif session.position == 0:
@@ -228,20 +228,20 @@ class _Run:
 
     def _save(self, session: Session, text: list[int]) -> None:
         if text:
-            self._saved = [*self._saved[-3:], (list(text), session.save_state())]
+            self._saved = [*self._saved[-3:], (list(text), session.files.save_state())]
 
     def _load(self, session: Session, text: list[int]) -> None:
         if self._saved:
             saved, data = self._chance.choice(self._saved)
-            session.load_state(data)
+            session.files.load_state(data)
             text[:] = saved
             self._compare(session, text)
 
     def _map(self, session: Session, text: list[int]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "session.kv"
-            session.save(path)
-            session.load(path)
+            session.files.save(path)
+            session.files.load(path)
         self._compare(session, text)
 
     def _leave_the_pool(self, _session: Session, _text: list[int]) -> None:
@@ -290,11 +290,11 @@ class _Run:
         fresh = self._fresh
         if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
             return
-        self._moved |= any(each._store.counters()["rebases"] > 0 for each in self._sessions)
+        self._moved |= any(each._slot.store.counters()["rebases"] > 0 for each in self._sessions)
         if len(text) > self._model.n_ctx_train or self._moved:
             return
-        require(session.evicted == 0, "a budget that holds everything evicts nothing")
-        fresh.truncate(0)
+        require(session.cache.evicted == 0, "a budget that holds everything evicts nothing")
+        fresh.text.truncate(0)
         expected = fresh.decode(text)[-1]
         error = relative_error(session.logits, expected)
         limit = max(20 * self._model.rounding, 3e-2)

@@ -37,14 +37,14 @@ def check_refusal(error: BaseException) -> None:
 
 def heads_of(session: Session) -> Heads:
     """Return layer and number of every KV head."""
-    return [(i, h) for i, layer in enumerate(session.budgets()) for h in range(len(layer))]
+    return [(i, h) for i, layer in enumerate(session.cache.budgets()) for h in range(len(layer))]
 
 
 def frozen_positions(session: Session, layer: int, head: int) -> Positions:
     """Return the frozen positions of one KV head, ascending; none in the flat store."""
-    if session.store == "flat" or not session.freezing:
+    if session.cache.store == "flat" or not session.config.freezing:
         return np.empty(0, np.int32)
-    core = session._store.core  # type: ignore[attr-defined]
+    core = session._slot.store.core  # type: ignore[attr-defined]
     positions: Positions = core.frozen_positions(layer, head)
     return positions
 
@@ -52,7 +52,7 @@ def frozen_positions(session: Session, layer: int, head: int) -> Positions:
 def snapshot(session: Session) -> list[list[int]]:
     """Return the entries of every KV head that are kept or frozen."""
     return [
-        sorted({*session.entries(*head).tolist(), *frozen_positions(session, *head).tolist()})
+        sorted({*session.cache.entries(*head).tolist(), *frozen_positions(session, *head).tolist()})
         for head in heads_of(session)
     ]
 
@@ -60,11 +60,19 @@ def snapshot(session: Session) -> list[list[int]]:
 def observable(session: Session) -> tuple[Any, ...]:
     """Return everything that a refused operation must not change."""
     logits = None if session.logits is None else session.logits.tobytes()
-    active = [session.entries(*head).tolist() for head in heads_of(session)]
+    active = [session.cache.entries(*head).tolist() for head in heads_of(session)]
     frozen = [frozen_positions(session, *head).tolist() for head in heads_of(session)]
     counts = session.stats()
     numbers = (counts.kv_bytes_budget, counts.kv_bytes_now, counts.evictions, counts.kv_budget)
-    return session.position, session.tokens, logits, session.budgets(), active, frozen, numbers
+    return (
+        session.position,
+        session.tokens,
+        logits,
+        session.cache.budgets(),
+        active,
+        frozen,
+        numbers,
+    )
 
 
 @dataclass
@@ -89,7 +97,7 @@ class Watch:
         self.heads = heads_of(self.session)
         self.certain_from = dict.fromkeys(self.heads, 0)
         self.windows = _windows(self.session)
-        self.by_layer = self.session.policy.rule.by_layer
+        self.by_layer = self.session.config.policy.rule.by_layer
         self.note_budget()
 
     def note_budget(self) -> None:
@@ -100,10 +108,10 @@ class Watch:
         """Record what the session promises about an operation."""
         session = self.session
         self._position_before = session.position
-        flat = session.store == "flat"
-        self._longest_whole = 0 if flat else session._store.sharing.longest_whole  # type: ignore[attr-defined]
+        flat = session.cache.store == "flat"
+        self._longest_whole = 0 if flat else session._slot.store.sharing.longest_whole  # type: ignore[attr-defined]
         self._recent_before = {head: self._recent_window(head) for head in self.heads}
-        self._may_return = operation.name == "truncate" and session.can_return_to(
+        self._may_return = operation.name == "truncate" and session.text.held().can_return_to(
             operation.values[0]
         )
 
@@ -161,9 +169,9 @@ class Watch:
     def _check_head(self, operation: Operation, layer: int, head: int) -> int:
         session = self.session
         where = f"KV head {head} of layer {layer}"
-        entries = session.entries(layer, head)
+        entries = session.cache.entries(layer, head)
         frozen = frozen_positions(session, layer, head)
-        budget = session.budgets()[layer][head]
+        budget = session.cache.budgets()[layer][head]
         require(len(entries) <= budget, f"{where} holds {len(entries)} of {budget} entries")
         for positions, kind in ((entries, "entries"), (frozen, "frozen entries")):
             require(np.all(np.diff(positions) > 0), f"{kind} of {where} ascend and are distinct")
@@ -200,13 +208,13 @@ class Watch:
     def _recent_window(self, head: tuple[int, int]) -> int:
         """Return how many newest entries the head must keep."""
         session, options = self.session, self.session.config.options
-        budget = session.budgets()[head[0]][head[1]]
+        budget = session.cache.budgets()[head[0]][head[1]]
         if self.by_layer and options.recent_window is None:
             half = budget // 2
             return half - options.n_sinks if half > options.n_sinks else 1
-        recent = session._store.reach().recent_window
-        if session.policy.schedule and session.freezing:
-            recent = min(recent, session.freezing.window)
+        recent = session._slot.store.reach().recent_window
+        if session.config.policy.schedule and session.config.freezing:
+            recent = min(recent, session.config.freezing.window)
         return recent
 
     def _oldest_seen(self, head: tuple[int, int]) -> int:
@@ -214,8 +222,8 @@ class Watch:
         can hold.
         """
         session = self.session
-        if session.store == "flat":
-            shift = session._store.shift
+        if session.cache.store == "flat":
+            shift = session._slot.store.shift
             return shift + session.config.options.n_sinks if shift else 0
         window, chunked = self.windows[head[0]]
         if window == 0:
@@ -243,14 +251,14 @@ class Watch:
         windowed = any(window for window, _ in self.windows)
         if self.tells_all and not windowed:
             require(stats.evictions == gone, f"{gone} entries are gone, {stats.evictions} counted")
-        limit = session.freezing.limit_bytes if session.freezing else None
+        limit = session.config.freezing.limit_bytes if session.config.freezing else None
         require(limit is None or stats.frozen_bytes <= limit, f"{stats.frozen_bytes} bytes frozen")
 
 
 def _windows(session: Session) -> list[tuple[int, bool]]:
-    if session.store == "flat":
-        return [(0, False)] * len(session.budgets())
-    layers = session._store.layers  # type: ignore[attr-defined]
+    if session.cache.store == "flat":
+        return [(0, False)] * len(session.cache.budgets())
+    layers = session._slot.store.layers  # type: ignore[attr-defined]
     return [(shape.window, shape.chunked) for shape in layers]
 
 

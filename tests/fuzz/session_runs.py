@@ -79,7 +79,7 @@ def _long_run(chance: random.Random, folder: Path) -> str:
     with opened as session:
         run = Run(chance, model, options, session)
         first, second = (topic(chance, options["kv_budget"] + 1000, model) for _ in range(2))
-        for tokens in (first, second[: session.n_ctx - len(first) - 200], first[:20]):
+        for tokens in (first, second[: session.config.n_ctx - len(first) - 200], first[:20]):
             run.do(Operation("decode", (tokens, False)))
         run.operations(5)
         run.finish()
@@ -141,7 +141,7 @@ class Run:
     def finish(self) -> None:
         """Compare with stock llama.cpp, and with another number of threads; then close."""
         self._compare_with_stock()
-        if self.session.store == "headwise" and self.chance.random() < 0.4:
+        if self.session.cache.store == "headwise" and self.chance.random() < 0.4:
             self._compare_with_threads()
         position = self.session.position
         self.session.close()
@@ -158,7 +158,7 @@ class Run:
 
     def _next_tokens(self) -> tuple[int, ...]:
         session = self.session
-        room = session.n_ctx - session.position
+        room = session.config.n_ctx - session.position
         n_tokens = min(self.chance.choice((1, 1, 2, session.config.n_ubatch)), room, 64)
         return topic(self.chance, n_tokens, self.model)
 
@@ -167,10 +167,10 @@ class Run:
         say("compare with a loaded session")
         session = self.session
         tokens = self._next_tokens()
-        data = session.save_state()
+        data = session.files.save_state()
         with self._another() as loaded:
-            loaded.load_state(data)
-            require(loaded.save_state() == data, "what is loaded is saved again as it was")
+            loaded.files.load_state(data)
+            require(loaded.files.save_state() == data, "what is loaded is saved again as it was")
             ours, theirs = observable(session)[:6], observable(loaded)[:6]
             require(ours == theirs, "what is loaded is what was saved")
             if not tokens or not self._reads(tokens):
@@ -194,25 +194,27 @@ class Run:
         """Check that right drafts leave what single tokens leave, where pages stay in a file."""
         session, chance = self.session, self.chance
         tokens = topic(chance, chance.randrange(2, 12), self.model)
-        if session.position + len(tokens) > session.n_ctx or not _computes_all_products(session):
+        if session.position + len(tokens) > session.config.n_ctx or not _computes_all_products(
+            session
+        ):
             return
         say(f"compare with {len(tokens) - 1} drafts")
         right = chance.randrange(len(tokens))
         n_right, states = 0, []
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "session.kv"
-            session.save(path)
+            session.files.save(path)
             for drafts in (tokens[1:], ()):
                 with self._another() as other:
-                    other.load(path)
+                    other.files.load(path)
                     if drafts:
-                        n_right = other.decode_drafts(
+                        n_right = other.reader.read_drafts(
                             tokens[0], drafts, lambda rows: min(right, len(rows) - 1)
                         )
                     else:
                         for token in tokens[: n_right + 1]:
                             other.decode([token])
-                    states.append((other.evicted, other.save_state()))
+                    states.append((other.cache.evicted, other.files.save_state()))
         require(states[0] == states[1], f"{n_right} right drafts leave what single tokens leave")
 
     def _reads(self, tokens: tuple[int, ...]) -> bool:
@@ -223,11 +225,11 @@ class Run:
     def _take_nonsense(self) -> None:
         """Check that impossible arguments are refused in a sentence, and change nothing."""
         session, chance = self.session, self.chance
-        beyond = session.n_ctx - session.position + 1
+        beyond = session.config.n_ctx - session.position + 1
         nonsense = chance.choice(
             (
                 Operation("decode", ((), False)),
-                Operation("decode", ((session.n_vocab,), False)),
+                Operation("decode", ((session.model.n_vocab,), False)),
                 Operation("decode", ((-1,), False)),
                 Operation("truncate", (session.position + 1,)),
                 Operation("truncate", (-1,)),
@@ -243,23 +245,23 @@ class Run:
     def _take_forgery(self) -> None:
         """Check that a changed file is refused, or gives a session that decodes."""
         session = self.session
-        if session.store == "flat" or session._store._recurrent:  # type: ignore[attr-defined]
+        if session.cache.store == "flat" or session._slot.store._recurrent:  # type: ignore[attr-defined]
             return  # llama.cpp itself reads parts of the file.
-        data = session.save_state()
+        data = session.files.save_state()
         other = forged(self.chance, data)
         say("load a forgery")
         before = observable(session)
         try:
-            session.load_state(other)
+            session.files.load_state(other)
         except SessionFileError as error:
             check_refusal(error)
             require(observable(session) == before, f"what refuses changes nothing: {error}")
         else:
             tokens = self._next_tokens()
-            if tokens and session.position + len(tokens) <= session.n_ctx:
+            if tokens and session.position + len(tokens) <= session.config.n_ctx:
                 self._decode_whatever(tokens)
-        session.load_state(data)
-        require(session.save_state() == data, "the true state can be loaded again")
+        session.files.load_state(data)
+        require(session.files.save_state() == data, "the true state can be loaded again")
 
     def _decode_whatever(self, tokens: tuple[int, ...]) -> None:
         try:
@@ -271,7 +273,7 @@ class Run:
     def _compare_with_oracle(self) -> None:
         """Check that one token's logits are computed over exactly the entries that are kept."""
         session, oracle = self.session, self.oracle
-        if oracle is None or session.position == 0 or session.position >= session.n_ctx:
+        if oracle is None or session.position == 0 or session.position >= session.config.n_ctx:
             return
         say("compare with the oracle")
         token = topic(self.chance, 1, self.model)
@@ -294,7 +296,7 @@ class Run:
             return  # Tokens that were read meanwhile did not attend to frozen entries.
         say("compare with stock llama.cpp")
         plain, flash = (self._stock_logits(flash=flash) for flash in (False, True))
-        expected = flash if session.store == "flat" else plain
+        expected = flash if session.cache.store == "flat" else plain
         # The two attention implementations of llama.cpp show how much rounding changes the logits.
         limit = max(10 * self.model.rounding, 2 * relative_error(flash, plain))
         error = relative_error(session.logits, expected)
@@ -310,7 +312,7 @@ class Run:
     def _compare_with_threads(self) -> None:
         """Check that another number of threads gives the same bits for the same operations."""
         ours = self.session
-        if ours.drafting is not None and not _computes_all_products(ours):
+        if ours.reader.drafting is not None and not _computes_all_products(ours):
             return  # How much is drafted depends on time, and bits on what is drafted.
         n_threads = self.chance.choice([n for n in (1, 2, 3, 5) if n != self.options["n_threads"]])
         is_busy = self.chance.random() < 0.3
@@ -330,7 +332,7 @@ def _computes_all_products(session: Session) -> bool:
     """Tell whether drafts are read, and whether a token has the same bits among them as alone."""
     by = session.stats().products.values()  # What nothing was read with yet is not among them.
     known = bool(by) and not any("llama.cpp" in name for name in by)
-    return session.drafting is not None and known
+    return session.reader.drafting is not None and known
 
 
 @contextlib.contextmanager

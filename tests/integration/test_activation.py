@@ -74,7 +74,7 @@ def test_relu2_with_a_q8_0_cache_and_a_larger_context(
 ) -> None:
     with Session(relu2_model, n_ctx=600, kv_budget=80, store=store, n_ubatch=64) as session:
         session.decode(TOKENS[:40])
-        session.resize(500)  # The flat store moves to another context.
+        session.cache.resize(500)  # The flat store moves to another context.
         ours = session.decode(TOKENS[40:], all_logits=True)
     assert relative_error(ours, expected[40:]) < 5e-2
 

@@ -113,7 +113,7 @@ class FullStore(Store):
 def session(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     monkeypatch.setattr("entropykv.store.factory.FlatStore", FullStore)
     with Session(tiny_llama, store="flat", kv_budget=60, n_ctx=512, n_threads=1) as session:
-        assert session.store == "full"
+        assert session.cache.store == "full"
         yield session
 
 
@@ -121,8 +121,8 @@ def test_it_reads_and_goes_back(session: Session, tiny_llama: Path) -> None:
     tokens = tokens_for(300)
     rows = session.decode(tokens, all_logits=True)
     assert relative_error(rows, stock_logits(tiny_llama, tokens)) < 2e-2
-    assert session.stats().entries_kept == 300 * session._store.facts.n_kv_heads
-    session.truncate(200)
+    assert session.stats().entries_kept == 300 * session._slot.store.facts.n_kv_heads
+    session.text.truncate(200)
     np.testing.assert_allclose(session.decode(tokens[200:])[-1], rows[-1], atol=0.1)
     assert len(list(session.generate([], max_tokens=8, temperature=0.0))) == 8
 
@@ -130,20 +130,22 @@ def test_it_reads_and_goes_back(session: Session, tiny_llama: Path) -> None:
 def test_its_sessions_are_saved(session: Session) -> None:
     tokens = tokens_for(300)
     session.decode(tokens[:250])
-    state = session.save_state()
+    state = session.files.save_state()
     expected = session.decode(tokens[250:])
     session.reset()
-    session.load_state(state)
+    session.files.load_state(state)
     assert session.position == 250
     np.testing.assert_array_equal(session.decode(tokens[250:]), expected)
-    assert session.entries(0, 0).tolist() == list(range(300))
+    assert session.cache.entries(0, 0).tolist() == list(range(300))
 
 
 def test_what_it_has_no_capability_for_is_refused_or_not_done(session: Session) -> None:
     session.decode(tokens_for(40))
-    assert session.thaw() == 0
-    assert session.importance() is None
-    assert session.decode_drafts(5, [6, 7], lambda _: pytest.fail("it cannot undo drafts")) == 0
+    assert session.cache.thaw() == 0
+    assert session.cache.importance() is None
+    assert (
+        session.reader.read_drafts(5, [6, 7], lambda _: pytest.fail("it cannot undo drafts")) == 0
+    )
     assert session.position == 41
     with pytest.raises(PoolError):
         session.fork()

@@ -64,10 +64,10 @@ def freeze_and_restore_what_has_no_window(session: Session) -> None:
     if not windowed_layers(session):
         freeze_and_restore(session)
         return
-    core = session._store.core  # type: ignore[attr-defined]
+    core = session._slot.store.core  # type: ignore[attr-defined]
     before = core.entries
     core.freeze_all(session.position - 1)
-    for layer, heads in enumerate(session.budgets()):
+    for layer, heads in enumerate(session.cache.budgets()):
         for head in range(len(heads)):
             n_frozen = len(core.frozen_positions(layer, head))
             windowed = layer in windowed_layers(session)
@@ -87,9 +87,9 @@ def test_freezing_inside_a_budget(policy: str, path: Path) -> None:
         stats = session.stats()
         windowed = windowed_layers(session)
         frozen = iter(frozen_entries(session))
-        for layer, heads in enumerate(session.budgets()):
+        for layer, heads in enumerate(session.cache.budgets()):
             for head in range(len(heads)):
-                active = session.entries(layer, head).tolist()
+                active = session.cache.entries(layer, head).tolist()
                 both = sorted([*active, *next(frozen)])
                 if layer not in windowed:
                     assert both == list(range(230))

@@ -82,14 +82,14 @@ def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, pat
             session.reset()
             session.decode(tokens[:230])
             read(session, tokens[230:], 1)
-            assert session.can_return_to(position)
-            session.truncate(position)
+            assert session.text.held().can_return_to(position)
+            session.text.truncate(position)
             error = relative_error(read(session, after, 1), expected)
             assert error < MODELS[name].rounding
         entries = all_entries(session)
-        assert not session.can_return_to(150)
+        assert not session.text.held().can_return_to(150)
         with pytest.raises(ContextError, match=r"position 150: .*sliding window.* reset\(\)"):
-            session.truncate(150)
+            session.text.truncate(150)
         assert (session.position, all_entries(session)) == (227, entries)
 
 
@@ -103,14 +103,14 @@ def test_the_flat_store_goes_back_as_far_as_windows_hold(
     tokens, others = tokens_for(447), tokens_for(16, seed=3)
     with Session(path, n_sinks=n_sinks, **options) as session:
         session.decode(tokens)
-        assert session.can_return_to(148)
-        session.truncate(148)
+        assert session.text.held().can_return_to(148)
+        session.text.truncate(148)
         session.decode(others)
-        assert not session.can_return_to(77)
+        assert not session.text.held().can_return_to(77)
         with pytest.raises(ContextError, match=r"position 77: .*sliding window.* reset\(\)"):
-            session.truncate(77)
+            session.text.truncate(77)
         assert session.position == 164
-        session.truncate(160)
+        session.text.truncate(160)
         again = session.decode([5])
         session.reset()
         session.decode([*tokens[:148], *others[:12]])
@@ -125,8 +125,8 @@ def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, pa
     with Session(path, kv_budget=24, n_sinks=n_sinks, n_threads=1, **options) as session:
         session.decode(tokens_for(200))
         session.decode([5])
-        session.truncate(195)
-        assert session.decode([7]).shape == (1, session.n_vocab)
+        session.text.truncate(195)
+        assert session.decode([7]).shape == (1, session.model.n_vocab)
 
 
 @some("gemma3", "jamba", "bloom")
@@ -214,8 +214,8 @@ def test_calibrate_and_use_the_profile(path: Path, tmp_path: Path) -> None:
             read(session, tokens_for(200), 40)
             stats = session.stats()
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
-            budgets = [sum(layer) for layer in session.budgets()]
-            heads = session._store.facts.n_kv_heads
+            budgets = [sum(layer) for layer in session.cache.budgets()]
+            heads = session._slot.store.facts.n_kv_heads
             assert sum(budgets) <= round(0.3 * 256) * heads
 
 
@@ -225,10 +225,10 @@ def test_a_session_on_disk(path: Path, tmp_path: Path) -> None:
     options = {"kv_budget": 0.4, "freeze": "ram", "policy": "rolling-freeze"}
     with session_of(path, **options) as first:
         read(first, tokens[:200], 64)
-        first.save(file)
+        first.files.save(file)
         expected = read(first, tokens[200:], 10)
     with session_of(path, **options) as second:
-        second.load(file)
+        second.files.load(file)
         assert np.array_equal(read(second, tokens[200:], 10), expected)
 
 

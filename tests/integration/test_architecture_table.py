@@ -63,7 +63,7 @@ def test_auto_takes_the_store_that_the_table_says(model: Architecture, tmp_path:
     row = ROW_OF[model.name]
     try:
         with Session(path, n_ctx=256, kv_type="f16", n_threads=1) as session:
-            store, why = session.stats().store, session.fallback
+            store, why = session.stats().store, session.config.fallback
     except UnsupportedModelError as refusal:
         store, why = "none", str(refusal)
     assert store == row.store

@@ -134,7 +134,7 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
                 np.concatenate([read(ours, tokens[:130], 130), read(ours, tokens[130:], 1)])
             )
             stats = ours.stats()
-            only_windows = all(shape.window == 32 for shape in ours._store.layers)
+            only_windows = all(shape.window == 32 for shape in ours._slot.store.layers)
             if kv_budget == 0.25:  # With more, layers without windows hold everything.
                 assert (stats.evictions == 0) == only_windows
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
@@ -145,23 +145,23 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
 
 def check_entries(session: Session, position: int) -> None:
     """Check that sinks and the recent window are kept, as far as they are visible."""
-    protection = session._store.sharing.plan.protection
+    protection = session._slot.store.sharing.plan.protection
     sinks = range(protection.n_sinks)
     recent = range(position - protection.recent_window, position)
-    for layer, shape in enumerate(session._store.layers):
+    for layer, shape in enumerate(session._slot.store.layers):
         oldest = position + 1 - shape.window if shape.window and not shape.chunked else 0
         wanted = {p for p in (*sinks, *recent) if p >= oldest}
         for head in range(shape.n_head_kv):
-            entries = session.entries(layer, head)
+            entries = session.cache.entries(layer, head)
             assert wanted <= set(entries.tolist())
-            assert len(entries) <= session.budgets()[layer][head]
+            assert len(entries) <= session.cache.budgets()[layer][head]
 
 
 @pytest.mark.parametrize("model", WINDOWED, ids=lambda model: model.name)
 def test_what_a_window_cannot_use_goes_to_other_layers(model: Architecture, path: Path) -> None:  # noqa: ARG001
     with Session(path, n_ctx=512, kv_budget=0.5, store="headwise", n_threads=1) as session:
-        layers = session._store.layers
-        budgets = session.budgets()
+        layers = session._slot.store.layers
+        budgets = session.cache.budgets()
         heads = sum(shape.n_head_kv for shape in layers)
         assert sum(map(sum, budgets)) <= 256 * heads
         for shape, of_layer in zip(layers, budgets, strict=True):
@@ -172,9 +172,11 @@ def test_what_a_window_cannot_use_goes_to_other_layers(model: Architecture, path
         session.decode(tokens_for(150))
         assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
         if any(shape.window == 32 for shape in layers):
-            assert not session.can_return_to(40)
+            assert not session.text.held().can_return_to(40)
         read(session, tokens_for(20), 1)
-        assert session.can_return_to(155)  # Entries outside the window are dropped only at 150.
+        assert session.text.held().can_return_to(
+            155
+        )  # Entries outside the window are dropped only at 150.
 
 
 @every_model
@@ -184,7 +186,7 @@ def test_auto_takes_headwise_or_says_why_not(kind: str, model: Architecture, pat
             Session(path, n_ctx=256, n_threads=1)
         return
     with Session(path, n_ctx=256, kv_type="f16", n_threads=1) as session:
-        store, fallback = session.stats().store, session.fallback
+        store, fallback = session.stats().store, session.config.fallback
     if kind not in REFUSALS:
         assert (store, fallback) == ("headwise", None)
         return
@@ -227,9 +229,13 @@ def test_recurrent_layers_cannot_go_back(model: Architecture, path: Path) -> Non
     for store in ("flat", "auto"):
         with Session(path, n_ctx=256, store=store, kv_type="f16", n_threads=1) as session:
             expected = session.decode(tokens_for(60))
-            assert [session.can_return_to(p) for p in (0, 40, 60)] == [True, False, True]
+            assert [session.text.held().can_return_to(p) for p in (0, 40, 60)] == [
+                True,
+                False,
+                True,
+            ]
             with pytest.raises(ContextError, match=r"position 40: it has recurrent .* reset\(\)"):
-                session.truncate(40)
+                session.text.truncate(40)
             assert session.position == 60
             session.reset()
             assert np.array_equal(session.decode(tokens_for(60)), expected)
@@ -241,13 +247,13 @@ def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path:
     options = {"n_ctx": 256, "kv_budget": 0.3, "kv_type": "f16", "n_ubatch": 32, "n_threads": 1}
     with Session(path, store="headwise", **options) as first:
         first.decode(tokens[:90])
-        state = first.save_state()
+        state = first.files.save_state()
         expected = read(first, tokens[90:], 7)
     with Session(path, store="headwise", **options) as second:
         second.decode(tokens[50:70])
-        second.load_state(state)
+        second.files.load_state(state)
         assert np.array_equal(read(second, tokens[90:], 7), expected)
-        assert not second.can_return_to(80)
+        assert not second.text.held().can_return_to(80)
 
 
 @some(("latent", "latent hybrid", "shared keys"))
@@ -260,7 +266,7 @@ def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Pa
     for store in ("flat", "headwise"):
         with Session(path, store=store, n_threads=1, **options) as session:
             session.decode(tokens_for(n_tokens))
-            stats, n_heads = session.stats(), session._store.facts.n_kv_heads
+            stats, n_heads = session.stats(), session._slot.store.facts.n_kv_heads
             full.append(stats.kv_bytes_full / n_tokens)
     full.append(plan.kv_bytes_f16 / n_ctx)
     # Its header declares heads of two sizes, but not which layers have them.
@@ -299,5 +305,5 @@ def test_flat_does_not_evict_where_llama_cpp_would_end_the_process(
         Session(path, n_ctx=512, kv_budget=0.5, n_threads=1)
     with Session(path, n_ctx=512, n_threads=1) as session:
         with pytest.raises(UnsupportedModelError, match=r"kv-budget 1\.0"):
-            session.resize(0.5)
+            session.cache.resize(0.5)
         session.decode(tokens_for(60))

@@ -182,10 +182,10 @@ def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_p
         n_threads=2,
         entropy_config=path,
     ) as session:
-        assert session.other_file() is None
+        assert session.config.other_file() is None
         session.decode(tokens_for(400))
         stats = session.stats()
-        budgets = np.array(session.budgets())
+        budgets = np.array(session.cache.budgets())
         assert stats.policy == "profile"
         assert stats.kv_bytes_peak <= stats.kv_bytes_budget
         assert budgets.min() >= 68
@@ -209,7 +209,7 @@ def test_a_model_of_the_same_shape_is_noted(tiny_llama: Path, tmp_path: Path) ->
         write_llama(other, **shape, weight_type="F16", seed=seed)
         profile = calibrate(other, some_texts(), CalibrationSettings(2, 32, curve_texts=0))
         with Session(tiny_llama, n_ctx=64, entropy_config=profile) as session:
-            note = session.other_file()
+            note = session.config.other_file()
             assert (note is not None) == noted
             assert note is None or "another file" in note
 

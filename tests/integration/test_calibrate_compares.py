@@ -95,11 +95,11 @@ def test_what_is_compared_is_what_the_definition_says(
                 n_threads=2,
             ) as session:
                 session.decode(read)
-                state = session.save_state()
+                state = session.files.save_state()
                 for of_kind, whole, (before, after) in zip(
                     divergences, wholes, asked_for, strict=True
                 ):
-                    session.load_state(state)
+                    session.files.load_state(state)
                     rows = session.decode([*before, *after], all_logits=True)
                     kl = divergence(whole, rows[len(before) :])
                     assert of_kind[i, j] == pytest.approx(kl, rel=0.02), (way, fraction)

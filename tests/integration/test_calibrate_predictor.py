@@ -58,7 +58,7 @@ def test_sessions_rank_by_the_predictor_of_a_file(
             n_threads=1,
         ) as session:
             session.decode(tokens)
-            store = session._store
+            store = session._slot.store
             assert isinstance(store, HeadwiseStore)
             scores.append(store.core.importance(1, 1))
             kept, recent = store.entries(1, 1).tolist(), store.reach().recent_window

@@ -88,7 +88,7 @@ def scores(model: Path, profile: EntropyProfile, policy: str) -> list[np.ndarray
         n_threads=1,
     ) as session:
         session.decode(tokens_for(300))
-        store = session._store
+        store = session._slot.store
         assert isinstance(store, HeadwiseStore)
         return [store.core.importance(1, head) for head in range(2)]
 

@@ -41,8 +41,8 @@ def test_the_template_makes_the_turns(smollm2: Path, chat: Chat) -> None:
     questions = ("What is the capital of France?", "And of Italy?")
     out, _ = chat(smollm2, "\n".join(questions), "--system", "You are brief.")
     with open_plain(smollm2) as session:
-        first = session.chat_prompt(questions[0], "You are brief.")
-        second = session.chat_turn(questions[1])
+        first = session.model.chat_prompt(questions[0], "You are brief.")
+        second = session.model.chat_turn(questions[1])
         assert first is not None
         assert second is not None
         assert "system\nYou are brief.<" in first
@@ -100,7 +100,7 @@ def test_the_budget_changes_while_it_runs(tiny_llama: Path, chat: Chat) -> None:
     out, _ = chat(tiny_llama, f"{long}\n/budget 40\nto in\n/stats\n")
     with open_plain(tiny_llama) as session:
         first = plain(session, long)
-        session.resize(40)
+        session.cache.resize(40)
         assert out == "".join(first + plain(session, "to in"))
 
 

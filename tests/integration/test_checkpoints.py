@@ -18,7 +18,7 @@ import pytest
 from entropykv import EntropyLlama, Pool, Session, SettingsError
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import SOMEBODY
-from entropykv.session import rollback
+from entropykv.session import session_text
 from entropykv.session.reuse import LEAST_SPARED, Demand
 from tests.architectures import ARCHITECTURES
 from tests.support.llamas import QUIET
@@ -61,10 +61,10 @@ def test_an_answer_is_written_again_without_reading(model: Path, tokens: int, po
     with pool_of(model, n_sequences=2, kv_budget=tokens, policy=policy) as pool:
         session = pool.session()
         expected = written(session, SYSTEM, 20)
-        assert (session.evicted > 0) == (tokens == 96)
+        assert (session.cache.evicted > 0) == (tokens == 96)
         steps = Steps(pool)
         for _ in range(2):
-            assert session.return_to_checkpoint(SYSTEM)
+            assert session.text.return_to_checkpoint(SYSTEM)
             assert session.tokens == SYSTEM
             equal(again(session, 20), expected)
         assert sum(map(sum, steps.parts)) == 2 * 20
@@ -82,7 +82,7 @@ def test_an_edited_turn_goes_on_from_the_end_of_the_answer_before(model: Path, t
         fork = session.fork()
         written(session, PROMPTS[1], 6)
         steps = Steps(pool)
-        assert session.return_to_checkpoint([*first_turn, *PROMPTS[0]])
+        assert session.text.return_to_checkpoint([*first_turn, *PROMPTS[0]])
         assert session.position == len(first_turn)
         found = written(session, PROMPTS[0], 4)
         assert sum(map(sum, steps.parts)) == len(PROMPTS[0]) + 4
@@ -98,9 +98,9 @@ def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -
     with pool_of(path, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
         session = pool.session()
         expected = written(session, PROMPTS[2], 8)
-        assert session.return_to_checkpoint(PROMPTS[2])
+        assert session.text.return_to_checkpoint(PROMPTS[2])
         equal(again(session, 8), expected)
-        assert not session.return_to_checkpoint(PROMPTS[1])
+        assert not session.text.return_to_checkpoint(PROMPTS[1])
 
 
 def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
@@ -120,7 +120,7 @@ def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
         first.decode([77])
         asked = [*text[:-5], *PROMPTS[3]]
         second = pool.session()
-        assert not second.return_to_checkpoint(asked)
+        assert not second.text.return_to_checkpoint(asked)
         third = pool.session_for(asked)
         for session in (second, third):
             assert session.position == 0
@@ -136,7 +136,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
     """This happens if something was evicted or layers are recurrent, because later ones cannot be
     cut.
     """
-    monkeypatch.setattr(rollback, "INTERVAL", 2 * PIECE)
+    monkeypatch.setattr(session_text, "INTERVAL", 2 * PIECE)
     if name != "llama":
         models = {each.name: each for many in ARCHITECTURES.values() for each in many}
         model = tmp_path / f"{name}.gguf"
@@ -147,7 +147,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
         assert pool.stats().checkpoints > 0
         end = 6 * PIECE  # The last checkpoint within the prompt.
         text = [*SYSTEM[: end + 3], 7, 8, 9]
-        assert session.return_to_checkpoint(text)
+        assert session.text.return_to_checkpoint(text)
         assert session.position == end
         found = [session.decode(text[end:])[-1]]
         session.reset()
@@ -186,7 +186,7 @@ def test_the_bytes_besides_the_pool_are_limited(model: Path) -> None:
         session = pool.session()
         written(session, SYSTEM, 2)
         assert pool.stats().checkpoints == 0
-        assert not session.return_to_checkpoint(SYSTEM)
+        assert not session.text.return_to_checkpoint(SYSTEM)
     for limit in ("much", -1, True, 1.5):
         with pytest.raises(SettingsError, match="limit of checkpoints"):
             pool_of(model, checkpoints=limit)
@@ -197,7 +197,7 @@ def test_frozen_conversations_have_none(model: Path) -> None:
         session = pool.session()
         written(session, SYSTEM, 4)
         assert pool.stats().checkpoints == 0
-        assert not session.return_to_checkpoint(SYSTEM)
+        assert not session.text.return_to_checkpoint(SYSTEM)
 
 
 def test_an_application_regenerates_without_reading(model: Path) -> None:
@@ -245,7 +245,7 @@ def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
         assert prefix_cache.take([9, *SYSTEM], SOMEBODY).position == 0
         first.decode([*SYSTEM, 5])
         assert not taken
-        first.note_turn(writes=True)
+        first.text.note_turn(writes=True)
         prefix_cache.has_read(first)
         thread.join(10)
         # The position where every reading ends a micro-batch.
@@ -304,11 +304,11 @@ def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
 def test_the_last_prompt_is_not_read_again_whatever_its_length(model: Path) -> None:
     with Session(model, n_ctx=N_CTX, n_ubatch=PIECE) as session:
         for n_tokens in (PIECE, PIECE + 1, 2 * PIECE + 1):
-            session.truncate(0)
+            session.text.truncate(0)
             expected = session.decode(SYSTEM[:n_tokens])[-1].copy()
             session.decode([5])
             session.decode([6])
-            assert session.return_to_prompt(n_tokens, n_tokens + 9)
+            assert session.text.return_to_prompt(n_tokens, n_tokens + 9)
             assert session.logits is not None
             np.testing.assert_array_equal(session.logits, expected)
 
@@ -338,8 +338,8 @@ def test_only_checkpoints_at_the_end_of_a_prompt_hold_logits(model: Path) -> Non
         prompt, answer = pool.runner.checkpoints._kept
         assert prompt.sequence.logits is not None
         assert answer.sequence.logits is answer.sequence.parts._logits is None
-        assert session.return_to_checkpoint(SYSTEM)
+        assert session.text.return_to_checkpoint(SYSTEM)
         equal(again(session, 6), rows)
         session.decode([5, 6])  # The same turn again: the logits of the prompt are still kept.
-        assert session.return_to_checkpoint(SYSTEM)
+        assert session.text.return_to_checkpoint(SYSTEM)
         assert session.logits is not None

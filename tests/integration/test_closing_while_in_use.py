@@ -30,11 +30,11 @@ TEXT = [5 + i % 200 for i in range(200)]
 COMMON = {"n_ctx": 512, "n_ubatch": 8, "n_threads": 1}
 
 def decodes(session):
-    session.truncate(0)
+    session.text.truncate(0)
     session.decode(TEXT)
 
 def generates(session):
-    session.truncate(0)
+    session.text.truncate(0)
     for token in session.generate([5, 6, 7, 8], max_tokens=200, temperature=0.8):
         session.token_bytes(token)
 
@@ -42,8 +42,8 @@ def forks(session):
     decodes(session)
     with session.fork() as fork:
         fork.decode([5])
-    session.swap_out()
-    session.pool_status()
+    session.cache.swap_out()
+    session.cache.pool_status()
 
 def answers(llama):
     for _ in llama("the king", max_tokens=60, stream=True, temperature=0.8):
@@ -52,7 +52,7 @@ def answers(llama):
 
 def saves(session):
     decodes(session)
-    session.load_state(session.save_state())
+    session.files.load_state(session.files.save_state())
 
 def made():
     "What is closed, and what threads do meanwhile."
@@ -196,10 +196,10 @@ def test_texts_of_a_closed_session_are_refused(tiny_llama: Path) -> None:
     calls = (
         lambda: session.tokenize("the king"),
         lambda: session.detokenize([5]),
-        lambda: session.is_end(5),
-        lambda: session.chat_prompt("hi"),
+        lambda: session.model.is_end(5),
+        lambda: session.model.chat_prompt("hi"),
         lambda: next(stream),
-        session.save_state,
+        session.files.save_state,
         session.reset,
     )
     for call in calls:
@@ -215,7 +215,7 @@ def test_a_pool_lives_as_long_as_one_of_its_sessions(tiny_llama: Path) -> None:
     runner = session._runner
     del session
     gc.collect()
-    assert fork.decode([7]).shape == (1, fork.n_vocab)
+    assert fork.decode([7]).shape == (1, fork.model.n_vocab)
     assert len(runner.slots) == 1
     del fork
     gc.collect()

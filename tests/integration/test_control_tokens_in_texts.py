@@ -181,7 +181,7 @@ def test_a_document_and_its_question(session: Session, special: bool, tmp_path: 
     other = tmp_path / "two.kv"
     session.reset()
     read_document(session, EVIL + " and more", other)
-    session.open_document(tmp_path / "one.kv", other)
+    session.files.open_document(tmp_path / "one.kv", other)
     assert session.tokens.count(0) == 2 * special
     assert len(session.tokens) > n_document
     question = session.question(EVIL)
@@ -203,5 +203,5 @@ def test_run_reads_special_tokens_only_in_a_prompt_of_its_own(
     assert result.returncode == 0, result.stderr
     model = Model(tiny_llama, n_gpu_layers=0, verbose=False)
     with Session(model, CacheOptions(n_threads=1)) as session:
-        session.load(saved)
+        session.files.load(saved)
         assert (0 in session.tokens) is (special or bool(chat))

@@ -220,8 +220,8 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
         assert session.tokenize(sample, add_bos=False) == fast.encode(
             sample, add_special_tokens=False
         )
-        assert session.chat_prompt("hi") == "User: hi"
-        assert session.is_end(fast.eos_token_id)
+        assert session.model.chat_prompt("hi") == "User: hi"
+        assert session.model.is_end(fast.eos_token_id)
 
 
 def test_untied_heads_are_refused_and_equal_ones_dropped(tmp_path: Path) -> None:

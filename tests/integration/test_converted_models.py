@@ -107,7 +107,7 @@ def test_session_serves_a_converted_model(tmp_path: Path) -> None:
     with Session(target, n_ctx=256, kv_type="f16", n_threads=2) as session:
         ours = session.decode(TOKENS, all_logits=True)
         text = session.detokenize(session.tokenize("the cat, 12 Äpfel"))
-        assert session.chat_prompt("hello") == "User: hello"
+        assert session.model.chat_prompt("hello") == "User: hello"
     assert text == "the cat, 12 Äpfel"
     assert relative_error(ours, expected) < 1e-2  # The cache is f16.
 

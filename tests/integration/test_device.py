@@ -60,8 +60,8 @@ def test_store_auto_gives_the_logits_that_it_gives_without_a_device(
         options: dict[str, Any] = {"n_ctx": 240, "n_gpu_layers": layers, "n_ubatch": 32}
         with Session(model, kv_budget=budget, policy="uniform", **options) as session:
             # Of one layer, llama.cpp offloads only the output.
-            assert session.store == ("headwise" if layers < 2 else "device")
-            assert bool(session.fallback) == (session.store == "device")
+            assert session.cache.store == ("headwise" if layers < 2 else "device")
+            assert bool(session.config.fallback) == (session.cache.store == "device")
             rows.append(session.decode(tokens, all_logits=True))
             assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
     # Entries with nearly equal scores may be evicted in either order.
@@ -89,7 +89,7 @@ def test_beyond_the_trained_context_store_auto_takes_the_device_store(tmp_path: 
     MODELS["llama"](path)
     options: dict[str, Any] = {"kv_budget": 96, "kv_type": "f16", "n_gpu_layers": 99}
     with Session(path, n_ctx=1024, n_ubatch=32, **options) as session:
-        assert session.store == "device"
+        assert session.cache.store == "device"
         for first in range(0, 800, 100):
             session.decode(tokens_for(100, seed=first))
 

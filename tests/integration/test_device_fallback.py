@@ -41,7 +41,7 @@ alone |= {"store": "headwise", "n_gpu_layers": 0}
 alone["kv_budget"] //= options.get("n_sequences", 1)
 with Session(path, **alone) as session:
     expected, entries = read(session), all_entries(session)
-    state = session.save_state()
+    state = session.files.save_state()
 given = {"store": "device", **options, "n_gpu_layers": layers}
 with contextlib.ExitStack() as stack:
     if "n_sequences" in options:
@@ -53,14 +53,14 @@ with contextlib.ExitStack() as stack:
     rows = read(session)
     kept = all_entries(session)
     stats = session.stats()
-    session.load_state(state)
+    session.files.load_state(state)
     loaded = all_entries(session) == entries
-    pool.resize(128) if "n_sequences" in options else session.resize(0.5)
+    pool.resize(128) if "n_sequences" in options else session.cache.resize(0.5)
     session.decode(tokens_for(30, seed=8))
     print(json.dumps({
-        "store": session.store,
-        "fallback": session.fallback,
-        "on_host": session.on_host,
+        "store": session.cache.store,
+        "fallback": session.config.fallback,
+        "on_host": session.cache.on_host,
         "error": float(relative_error(rows, expected)),
         "same": sum(len(set(a) & set(b)) for a, b in zip(kept, entries)) / sum(map(len, entries)),
         "devices": stats.kv_bytes_on_devices,

@@ -161,7 +161,9 @@ def test_it_serves_every_architecture(architecture: Architecture, tmp_path: Path
     write_known(path, architecture)
     with on_cpu(path, store="auto", kv_budget=1.0, n_ctx=256) as cpu:
         expected = read(cpu, 60, 4)
-    with on_device(path, store="auto" if cpu.store == "flat" else "device", n_ctx=256) as session:
+    with on_device(
+        path, store="auto" if cpu.cache.store == "flat" else "device", n_ctx=256
+    ) as session:
         error = relative_error(read(session, 60, 4), expected)
     assert error < max(5e-3, architecture.rounding) + 2 * device_rounding(path)
 
@@ -174,14 +176,14 @@ def test_other_attention_keeps_the_entries_that_the_cpu_keeps(name: str, tmp_pat
     options: dict[str, Any] = {"n_ctx": 256, "kv_budget": 48, "n_ubatch": 24, "policy": "uniform"}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         expected, rows = read(cpu, 180, 30), read(session, 180, 30)
-        assert session.budgets() == cpu.budgets()
+        assert session.cache.budgets() == cpu.cache.budgets()
         same = kept_alike(session, cpu)
         assert session.stats().evictions > 0
         # The windows' entries are left out of both counts.
         assert session.stats().evictions == cpu.stats().evictions
-        cpu.load_state(session.save_state())
+        cpu.files.load_state(session.files.save_state())
         assert all_entries(cpu) == all_entries(session)
-        session.load_state(cpu.save_state())
+        session.files.load_state(cpu.files.save_state())
         more = tokens_for(20, seed=8)
         row = cpu.decode(more)
         assert relative_error(session.decode(more), row) < max(5e-3, rounding)
@@ -196,7 +198,7 @@ def test_with_a_small_budget_it_keeps_the_entries_that_the_cpu_keeps(
 ) -> None:
     with on_cpu(model, kv_budget=budget) as cpu, on_device(model, kv_budget=budget) as session:
         expected, rows = read(cpu), read(session)
-        assert session.budgets() == cpu.budgets()
+        assert session.cache.budgets() == cpu.cache.budgets()
         same = kept_alike(session, cpu)
         assert session.stats().evictions == cpu.stats().evictions > 0
     # Scores that are nearly equal may be ordered either way.
@@ -219,7 +221,7 @@ def test_it_ranks_entries_as_the_cpu_does(llama: Path, policy: str) -> None:
 
 def predicting(session: Session, path: Path) -> EntropyProfile:
     """Return a profile of the session's model whose predictor fits its entries."""
-    store = session._store
+    store = session._slot.store
     features = [
         _core.feature_count(s, n.rope)
         for s, n in zip(store.layers, store.context.hook.nodes, strict=True)
@@ -242,7 +244,7 @@ def test_scores_are_predicted_as_on_the_cpu(
     rounding = OTHER_ATTENTION[name].rounding if name in OTHER_ATTENTION else 0.0
     of_device = device_rounding(path)
     with on_cpu(path, kv_budget=1.0, n_ctx=256) as session:
-        if session._store.facts.rope_obstacle:
+        if session._slot.store.facts.rope_obstacle:
             pytest.skip("no keys before RoPE")
         profile = predicting(session, path)
     options: dict[str, Any] = {"n_ctx": 256, "kv_budget": 0.4, "n_ubatch": 24, "policy": policy}
@@ -306,12 +308,12 @@ def test_heads_of_a_layer_have_budgets_of_their_own(tmp_path: Path) -> None:
     options = {"policy": "entropy", "entropy_config": profile, "kv_budget": 0.3}
     rounding = device_rounding(path)
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
-        assert len(set(session.budgets()[0])) > 1
+        assert len(set(session.cache.budgets()[0])) > 1
         expected, rows = read(cpu), read(session)
         assert kept_alike(session, cpu) >= 1 - rounding
         assert relative_error(rows, expected) < 2e-3 + 10 * rounding
-        held = [[len(session.entries(0, head)) for head in range(3)]]
-        assert all(n <= most for n, most in zip(held[0], session.budgets()[0], strict=True))
+        held = [[len(session.cache.entries(0, head)) for head in range(3)]]
+        assert all(n <= most for n, most in zip(held[0], session.cache.budgets()[0], strict=True))
 
 
 @pytest.mark.parametrize("n_head_kv", [2, 5, 16])
@@ -327,7 +329,7 @@ def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_h
     profile = replace(profile_of(path), head_entropies=entropies)
     options: dict[str, Any] = {"policy": "entropy", "entropy_config": profile, "kv_budget": 0.3}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
-        assert len(set(session.budgets()[0])) > n_head_kv / 2
+        assert len(set(session.cache.budgets()[0])) > n_head_kv / 2
         expected, rows = read(cpu), read(session)
         same = kept_alike(session, cpu)
         before = session.stats().device_traffic["computed"]
@@ -375,7 +377,7 @@ def test_the_budget_is_never_exceeded_on_the_device(model: Path) -> None:
             session.decode(tokens[first : first + 37])
             stats = session.stats()
             assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
-            for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
+            for heads, budgets in zip(_counts(session), session.cache.budgets(), strict=True):
                 assert all(n <= most for n, most in zip(heads, budgets, strict=True))
         of_devices = stats.kv_bytes_on_devices
         assert list(of_devices) == [DEVICE or "CPU"]
@@ -384,8 +386,8 @@ def test_the_budget_is_never_exceeded_on_the_device(model: Path) -> None:
 
 def _counts(session: Session) -> list[list[int]]:
     return [
-        [len(session.entries(layer, head)) for head in range(len(heads))]
-        for layer, heads in enumerate(session.budgets())
+        [len(session.cache.entries(layer, head)) for head in range(len(heads))]
+        for layer, heads in enumerate(session.cache.budgets())
     ]
 
 
@@ -408,12 +410,12 @@ def test_a_session_is_saved_on_the_device_and_loaded_on_the_cpu_and_back(
     more = tokens_for(60, seed=8)
     with on_device(llama, **options) as session, on_cpu(llama, **options) as cpu:
         read(session)
-        cpu.load_state(session.save_state())
+        cpu.files.load_state(session.files.save_state())
         assert all_entries(cpu) == all_entries(session)
         assert cpu.stats().evictions == session.stats().evictions
         with on_device(llama, **options) as again:
-            again.load_state(cpu.save_state())
-            assert again.save_state() == cpu.save_state()
+            again.files.load_state(cpu.files.save_state())
+            assert again.files.save_state() == cpu.files.save_state()
             rows = [s.decode(more, all_logits=True) for s in (session, cpu, again)]
             assert relative_error(rows[1], rows[0]) < (2e-3 if kv_type == "f16" else 5e-2)
             assert relative_error(rows[2], rows[0]) < 2e-3
@@ -423,7 +425,7 @@ def test_a_session_is_saved_on_the_device_and_loaded_on_the_cpu_and_back(
 def test_a_smaller_budget_evicts_what_a_file_holds_too_much(llama: Path) -> None:
     with on_cpu(llama, kv_budget=150) as cpu, on_device(llama, kv_budget=120) as session:
         read(cpu)
-        session.load_state(cpu.save_state())
+        session.files.load_state(cpu.files.save_state())
         assert all(n <= 120 for heads in _counts(session) for n in heads)
         assert np.isfinite(session.decode(tokens_for(60, seed=8))).all()
     # There are no rows for so many entries, so they are evicted before they reach the device.
@@ -433,8 +435,8 @@ def test_a_smaller_budget_evicts_what_a_file_holds_too_much(llama: Path) -> None
         on_cpu(llama, kv_budget=40) as small,
     ):
         read(cpu)
-        session.load_state(cpu.save_state())
-        small.load_state(cpu.save_state())
+        session.files.load_state(cpu.files.save_state())
+        small.files.load_state(cpu.files.save_state())
         assert all_entries(session) == all_entries(small)
         more = tokens_for(20, seed=8)
         assert relative_error(session.decode(more), small.decode(more)) < 2e-3
@@ -445,7 +447,7 @@ def test_a_rollback_reads_the_same_again(llama: Path) -> None:
     with on_device(llama, kv_budget=0.5) as session:
         session.decode(tokens)
         first = session.decode(tokens_for(20, seed=7))
-        session.truncate(100)
+        session.text.truncate(100)
         assert session.position == 100
         assert relative_error(session.decode(tokens_for(20, seed=7)), first) < 1e-4
         session.reset()
@@ -460,9 +462,9 @@ def test_a_rollback_beyond_what_windows_hold_is_refused_by_name(tmp_path: Path) 
     with on_device(path, n_ctx=256, kv_budget=0.5) as session:
         session.decode(tokens_for(200))
         with pytest.raises(ContextError, match="layers with a sliding window are sure to hold"):
-            session.truncate(60)
+            session.text.truncate(60)
         session.decode(tokens_for(5))
-        session.truncate(204)
+        session.text.truncate(204)
         session.reset()
         assert np.isfinite(session.decode(tokens_for(5))).all()
 
@@ -476,16 +478,16 @@ def test_a_smaller_budget_evicts_at_once_and_a_larger_one_gets_rows(
     for open_session in (on_cpu, on_device):
         with open_session(path, kv_budget=0.5) as session:
             read(session)
-            session.resize(0.25)
-            for heads, budgets in zip(_counts(session), session.budgets(), strict=True):
+            session.cache.resize(0.25)
+            for heads, budgets in zip(_counts(session), session.cache.budgets(), strict=True):
                 assert all(n <= most for n, most in zip(heads, budgets, strict=True))
             session.decode(tokens_for(30, seed=8))
             before = (all_entries(session), session.stats().evictions)
-            session.resize(1.0)
+            session.cache.resize(1.0)
             assert (all_entries(session), session.stats().evictions) == before
             logits.append(read(session, 60, 20))
             kept.append(all_entries(session))
-            session.truncate(session.position - 1)
+            session.text.truncate(session.position - 1)
     assert kept[0] == kept[1]
     assert relative_error(*logits) < 2e-2
 
@@ -527,11 +529,11 @@ def test_a_pool_without_memory_for_a_budget_stays_as_it_was(tmp_path: Path) -> N
         assert pool.stats().kv_bytes_staging < n_bytes
         for session, text in zip(sessions, texts, strict=True):
             session.decode(text[:100])
-            assert 250 < len(session.entries(0, 0)) <= session.budgets()[0][0]
+            assert 250 < len(session.cache.entries(0, 0)) <= session.cache.budgets()[0][0]
         pool.resize(1200)
-        n_kept = len(sessions[0].entries(0, 0))
+        n_kept = len(sessions[0].cache.entries(0, 0))
         sessions[0].decode(texts[0])
-        assert len(sessions[0].entries(0, 0)) == n_kept + len(texts[0])
+        assert len(sessions[0].cache.entries(0, 0)) == n_kept + len(texts[0])
 
 
 @pytest.mark.needs("resource.setrlimit")
@@ -546,14 +548,14 @@ def test_a_budget_without_memory_leaves_everything_as_it_was(tmp_path: Path) -> 
             little_memory(2**25),
             pytest.raises(BudgetError, match="does not fit into the memory of its devices"),
         ):
-            session.resize(1.0)
+            session.cache.resize(1.0)
         assert all_entries(session) == before
-        assert set(itertools.chain(*session.budgets())) == {300}
+        assert set(itertools.chain(*session.cache.budgets())) == {300}
         session.decode(tokens_for(100))
-        session.resize(1000)
-        n_kept = len(session.entries(0, 0))
+        session.cache.resize(1000)
+        n_kept = len(session.cache.entries(0, 0))
         session.decode(tokens_for(600))
-        assert len(session.entries(0, 0)) == n_kept + 600 <= 1000
+        assert len(session.cache.entries(0, 0)) == n_kept + 600 <= 1000
 
 
 @pytest.mark.parametrize(
@@ -596,7 +598,7 @@ def test_a_text_goes_on_beyond_the_trained_context(
         assert session.stats().rebases == cpu.stats().rebases > 3
         assert relative_error(rows[120:], expected[120:]) < (5e-2 if kv_type == "f16" else 1e-1)
         assert all_entries(session)[0][:4] == [0, 1, 2, 3]
-        cpu.load_state(session.save_state())
+        cpu.files.load_state(session.files.save_state())
         more = tokens_for(40, seed=8)
         # Later tokens evict entries whose scores are nearly equal.
         allowed = 2e-2 + 20 * device_rounding(path)
@@ -688,9 +690,9 @@ def pool_of(path: Path, **options: Any) -> Pool:
 
 def alone_like(pool_session: Session, path: Path, **options: Any) -> Session:
     """Open a session alone, with the budget that a session has in its pool."""
-    budget = pool_session.budgets()[0][0]
+    budget = pool_session.cache.budgets()[0][0]
     session = on_device(path, kv_budget=budget, **options)
-    assert session.budgets() == pool_session.budgets()
+    assert session.cache.budgets() == pool_session.cache.budgets()
     return session
 
 
@@ -762,7 +764,7 @@ def test_places_of_a_pool_get_another_budget_as_sessions_do_alone(llama: Path) -
         for turn, budget in enumerate((0.6, 0.15, 0.3)):
             pool.resize(budget)
             for session, other, text in zip(sessions, alone, texts, strict=True):
-                other.resize(session.budgets()[0][0])
+                other.cache.resize(session.cache.budgets()[0][0])
                 more = text[10 * turn : 10 * turn + 60]
                 rows = session.decode(more)
                 assert relative_error(rows, other.decode(more)) < 2e-3
@@ -770,15 +772,15 @@ def test_places_of_a_pool_get_another_budget_as_sessions_do_alone(llama: Path) -
                 session.rest()
                 stats = pool.stats()
                 assert stats.kv_bytes_now <= stats.kv_bytes_budget
-                per_place = session.budgets()[0][0] * 2 * 2 * 128 * 2
+                per_place = session.cache.budgets()[0][0] * 2 * 2 * 128 * 2
                 assert stats.kv_bytes_budget == 2 * per_place
         # A pool that is too small for sinks and recent windows stays as it was.
         with pytest.raises(BudgetError, match="sinks and a recent window"):
             pool.resize(4)
-        assert sessions[0].budgets() == alone[0].budgets()
+        assert sessions[0].cache.budgets() == alone[0].cache.budgets()
         fourth = pool.session()
         fourth.decode(texts[0])
-        assert fourth.budgets() == alone[0].budgets()
+        assert fourth.cache.budgets() == alone[0].cache.budgets()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -795,10 +797,10 @@ def test_a_pool_goes_back_to_checkpoints_whatever_was_evicted_since(
         session.decode(text)
         plain.decode(text)
         logits = session.logits
-        session.keep_checkpoint()
+        session.text.keep_checkpoint()
         session.decode(more)
         assert session.stats().evictions > 0
-        assert session.return_to_checkpoint([*text, *question])
+        assert session.text.return_to_checkpoint([*text, *question])
         assert session.position == len(text)
         np.testing.assert_array_equal(session.logits, logits)
         expected = plain.decode(question)
@@ -819,7 +821,7 @@ def test_a_checkpoint_of_a_pool_can_be_cut_while_nothing_was_evicted(llama: Path
     with pool_of(llama, kv_budget=1.0, checkpoints="4MiB") as pool:
         session = pool.session()
         session.decode(text)
-        session.keep_checkpoint()
+        session.text.keep_checkpoint()
         other = pool.session_for([*text[:60], *tokens_for(30, seed=8)])
         assert other.position == 60
         with alone_like(session, llama) as alone:
@@ -832,10 +834,10 @@ def test_checkpoints_of_a_pool_take_no_more_than_their_limit(llama: Path) -> Non
     with pool_of(llama, kv_budget=1.0, checkpoints="64KiB") as pool:
         session = pool.session()
         session.decode(tokens_for(40))
-        session.keep_checkpoint()
+        session.text.keep_checkpoint()
         assert 0 < pool.stats().checkpoint_bytes <= 64 << 10
         session.decode(tokens_for(200))
-        session.keep_checkpoint()  # It would take more, and is not made.
+        session.text.keep_checkpoint()  # It would take more, and is not made.
         assert pool.stats().checkpoints == 1
         assert pool.stats().checkpoint_bytes <= 64 << 10
 
@@ -868,7 +870,7 @@ def test_of_images_the_entries_stay_that_stay_on_the_cpu(kind: str, tmp_path: Pa
             each.decode(prompt_of(each).tokens)
         assert session.stats().evictions == cpu.stats().evictions > 0
         assert kept_alike(session, cpu) > 0.95
-        session.save_state()
+        session.files.save_state()
         assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
 
 
@@ -884,7 +886,7 @@ def test_wrong_drafts_leave_no_trace(llama: Path, policy: str, kv_type: str) -> 
         with on_cpu(llama, kv_budget=1.0) as session:
             options["entropy_config"] = predicting(session, llama)
     with on_device(llama, **options) as plain, on_device(llama, **options) as ours:
-        plain._reader.drafting = None
+        plain.reader.drafting = None
         answer = list(plain.generate(prompt, 60))
         drafting = draft_with(ours, Oracle([*prompt, *answer], 1))
         # Attention to several tokens may have other bits than that to one, on some devices.

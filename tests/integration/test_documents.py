@@ -24,8 +24,9 @@ from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileErro
 from entropykv.model.geometry import read_geometry
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.readings import DocumentId
-from entropykv.session.document import document_header, open_documents, read_document
+from entropykv.session.document import read_document
 from entropykv.session.file import open_session
+from entropykv.session.session_files import document_header
 from entropykv.store.step import Part
 from entropykv.system import lock
 from tests.support.command import assert_refused, entropykv
@@ -71,10 +72,10 @@ def test_an_opened_document_answers_as_one_that_was_just_read(
     assert contents.document is not None
     assert contents.document.n_tokens == contents.position
     with session_of(tiny_llama) as session:
-        session.open_document(path)
+        session.files.open_document(path)
         assert all_entries(session) == kept
         assert answer(session) == expected
-        session.open_document(path)
+        session.files.open_document(path)
         assert answer(session) == expected
     assert sorted(os.listdir(tmp_path)) == ["book.kv"]
 
@@ -84,9 +85,9 @@ def test_a_document_is_read_like_the_beginning_of_the_whole_prompt(
 ) -> None:
     read(tiny_llama, tmp_path / "book.kv")
     with session_of(tiny_llama) as session:
-        session.open_document(tmp_path / "book.kv")
+        session.files.open_document(tmp_path / "book.kv")
         tokens = session.tokens + session.question("who jumps?")
-        prompt = session.chat_prompt(f"{TEXT}\nwho jumps?")
+        prompt = session.model.chat_prompt(f"{TEXT}\nwho jumps?")
         add_bos = None if prompt is None else False
         whole = session.tokenize(prompt or f"{TEXT}\nwho jumps?", add_bos=add_bos)
         assert session.detokenize(tokens, special=True) == session.detokenize(whole, special=True)
@@ -97,12 +98,12 @@ def test_several_documents_are_read_in_the_order_asked(tiny_llama: Path, tmp_pat
     read(tiny_llama, first, TEXT[:200], kv_budget=512)
     read(tiny_llama, second, "a cat sleeps. " * 6, kv_budget=512)
     with session_of(tiny_llama, kv_budget=512) as session:
-        contents = open_documents(session, [first, second])
+        contents = session.files.open_document(first, second)
         text = session.detokenize(session.tokens)
         assert session.position > contents.position
         assert text.index("quick brown") < text.index("a cat sleeps")
         with pytest.raises(ContextError, match="1 to 16 documents"):
-            open_documents(session, [first] * 17)
+            session.files.open_document(*[first] * 17)
 
 
 def test_a_document_belongs_to_its_model_and_not_to_a_path(
@@ -112,10 +113,10 @@ def test_a_document_belongs_to_its_model_and_not_to_a_path(
     read(tiny_llama, path)
     copy.write_bytes(tiny_llama.read_bytes())
     with session_of(copy) as session:
-        session.open_document(path)
+        session.files.open_document(path)
     with session_of(tiny_bitnet) as session:
         with pytest.raises(SessionFileError, match="another model file"):
-            session.open_document(path)
+            session.files.open_document(path)
         assert session.position == 0
 
 
@@ -125,7 +126,7 @@ def test_a_changed_byte_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with session_of(tiny_llama) as session, pytest.raises(SessionFileError, match="damaged"):
-        session.open_document(path)
+        session.files.open_document(path)
 
 
 @pytest.mark.needs("os.fchmod")
@@ -138,7 +139,7 @@ def test_only_its_owner_can_read_a_document_or_a_saved_session(
         read(tiny_llama, tmp_path / "whole.kv")
         with session_of(tiny_llama) as session:
             session.decode([1, 2, 3])
-            session.save(tmp_path / "x.ekv")
+            session.files.save(tmp_path / "x.ekv")
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
@@ -149,9 +150,9 @@ def test_a_session_is_no_document(tiny_llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.ekv"
     with session_of(tiny_llama) as session:
         session.decode([1, 2, 3])
-        session.save(path)
+        session.files.save(path)
         with pytest.raises(SessionFileError, match="is a saved session, not a document"):
-            session.open_document(path)
+            session.files.open_document(path)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_a_llama_asks_a_document(tiny_llama: Path, tmp_path: Path, checkpoints: 
             assert n_read <= len(prompt) - llama_tokens, "the document was read again"
     assert texts[0] == texts[2]
     with session_of(tiny_llama) as session:
-        session.open_document(path)
+        session.files.open_document(path)
         tokens = list(session.generate(session.question("who jumps?"), 8, temperature=0.0))
         assert texts[0] == b"".join(map(session.token_bytes, tokens)).decode(errors="ignore")
 

@@ -35,8 +35,8 @@ def options(**given: Any) -> dict[str, Any]:
 
 def make_cheap(session: Session) -> ModelDrafter:
     """Let drafts cost nothing, so that as many are read as are likely to be right."""
-    assert session.drafting is not None
-    drafter = session.drafting._drafter
+    assert session.reader.drafting is not None
+    drafter = session.reader.drafting._drafter
     assert isinstance(drafter, ModelDrafter)
     drafter.__class__ = type("Cheap", (ModelDrafter,), {"seconds_each": 0.0})
     return drafter
@@ -67,7 +67,7 @@ def test_the_same_model_knows_what_comes(pool_llama: Path) -> None:
     with Session(pool_llama, **given) as session:
         make_cheap(session)
         session.decode(PROMPT)
-        drafts = session.propose_drafts(3, 8)
+        drafts = session.reader.propose_drafts(3, 8)
         assert len(drafts) > 1
         rows = []
 
@@ -75,7 +75,7 @@ def test_the_same_model_knows_what_comes(pool_llama: Path) -> None:
             rows.append(logits.argmax(axis=1).tolist())
             return len(drafts)
 
-        assert session.decode_drafts(3, drafts, verify) == len(drafts)
+        assert session.reader.read_drafts(3, drafts, verify) == len(drafts)
         assert rows[0][:-1] == drafts
 
 
@@ -86,10 +86,10 @@ def test_more_right_drafts_than_were_read_are_refused_in_a_sentence(
     with Session(tiny_llama, n_ctx=256, n_threads=1) as session:
         session.decode(PROMPT)
         with pytest.raises(EntropyKVError, match=f"verify returned {said}, and 3 drafts were read"):
-            session.decode_drafts(3, [5, 6, 7], lambda _: said)
+            session.reader.read_drafts(3, [5, 6, 7], lambda _: said)
         session.reset()
         session.decode(PROMPT)
-        assert session.decode_drafts(3, [5, 6, 7], lambda rows: len(rows) - 1) == 3
+        assert session.reader.read_drafts(3, [5, 6, 7], lambda rows: len(rows) - 1) == 3
 
 
 def test_sessions_of_a_pool_share_a_draft_model(pool_llama: Path, other_llama: Path) -> None:
@@ -141,7 +141,7 @@ def test_after_a_rollback_the_draft_model_follows(pool_llama: Path, other_llama:
     with Session(pool_llama, **options(spec_draft_model=other_llama, kv_budget=1.0)) as session:
         drafter = make_cheap(session)
         first = list(session.generate(PROMPT, 30))
-        session.truncate(len(PROMPT) - 10)
+        session.text.truncate(len(PROMPT) - 10)
         assert list(session.generate(PROMPT[-10:], 30)) == first
         common = drafter._slot.text.tokens.tolist()[: len(PROMPT)]
         assert common == PROMPT

@@ -17,13 +17,15 @@ PROMPT = [1, *(3 + 7 * i % 50 for i in range(60))]
 
 def held(session: Session) -> list[Any]:
     heads = [
-        (layer, head) for layer, row in enumerate(session.budgets()) for head in range(len(row))
+        (layer, head)
+        for layer, row in enumerate(session.cache.budgets())
+        for head in range(len(row))
     ]
-    core = session._store.core  # type: ignore[attr-defined]
+    core = session._slot.store.core  # type: ignore[attr-defined]
     return [
         session.tokens,
-        session.evicted,
-        *(session.entries(*head).tolist() for head in heads),
+        session.cache.evicted,
+        *(session.cache.entries(*head).tolist() for head in heads),
         *(core.save_head(*head) for head in heads),
     ]
 
@@ -51,7 +53,7 @@ def test_a_text_is_the_same_with_drafts_and_without(
     pool_llama: Path, given: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     with Session(pool_llama, **options(**given)) as session:
-        session._reader.drafting = None
+        session.reader.drafting = None
         answer = list(session.generate(PROMPT, 250, **sampling))
         expected, logits = held(session), session.logits
     for seed in range(3):
@@ -71,7 +73,7 @@ def test_sessions_of_a_pool_draft_side_by_side(pool_llama: Path) -> None:
         answers = []
         for text in texts:
             with pool.session() as session:
-                session._reader.drafting = None
+                session.reader.drafting = None
                 answers.append(list(session.generate(text, 100)))
         sessions = [pool.session() for _ in texts]
         for k, session in enumerate(sessions):
@@ -83,13 +85,15 @@ def test_sessions_of_a_pool_draft_side_by_side(pool_llama: Path) -> None:
                 found[k] += [token for token in [next(stream, None)] if token is not None]
         assert found == answers
         assert pool.stats().kv_bytes_peak <= pool.stats().kv_bytes_budget
-        accepted = [s.drafting.counts.accepted for s in sessions if s.drafting is not None]
+        accepted = [
+            s.reader.drafting.counts.accepted for s in sessions if s.reader.drafting is not None
+        ]
         assert min(accepted) > 0
 
 
 def test_a_stream_that_is_closed_early_has_read_nothing_ahead(pool_llama: Path) -> None:
     with Session(pool_llama, **options(kv_budget=1.0)) as session:
-        session._reader.drafting = None
+        session.reader.drafting = None
         answer = list(session.generate(PROMPT, 50))
     for n in range(1, 30):
         with Session(pool_llama, **options(kv_budget=1.0)) as session:

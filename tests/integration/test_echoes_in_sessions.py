@@ -62,7 +62,7 @@ def test_a_text_that_fits_is_read_once(
         session.decode(tokens_for(60))
         session.decode(tokens_for(30))
         assert all(n_echo == 0 for _, n_echo in echoes)
-        assert session.evicted == 0
+        assert session.cache.evicted == 0
 
 
 def test_what_was_read_once_is_scored_before_it_is_evicted(
@@ -73,9 +73,9 @@ def test_what_was_read_once_is_scored_before_it_is_evicted(
         echoes.clear()
         session.decode(tokens_for(40, seed=1))
         n_alone = sum(1 for n_text, n_echo in echoes if n_text == 0 and n_echo > 0)
-        assert n_alone == -(-90 // session.n_ubatch)
+        assert n_alone == -(-90 // session.reader.chunk)
         assert all(n_echo > n_text for n_text, n_echo in echoes if n_text >= 16)
-        assert session.evicted > 0
+        assert session.cache.evicted > 0
 
 
 def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
@@ -88,7 +88,7 @@ def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
 
         def looked(self: MicroBatch, context: Any, parts: Sequence[BatchPart]) -> Any:
             if all(not part.tokens for part in parts):
-                store = session._store  # Within a step, the session itself must not be called.
+                store = session._slot.store  # Within a step, the session itself must not be called.
                 heads = [(i, j) for i, of in enumerate(store.budgets()) for j in range(len(of))]
                 found.append(sum(len(store.entries(*head)) for head in heads))
             return decode(self, context, parts)
@@ -100,7 +100,7 @@ def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
         monkeypatch.setattr(MicroBatch, "decode_parts", looked)
         session.decode(tokens_for(60, seed=1))
         assert set(found) == {90 * n_heads}
-        assert session.evicted > 0
+        assert session.cache.evicted > 0
 
 
 def test_what_is_written_is_scored_once_per_recent_window(
@@ -112,7 +112,7 @@ def test_what_is_written_is_scored_once_per_recent_window(
         for token in tokens_for(81, seed=6):
             session.decode([token])
         alone = [n_echo for n_text, n_echo in echoes if n_text == 0]
-        assert len(alone) == 81 // min(20, session.n_ubatch)
+        assert len(alone) == 81 // min(20, session.reader.chunk)
 
 
 @each_policy
@@ -124,11 +124,11 @@ def test_budgets_hold_and_texts_repeat(uneven_llama: Path, policy: str) -> None:
                 session.decode(tokens_for(n_tokens, seed=n_tokens))
                 stats = session.stats()
                 assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
-                budgets = [n for layer in session.budgets() for n in layer]
+                budgets = [n for layer in session.cache.budgets() for n in layer]
                 entries = all_entries(session)
                 assert all(len(e) <= n for e, n in zip(entries, budgets, strict=True))
                 assert max(map(max, entries)) < session.position
-            assert session.evicted > 0
+            assert session.cache.evicted > 0
             outcomes.append(future(session))
     assert outcomes[0] == outcomes[1]
 
@@ -141,10 +141,10 @@ def test_the_same_numbers_as_without_a_break(
     with session_of(uneven_llama, policy=policy, recent_window=24) as session:
         session.decode(tokens_for(n_read))
         list(session.generate([7], 11))
-        session.save(tmp_path / "x.ekv")
+        session.files.save(tmp_path / "x.ekv")
         expected = future(session)
     with session_of(uneven_llama, policy=policy, recent_window=24) as session:
-        session.load(tmp_path / "x.ekv")
+        session.files.load(tmp_path / "x.ekv")
         assert future(session) == expected
 
 
@@ -166,7 +166,7 @@ def test_going_back_forgets_what_was_scored(uneven_llama: Path) -> None:
 def test_micro_batches_of_any_size(uneven_llama: Path, policy: str, n_ubatch: int) -> None:
     with session_of(uneven_llama, policy=policy, n_ubatch=n_ubatch) as session:
         session.decode(tokens_for(300))
-        assert session.evicted > 0
+        assert session.cache.evicted > 0
         assert session.position == 300
 
 
@@ -203,10 +203,10 @@ def test_facts_of_a_document_survive_without_a_profile(smollm2: Path) -> None:
                 seed=0,
             )
             session.decode(session.tokenize(case.text))
-            state = session.save_state()
+            state = session.files.save_state()
             right[policy] = 0
             for fact in case.facts:
-                session.load_state(state)
+                session.files.load_state(state)
                 question = session.tokenize(fact.prompt, add_bos=False)
                 answer = list(session.generate(question, 12, temperature=0.0))
                 right[policy] += fact.is_answered_by(session.detokenize(answer))
@@ -222,4 +222,4 @@ def test_recurrent_layers_cannot_read_twice(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="recurrent layers; use measure mass"):
         session_of(path, policy="adaptive:reconstruct")
     with session_of(path) as session:
-        assert session.policy.name == "adaptive"
+        assert session.config.policy.name == "adaptive"

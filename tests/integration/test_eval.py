@@ -45,10 +45,10 @@ def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> t
         ours = []
         for added in (20, 60):
             session.reset()
-            session.resize(budget)
+            session.cache.resize(budget)
             first = session.decode(tokens[:120])[-1]
             if not inside:
-                session.resize(budget + added)
+                session.cache.resize(budget + added)
             if added == 20 and inside:
                 logits = np.concatenate([session.decode([token]) for token in tokens[120:]])
             elif added == 20:
@@ -202,11 +202,11 @@ def test_stock_goes_back_to_a_saved_state(name: str, request: pytest.FixtureRequ
     with closing(StockSession(model, n_ctx=64, n_threads=1)) as stock:
         tokens = list(range(10, 30))
         stock.decode(tokens)
-        state = stock.save_state()
+        state = stock.files.save_state()
         once = stock.decode([5, 6, 7], all_logits=True)
         stock.reset()
         stock.decode([40])
-        stock.load_state(state)
+        stock.files.load_state(state)
         assert stock.position == 20
         again = stock.decode([5, 6, 7], all_logits=True)
     assert np.array_equal(once, again)

@@ -28,7 +28,7 @@ def test_keeps_sinks_and_the_newest(tiny_llama: Path, policy: str, kv_type: str)
     ) as session:
         for step in (300, 1, 1, 1, 150):
             session.decode(tokens_for(step))
-            kept = session.entries(0, 0).tolist()
+            kept = session.cache.entries(0, 0).tolist()
             assert len(kept) <= 100
             newest = range(session.position - (len(kept) - 4), session.position)
             assert kept == [0, 1, 2, 3, *newest]
@@ -64,7 +64,7 @@ def test_compaction_changes_no_number_and_frees_width(tiny_llama: Path) -> None:
         tiny_llama, n_ctx=1024, store="flat", policy="streaming", kv_type="f16", n_threads=2
     ) as session:
         session.decode(tokens[:600])
-        session.resize(80)
+        session.cache.resize(80)
         compacted = [session.decode([token]) for token in tokens[600:]]
         counters = session.stats()
     assert counters.entries_kept <= 80 * 6
@@ -72,7 +72,7 @@ def test_compaction_changes_no_number_and_frees_width(tiny_llama: Path) -> None:
         tiny_llama, n_ctx=1024, kv_budget=600, policy="streaming", kv_type="f16", n_threads=2
     ) as session:
         session.decode(tokens[:600])
-        session.resize(80)
+        session.cache.resize(80)
         expected = [session.decode([token]) for token in tokens[600:]]
     assert relative_error(np.concatenate(compacted), np.concatenate(expected)) < 2e-3
 
@@ -82,14 +82,14 @@ def test_resize_grows_into_a_larger_context(tiny_llama: Path) -> None:
     with Session(tiny_llama, n_ctx=1024, kv_budget=64, store="flat", n_ubatch=64) as session:
         session.decode(tokens[:100])
         small = session.stats().kv_bytes_budget
-        kept = session.entries(0, 0).tolist()
-        session.resize(800)
-        assert session.entries(0, 0).tolist() == kept
+        kept = session.cache.entries(0, 0).tolist()
+        session.cache.resize(800)
+        assert session.cache.entries(0, 0).tolist() == kept
         assert session.stats().kv_bytes_budget > small
         session.decode(tokens[100:800])
-        assert len(session.entries(0, 0)) == len(kept) + 700
-        session.resize(50)
-        assert len(session.entries(0, 0)) == 50
+        assert len(session.cache.entries(0, 0)) == len(kept) + 700
+        session.cache.resize(50)
+        assert len(session.cache.entries(0, 0)) == 50
         session.decode(tokens[800:])
 
 
@@ -97,10 +97,10 @@ def test_truncate_and_reset(tiny_llama: Path) -> None:
     tokens = tokens_for(60)
     with Session(tiny_llama, n_ctx=256, store="flat", kv_type="f16") as session:
         first = session.decode(tokens, all_logits=True)
-        session.truncate(40)
+        session.text.truncate(40)
         again = session.decode(tokens[40:], all_logits=True)
         session.reset()
-        assert session.entries(0, 0).size == 0
+        assert session.cache.entries(0, 0).size == 0
         fresh = session.decode(tokens, all_logits=True)
     assert relative_error(again, first[40:]) < 1e-3
     assert relative_error(fresh, first) < 1e-3
@@ -110,13 +110,13 @@ def test_going_back_to_what_was_evicted_is_refused(tiny_llama: Path) -> None:
     tokens = tokens_for(200)
     with Session(tiny_llama, n_ctx=256, kv_budget=64, n_ubatch=32, store="flat") as session:
         session.decode(tokens)
-        kept = session.entries(0, 0)
+        kept = session.cache.entries(0, 0)
         gone = next(p for p in range(199, 0, -1) if p - 1 not in kept)
         with pytest.raises(ContextError, match=f"position {gone}: the flat store has evicted"):
-            session.truncate(gone)
+            session.text.truncate(gone)
         assert session.position == 200
-        np.testing.assert_array_equal(session.entries(0, 0), kept)
-        session.truncate(gone + 1)
+        np.testing.assert_array_equal(session.cache.entries(0, 0), kept)
+        session.text.truncate(gone + 1)
         session.decode(tokens[:5])
 
 
@@ -143,10 +143,10 @@ def test_auto_goes_on_with_flat_and_says_why(
     with pytest.raises(UnsupportedModelError, match="it has an encoder; use --store flat"):
         Session(tiny_llama, n_ctx=64, store="headwise")
     with Session(tiny_llama, n_ctx=64) as session:
-        assert session.store == "flat"
-        assert session.policy.name == "recency"
-        assert session.fallback is not None
-        assert "it has an encoder" in session.fallback
+        assert session.cache.store == "flat"
+        assert session.config.policy.name == "recency"
+        assert session.config.fallback is not None
+        assert "it has an encoder" in session.config.fallback
     with pytest.raises(SettingsError, match="cannot follow policy uniform"):
         Session(tiny_llama, n_ctx=64, policy="uniform")
 
@@ -158,4 +158,4 @@ def test_without_a_device_nothing_is_offloaded(
     for supported in (False, True):
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
         with Session(tiny_llama, n_ctx=64, n_gpu_layers=99) as session:
-            assert session.store == "headwise"
+            assert session.cache.store == "headwise"

@@ -31,7 +31,7 @@ with Session(sys.argv[1], **options) as session, Pool(sys.argv[1], **options) as
     if child == 0:
         for each in (session, of_pool):
             refused(lambda: each.decode([7]))
-            refused(lambda: each.truncate(3))
+            refused(lambda: each.text.truncate(3))
             each.close()
         refused(pool.session)
         pool.close()

@@ -67,21 +67,21 @@ def test_a_disk_that_fails_later(tiny_llama: Path, tmp_path: Path) -> None:
             session.decode(tokens_for(90))
         assert_one_sentence(refused.value, "cannot be written")
         assert 30 < session.position < 120, "the micro-batch that could not be frozen"
-        goes_on_without(session, all_entries(session), session.position, session.evicted)
+        goes_on_without(session, all_entries(session), session.position, session.cache.evicted)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_while_loading(tiny_llama: Path, tmp_path: Path) -> None:
     with session_of(tiny_llama, kv_budget=40) as session:
         session.decode(tokens_for(300))
-        data = session.save_state()
+        data = session.files.save_state()
     with session_of(tiny_llama, kv_budget=40, freeze=f"disk:{tmp_path}") as session:
         with no_file_beyond(8192), pytest.raises(FreezeError) as refused:
-            session.load_state(data)
+            session.files.load_state(data)
         assert_one_sentence(refused.value, "no room for more frozen entries")
         assert session.position == session.stats().entries_kept == 0
         session.decode(tokens_for(20))
-        session.load_state(data)
+        session.files.load_state(data)
         check_all_is_there(session)
         session.decode(tokens_for(20))
 
@@ -90,10 +90,10 @@ def test_a_disk_that_fails_while_resizing(tiny_llama: Path, tmp_path: Path) -> N
     with session_of(tiny_llama, kv_budget=1.0, freeze=f"disk:{tmp_path}") as session:
         session.decode(tokens_for(300))
         with no_file_beyond(8192):
-            session.resize(40)
+            session.cache.resize(40)
         with pytest.raises(FreezeError, match="cannot be written, so that what was frozen is lost"):
             session.decode(tokens_for(16))
-        goes_on_without(session, all_entries(session), 316, session.evicted)
+        goes_on_without(session, all_entries(session), 316, session.cache.evicted)
 
 
 def test_a_directory_that_cannot_be_written(tiny_llama: Path, tmp_path: Path) -> None:
@@ -160,15 +160,15 @@ def test_a_file_that_is_not_what_it_was(
 def goes_on_without(session: Session, entries: list[list[int]], position: int, frozen: int) -> None:
     """Check that the session has its active entries, and continues without the frozen ones."""
     assert (all_entries(session), session.position) == (entries, position)
-    assert session.evicted == frozen
+    assert session.cache.evicted == frozen
     rows = session.decode(tokens_for(70, seed=2), all_logits=True)
     assert np.isfinite(rows).all()
     assert len(list(session.generate([], 5))) > 0
-    assert session.thaw() == 0
+    assert session.cache.thaw() == 0
     stats = session.stats()
     assert stats.entries_kept + stats.evictions == stats.entries_full
-    session.resize(30)
-    session.truncate(session.position - 10)
+    session.cache.resize(30)
+    session.text.truncate(session.position - 10)
     session.reset()
     session.decode(tokens_for(100))
 
@@ -178,19 +178,19 @@ def test_what_gave_up_can_be_saved_and_loaded(tiny_llama: Path, tmp_path: Path) 
     options = {"kv_budget": 40, "policy": "rolling-freeze"}
     with session_of(tiny_llama, **options) as session:
         session.decode(tokens_for(250))
-        healthy = session.save_state()
+        healthy = session.files.save_state()
     with session_of(tiny_llama, freeze=f"disk:{tmp_path}", **options) as session:
         session.decode(tokens_for(250))
         cold_file(tmp_path).unlink()
         with pytest.raises(FreezeError, match="was removed"):
             session.decode(tokens_for(10))
-        data = session.save_state()
-        assert session.save_state() == data
+        data = session.files.save_state()
+        assert session.files.save_state() == data
         entries = all_entries(session)
         assert_load_refused(session, healthy, "make a new session")
         assert all_entries(session) == entries
     with session_of(tiny_llama, **options) as session:
-        session.load_state(data)
+        session.files.load_state(data)
         assert all_entries(session) == entries
         session.decode(tokens_for(100))
         check_all_is_there(session)
@@ -218,7 +218,7 @@ def test_a_damaged_page_is_noticed_and_what_was_read_stays(
         assert 250 < position <= 280
         stats = session.stats()
         assert stats.entries_kept + stats.evictions == stats.entries_full
-        goes_on_without(session, all_entries(session), position, session.evicted)
+        goes_on_without(session, all_entries(session), position, session.cache.evicted)
     assert not list(tmp_path.iterdir())
 
 
@@ -228,13 +228,13 @@ def test_saving_what_cannot_be_read(tiny_llama: Path, tmp_path: Path) -> None:
         session.decode(tokens_for(250))
         damage_pages(cold_file(tmp_path))
         with pytest.raises(FreezeError) as refused:
-            session.save(target)
+            session.files.save(target)
         assert_one_sentence(refused.value, "does not hold what was written to it", "lost")
         assert not list(tmp_path.iterdir())
-        session.save(target)
-        goes_on_without(session, all_entries(session), 250, session.evicted)
+        session.files.save(target)
+        goes_on_without(session, all_entries(session), 250, session.cache.evicted)
     with session_of(tiny_llama, kv_budget=40) as session:
-        session.load(target)
+        session.files.load(target)
         check_all_is_there(session)
 
 

@@ -56,15 +56,15 @@ def test_a_saved_session_goes_on_with_what_was_frozen(
         session.decode(tokens_for(200))
         list(session.generate([7], 30))
         assert session.stats().frozen_entries > 0
-        session.save(tmp_path / "x.ekv")
+        session.files.save(tmp_path / "x.ekv")
         expected = after(session)
     with session_of(tiny_llama, freeze=where(place, tmp_path), **options) as session:
         session.decode(tokens_for(120, seed=8))  # Loading discards these tokens.
-        session.load(tmp_path / "x.ekv")
+        session.files.load(tmp_path / "x.ekv")
         check_all_is_there(session)
         assert after(session) == expected
     with session_of(tiny_llama, freeze="ram", **{**options, "kv_budget": 24}) as session:
-        session.load(tmp_path / "x.ekv")
+        session.files.load(tmp_path / "x.ekv")
         check_all_is_there(session)
         assert all(len(entries) <= 24 for entries in all_entries(session))
         session.decode(tokens_for(80))
@@ -75,16 +75,16 @@ def test_a_saved_session_looks_for_what_thaw_asks(tiny_llama: Path) -> None:
     sessions = [session_of(tiny_llama, kv_budget=40) for _ in range(2)]
     with sessions[0] as session, sessions[1] as other:
         session.decode(tokens_for(201))
-        plain = session.save_state()
-        session.thaw(Rung.SOFT)
-        other.load_state(session.save_state())
-        assert other._store.cold.recalls_now
+        plain = session.files.save_state()
+        session.cache.thaw(Rung.SOFT)
+        other.files.load_state(session.files.save_state())
+        assert other._slot.store.cold.recalls_now
         expected = (session.decode([7]).tobytes(), all_entries(session))
         assert (other.decode([7]).tobytes(), all_entries(other)) == expected
-        assert not other._store.cold.recalls_now
-        other.thaw()
-        other.load_state(plain)
-        assert not other._store.cold.recalls_now
+        assert not other._slot.store.cold.recalls_now
+        other.cache.thaw()
+        other.files.load_state(plain)
+        assert not other._slot.store.cold.recalls_now
 
 
 @pytest.mark.parametrize("policy", ["uniform", "rolling-freeze"])
@@ -95,10 +95,10 @@ def test_a_smaller_limit_drops_on_loading(tiny_llama: Path, policy: str) -> None
         for token in tokens_for(40):
             session.decode([token])
         assert session.stats().entries_recalled > 0
-        data = session.save_state()
+        data = session.files.save_state()
     freezing = Freezing(limit=least)
     with session_of(tiny_llama, policy=policy, kv_budget=60, freeze=freezing) as session:
-        session.load_state(data)
+        session.files.load_state(data)
         assert session.stats().frozen_bytes <= least
         check_all_is_there(session)
         for token in tokens_for(60):
@@ -112,29 +112,29 @@ def test_damaged_frozen_entries_under_a_right_digest(tiny_llama: Path, policy: s
     refused = 0
     with session_of(tiny_llama, policy=policy, kv_budget=40) as session:
         session.decode(tokens_for(250))
-        data = session.save_state()
+        data = session.files.save_state()
         start = sections_start(data)
         for _ in range(80):
             damaged = bytearray(data)
             for _ in range(chance.randint(1, 40)):
                 damaged[chance.randrange(start, len(data) - 16)] = chance.randrange(256)
-            before = session.save_state()
+            before = session.files.save_state()
             try:
-                session.load_state(signed(bytes(damaged)))
+                session.files.load_state(signed(bytes(damaged)))
             except SessionFileError:
                 refused += 1
-                assert session.save_state() == before
+                assert session.files.save_state() == before
             session.decode(tokens_for(5))
-            session.truncate(session.position - 2)
-            session.load_state(data)
-        assert session.save_state() == data
+            session.text.truncate(session.position - 2)
+            session.files.load_state(data)
+        assert session.files.save_state() == data
     assert 0 < refused <= 80
 
 
 def test_other_frozen_types_and_sessions_that_do_not_freeze(tiny_llama: Path) -> None:
     with session_of(tiny_llama, kv_type="f16") as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
     for freeze in (None, Freezing(kv_type="q8_0")):
         with session_of(tiny_llama, kv_type="f16", freeze=freeze) as session:
             session.decode(tokens_for(20))
@@ -155,16 +155,16 @@ def test_frozen_keys_move_beyond_the_trained_context(tmp_path: Path, place: str)
     for freeze in (None, Freezing(where(place, tmp_path), recall_interval=0)):
         with session_of(model, freeze=freeze, **options) as session:
             session.decode(tokens_for(230))
-            core = session._store.core  # type: ignore[attr-defined]
+            core = session._slot.store.core  # type: ignore[attr-defined]
             if freeze:
                 core.freeze_all(229)
                 core.restore(229, frozen_after=-1)
                 core.freeze_all(229)
-            ropes = [node.rope for node in session._store.context.hook.nodes]  # type: ignore[attr-defined]
-            core.rebase(ropes, session._store.facts.rope.n_sinks, 0, 64)
+            ropes = [node.rope for node in session._slot.store.context.hook.nodes]  # type: ignore[attr-defined]
+            core.rebase(ropes, session._slot.store.facts.rope.n_sinks, 0, 64)
             if freeze:
                 core.restore(229)
-            assert core.frozen == (30 if freeze else 0) * session._store.facts.n_kv_heads
+            assert core.frozen == (30 if freeze else 0) * session._slot.store.facts.n_kv_heads
             keys.append([core.rows(0, head) for head in range(2)])
     for ours, theirs in zip(*keys, strict=True):
         positions, _, k, v = ours

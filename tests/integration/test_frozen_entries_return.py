@@ -91,19 +91,19 @@ def test_resize_freezes_and_thaw_restores(tiny_llama: Path) -> None:
     with session_of(tiny_llama, kv_budget=1.0) as session:
         session.decode(tokens_for(300))
         assert session.stats().frozen_entries == 0
-        session.resize(60)
+        session.cache.resize(60)
         check_all_is_there(session)
-        assert session.evicted == 0
+        assert session.cache.evicted == 0
         assert {len(entries) for entries in all_entries(session)} == {60}
-        assert session.thaw() == 0  # There is no room.
-        session.resize(100)
-        assert session.thaw() == 40 * session._store.facts.n_kv_heads
+        assert session.cache.thaw() == 0  # There is no room.
+        session.cache.resize(100)
+        assert session.cache.thaw() == 40 * session._slot.store.facts.n_kv_heads
         check_all_is_there(session)
-        session.resize(1.0)
-        assert session.thaw(Rung.WINDOW, window=10) > 0
-        session.thaw()
+        session.cache.resize(1.0)
+        assert session.cache.thaw(Rung.WINDOW, window=10) > 0
+        session.cache.thaw()
         assert session.stats().frozen_entries == 0
-        assert all_entries(session) == [list(range(300))] * session._store.facts.n_kv_heads
+        assert all_entries(session) == [list(range(300))] * session._slot.store.facts.n_kv_heads
         session.decode(tokens_for(20))
         check_all_is_there(session)
 
@@ -111,20 +111,20 @@ def test_resize_freezes_and_thaw_restores(tiny_llama: Path) -> None:
 def take_a_step(session: Session, chance: random.Random) -> None:
     match chance.choice(["decode", "decode", "tokens", "truncate", "resize", "thaw"]):
         case "decode":
-            n = min(chance.randint(1, 90), session.n_ctx - session.position)
+            n = min(chance.randint(1, 90), session.config.n_ctx - session.position)
             session.decode(tokens_for(n, seed=n)) if n else session.reset()
-        case "tokens" if session.position < session.n_ctx - 10:
+        case "tokens" if session.position < session.config.n_ctx - 10:
             for token in tokens_for(10):
                 session.decode([token])
         case "truncate":
-            dropped = session.evicted
-            session.truncate(chance.randint(session.position * 3 // 4, session.position))
+            dropped = session.cache.evicted
+            session.text.truncate(chance.randint(session.position * 3 // 4, session.position))
             if dropped:
                 session.reset()  # Dropped entries count in any case.
         case "resize":
-            session.resize(chance.choice([24, 40, 100]))
+            session.cache.resize(chance.choice([24, 40, 100]))
         case "thaw":
-            session.thaw(chance.choice(list(Rung)), window=chance.randint(1, 50))
+            session.cache.thaw(chance.choice(list(Rung)), window=chance.randint(1, 50))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_everything_is_accounted_for(
             assert limit is None or session.stats().frozen_bytes_peak <= limit
             if not limit:
                 check_all_is_there(session)
-            most = [entries for layer in session.budgets() for entries in layer]
+            most = [entries for layer in session.cache.budgets() for entries in layer]
             kept = [len(entries) for entries in all_entries(session)]
             assert all(n <= budget for n, budget in zip(kept, most, strict=True))
         assert session.stats().entries_frozen > 0
@@ -156,7 +156,7 @@ def test_a_limit_drops_and_says_so(tiny_llama: Path) -> None:
             session.decode(tokens_for(50, seed=first))
             check_all_is_there(session)
             assert session.stats().frozen_bytes <= least
-        assert session.evicted > 0
+        assert session.cache.evicted > 0
         stats = session.stats()
         assert stats.frozen_bytes_peak <= least
         assert 0 < stats.frozen_sketch_bytes < stats.frozen_bytes + least

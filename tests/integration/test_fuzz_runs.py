@@ -27,7 +27,7 @@ def test_crafted_files_are_refused_or_work(tmp_path: Path, seed: int) -> None:
 def test_a_seed_crafts_the_same_file_again(tiny_llama: Path) -> None:
     with Session(tiny_llama, n_ctx=64) as session:
         session.decode(tokens_for(20))
-        data = session.save_state()
+        data = session.files.save_state()
         made = [[crafted(random.Random(seed), data) for seed in range(60)] for _ in range(2)]
         assert made[0] == made[1]
         assert len({what for what, _ in made[0]}) > 20
@@ -36,7 +36,7 @@ def test_a_seed_crafts_the_same_file_again(tiny_llama: Path) -> None:
 
 def is_refused(session: Session, data: bytes) -> bool:
     try:
-        session.load_state(data)
+        session.files.load_state(data)
     except SessionFileError:
         return True
     return False

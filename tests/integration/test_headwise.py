@@ -50,7 +50,7 @@ def test_head_sizes_and_gqa_ratios(
     tokens = tokens_for(100)
     with Session(path, n_ctx=128, kv_type="f16", n_threads=3) as session:
         ours = session.decode(tokens, all_logits=True)
-        budgets = session.budgets()
+        budgets = session.cache.budgets()
     assert len(budgets[0]) == n_head_kv
     assert relative_error(ours, stock_logits(path, tokens)) < 2e-3
 
@@ -86,7 +86,7 @@ def test_every_number_of_threads_gives_the_same_numbers(tiny_llama: Path) -> Non
         ) as session:
             prompt = session.decode(tokens[:200], all_logits=True)
             rest = [session.decode([token]) for token in tokens[200:]]
-            results.append((np.concatenate([prompt, *rest]), session.entries(1, 0).tolist()))
+            results.append((np.concatenate([prompt, *rest]), session.cache.entries(1, 0).tolist()))
     for logits, entries in results[1:]:
         assert entries == results[0][1]
         np.testing.assert_array_equal(logits, results[0][0])
@@ -117,9 +117,9 @@ def test_sinks_and_recent_window_survive(tiny_llama: Path, policy: str, kv_type:
             session.decode(tokens_for(step))
             stats = session.stats()
             assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
-            for layer, budgets in enumerate(session.budgets()):
+            for layer, budgets in enumerate(session.cache.budgets()):
                 for head, budget in enumerate(budgets):
-                    kept = session.entries(layer, head).tolist()
+                    kept = session.cache.entries(layer, head).tolist()
                     assert kept == sorted(set(kept))
                     assert len(kept) <= budget
                     assert set(range(4)) <= set(kept)
@@ -127,7 +127,7 @@ def test_sinks_and_recent_window_survive(tiny_llama: Path, policy: str, kv_type:
                     assert set(recent) <= set(kept)
         assert stats.evictions > 0
         assert stats.entries_kept <= 128 * 6
-        different = len({budget for layer in session.budgets() for budget in layer})
+        different = len({budget for layer in session.cache.budgets() for budget in layer})
         assert different > 1 if policy.startswith("entropy") else different == 1
 
 
@@ -137,7 +137,7 @@ def test_entropy_gives_more_to_heads_with_more_entropy(tiny_llama: Path) -> None
     profile = EntropyProfile(3, 6, 2, 512, entropies)
     options = {"kv_budget": 0.25, "entropy_config": profile, "policy": "entropy"}
     with Session(tiny_llama, n_ctx=512, **options) as session:  # type: ignore[arg-type]
-        budgets = np.array(session.budgets())
+        budgets = np.array(session.cache.budgets())
     assert budgets[1, 1] > 1.5 * budgets[1, 0]
     assert budgets.sum() <= 128 * budgets.size
     assert budgets.min() >= 4 + 64
@@ -153,7 +153,7 @@ def test_uniform_keeps_what_gets_attention(tiny_llama: Path) -> None:
             tiny_llama, n_ctx=512, kv_budget=100, policy=policy, kv_type="f16", n_threads=2
         ) as session:
             session.decode(tokens[:350])
-            session.resize(200)
+            session.cache.resize(200)
             errors[policy] = relative_error(session.decode(tokens[350:], all_logits=True), expected)
     assert errors["uniform"] < errors["streaming"]
 
@@ -179,20 +179,20 @@ def test_the_pool_never_exceeds_its_budget(
     with Session(tiny_llama, n_ctx=256, kv_budget=64, n_ubatch=32, n_threads=2) as session:
         for action, value in steps:
             if action == "decode":
-                n = min(int(value), session.n_ctx - session.position)
+                n = min(int(value), session.config.n_ctx - session.position)
                 if n:
                     session.decode(tokens_for(n))
             elif action == "resize":
-                session.resize(value)
+                session.cache.resize(value)
             elif action == "truncate":
-                session.truncate(int(float(value) * session.position))
+                session.text.truncate(int(float(value) * session.position))
             else:
                 session.reset()
             stats = session.stats()
             assert stats.kv_bytes_now <= stats.kv_bytes_budget
-            for layer, budgets in enumerate(session.budgets()):
+            for layer, budgets in enumerate(session.cache.budgets()):
                 for head, budget in enumerate(budgets):
-                    kept = session.entries(layer, head)
+                    kept = session.cache.entries(layer, head)
                     assert len(kept) <= budget
                     assert kept.size == 0 or kept[-1] < session.position
                     if action == "decode":
@@ -203,16 +203,16 @@ def test_resize_shrinks_and_grows_at_once(tiny_llama: Path) -> None:
     with Session(tiny_llama, n_ctx=512, policy="uniform", n_threads=2) as session:
         session.decode(tokens_for(300))
         before = session.stats()
-        session.resize(0.1)
+        session.cache.resize(0.1)
         after = session.stats()
         assert after.kv_bytes_budget < 0.15 * before.kv_bytes_budget
         assert after.kv_bytes_now <= after.kv_bytes_budget
-        assert all(len(session.entries(layer, 0)) == 51 for layer in range(3))
-        session.resize(1.0)
+        assert all(len(session.cache.entries(layer, 0)) == 51 for layer in range(3))
+        session.cache.resize(1.0)
         session.decode(tokens_for(100))
-        assert len(session.entries(0, 0)) == 151
+        assert len(session.cache.entries(0, 0)) == 151
         with pytest.raises(BudgetError, match="smallest budget"):
-            session.resize(3)
+            session.cache.resize(3)
         session.decode([5])
 
 
@@ -220,7 +220,7 @@ def test_truncate_continues_as_if_the_rest_had_not_been_read(tiny_llama: Path) -
     tokens = tokens_for(120)
     with Session(tiny_llama, n_ctx=256, kv_type="f16", n_threads=2) as session:
         session.decode(tokens)
-        session.truncate(80)
+        session.text.truncate(80)
         again = session.decode(tokens[80:], all_logits=True)
         session.reset()
         fresh = session.decode(tokens, all_logits=True)[80:]
@@ -236,25 +236,25 @@ def test_context_errors(tiny_llama: Path) -> None:
         with pytest.raises(ContextError, match="vocabulary"):
             session.decode([10**9])
         with pytest.raises(IndexError):
-            session.entries(99, 0)
+            session.cache.entries(99, 0)
         session.decode(tokens_for(64))
-        assert len(list(session.entries(0, 0))) == 64
+        assert len(list(session.cache.entries(0, 0))) == 64
 
 
 def test_a_chat_template_that_cannot_be_used(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Session(tiny_llama, n_ctx=64) as session:
-        assert session.chat_prompt("hello") is None
+        assert session.model.chat_prompt("hello") is None
         with pytest.raises(ContextError, match="no chat template"):
-            session.tokenize(session.chat_prompt("hello"))
+            session.tokenize(session.model.chat_prompt("hello"))
     for template in (b"{% for %}", b"{{ raise_exception('no user turn') }}"):
         monkeypatch.setattr(llama_cpp, "llama_model_chat_template", lambda *_, t=template: t)
         with (
             Session(tiny_llama, n_ctx=64) as session,
             pytest.raises(ModelFileError, match="--no-chat"),
         ):
-            session.chat_prompt("hello")
+            session.model.chat_prompt("hello")
 
 
 def test_a_closed_session_says_so(tiny_llama: Path) -> None:

@@ -78,7 +78,7 @@ def test_what_is_said_beside_an_image_names_no_control_token(causal: VisionModel
     with causal.session() as session:
         images = session.images
         assert images is not None
-        said = session.said("a</s><s>b <unk>")
+        said = session.model.said("a</s><s>b <unk>")
         prompt = images.tokenize(f"<s>{said}</s>{images.marker}", FILES[:1], add_bos=False)
         text = [token for token in prompt.tokens if not is_placeholder(token)]
         assert [text.count(token) for token in (0, 1, 2)] == [0, 1, 1]
@@ -104,7 +104,7 @@ def test_all_kinds_of_layers_read_images_as_llama_cpp(name: str, tmp_path: Path)
     model = VisionModel("causal", path, projector)
     expected = helper_logits(path, projector, TEXT, FILES)
     with model.session(n_ubatch=16) as session:
-        assert session.store == "headwise"
+        assert session.cache.store == "headwise"
         found = session.decode(prompt_of(session).tokens)[0]
         assert relative_error(found, expected) < ROUNDING
     with model.session(n_ubatch=16, kv_budget=48) as session:
@@ -172,11 +172,11 @@ def test_images_never_exceed_a_small_budget(model: VisionModel, store: str, poli
                 assert token >= 0
             stats = session.stats()
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
-        assert session.evicted > 0
-        kept = session.entries(0, 0).tolist()
+        assert session.cache.evicted > 0
+        kept = session.cache.entries(0, 0).tolist()
         if model.kind != "seeing all":  # The first layer of the model "seeing all" has a window.
             assert kept[:4] == [0, 1, 2, 3]
-        assert len(kept) <= max(max(layer) for layer in session.budgets())
+        assert len(kept) <= max(max(layer) for layer in session.cache.budgets())
 
 
 def test_entries_of_an_image_are_ranked_by_what_attends_to_them(causal: VisionModel) -> None:
@@ -185,7 +185,7 @@ def test_entries_of_an_image_are_ranked_by_what_attends_to_them(causal: VisionMo
         prompt = prompt_of(session)
         session.decode(prompt.tokens)
         places = [i for i, token in enumerate(prompt.tokens) if is_placeholder(token)]
-        kept = {tuple(session.entries(layer, h)) for layer in range(2) for h in range(2)}
+        kept = {tuple(session.cache.entries(layer, h)) for layer in range(2) for h in range(2)}
         assert len(kept) > 1  # Different heads keep different rows.
         of_images = {place for each in kept for place in each if place in places}
         assert of_images
@@ -197,7 +197,7 @@ def test_policy_auto_reads_text_twice_and_images_once(causal: VisionModel) -> No
         assert session.config.reads_twice
         long = " and the winding road to the land" * 4
         session.decode(prompt_of(session, TEXT + long).tokens)
-        assert session.evicted > 0
+        assert session.cache.evicted > 0
         sequence = session._slot.text
         assert sequence.position - sequence.echoed < LEAST_TOKENS
         assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
@@ -225,9 +225,9 @@ def test_going_back_within_and_before_images_gives_the_same_numbers(model: Visio
         starts = [i for i, token in enumerate(tokens) if is_placeholder(token)]
         within = [] if model.kind == "seeing all" else [starts[5]]
         for position in (len(tokens) - 3, starts[-1] + 1, *within, starts[0], 3):
-            if not session.can_return_to(position):  # A window may prevent a rollback.
+            if not session.text.held().can_return_to(position):  # A window may prevent a rollback.
                 continue
-            session.truncate(position)
+            session.text.truncate(position)
             again = session.decode(tokens[position:])[0]
             assert relative_error(again, expected) < 1e-4, position
 
@@ -246,12 +246,12 @@ def test_saved_sessions_hold_images(model: VisionModel, tmp_path: Path) -> None:
     tail = " in the land"
     with model.session(store="headwise", kv_budget=48) as session:
         session.decode(prompt_of(session).tokens)
-        session.save(file)
+        session.files.save(file)
         expected = session.decode(session.tokenize(tail, add_bos=False))
         tokens = session.tokens
     with Session(model.path, n_ctx=512, n_ubatch=64, n_threads=1, kv_type="f16", kv_budget=48,
                  store="headwise") as loaded:  # fmt: skip
-        loaded.load(file)  # A saved text continues without a projector.
+        loaded.files.load(file)  # A saved text continues without a projector.
         np.testing.assert_array_equal(loaded.decode(loaded.tokenize(tail, add_bos=False)), expected)
         assert loaded.tokens == tokens
         with pytest.raises(ImageError, match="no projector is open"):
@@ -261,7 +261,7 @@ def test_saved_sessions_hold_images(model: VisionModel, tmp_path: Path) -> None:
 def test_files_of_sessions_without_images_are_as_before(causal: VisionModel) -> None:
     with causal.session() as session:
         session.decode([1, 280, 281])
-        assert b'"images"' not in session.save_state()
+        assert b'"images"' not in session.files.save_state()
 
 
 def test_checkpoints_and_forks_hold_images(causal: VisionModel) -> None:
@@ -271,13 +271,13 @@ def test_checkpoints_and_forks_hold_images(causal: VisionModel) -> None:
         session.open_projector(causal.projector)
         tokens = prompt_of(session).tokens
         expected = session.decode(tokens)[0]
-        session.keep_checkpoint()
+        session.text.keep_checkpoint()
         fork = session.fork()
         question = session.tokenize(" and the road", add_bos=False)
         after = session.decode(question)[0]
         np.testing.assert_allclose(fork.decode(question)[0], after, atol=1e-4)
         other = pool.session()
-        assert other.return_to_checkpoint(tokens)
+        assert other.text.return_to_checkpoint(tokens)
         assert other.position == len(tokens)
         np.testing.assert_array_equal(other.logits, expected)
 

@@ -101,10 +101,10 @@ def test_saved_sessions_hold_keys_of_one_form(biased: Path, tmp_path: Path) -> N
     options: dict[str, Any] = {"kv_budget": 0.5, "n_ctx": 512, "kv_type": "q8_0", "n_threads": 1}
     with Session(biased, **options) as session:
         session.decode(tokens)
-        session.save(tmp_path / "saved.kv")
+        session.files.save(tmp_path / "saved.kv")
         expected = session.decode([5])
     with Session(biased, **options) as session:
-        session.load(tmp_path / "saved.kv")
+        session.files.load(tmp_path / "saved.kv")
         np.testing.assert_array_equal(session.decode([5]), expected)
     data = (tmp_path / "saved.kv").read_bytes()
     other = with_settings(data, lambda settings: settings.update(key_centres=None))
@@ -121,6 +121,6 @@ def test_frozen_keys_are_searched_and_come_back(biased: Path, kind: str) -> None
         session.decode(tokens)
         assert session.stats().frozen_entries > 0
         assert session.stats().entries_recalled > 0
-        rows = session._store.core.rows(0, 0)[2]  # type: ignore[attr-defined]
+        rows = session._slot.store.core.rows(0, 0)[2]  # type: ignore[attr-defined]
     assert np.abs(rows[:, -2:] - LARGE).max() < 20.0
     assert np.abs(rows[:, :-2]).max() < 20.0

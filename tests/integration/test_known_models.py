@@ -151,7 +151,7 @@ def test_a_converted_model_is_calibrated(tmp_path: Path) -> None:
     assert (profile.n_layer, profile.n_head, profile.n_head_kv) == (2, 4, 1)
     with Session(target, n_ctx=128, entropy_config=profile, policy="entropy") as session:
         assert session.decode(TOKENS) is not None
-        assert session.other_file() is None
+        assert session.config.other_file() is None
 
 
 def test_published_entropies_fit_what_convert_makes_of_their_model() -> None:

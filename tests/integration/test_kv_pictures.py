@@ -28,19 +28,19 @@ def shares(positions: Any, first: int, per_column: int, n_columns: int) -> Any:
 
 
 def frozen_of(session: Session) -> list[set[int]]:
-    store = session._store
+    store = session._slot.store
     assert isinstance(store, HeadwiseStore)
     return [
         set(store.core.frozen_positions(layer, head).tolist())
-        for layer, heads in enumerate(session.budgets())
+        for layer, heads in enumerate(session.cache.budgets())
         for head in range(len(heads))
     ]
 
 
 def held_by(session: Session) -> list[set[int]]:
     return [
-        set(session.entries(layer, head).tolist())
-        for layer, heads in enumerate(session.budgets())
+        set(session.cache.entries(layer, head).tolist())
+        for layer, heads in enumerate(session.cache.budgets())
         for head in range(len(heads))
     ]
 
@@ -54,9 +54,9 @@ def test_a_map_shows_what_is_held_frozen_and_back(
     random = np.random.default_rng(3)
     came_back = 0
     with Session(tiny_llama, n_ctx=512, kv_budget=48, freeze="ram", n_threads=1) as session:
-        look, was_frozen = session.cache_map(), [set[int]()] * 6
+        look, was_frozen = session.cache.map(), [set[int]()] * 6
         for _ in range(12):
-            session.decode(random.integers(0, session.n_vocab, 24).tolist())
+            session.decode(random.integers(0, session.model.n_vocab, 24).tolist())
             held, frozen, restored = look(first, per_column, n_columns)
             for row, positions in enumerate(held_by(session)):
                 back = positions & was_frozen[row]
@@ -75,8 +75,8 @@ def test_a_map_shows_what_is_held_frozen_and_back(
 def test_of_a_flat_store_there_is_one_row(tiny_llama: Path) -> None:
     with Session(tiny_llama, n_ctx=512, kv_budget=40, store="flat", n_threads=1) as session:
         session.decode(list(range(200)))
-        held, frozen, restored = session.cache_map()(0, 4, 50)
-        expected = shares(session.entries(0, 0).tolist(), 0, 4, 50)
+        held, frozen, restored = session.cache.map()(0, 4, 50)
+        expected = shares(session.cache.entries(0, 0).tolist(), 0, 4, 50)
     np.testing.assert_array_equal(held, expected[np.newaxis])
     assert not frozen.any()
     assert not restored.any()

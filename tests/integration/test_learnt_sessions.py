@@ -28,15 +28,15 @@ INSIDE: dict[str, Any] = {"n_ctx": N_CTX, "kv_budget": 0.2, "n_threads": 1}
 
 
 def fit_of(session: Session) -> PredictorFit:
-    assert session.predictor_fit is not None
-    return session.predictor_fit
+    assert session.cache.predictor_fit is not None
+    return session.cache.predictor_fit
 
 
 def read(own_llama: Path, tokens: list[int], **options: Any) -> str | None:
     """Read a text in a session of its own; returns what is said at the end."""
     with Session(own_llama, **{**INSIDE, **options}) as session:
         session.decode(tokens)
-        fit = session.predictor_fit
+        fit = session.cache.predictor_fit
         return None if fit is None else fit.report()
 
 
@@ -57,12 +57,12 @@ def test_the_next_session_reads_once_from_its_first_token(
     assert said is not None
     assert f"kept in {learnt_folder}" in said
     with Session(own_llama, **INSIDE) as session:
-        assert session.predictor_fit is None
-        assert session.policy.name == "adaptive:mass+values+predicted"
+        assert session.cache.predictor_fit is None
+        assert session.config.policy.name == "adaptive:mass+values+predicted"
         session.decode(OTHERS)
-        assert isinstance(session._store, HeadwiseStore)
-        assert session._store.core.is_predicted
-        assert session.n_ubatch == 512
+        assert isinstance(session._slot.store, HeadwiseStore)
+        assert session._slot.store.core.is_predicted
+        assert session.reader.chunk == 512
     np.testing.assert_array_equal(weights_of(kept_in(learnt_folder)), weights_of(learnt))
     assert sorted(os.listdir(own_llama.parent)) == ["cache", "model.gguf"]
 
@@ -88,7 +88,7 @@ def test_short_texts_of_several_processes_add_up(own_llama: Path, learnt_folder:
     assert said is not None
     assert f"and {LEAST_TOKENS} are needed" in said
     with Session(own_llama, **{**INSIDE, "kv_budget": 60}) as session:
-        store = session._store
+        store = session._slot.store
         assert isinstance(store, HeadwiseStore)
         assert store.core.is_predicted  # from the first token
         session.decode(OTHERS[:short])
@@ -99,7 +99,7 @@ def test_short_texts_of_several_processes_add_up(own_llama: Path, learnt_folder:
     assert both.predictor.correlation is not None
     assert both.predictor.correlation > 0.3
     with Session(own_llama, **INSIDE) as session:
-        assert session.predictor_fit is None
+        assert session.cache.predictor_fit is None
 
 
 @pytest.mark.usefixtures("learnt_folder")
@@ -128,7 +128,7 @@ def test_it_is_off_where_somebody_says_so(
     read(own_llama, TOKENS, learn=True)
     assert kept_in(learnt_folder).complete
     with Session(own_llama, **INSIDE) as session:  # Off means that nothing is read, either.
-        assert session.predictor_fit is not None
+        assert session.cache.predictor_fit is not None
     monkeypatch.setenv("ENTROPYKV_LEARN", "perhaps")
     with pytest.raises(SettingsError, match="ENTROPYKV_LEARN cannot be 'perhaps'; set it to on or"):
         Session(own_llama, **INSIDE)
@@ -144,7 +144,7 @@ def test_a_profile_wins(own_llama: Path, learnt_folder: Path) -> None:
         with Session(own_llama, entropy_config=given, **INSIDE) as session:
             assert session.config.learnt is None
             assert session.config.predictor is not None
-            assert session.predictor_fit is None
+            assert session.cache.predictor_fit is None
 
 
 # --- what goes wrong never stops a session --------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_sibling_whose_decode_failed_does_not_stop_the_others(
             patch.setattr("entropykv.store.step.Part.settle", fail)
             with pytest.raises(Exception, match="something went wrong"):
                 failing.decode(TOKENS[50:80])
-        assert not failing.is_whole
+        assert not failing.text.held().is_whole
         reader.decode(OTHERS)
         assert fit_of(reader).predictor is not None
         failing.reset()
@@ -291,8 +291,8 @@ def test_questions_about_a_document_are_answered_by_its_predictor(
     document(own_llama, path, learn=False)
     for learn in (False, True):
         with Session(own_llama, learn=learn, **INSIDE) as session:
-            session.open_document(path)
-            store = session._store
+            session.files.open_document(path)
+            store = session._slot.store
             assert isinstance(store, HeadwiseStore)
             assert store.core.is_predicted
             session.decode(OTHERS[:300])
@@ -307,7 +307,7 @@ def test_a_document_that_the_budget_held_is_not_read_again_for_a_question(
     path = tmp_path / "book.kv"
     document(own_llama, path, kv_budget=1.0)
     with Session(own_llama, **INSIDE) as session:
-        session.open_document(path)
+        session.files.open_document(path)
         session.decode(OTHERS[:300])
         assert fit_of(session).n_tokens == 0
         session.reset()
@@ -323,7 +323,7 @@ def test_a_document_replaces_no_predictor_of_a_pool(
     read(own_llama, TOKENS)
     with Pool(own_llama, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
         session = pool.session()
-        session.open_document(path)
+        session.files.open_document(path)
         learnt = pool.runner.learnt_predictor
         assert learnt is not None
         np.testing.assert_array_equal(weights_of(learnt), weights_of(kept_in(learnt_folder)))

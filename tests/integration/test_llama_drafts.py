@@ -47,7 +47,7 @@ def test_tokens_are_the_same(
     if n_sequences:
         given["kv_budget"] = 1.0
     llm = EntropyLlama(str(pool_llama), **given)
-    llm._session._reader.drafting = None
+    llm._session.reader.drafting = None
     expected = answer(llm, 200, **options)
     for seed in range(3):
         llm = EntropyLlama(str(pool_llama), **given)
@@ -66,7 +66,7 @@ def test_an_answer_that_was_left_early_is_followed_by_others(pool_llama: Path) -
     """What was read ahead of the last token is not in the text."""
     given = {**PLAIN, "spec_type": "ngram", "kv_budget": 1.0}
     llm = EntropyLlama(str(pool_llama), **given)
-    llm._session._reader.drafting = None
+    llm._session.reader.drafting = None
     expected = answer(llm, 60)
     drafting(llm, [*TEXT, *expected], 5)
     for n in (3, 11, 2, 30, 60):

@@ -199,7 +199,7 @@ def test_an_interrupt_while_reading(
     tokens = tokens_for(120)
     expected = content(llm(tokens, max_tokens=8, temperature=0.0))
     llm.reset()
-    inner = llm._session._store
+    inner = llm._session._slot.store
     original = getattr(inner, moment)
     calls = []
 

@@ -32,8 +32,8 @@ def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
 
 def all_entries(session: Session) -> list[list[int]]:
     return [
-        session.entries(layer, head).tolist()
-        for layer, heads in enumerate(session.budgets())
+        session.cache.entries(layer, head).tolist()
+        for layer, heads in enumerate(session.cache.budgets())
         for head in range(len(heads))
     ]
 
@@ -58,7 +58,7 @@ def test_going_back_leaves_what_was_there(
         seen = {0: [[] for _ in all_entries(session)]}
         last = 0
         for step in steps:
-            for _ in session.decode_micro_batches(
+            for _ in session.reader.read(
                 tokens[session.position : session.position + step], all_logits=False
             ):
                 seen[session.position] = all_entries(session)
@@ -67,13 +67,13 @@ def test_going_back_leaves_what_was_there(
                     for kept, before in zip(seen[session.position], seen[last], strict=True)
                 )
                 last = session.position if lost else last
-                assert session.reusable_from == last
+                assert session.text.held().reusable_from == last
         position = last + round(back * (session.position - last))
-        assert session.can_return_to(position)
-        assert session.can_return_to(0)
-        assert last <= 1 or not session.can_return_to(last - 1)
-        assert not session.can_return_to(session.position + 1)
-        session.truncate(position)
+        assert session.text.held().can_return_to(position)
+        assert session.text.held().can_return_to(0)
+        assert last <= 1 or not session.text.held().can_return_to(last - 1)
+        assert not session.text.held().can_return_to(session.position + 1)
+        session.text.truncate(position)
         expected = [[*kept, *range(last, position)] for kept in seen[last]]
         assert all_entries(session) == expected
 
@@ -81,23 +81,27 @@ def test_going_back_leaves_what_was_there(
 def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> None:
     with Session(tiny_llama, n_ctx=256, store=store, n_threads=1) as session:
         session.decode(tokens_for(100))
-        session.resize(0.9)
-        assert session.reusable_from == 0
-        session.resize(50)
-        assert session.reusable_from == 100
+        session.cache.resize(0.9)
+        assert session.text.held().reusable_from == 0
+        session.cache.resize(50)
+        assert session.text.held().reusable_from == 100
         session.decode(tokens_for(3))
-        assert session.reusable_from == 103
-        session.truncate(95)  # This is possible, but evicted entries do not return.
+        assert session.text.held().reusable_from == 103
+        session.text.truncate(95)  # This is possible, but evicted entries do not return.
         for _ in range(3):  # They do not return by reading on either, even if that evicts.
             position = session.position
-            assert [session.can_return_to(p) for p in (0, 95, position)] == [True, False, False]
-            assert session.reusable_from > session.n_ctx
+            assert [session.text.held().can_return_to(p) for p in (0, 95, position)] == [
+                True,
+                False,
+                False,
+            ]
+            assert session.text.held().reusable_from > session.config.n_ctx
             session.decode(tokens_for(40, seed=position))
         assert session.stats().evictions > 0
         session.reset()
-        assert session.reusable_from == 0
+        assert session.text.held().reusable_from == 0
         session.decode(tokens_for(20))
-        assert session.can_return_to(10)
+        assert session.text.held().can_return_to(10)
 
 
 # --- by tokens ------------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ def test_what_extends_gives_what_a_session_that_reads_on_gives(
         written = list(session.generate(first, max_tokens=len(held) - 150 + 1))
         assert [*first, *written][: len(held)] == held
         list(session.generate(more, max_tokens=llm.n_tokens - len(held) - 40 + 1))
-        session.truncate(min(session.position, llm.n_tokens))
+        session.text.truncate(min(session.position, llm.n_tokens))
         assert session.position == llm.n_tokens
         assert all_entries(session) == all_entries(llm._session)
 
@@ -142,7 +146,7 @@ def test_what_departs_after_an_eviction_is_read_from_the_start(
     reads = Reads(llm)
     prompt = tokens_for(150)
     llm(prompt, **GREEDY)
-    limit = llm._session.reusable_from
+    limit = llm._session.text.held().reusable_from
     assert limit > 64
     other = [*prompt[: limit - 1], *tokens_for(20, seed=1)]
     reads.count()
@@ -173,9 +177,9 @@ def test_what_departs_after_the_last_eviction_is_read_from_there(
     limit = 0
     while len(all_entries(llm._session)[0]) > 60 or limit != llm.n_tokens:
         llm.eval([7])  # An eviction makes room for a few more tokens.
-        limit = llm._session.reusable_from
+        limit = llm._session.text.held().reusable_from
     llm.eval([8, 9, 10])
-    assert llm._session.reusable_from == limit == llm.n_tokens - 3
+    assert llm._session.text.held().reusable_from == limit == llm.n_tokens - 3
     cached = llm.input_ids[: llm.n_tokens].tolist()
     reads = Reads(llm)
     llm([*cached[: limit + 1], 11, 12], **GREEDY)
@@ -242,13 +246,13 @@ def test_a_llama_that_reads_the_last_token_again_is_given_none(
 def test_going_back_by_hand(llm: EntropyLlama) -> None:
     """The caller sets n_tokens: what cannot be rolled back is read again."""
     llm.eval(tokens_for(150))
-    assert llm._session.reusable_from > 100
+    assert llm._session.text.held().reusable_from > 100
     reads = Reads(llm)
     llm.n_tokens = 100
     llm.eval([5])
     assert reads.count() == 101
     assert llm.input_ids[:101].tolist() == [*tokens_for(150)[:100], 5]
-    llm._session.resize(40)
+    llm._session.cache.resize(40)
     llm.n_tokens = 90
     llm.eval([6])
     assert reads.count() == 91

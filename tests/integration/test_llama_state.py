@@ -29,13 +29,13 @@ def decoded_by(llm: EntropyLlama) -> list[int]:
     """Return a list that gets every token that is decoded from now on."""
     tokens: list[int] = []
     session = llm._session
-    decode = session.decode_micro_batches
+    decode = session.reader.read
 
     def spy(ids: Any, all_logits: bool, **how: Any) -> Iterator[Any]:
         tokens.extend(ids)
         return decode(ids, all_logits, **how)
 
-    session.decode_micro_batches = spy  # type: ignore[method-assign]
+    session.reader.read = spy  # type: ignore[method-assign]
     return tokens
 
 

@@ -36,7 +36,7 @@ def save(model: Path, path: Path, n_tokens: int = 600, **options: Any) -> bytes:
     """Save a session that has read some tokens; returns the bytes of the file."""
     with session_of(model, **{**WHOLE, **options}) as session:
         session.decode(tokens_for(n_tokens))
-        session.save(path)
+        session.files.save(path)
     return path.read_bytes()
 
 
@@ -48,10 +48,10 @@ def of_version_7(data: bytes, session: Session) -> bytes:
     del contents["whole_from"]
     body = start + 4 * (contents["n_tokens"] + contents["n_logits"])
     parts, at = [data[start:body]], body
-    core = session._store.core  # type: ignore[attr-defined]
+    core = session._slot.store.core  # type: ignore[attr-defined]
     of_heads = [
         core.state_bytes(layer, head)
-        for layer, heads in enumerate(session.budgets())
+        for layer, heads in enumerate(session.cache.budgets())
         for head in range(len(heads))
     ]
     sizes = [*of_heads, *contents["sections"][len(of_heads) :]]
@@ -77,20 +77,20 @@ def test_mapped_pages_go_on_as_copied_ones(
     options = {**WHOLE, "kv_type": kv_type, "policy": policy}
     data = save(tiny_llama, path, 800, kv_type=kv_type, policy=policy)
     with session_of(tiny_llama, **options) as session:
-        session.load(path)
+        session.files.load(path)
         old.write_bytes(of_version_7(data, session))
     assert len(old.read_bytes()) < len(data)
     with session_of(tiny_llama, **options) as session:
-        session.load(old)
+        session.files.load(old)
         assert not is_mapped(old)
-        assert session.save_state() == data
-        expected = future(session), session.save_state()
+        assert session.files.save_state() == data
+        expected = future(session), session.files.save_state()
     with session_of(tiny_llama, **options) as session:
         session.decode(tokens_for(120, seed=8))  # Loading discards these tokens.
-        session.load(path)
+        session.files.load(path)
         assert is_mapped(path)
-        assert session.save_state() == data
-        assert (future(session), session.save_state()) == expected
+        assert session.files.save_state() == data
+        assert (future(session), session.files.save_state()) == expected
         stats = session.stats()
         assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
     assert path.read_bytes() == data
@@ -100,12 +100,12 @@ def test_a_smaller_budget_copies_what_it_keeps(tiny_llama: Path, tmp_path: Path)
     path, old = tmp_path / "x.ekv", tmp_path / "old.ekv"
     data = save(tiny_llama, path)
     with session_of(tiny_llama, **WHOLE) as session:
-        session.load(path)
+        session.files.load(path)
         old.write_bytes(of_version_7(data, session))
     futures = []
     for file in (old, path):
         with session_of(tiny_llama, n_ctx=1024) as session:
-            session.load(file)
+            session.files.load(file)
             assert not is_mapped(file)
             futures.append(future(session))
     assert futures[0] == futures[1]
@@ -116,13 +116,13 @@ def test_evictions_change_memory_and_not_the_file(tiny_llama: Path, tmp_path: Pa
     path = tmp_path / "x.ekv"
     data = save(tiny_llama, path)
     with session_of(tiny_llama, **WHOLE) as session:
-        session.load(path)
-        session.resize(0.25)
+        session.files.load(path)
+        session.cache.resize(0.25)
         session.decode(tokens_for(200, seed=4))
         assert session.stats().evictions > 0
     with session_of(tiny_llama, **WHOLE) as session:
-        session.load(path)
-        assert session.save_state() == data == path.read_bytes()
+        session.files.load(path)
+        assert session.files.save_state() == data == path.read_bytes()
 
 
 def test_sections_begin_at_a_page(tiny_llama: Path, tmp_path: Path) -> None:
@@ -139,14 +139,14 @@ def test_a_reset_session_lets_go_of_the_file(tiny_llama: Path, tmp_path: Path) -
     save(tiny_llama, path)
     save(tiny_llama, other, 500)
     with session_of(tiny_llama, **WHOLE) as session:
-        session.load(path)
-        session.load(other)
+        session.files.load(path)
+        session.files.load(other)
         assert is_mapped(other)
         assert not is_mapped(path)
         session.reset()
         assert not is_mapped(other)
         session.decode(tokens_for(600))
-        assert session.save_state() == path.read_bytes()
+        assert session.files.save_state() == path.read_bytes()
 
 
 # --- in a pool ------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def test_a_pool_maps_a_file_beside_other_conversations(tiny_llama: Path, tmp_pat
     ):
         first, second, third = (pool.session() for _ in range(3))
         first.decode(tokens_for(100))
-        second.load(path)
-        third.load(path)
+        second.files.load(path)
+        third.files.load(path)
         assert is_mapped(path)
-        alone.load(path)
+        alone.files.load(path)
         expected = alone.decode(tokens_for(50, seed=3), all_logits=True).tobytes()
         for session in (second, third):
             rows = session.decode(tokens_for(50, seed=3), all_logits=True)
@@ -188,12 +188,12 @@ def test_a_replaced_or_deleted_file_goes_on(tiny_llama: Path, tmp_path: Path) ->
     path = tmp_path / "x.ekv"
     save(tiny_llama, path)
     with session_of(tiny_llama, **WHOLE) as session:
-        session.load(path)
+        session.files.load(path)
         expected = future(session)
     for change in (lambda: save(tiny_llama, path, 700), path.unlink):
         with session_of(tiny_llama, **WHOLE) as session:
             save(tiny_llama, path)
-            session.load(path)
+            session.files.load(path)
             change()
             assert future(session) == expected
 
@@ -205,7 +205,7 @@ def test_a_changed_file_is_an_error_and_no_crash(
     path = tmp_path / "x.ekv"
     data = save(tiny_llama, path)
     with session_of(tiny_llama, **WHOLE) as session, session_of(tiny_llama, **WHOLE) as other:
-        session.load(path)
+        session.files.load(path)
         other.decode(tokens_for(20))
         if change == "overwrite":
             with open(path, "r+b") as file:
@@ -213,13 +213,13 @@ def test_a_changed_file_is_an_error_and_no_crash(
                 file.write(b"other bytes")
         else:
             os.truncate(path, 0 if change == "empty" else len(data) // 2)
-        for use in (session.save_state, lambda: session.decode([5])):
+        for use in (session.files.save_state, lambda: session.decode([5])):
             with pytest.raises(SessionFileError, match="changed while its entries were in use"):
                 use()
         other.decode([5])
         session.reset()
         session.decode(tokens_for(600))
-        assert session.save_state() == data
+        assert session.files.save_state() == data
 
 
 class LosingStore:
@@ -246,7 +246,7 @@ def test_a_changed_file_disturbs_nobody_else_in_a_pool(
     save(tiny_llama, path, kv_type="q8_0")
     with closing(pool_of(tiny_llama, n_ctx=1024, kv_budget=1024, n_sequences=1)) as pool:
         first, second = pool.session(), pool.session()
-        first.load(path)
+        first.files.load(path)
         first.rest()
         second.decode(tokens_for(100))  # The first one is swapped out, within the pool.
         fork = first.fork()
@@ -266,13 +266,13 @@ def test_a_checkpoint_of_a_changed_file_is_forgotten(tiny_llama: Path, tmp_path:
     text = tokens_for(600)
     with closing(pool_of(tiny_llama, n_ctx=1024, kv_budget=1024, n_sequences=2)) as pool:
         session = pool.session()
-        session.load(path)
+        session.files.load(path)
         session.decode([5])
         session.rest()
         session.decode([6])
-        assert session.return_to_checkpoint([*text, 5])
+        assert session.text.return_to_checkpoint([*text, 5])
         os.truncate(path, 20000)
-        assert not session.return_to_checkpoint([*text, 5])
+        assert not session.text.return_to_checkpoint([*text, 5])
         session.reset()
         session.decode(text)
 
@@ -317,7 +317,7 @@ def private():
     at = next(i for i, line in enumerate(lines) if line.endswith(sys.argv[2]))
     return next(int(line.split()[1]) for line in lines[at:] if line.startswith("Private_Dirty"))
 with Session(sys.argv[1], n_ctx=1024, kv_budget=1.0, n_ubatch=64, n_threads=1) as session:
-    session.load(sys.argv[2])
+    session.files.load(sys.argv[2])
     list(session.generate([5, 6, 7], 20))
     print(private())
 """

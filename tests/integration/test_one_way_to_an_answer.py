@@ -58,7 +58,7 @@ def of_command_line(folder: Path, template: str | None, sampling: dict[str, Any]
     cache = ["--kv-budget", "256", "--kv-type", "f16", "-t", "1", "--save-session", str(saved)]
     assert main([*run, *cache, *given]) == 0
     with Session(MODEL, **CACHE) as session:
-        session.load(saved)
+        session.files.load(saved)
         return session.tokens
 
 

@@ -35,7 +35,7 @@ def test_small_micro_batches_say_what_large_ones_do(
             session.decode(tokens_for(192))
             check(session)
             assert not are_equal(session)
-            budgets.append(np.array(session.budgets()).ravel())
+            budgets.append(np.array(session.cache.budgets()).ravel())
     # Two pages, because small micro-batches also evict sooner.
     assert np.abs(np.subtract(*budgets)).max() <= 32
 
@@ -49,13 +49,13 @@ def test_small_micro_batches_keep_step_after_a_load(
         for n_tokens in (150, 77):
             session.decode(tokens_for(n_tokens))
             check(session)
-            data = session.save_state()
+            data = session.files.save_state()
             session.decode(tokens_for(109, seed=4))
-            expected = session.budgets()
-            session.load_state(data)
+            expected = session.cache.budgets()
+            session.files.load_state(data)
             session.decode(tokens_for(109, seed=4))
-            assert session.budgets() == expected
-            session.load_state(data)
+            assert session.cache.budgets() == expected
+            session.files.load_state(data)
 
 
 @pytest.mark.parametrize("n_ubatch", [16, 24])
@@ -79,8 +79,8 @@ def test_a_recent_window_that_is_given_is_that_of_every_layer(
             for n_tokens in (64, 64, 64, 64, 5):
                 session.decode(tokens_for(n_tokens, seed=n_tokens))
             check(session)
-            kept = [session.entries(layer, 0).tolist() for layer in range(3)]
-            least = min(budgets[0] for budgets in session.budgets())
+            kept = [session.cache.entries(layer, 0).tolist() for layer in range(3)]
+            least = min(budgets[0] for budgets in session.cache.budgets())
         if window is not None:
             protected = {*range(4), *range(261 - window, 261)}
             assert all(protected <= set(positions) for positions in kept)
@@ -101,9 +101,9 @@ def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type:
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
         assert not are_equal(session)
         assert stats.evictions > 0
-        assert sum(map(sum, session.budgets())) <= 96 * 6
+        assert sum(map(sum, session.cache.budgets())) <= 96 * 6
         for budget in (48, 200, 0.5):
-            session.resize(budget)
+            session.cache.resize(budget)
             check(session)
             session.decode(tokens_for(30))
             check(session)
@@ -129,18 +129,18 @@ def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type:
 def test_any_steps(uneven_llama: Path, policy: str, steps: list[tuple[str, Any]]) -> None:
     with session_of(uneven_llama, n_ctx=256, kv_budget=64, policy=policy) as session:
         session.decode(tokens_for(80))
-        data = session.save_state()
+        data = session.files.save_state()
         for action, value in steps:
             if action == "decode":
-                n = min(value, session.n_ctx - session.position)
+                n = min(value, session.config.n_ctx - session.position)
                 if n:
                     session.decode(tokens_for(n, seed=value))
             elif action == "resize":
-                session.resize(value)
+                session.cache.resize(value)
             elif action == "truncate":
-                session.truncate(int(value * session.position))
+                session.text.truncate(int(value * session.position))
             elif action == "load":
-                session.load_state(data)
+                session.files.load_state(data)
             else:
                 session.reset()
             check(session)
@@ -168,11 +168,11 @@ def test_every_number_of_threads_gives_the_same_numbers(uneven_llama: Path, poli
     for n_threads in (1, 2, 3):
         with session_of(uneven_llama, policy=policy, n_threads=n_threads) as session:
             rows = session.decode(tokens_for(200), all_logits=True)
-            assert isinstance(session._store, HeadwiseStore)
-            losses = session._store.core.losses()
+            assert isinstance(session._slot.store, HeadwiseStore)
+            losses = session._slot.store.core.losses()
             assert losses.any() == (policy == "adaptive")
             results.append(
-                (rows.tobytes(), losses.tobytes(), session.budgets(), all_entries(session))
+                (rows.tobytes(), losses.tobytes(), session.cache.budgets(), all_entries(session))
             )
     assert results[0] == results[1] == results[2]
 

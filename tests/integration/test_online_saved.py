@@ -35,20 +35,20 @@ def test_a_loaded_session_goes_on_as_saved(
     with session_of(uneven_llama, **options) as session:
         session.decode(tokens_for(200))
         list(session.generate([7], 30))
-        session.save(file)
+        session.files.save(file)
         assert session.stats().evictions > 0
         assert not are_equal(session)
-        expected = (future(session), session.save_state())
+        expected = (future(session), session.files.save_state())
     for read_before in (0, 120):
         with session_of(uneven_llama, **options) as session:
             if read_before:  # Loading discards this text.
                 session.decode(tokens_for(read_before, seed=8))
                 session.decode([5] * 7)
-            session.load(file)
+            session.files.load(file)
             stats = session.stats()
             assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
-            assert session.save_state() == file.read_bytes()
-            assert (future(session), session.save_state()) == expected
+            assert session.files.save_state() == file.read_bytes()
+            assert (future(session), session.files.save_state()) == expected
 
 
 @each_policy
@@ -56,18 +56,18 @@ def test_other_budgets(uneven_llama: Path, policy: str) -> None:
     """A smaller budget evicts as resize() does; a larger one keeps everything."""
     with session_of(uneven_llama, policy=policy) as session:
         session.decode(tokens_for(200))
-        data, kept = session.save_state(), all_entries(session)
-        session.resize(50)
-        budgets, evicted = session.budgets(), all_entries(session)
+        data, kept = session.files.save_state(), all_entries(session)
+        session.cache.resize(50)
+        budgets, evicted = session.cache.budgets(), all_entries(session)
     with session_of(uneven_llama, policy=policy, kv_budget=50) as session:
-        session.load_state(data)
-        assert (session.budgets(), all_entries(session)) == (budgets, evicted)
+        session.files.load_state(data)
+        assert (session.cache.budgets(), all_entries(session)) == (budgets, evicted)
         check(session)
         session.decode(tokens_for(80))
         check(session)
     for larger in (1.0, 400):
         with session_of(uneven_llama, policy=policy, kv_budget=larger, n_ctx=400) as session:
-            session.load_state(data)
+            session.files.load_state(data)
             assert all_entries(session) == kept
             session.decode(tokens_for(80))
             check(session)
@@ -80,7 +80,7 @@ def test_a_damaged_section_is_refused(uneven_llama: Path, policy: str) -> None:
 
     with session_of(uneven_llama, policy=policy) as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
         size = json.loads(data[16 : sections_start(data) - 16])["contents"]["sections"][-1]
         start = len(data) - 16 - size
         session.decode(tokens_for(70, seed=2))
@@ -100,13 +100,13 @@ def test_a_damaged_section_is_refused(uneven_llama: Path, policy: str) -> None:
         without = with_contents(body, lambda contents: contents["sections"].pop())
         assert_load_refused(session, without, "other KV heads")
         check(session)
-        session.load_state(data)
+        session.files.load_state(data)
 
 
 def test_knots_that_do_not_ascend_are_refused(uneven_llama: Path) -> None:
     with session_of(uneven_llama, policy="adaptive") as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
         size = json.loads(data[16 : sections_start(data) - 16])["contents"]["sections"][-1]
         start = len(data) - 16 - size
         changed = data[: start + 8] + data[start + 16 : start + 24] + data[start + 8 : start + 16]
@@ -124,5 +124,5 @@ def test_heads_of_a_layer_that_hold_different_numbers_are_refused(
         def change(contents: dict[str, Any]) -> None:
             contents["entries"][0][0] -= 1
 
-        lie = with_contents(session.save_state(), change)
+        lie = with_contents(session.files.save_state(), change)
         assert_load_refused(session, lie, "KV heads of a layer that keep different positions")

@@ -78,13 +78,13 @@ def session_of(path: Path, policy: Any, **options: Any) -> Session:
 
 
 def budgets_of(session: Session) -> np.ndarray:
-    return np.array([entries for layer in session.budgets() for entries in layer])
+    return np.array([entries for layer in session.cache.budgets() for entries in layer])
 
 
 def test_shares_follow_the_object(tiny_llama: Path) -> None:
     with session_of(tiny_llama, Alternating()) as session:
         budgets = budgets_of(session)
-        assert session.policy.name == session.stats().policy == "alternating"
+        assert session.config.policy.name == session.stats().policy == "alternating"
         assert np.all(budgets[::2] > budgets[1::2])
         session.decode(TOKENS)
         stats = session.stats()
@@ -111,28 +111,28 @@ def test_a_saved_session_knows_what_was_observed(tiny_llama: Path, tmp_path: Pat
     options: dict[str, Any] = {"n_ubatch": 64}
     with session_of(tiny_llama, Counting(), **options) as session:
         session.decode(TOKENS[:300])
-        session.save(tmp_path / "own.session")
+        session.files.save(tmp_path / "own.session")
         expected = session.decode(TOKENS[300:])
         budgets = budgets_of(session)
     with session_of(tiny_llama, Counting(), **options) as session:
-        session.load(tmp_path / "own.session")
+        session.files.load(tmp_path / "own.session")
         assert np.array_equal(session.decode(TOKENS[300:]), expected)
         assert np.array_equal(budgets_of(session), budgets)
     with (
         session_of(tiny_llama, Alternating()) as session,
         pytest.raises(SessionFileError, match="policy"),
     ):
-        session.load(tmp_path / "own.session")
+        session.files.load(tmp_path / "own.session")
 
 
 def test_all_heads_of_a_layer_keep_the_same(tiny_llama: Path) -> None:
     with session_of(tiny_llama, ByLayer()) as session:
         session.decode(TOKENS)
-        for layer, budgets in enumerate(session.budgets()):
+        for layer, budgets in enumerate(session.cache.budgets()):
             assert len(set(budgets)) == 1
-            first = session.entries(layer, 0)
+            first = session.cache.entries(layer, 0)
             for head in range(len(budgets)):
-                assert np.array_equal(session.entries(layer, head), first)
+                assert np.array_equal(session.cache.entries(layer, head), first)
 
 
 def test_every_door_takes_it(tiny_llama: Path) -> None:

@@ -46,7 +46,9 @@ def test_importance_rises_where_later_queries_look_and_never_at_sinks(pool_llama
         assert risen.any()
         assert not risen[: session.config.options.n_sinks].any()
         kept = np.unique(
-            np.concatenate([session.entries(layer, head) for layer in range(3) for head in (0, 1)])
+            np.concatenate(
+                [session.cache.entries(layer, head) for layer in range(3) for head in (0, 1)]
+            )
         )
         assert set(np.flatnonzero(risen)) <= set(kept.tolist())
 
@@ -56,6 +58,6 @@ def test_a_policy_that_ranks_by_position_has_nothing_to_compare(pool_llama: Path
         session.decode(PROMPTS[4])
         before = session.stats().kv_bytes_scratch
         since = AttentionSince(session)
-        assert session.importance() is None
+        assert session.cache.importance() is None
         assert since.by_position(4) is None
         assert session.stats().kv_bytes_scratch == before

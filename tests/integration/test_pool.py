@@ -41,7 +41,7 @@ def test_logits_in_company_are_those_alone_to_the_bit(
         shares = [plan.share_pages * plan.sharing.plan.page_bytes for plan in plans]
         steps = Steps(pool)
         found = together(sessions, PROMPTS, 24)
-        evicted = [session.evicted for session in sessions]
+        evicted = [session.cache.evicted for session in sessions]
     assert (max(evicted) > 0) == (tokens == 256)
     assert max(map(len, steps.parts)) > 1  # They were read together.
     # Prompts are read together with single tokens.
@@ -78,7 +78,7 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
         sessions = [pool.session() for _ in prompts]
         shares = [noting_shares(session) for session in sessions]
         found = together(sessions, prompts, 24)
-        evicted = [session.evicted for session in sessions]
+        evicted = [session.cache.evicted for session in sessions]
     assert evicted[0] == 0 < max(evicted)
     assert max(len({pages for _, pages, _ in each}) for each in shares) > 2
     for rows, prompt, had in zip(found, prompts, shares, strict=True):
@@ -172,7 +172,7 @@ def test_frozen_entries_are_each_their_own(model: Path) -> None:
         share = sessions[0].stats().kv_bytes_budget
         found = together(sessions, prompts, 20)
         assert all(session.stats().frozen_entries > 0 for session in sessions)
-        assert all(session.evicted == 0 for session in sessions)
+        assert all(session.cache.evicted == 0 for session in sessions)
     for rows, prompt in zip(found, prompts, strict=True):
         with pool_of(model, n_sequences=1, **{**options, "kv_budget": f"{share}B"}) as single:
             session = single.session()
@@ -185,24 +185,23 @@ def test_frozen_entries_are_each_their_own(model: Path) -> None:
 def test_a_session_alone_is_live_and_shares_with_nobody(model: Path, store: str) -> None:
     """It keeps its place and its budget, whatever it is asked for."""
     with Session(model, n_ctx=N_CTX, kv_budget=128, store=store, n_threads=1) as session:
-        budgets = session.budgets()
-        assert session.is_alone
+        budgets = session.cache.budgets()
         assert min(map(min, budgets)) > 0
         session.decode(PROMPTS[0])
         expected = session.decode([7])
-        for leave in (session.fork, session.swap_out):
+        for leave in (session.fork, session.cache.swap_out):
             with pytest.raises(PoolError, match="create it with a Pool"):
                 leave()
-        session.keep_checkpoint()
-        assert not session.return_to_checkpoint(PROMPTS[0])
-        assert session.pool_status().state == "active"
+        session.text.keep_checkpoint()
+        assert not session.text.return_to_checkpoint(PROMPTS[0])
+        assert session.cache.pool_status().state == "active"
         session.rest()
-        assert session.pool_status().state == "idle"
+        assert session.cache.pool_status().state == "idle"
         session.reset()
-        assert session.is_live
-        assert session.budgets() == budgets
+        assert session.cache.is_live
+        assert session.cache.budgets() == budgets
         session.decode(PROMPTS[0])
         np.testing.assert_array_equal(session.decode([7]), expected)
     assert session.is_closed
     with pool_of(model, n_sequences=1) as pool:
-        assert not pool.session().is_alone
+        assert not pool.holds_one

@@ -39,7 +39,7 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
     with pool_of(model, n_sequences=4, kv_budget=256, policy="uniform") as pool:
         first = pool.session()
         first.decode(PROMPTS[4])
-        assert first.evicted == 0
+        assert first.cache.evicted == 0
         whole = first.stats().kv_bytes_budget
         assert whole == pool.stats().kv_bytes_budget
         others = [pool.session(), pool.session(weight=2.0)]
@@ -47,11 +47,11 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
             other.decode([1, 2])
         for other in others:
             other.decode(PROMPTS[4])
-        assert first.evicted > 0
-        assert first.pool_status().given_up == first.evicted
+        assert first.cache.evicted > 0
+        assert first.cache.pool_status().given_up == first.cache.evicted
         assert pool.sessions() == [first, *others]
-        assert others[1].pool_status().given_up == 0
-        assert first.reusable_from == len(PROMPTS[4])
+        assert others[1].cache.pool_status().given_up == 0
+        assert first.text.held().reusable_from == len(PROMPTS[4])
         shares = [session.stats().kv_bytes_budget for session in (first, *others)]
         assert sum(shares) <= whole
         assert shares[0] == shares[1] == pytest.approx(shares[2] / 2, rel=0.1)
@@ -77,15 +77,15 @@ def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
         for session in short:
             session.decode([1, 2, 3])
         long.decode((PROMPTS[4] * 2)[:400])
-        assert long.evicted == 0
+        assert long.cache.evicted == 0
         held = long.stats().kv_bytes_budget
         assert held > pool.stats().kv_bytes_budget / 3
         for session in short:
             session.decode((PROMPTS[2] * 2)[:180])
-        assert long.evicted == long.pool_status().given_up > 0
+        assert long.cache.evicted == long.cache.pool_status().given_up > 0
         assert long.stats().kv_bytes_budget < held
         if policy == "uniform":
-            assert [session.evicted for session in short] == [0, 0]
+            assert [session.cache.evicted for session in short] == [0, 0]
         budgets = [session.stats().kv_bytes_budget for session in (long, *short)]
         assert sum(budgets) <= pool.stats().kv_bytes_budget
         short[0].close()
@@ -103,9 +103,9 @@ def test_texts_that_fit_into_equal_parts_are_held_whole(model: Path) -> None:
             session.decode((prompt * 2)[:180])
         for session in sessions:
             session.decode([1, 2, 3])
-        assert [session.evicted for session in sessions] == [0, 0, 0]
+        assert [session.cache.evicted for session in sessions] == [0, 0, 0]
         sessions[0].decode((PROMPTS[4] * 2)[:200])
-        assert sessions[0].evicted > 0
+        assert sessions[0].cache.evicted > 0
 
 
 def test_a_loaded_text_that_fits_is_held_whole(model: Path, tmp_path: Path) -> None:
@@ -113,13 +113,13 @@ def test_a_loaded_text_that_fits_is_held_whole(model: Path, tmp_path: Path) -> N
         session = pool.session()
         session.decode((PROMPTS[4] * 2)[:250])
         entries = session.stats().entries_kept
-        session.save(tmp_path / "saved")
+        session.files.save(tmp_path / "saved")
     with pool_of(model, n_sequences=2, kv_budget=600) as pool:
         sessions = [pool.session() for _ in range(2)]
         sessions[0].decode([1])
         for session in sessions:
-            session.load(tmp_path / "saved")
-            assert (session.evicted, session.stats().entries_kept) == (0, entries)
+            session.files.load(tmp_path / "saved")
+            assert (session.cache.evicted, session.stats().entries_kept) == (0, entries)
 
 
 def test_a_pool_is_resized_for_all(model: Path) -> None:
@@ -146,20 +146,20 @@ def changed(session: Session, kind: int, chance: random.Random) -> Session:
     """
     if kind == 4 and session.position:
         position = chance.randrange(session.position)
-        if session.can_return_to(position):
-            session.truncate(position)
+        if session.text.held().can_return_to(position):
+            session.text.truncate(position)
     elif kind == 5:
-        session.swap_out()
+        session.cache.swap_out()
     elif kind == 6:
         with_copy = session.fork()
         assert with_copy.tokens == session.tokens
         session.close()
         return with_copy
     elif kind == 7:
-        session.keep_checkpoint()
+        session.text.keep_checkpoint()
     elif kind == 8:
         text = [*session.tokens[: chance.randrange(1, N_CTX)], 5]
-        if session.return_to_checkpoint(text, repeatable=chance.random() < 0.5):
+        if session.text.return_to_checkpoint(text, repeatable=chance.random() < 0.5):
             assert session.tokens == text[: session.position]
     else:
         session.rest()
@@ -202,7 +202,7 @@ def test_tokens_and_logits_of_all_sessions_are_counted(model: Path) -> None:
         for session in sessions:
             session.decode(list(range(1, 60)))
             session.rest()
-        n_vocab = sessions[0].n_vocab
+        n_vocab = sessions[0].model.n_vocab
         least = 3 * 4 * (59 + n_vocab)
         assert least <= pool.stats().text_bytes < 1.5 * least
         sessions[0].decode([3])  # The logits of the prompt now differ from those of the last token.
@@ -297,7 +297,7 @@ def test_the_fraction_of_everything_evicts_nothing(model: Path) -> None:
         sessions = [pool.session() for _ in range(3)]
         text = [3 + i % 290 for i in range(N_CTX - 8)]
         together(sessions, [text] * 3, 4)
-        assert [session.evicted for session in sessions] == [0, 0, 0]
+        assert [session.cache.evicted for session in sessions] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("budget", ["0.25", "300", "200KiB"])
@@ -313,7 +313,7 @@ def test_plan_shows_what_a_pool_shares_and_what_each_gets(
         sessions = [pool.session() for _ in range(3)]
         together(sessions, [PROMPTS[4]] * 3, 1)
         assert plan["kv_bytes_budget"] == stats.kv_bytes_budget
-        assert plan["n_ubatch"] == sessions[0].n_ubatch
+        assert plan["n_ubatch"] == sessions[0].reader.chunk
         for session in sessions:
             assert plan["kv_bytes_each"] == pytest.approx(session.stats().kv_bytes_budget, rel=0.1)
     assert main(command) == 0

@@ -49,8 +49,8 @@ def test_conversations_follow_each_other_as_sessions_alone(pool: Pool, pool_llam
                 written(session, prompt, 9), written(alone, prompt, 9), strict=True
             ):
                 np.testing.assert_array_equal(row, other)
-            assert session.reusable_from == alone.reusable_from > 0
-            evicted += alone.evicted
+            assert session.text.held().reusable_from == alone.text.held().reusable_from > 0
+            evicted += alone.cache.evicted
             stats, expected = pool.stats(), alone.stats()
             for name in ("kv_bytes_budget", "kv_bytes_now", "kv_bytes_staging", "entries_kept"):
                 assert getattr(stats, name) == getattr(expected, name), name
@@ -94,7 +94,7 @@ def test_figures_of_a_server_are_sums_over_its_conversations(pool_llama: Path) -
         stats = [session.stats() for session in sessions]
         for name in ("frozen_entries", "frozen_bytes", "entries_frozen"):
             assert getattr(figures, name) == sum(getattr(each, name) for each in stats) > 0, name
-        assert [each.is_live for each in sessions] == [False, True]
+        assert [each.cache.is_live for each in sessions] == [False, True]
         for name in ("entries_full", "kv_bytes_full"):
             assert getattr(figures, name) == getattr(stats[1], name) > 0, name
         assert figures.prompt_tokens == 8

@@ -19,7 +19,7 @@ INSIDE: dict[str, Any] = {"n_ctx": 1024, "kv_budget": 0.2, "n_threads": 1}
 
 
 def store_of(session: Session) -> HeadwiseStore:
-    store = session._store
+    store = session._slot.store
     assert isinstance(store, HeadwiseStore)
     return store
 
@@ -46,11 +46,11 @@ def test_a_saved_session_goes_on_as_the_one_that_was_saved(
         predict(session)
         session.decode(TOKENS)
         assert session.stats().evictions > 0
-        session.save(tmp_path / "saved")
+        session.files.save(tmp_path / "saved")
         expected = session.decode(TOKENS[:40])
     with Session(tiny_llama, policy=policy, **INSIDE) as session:
         predict(session)
-        session.load(tmp_path / "saved")
+        session.files.load(tmp_path / "saved")
         np.testing.assert_array_equal(session.decode(TOKENS[:40]), expected)
 
 
@@ -97,6 +97,8 @@ def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> No
     for first in range(0, len(tokens), echo.chunk):
         chunk = tokens[first : first + echo.chunk]
         echoed = echo.of(sequence.tokens, chunk) if echoes else []
-        session._reader._decode(Part(session._store, chunk, sequence.position, 0, echoed), first)
+        session.reader._decode(
+            Part(session._slot.store, chunk, sequence.position, 0, echoed), first
+        )
         sequence.add(chunk, None, is_prompt=True)
         session._slot.broken = False

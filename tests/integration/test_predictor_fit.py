@@ -28,14 +28,14 @@ LEAST_SHARE = 2.0**-20
 
 
 def store_of(session: Session) -> HeadwiseStore:
-    store = session._store
+    store = session._slot.store
     assert isinstance(store, HeadwiseStore)
     return store
 
 
 def fit_of(session: Session) -> PredictorFit:
-    assert session.predictor_fit is not None
-    return session.predictor_fit
+    assert session.cache.predictor_fit is not None
+    return session.cache.predictor_fit
 
 
 def shares(session: Session) -> np.ndarray:
@@ -77,13 +77,13 @@ def test_texts_are_read_once_after_the_first(
 ) -> None:
     """The predictor is fitted in the middle of a text, whose rest is read once."""
     with Session(tiny_llama, **INSIDE) as session:
-        assert session.policy.name == "adaptive:mass+values+predicted"
-        chunk = session.n_ubatch
+        assert session.config.policy.name == "adaptive:mass+values+predicted"
+        chunk = session.reader.chunk
         assert echoes_in(session, TOKENS, monkeypatch) == -(-LEAST_TOKENS // chunk)
         fit = fit_of(session)
         assert LEAST_TOKENS <= fit.n_tokens < LEAST_TOKENS + chunk
         assert fit.predictor is not None
-        assert session.n_ubatch == 512
+        assert session.reader.chunk == 512
         assert (shares(session) > 2 * LEAST_SHARE).mean() > 0.9
         assert store_of(session).core.is_predicted
         session.reset()
@@ -138,9 +138,9 @@ def test_it_is_the_predictor_that_calibration_would_fit(smollm2: Path, prose: st
     """SmolLM2 under another name: its predictions correlate with those of the shipped predictor."""
     with Session(smollm2, n_ctx=2048, kv_budget=0.3, n_threads=2) as known:
         tokens = known.tokenize(prose)[:1400]
-        assert known.predictor_fit is None
+        assert known.cache.predictor_fit is None
         nothing = EntropyProfile(30, 9, 3, 2048, np.ones((30, 9)))
-        shipped = known.profile
+        shipped = known.config.profile
     assert shipped is not None
     assert shipped.predictor is not None
     with Session(
@@ -168,9 +168,9 @@ def test_keys_that_are_not_known_before_rope_are_read_twice_for_good(
     model = tmp_path / "learned-positions.gguf"
     write_gpt2(model, n_ctx_train=N_CTX)
     with Session(model, **INSIDE) as session:
-        assert session.policy.name == "adaptive:mass+values+echo"
-        assert session.predictor_fit is None
-        assert echoes_in(session, TOKENS, monkeypatch) > LEAST_TOKENS // session.n_ubatch + 1
+        assert session.config.policy.name == "adaptive:mass+values+echo"
+        assert session.cache.predictor_fit is None
+        assert echoes_in(session, TOKENS, monkeypatch) > LEAST_TOKENS // session.reader.chunk + 1
     with pytest.raises(SettingsError, match="its position embeddings are learned"):
         Session(model, policy="uniform:predicted", **INSIDE)
 

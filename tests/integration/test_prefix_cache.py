@@ -60,7 +60,7 @@ def read(
         prefix_cache.reads(session, len(piece))
         session.decode(piece)
     if until is None:
-        session.note_turn(writes=True)
+        session.text.note_turn(writes=True)
         prefix_cache.has_read(session)
 
 
@@ -70,9 +70,11 @@ def turn(
     """Answer a prompt; returns prompt and answer, and how many tokens of the prompt were read."""
     session = prefix_cache.take(tokens, caller)
     shared = common_prefix(session.tokens, tokens)
-    if shared < session.position and not session.return_to_checkpoint(tokens, repeatable=True):
+    if shared < session.position and not session.text.return_to_checkpoint(tokens, repeatable=True):
         end = len(tokens) + n
-        session.truncate(session.repeatable_from(min(shared, len(tokens) - 1), end))
+        session.text.truncate(
+            session.text.held().repeatable_from(min(shared, len(tokens) - 1), end)
+        )
     before = session.position
     if before < len(tokens):
         read(prefix_cache, session, tokens)
@@ -126,7 +128,7 @@ def test_a_newcomer_gets_what_it_shares_before_the_rest_is_read(pool: Pool) -> N
     assert prefix_cache.forked == 1
     found = session.decode(short[len(SYSTEM) :])
     read(prefix_cache, first, long)
-    if not session.evicted and session.freezing is None:
+    if not session.cache.evicted and session.config.freezing is None:
         alone = pool.session()
         for part in range(0, len(SYSTEM), PIECE):
             alone.decode(SYSTEM[part : part + PIECE])
@@ -138,7 +140,7 @@ def test_who_comes_late_gets_it_where_it_can_be_cut_or_reads_by_itself(pool: Poo
     long, short = [*SYSTEM, 5, *OWN], [*SYSTEM, 6, 7, 8]
     first = prefix_cache.take(long, ANNA)
     read(prefix_cache, first, long, until=7 * PIECE)
-    can_be_cut = not (first.evicted or pool.runner.recurrent or first.freezing)
+    can_be_cut = not (first.cache.evicted or pool.runner.recurrent or first.config.freezing)
     coming = Coming(prefix_cache, short)
     coming.wait()
     read(prefix_cache, first, long, until=8 * PIECE)  # The end of the long one is still to be read.
@@ -269,7 +271,7 @@ def test_a_fork_is_of_the_same_tenant(pool_llama: Path) -> None:
         session = pool.session(tenant="anna")
         session.decode(SYSTEM)
         assert session.fork().tenant == "anna"
-        session.note_turn(writes=True)
+        session.text.note_turn(writes=True)
         assert pool.session_for([*SYSTEM, 5], "anna").position == len(SYSTEM)
         assert pool.session_for([*SYSTEM, 5]).position == 0
 
@@ -280,11 +282,11 @@ def test_how_one_stands_is_told_between_steps(pool_llama: Path) -> None:
         session = pool.session()
         session.decode(SYSTEM)
         states: list[str] = []
-        thread = threading.Thread(target=lambda: states.append(session.pool_status().state))
+        thread = threading.Thread(target=lambda: states.append(session.cache.pool_status().state))
         with pool.runner.scheduler.between_steps():
             thread.start()
             thread.join(0.2)
             assert not states
-            session.swap_out()
+            session.cache.swap_out()
         thread.join(10)
         assert states == ["swapped_out"]

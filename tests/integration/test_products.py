@@ -101,10 +101,10 @@ def test_a_token_has_the_same_bits_among_drafts_as_alone_and_without_drafts(
             session.decode(TOKENS[40:54])
             while session.position < len(TOKENS):
                 token, *following = TOKENS[session.position :]
-                session.decode_drafts(token, following[:drafts], lambda rows: len(rows) - 1)
+                session.reader.read_drafts(token, following[:drafts], lambda rows: len(rows) - 1)
             if drafts:
-                assert session.drafting is not None
-                assert session.drafting.counts.accepted > 8
-            states.append(session.save_state())
+                assert session.reader.drafting is not None
+                assert session.reader.drafting.counts.accepted > 8
+            states.append(session.files.save_state())
             assert any(kernels in by for by in session.stats().products.values())
     assert states[0] == states[1] == states[2]

@@ -156,7 +156,7 @@ def test_the_answer_is_cached_where_it_is_asked_for(
     run = ["run", "-m", str(tiny_llama), "--no-chat", *GREEDY, "--prompt-cache", str(cache)]
     out_of(capsys, *run, "--prompt-cache-all", "-p", "the cat and the dog")
     with Session(tiny_llama, n_ctx=512, n_threads=1) as session:
-        read = session.load(cache).n_tokens
+        read = session.files.load(cache).n_tokens
         assert read == len(session.tokenize("the cat and the dog")) + 8
 
 

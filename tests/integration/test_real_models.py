@@ -142,9 +142,9 @@ def told_by(session: Session, text: str, facts: tuple[Fact, ...]) -> list[bool]:
     """Return for each fact of a text whether the session tells it."""
     session.reset()
     session.decode(session.tokenize(text))
-    state, told = session.save_state(), []
+    state, told = session.files.save_state(), []
     for fact in facts:
-        session.load_state(state)
+        session.files.load_state(state)
         prompt = session.tokenize(fact.prompt, add_bos=False)
         answer = list(session.generate(prompt, 12))
         told.append(fact.is_answered_by(session.detokenize(answer)))
@@ -157,14 +157,14 @@ def test_windows_go_back_as_long_as_nothing_has_left_them() -> None:
     with Session(path_of(GEMMA), n_ctx=1024, kv_type="f16", **THREADS) as session:
         session.decode(tokens[:460])
         expected = session.decode(tokens[460:500], all_logits=True)
-        session.load_state(session.save_state())
-        session.truncate(460)
+        session.files.load_state(session.files.save_state())
+        session.text.truncate(460)
         again = session.decode(tokens[460:500], all_logits=True)
         assert kl_divergence(expected, again) < 1e-6
         session.decode(tokens[500:])
-        session.load_state(session.save_state())
-        assert session.can_return_to(700)
-        assert not session.can_return_to(100)
+        session.files.load_state(session.files.save_state())
+        assert session.text.held().can_return_to(700)
+        assert not session.text.held().can_return_to(100)
 
 
 def test_a_checkpoint_beyond_the_windows_is_reused() -> None:
@@ -173,7 +173,7 @@ def test_a_checkpoint_beyond_the_windows_is_reused() -> None:
     with Pool(path_of(GEMMA), **options) as pool:
         first = pool.session()
         first.decode(tokens[:700])
-        first.note_turn(writes=True)
+        first.text.note_turn(writes=True)
         second = pool.session_for(tokens)
         assert second.position == 700
         rows = second.decode(tokens[700:], all_logits=True)
@@ -190,8 +190,8 @@ def test_a_text_is_the_same_with_drafts(name: str) -> None:
         options = {"n_ctx": 256, "kv_budget": 0.5, "spec_type": spec_type, **THREADS}
         with Session(path_of(name), **options) as session:
             texts.append(list(session.generate(session.tokenize(prompt), 60)))
-            if session.drafting is not None:
-                n_accepted = session.drafting.counts.accepted
+            if session.reader.drafting is not None:
+                n_accepted = session.reader.drafting.counts.accepted
     assert texts[0] == texts[1]
     assert n_accepted > 0
 
@@ -213,6 +213,6 @@ def test_the_template_of_a_model_is_used(assistant: EntropyLlama) -> None:
 
 def test_a_base_model_has_no_template() -> None:
     with Session(path_of(GEMMA), n_ctx=64, **THREADS) as session:
-        assert session.chat_prompt("Hello.") is None
+        assert session.model.chat_prompt("Hello.") is None
         session.decode(session.tokenize("The capital of France is"))
         assert np.isfinite(session.logits).all()

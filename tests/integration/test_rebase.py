@@ -43,7 +43,7 @@ def keys_at(path: Path, tokens: list[int], position: int, move_to: int) -> npt.N
     with Session(path, n_ctx=TRAINED, kv_type="f16", n_threads=1, n_sinks=0) as session:
         session._slot.text.position = position
         session.decode(tokens)
-        store = session._store
+        store = session._slot.store
         ropes = [node.rope for node in store.context.hook.nodes]
         store.core.rebase(ropes, 0, 0, position - move_to)
         heads = range(store.layers[0].n_head_kv)
@@ -121,8 +121,8 @@ def test_both_stores_agree_with_sinks(name: str, kv_type: str, model: Callable[.
             n_ubatch=32,
         ) as session:
             logits.append(read_in_steps(session, tokens))
-            assert session.entries(0, 0).tolist()[:4] == [0, 1, 2, 3]
-            assert session.entries(0, 0)[-1] == 499
+            assert session.cache.entries(0, 0).tolist()[:4] == [0, 1, 2, 3]
+            assert session.cache.entries(0, 0)[-1] == 499
             assert session.stats().rebases == 4
     assert relative_error(logits[0], logits[1]) < (5e-3 if kv_type == "f16" else 8e-2)
 
@@ -135,10 +135,10 @@ def test_going_back_gives_the_session_that_never_went_on(
     tokens = tokens_for(900)
     with Session(model("llama"), n_ctx=1024, kv_type=kv_type, n_threads=1) as session:
         session.decode(tokens)
-        assert session._store.shift >= 900 - TRAINED
-        session.truncate(200)
+        assert session._slot.store.shift >= 900 - TRAINED
+        session.text.truncate(200)
         ours = session.decode(tokens[:40], all_logits=True)
-        assert session._store.shift == 0
+        assert session._slot.store.shift == 0
     with Session(model("llama"), n_ctx=1024, kv_type=kv_type, n_threads=1) as session:
         session.decode(tokens[:200])
         expected = session.decode(tokens[:40], all_logits=True)
@@ -152,15 +152,15 @@ def test_positions_are_those_of_the_text(store: str, model: Callable[..., Path])
     ) as session:
         session.decode(tokens_for(2000))
         list(session.generate(tokens_for(5), max_tokens=50))
-        kept = session.entries(0, 0)
+        kept = session.cache.entries(0, 0)
         assert kept[:4].tolist() == [0, 1, 2, 3]
         assert kept[-1] == session.position - 1 > 2000
         assert kept[kept >= session.position - 32].size == 32
         stats = session.stats()
-        assert stats.rebases == session._store.shift // (TRAINED // 4) > 20
+        assert stats.rebases == session._slot.store.shift // (TRAINED // 4) > 20
         assert stats.kv_bytes_peak <= stats.kv_bytes_budget
         session.reset()
-        assert session._store.shift == 0
+        assert session._slot.store.shift == 0
         first = session.decode(tokens_for(20))
     with Session(model("llama"), n_ctx=64, store=store, kv_type="f16", n_threads=1) as session:
         assert relative_error(first, session.decode(tokens_for(20))) < 2e-3
@@ -173,8 +173,8 @@ def test_flat_drops_what_headwise_clamps(model: Callable[..., Path]) -> None:
             model("llama"), n_ctx=512, policy="streaming", store=store, kv_type="f16", **SMALL
         ) as session:
             session.decode(tokens_for(500))
-            kept[store] = session.entries(1, 1).tolist()
-            shift = session._store.shift
+            kept[store] = session.cache.entries(1, 1).tolist()
+            shift = session._slot.store.shift
             assert session.stats().entries_kept == len(kept[store]) * 4
     assert kept["headwise"] == list(range(500))
     assert kept["flat"] == [0, 1, 2, 3, *range(4 + shift, 500)]
@@ -187,7 +187,7 @@ def test_the_shipped_model_answers_far_beyond_its_trained_context() -> None:
     writer = Writer("beyond")
     right: list[bool] = []
     with Session(DEMOS["bitnet"].path, n_ctx=8192, kv_budget=1024, n_threads=1) as session:
-        trained = session._model.geometry.n_ctx_train
+        trained = session.model.geometry.n_ctx_train
         while session.position < 3 * trained:
             words, facts = writer.test_document(400, 4)
             start = session.position
@@ -197,7 +197,7 @@ def test_the_shipped_model_answers_far_beyond_its_trained_context() -> None:
                 question = session.tokenize("".join(fact.question()), add_bos=False)
                 answer = session.detokenize(list(session.generate(question, max_tokens=12)))
                 right.append(answer == "".join([*fact.statement(), STOP]))
-                session.truncate(end)
+                session.text.truncate(end)
         assert session.stats().rebases >= 4
     late = right[len(right) // 2 :]
     assert sum(late) / len(late) >= 0.7
@@ -215,14 +215,14 @@ def test_a_saved_session_knows_how_far_it_was_moved(
     with Session(model("llama"), **options) as session:
         session.decode(tokens_for(2 * TRAINED + 40))
         assert session.stats().rebases > 0
-        session.save(tmp_path / "far.ekv")
+        session.files.save(tmp_path / "far.ekv")
         expected = session.decode(tokens_for(TRAINED, seed=5), all_logits=True)
     with Session(model("llama"), **options) as session:
-        session.load(tmp_path / "far.ekv")
+        session.files.load(tmp_path / "far.ekv")
         found = session.decode(tokens_for(TRAINED, seed=5), all_logits=True)
     np.testing.assert_array_equal(found, expected)
     with (
         Session(model("llama"), **{**options, "n_sinks": 2}) as session,
         pytest.raises(SessionFileError, match="use --sinks 4"),
     ):
-        session.load(tmp_path / "far.ekv")
+        session.files.load(tmp_path / "far.ekv")

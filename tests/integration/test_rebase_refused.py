@@ -49,13 +49,13 @@ def test_a_model_that_cannot_go_on_says_so_at_the_limit(
         with pytest.raises(ContextError, match=f"tiny .*{TRAINED} that the model.*{why}"):
             session.decode([5])
         assert session.position == TRAINED
-        session.truncate(TRAINED - 1)
+        session.text.truncate(TRAINED - 1)
         ours = session.decode(tokens[-1:])
     with Session(
         path, n_ctx=TRAINED, kv_budget=96, store=store, kv_type=kv_type, **SMALL
     ) as session:
         session.decode(tokens)
-        session.truncate(TRAINED - 1)
+        session.text.truncate(TRAINED - 1)
         assert relative_error(ours, session.decode(tokens[-1:])) < 2e-3
 
 
@@ -80,4 +80,4 @@ def test_frequencies_for_short_contexts_end_where_they_do(tmp_path: Path) -> Non
         assert session.stats().rebases == 0
         session.decode(tokens_for(64))
         assert session.stats().rebases == 1
-        assert session._store.shift == 128
+        assert session._slot.store.shift == 128

@@ -44,7 +44,7 @@ def session_for(path: Path, **options: Any) -> Session:
 
 
 def recalled_after_each(session: Session, tokens: list[int]) -> Iterator[int]:
-    for _ in session.decode_micro_batches(tokens, all_logits=False):
+    for _ in session.reader.read(tokens, all_logits=False):
         yield session.stats().entries_recalled
 
 
@@ -141,6 +141,6 @@ def test_a_longer_text_departs_where_it_would_be_cut(tiny_llama: Path) -> None:
         departures = [parts.begin_before(n) for n in (127, 128, 384, 385, 450, 599, 600)]
         assert departures == [0, 128, 384, 384, 384, 384, 384]
         first = session.logits
-        session.truncate(384)
+        session.text.truncate(384)
         session.decode(tokens[384:])
         np.testing.assert_array_equal(session.logits, first)

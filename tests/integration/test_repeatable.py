@@ -65,7 +65,7 @@ def test_answers_repeat(tiny_llama: Path, store: str, kv_type: str, budget: floa
     chance.shuffle(order)
     answers: dict[int, list[int]] = {}
     logits: dict[int, np.ndarray] = {}
-    fit = llm._session.predictor_fit
+    fit = llm._session.cache.predictor_fit
     for seed in range(20 if budget < 1.0 and fit is not None else 0):
         llm._session.reset()
         llm._session.decode(tokens_for(240, seed=seed))

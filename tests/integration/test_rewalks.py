@@ -11,7 +11,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.session.recovery import Climb
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.recovery import Recovery
 from tests.support.climbs import ClimbCounts
 from tests.support.logits import tokens_for
 
@@ -28,13 +28,11 @@ class Recovering(Session):
     def __init__(self, model: Path, recovery: Recovery | None, **options: Any) -> None:
         super().__init__(model, n_ctx=256, n_threads=1, **options)
         self.recovery = recovery
-        self.counts = ClimbCounts()
-
-    def thaw(self, rung: Rung, window: int) -> int:  # noqa: ARG002
-        return 0
+        self.climb_counts = ClimbCounts()
+        self.cache.thaw = lambda *_: 0  # type: ignore[method-assign]
 
     def note_climb(self, climb: Climb) -> None:
-        self.counts.note(climb)
+        self.climb_counts.note(climb)
 
 
 stores = pytest.mark.parametrize("store", ["headwise", "flat"])
@@ -66,7 +64,7 @@ def test_a_rewalk_that_restored_nothing_writes_the_same_again(
                 session.generate(tokens_for(20), 2 * N_TOKENS, repeat_penalty=repeat_penalty)
             )
             assert session.tokens == [*tokens_for(20), *found[:-1]]
-            assert (session.counts.rewalk > 1) == (recovery is not None)
+            assert (session.climb_counts.rewalk > 1) == (recovery is not None)
             return found
 
     assert generated(REWALKS) == generated(None)

@@ -65,13 +65,13 @@ def test_the_budget_is_that_of_the_context(tiny_llama: Path, question: str, insi
         values = part.measure(session, item, lambda _: None)
         assert 0.9 * 200 * 3 * 2 < values["entries_kept"] <= 200 * 3 * 2
         session.reset()
-        session.resize(200)
+        session.cache.resize(200)
         session.decode(item.tokens)
         if not inside:
-            session.resize(200 + len(item.question) + item.n_generated)
+            session.cache.resize(200 + len(item.question) + item.n_generated)
         answer = list(session.generate(item.question, item.n_generated))
         assert values["answer"] == session.detokenize(answer)
-        assert session.stats().entries_kept <= (session.budgets()[0][0]) * 3 * 2
+        assert session.stats().entries_kept <= (session.cache.budgets()[0][0]) * 3 * 2
     with closing(StockSession(tiny_llama, n_ctx=part.n_ctx, n_threads=1)) as stock:
         theirs = part.reference(stock, item, lambda _: None)
     assert theirs["answer"] != values["answer"]

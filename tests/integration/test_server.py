@@ -21,8 +21,9 @@ import httpx
 import openai
 import pytest
 
-from entropykv import Session, system
+from entropykv import system
 from entropykv.server import ModelOptions, ServerOptions, create_app
+from entropykv.session.reader import SequenceReader
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import LONG, MESSAGES, PROMPT, assert_next_is_right, complete, served
 
@@ -140,7 +141,7 @@ def test_an_error_within_is_a_500_and_harms_nobody(
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             right = (await client.post("/v1/completions", json=body)).json()
             with monkeypatch.context() as patch:
-                patch.setattr(Session, "decode_micro_batches", broken)
+                patch.setattr(SequenceReader, "read", broken)
                 other = {**body, "prompt": f"{PROMPT} again", "stream": stream}
                 failed = await client.post("/v1/completions", json=other)
             again = (await client.post("/v1/completions", json=body)).json()

@@ -58,7 +58,7 @@ def test_run_appends_the_prompt_to_what_was_read(tiny_llama: Path, tmp_path: Pat
         assert result.stdout == session.detokenize(second) + "\n"
         session.decode(second[-1:])
         tokens = session.tokens
-        session.load(file)
+        session.files.load(file)
         assert session.tokens == tokens
 
 
@@ -101,7 +101,7 @@ def test_a_chat_goes_on_with_another_turn(smollm2: Path, tmp_path: Path) -> None
     second = entropykv("run", *options, "-p", "Another one.", "--load-session", file)
     assert second.returncode == 0, second.stderr
     with Session(smollm2, n_ctx=512) as session:
-        prompt = session.chat_prompt("Name a colour.")
+        prompt = session.model.chat_prompt("Name a colour.")
         assert prompt is not None
         chat = prompt + first.stdout[:-1]
         chat += "<|im_end|>\n<|im_start|>user\nAnother one.<|im_end|>\n<|im_start|>assistant\n"

@@ -49,14 +49,14 @@ def test_the_same_numbers_as_without_a_break(
     with session_of(path, **options) as session:
         session.decode(tokens_for(200))
         list(session.generate([7], 30))
-        contents = session.save(file, chat=True)
+        contents = session.files.save(file, chat=True)
         assert session.stats().evictions > 0
         kept, evictions = session.stats().entries_kept, session.stats().evictions
         expected = future(session)
     assert contents.n_entries == kept
     with session_of(path, **options) as session:
         session.decode(tokens_for(120, seed=8))  # Loading discards these tokens.
-        assert session.load(file) == contents
+        assert session.files.load(file) == contents
         assert contents.chat is True
         stats = session.stats()
         assert (stats.entries_kept, stats.evictions) == (kept, evictions)
@@ -71,7 +71,7 @@ def test_saving_changes_nothing(tiny_llama: Path) -> None:
         with session_of(tiny_llama) as session:
             session.decode(tokens_for(200))
             if saves:
-                session.load_state(session.save_state())
+                session.files.load_state(session.files.save_state())
             results.append(future(session))
     assert results[0] == results[1]
 
@@ -85,15 +85,15 @@ def test_windows_go_back_as_far_as_before(n_tokens: int, tmp_path: Path) -> None
     with session_of(path, kv_budget=1.0, policy="recency") as session:
         session.decode(tokens_for(n_tokens))
         lengths = range(n_tokens + 1)
-        before = [session.can_return_to(n) for n in lengths]
+        before = [session.text.held().can_return_to(n) for n in lengths]
         assert all(before) == (n_tokens == 50)
-        data = session.save_state()
-        session.load_state(data)
-        assert [session.can_return_to(n) for n in lengths] == before
-        session.load_state(with_contents(data, lambda contents: contents.pop("whole_from")))
-        assert [n for n in lengths if session.can_return_to(n)] == [0, n_tokens]
+        data = session.files.save_state()
+        session.files.load_state(data)
+        assert [session.text.held().can_return_to(n) for n in lengths] == before
+        session.files.load_state(with_contents(data, lambda contents: contents.pop("whole_from")))
+        assert [n for n in lengths if session.text.held().can_return_to(n)] == [0, n_tokens]
         with pytest.raises(ContextError, match=f"what they see only from position {n_tokens} on"):
-            session.truncate(n_tokens - 1)
+            session.text.truncate(n_tokens - 1)
         changed = with_contents(data, lambda contents: contents.update(whole_from=n_tokens + 1))
         assert_load_refused(session, changed, "windows beyond its text")
 
@@ -115,7 +115,7 @@ def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
     read: list[int] = []
     for action, value in steps:
         if action == "decode":
-            tokens = tokens_for(min(value, session.n_ctx - session.position), seed=value)
+            tokens = tokens_for(min(value, session.config.n_ctx - session.position), seed=value)
             if tokens:
                 session.decode(tokens)
             read += tokens
@@ -123,10 +123,10 @@ def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
             read += list(session.generate([], value))
             del read[session.position :]
         elif action == "resize":
-            session.resize(value)
+            session.cache.resize(value)
         elif action == "truncate":
             with contextlib.suppress(ContextError):  # The flat store cannot roll back everywhere.
-                session.truncate(int(value * session.position))
+                session.text.truncate(int(value * session.position))
             del read[session.position :]
         elif action == "reset":
             session.reset()
@@ -150,16 +150,16 @@ def test_any_past_has_the_same_future(
     ):
         read = take(saved, before)
         assert saved.tokens == read
-        budget = max(2, saved.budgets()[0][0])
+        budget = max(2, saved.cache.budgets()[0][0])
         for session in (saved, loaded):
-            session.resize(budget)
-        data = saved.save_state()
-        loaded.load_state(data)
-        assert loaded.save_state() == data
+            session.cache.resize(budget)
+        data = saved.files.save_state()
+        loaded.files.load_state(data)
+        assert loaded.files.save_state() == data
         results = []
         for session in (saved, loaded):
             take(session, after)
-            results.append((session.tokens, all_entries(session), session.save_state()))
+            results.append((session.tokens, all_entries(session), session.files.save_state()))
         assert results[0] == results[1]
 
 
@@ -167,26 +167,26 @@ def test_memory_and_disk_hold_the_same_bytes(tiny_llama: Path, tmp_path: Path) -
     file = tmp_path / "x.ekv"
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(150))
-        session.save(file)
-        assert session.save_state() == file.read_bytes()
+        session.files.save(file)
+        assert session.files.save_state() == file.read_bytes()
         assert os.listdir(tmp_path) == ["x.ekv"]
-        first = session.save_state()
-        session.truncate(0)
-        assert session.load_state(first).position == session.position == 150
-        assert session.save_state() == first
+        first = session.files.save_state()
+        session.text.truncate(0)
+        assert session.files.load_state(first).position == session.position == 150
+        assert session.files.save_state() == first
 
 
 def test_an_empty_session_and_one_without_logits(tiny_llama: Path) -> None:
     for store in ("headwise", "flat"):
         with session_of(tiny_llama, store=store) as session:
-            empty = session.save_state()
+            empty = session.files.save_state()
             session.decode(tokens_for(50))
-            session.truncate(30)
+            session.text.truncate(30)
             assert session.logits is None
-            shortened = session.save_state()
-            session.load_state(empty)
+            shortened = session.files.save_state()
+            session.files.load_state(empty)
             assert (session.position, session.tokens, session.stats().entries_kept) == (0, [], 0)
-            session.load_state(shortened)
+            session.files.load_state(shortened)
             assert session.tokens == tokens_for(50)[:30]
             with pytest.raises(ContextError, match="nothing to read"):
                 next(session.generate([], 5))
@@ -201,19 +201,19 @@ def test_other_budgets(tiny_llama: Path, store: str, policy: str) -> None:
     options = {"store": store, "policy": policy, "n_ubatch": 64}
     with session_of(tiny_llama, **options) as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
         kept = all_entries(session)
-        session.resize(50)
+        session.cache.resize(50)
         evicted = all_entries(session)
     with session_of(tiny_llama, kv_budget=50, **options) as session:
-        session.load_state(data)
+        session.files.load_state(data)
         assert all_entries(session) == evicted
         stats = session.stats()
         assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
         session.decode(tokens_for(80))
         assert all(len(entries) <= 50 for entries in all_entries(session))
     with session_of(tiny_llama, kv_budget=1.0, **options) as session:
-        session.load_state(data)
+        session.files.load_state(data)
         assert all_entries(session) == kept
         session.decode(tokens_for(80))
         assert [len(entries) for entries in all_entries(session)] == [len(e) + 80 for e in kept]
@@ -225,9 +225,9 @@ def test_repeat_penalty_looks_back_beyond_the_break(tiny_llama: Path) -> None:
         whole = list(session.generate(tokens_for(30), 40, **sampling))
         session.reset()
         first = list(session.generate(tokens_for(30), 20, **sampling))
-        data = session.save_state()
+        data = session.files.save_state()
     with session_of(tiny_llama) as session:
-        session.load_state(data)
+        session.files.load_state(data)
         rest = list(session.generate(first[-1:], 20, **sampling))
     assert first + rest == whole
 
@@ -241,14 +241,14 @@ from entropykv import Session
 model, budget, n_ctx, tokens, save, load, n = json.loads(sys.argv[1])
 with Session(model, n_ctx=n_ctx, kv_budget=budget, kv_type="q8_0", n_threads=1) as session:
     if load:
-        session.load(load)
+        session.files.load(load)
         tokens = []
     written = list(session.generate(tokens, n))
     session.decode(written[-1:])
-    entries = [session.entries(l, h).tolist() for l, b in enumerate(session.budgets())
+    entries = [session.cache.entries(l, h).tolist() for l, b in enumerate(session.cache.budgets())
                for h in range(len(b))]
     if save:
-        session.save(save)
+        session.files.save(save)
     print(json.dumps([written, entries]), flush=True)
     if save:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -30,7 +30,7 @@ from tests.support.tiny_models import write_llama
 def test_other_models_and_settings(tiny_llama: Path, tiny_bitnet: Path, tmp_path: Path) -> None:
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
     twin = tmp_path / "twin.gguf"  # It has the same header, but other weights.
     write_llama(twin, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32", seed=1)
     for path, options, words in (
@@ -47,13 +47,13 @@ def test_other_models_and_settings(tiny_llama: Path, tiny_bitnet: Path, tmp_path
             assert_load_refused(session, data, words)
             session.decode(tokens_for(20))
     with session_of(tiny_llama, n_ctx=200) as session:
-        session.load_state(data)
+        session.files.load_state(data)
 
 
 def test_a_flat_session_that_needs_more_cells(tiny_llama: Path) -> None:
     with session_of(tiny_llama, store="flat", kv_budget=1.0) as session:
         session.decode(tokens_for(400))
-        data = session.save_state()
+        data = session.files.save_state()
     with session_of(tiny_llama, store="flat", kv_budget=50) as session:
         session.decode(tokens_for(100))
         assert_load_refused(session, data, "--kv-budget 400")
@@ -67,9 +67,9 @@ def test_lies_under_a_right_digest(tiny_llama: Path) -> None:
 
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
         start = sections_start(data)
-        n = len(session.entries(0, 0))
+        n = len(session.cache.entries(0, 0))
         whole = json.loads(data[16 : start - 16])["contents"]
         other = [[n - 20, n], *whole["entries"][1:]]
         for lie, words in (
@@ -87,7 +87,7 @@ def test_lies_under_a_right_digest(tiny_llama: Path) -> None:
             (change(sections=[sum(whole["sections"])]), "other KV heads"),
         ):
             assert_load_refused(session, with_contents(data, lie), words)
-        token = data[:start] + struct.pack("<i", session.n_vocab) + data[start + 4 :]
+        token = data[:start] + struct.pack("<i", session.model.n_vocab) + data[start + 4 :]
         assert_load_refused(session, signed(token), "tokens that cannot be")
         logits = start + 4 * 200
         nan = data[:logits] + struct.pack("<f", float("nan")) + data[logits + 4 :]
@@ -100,19 +100,19 @@ def test_random_damage_under_a_right_digest_never_crashes(tiny_llama: Path, kv_t
     refused = 0
     with session_of(tiny_llama, kv_type=kv_type, policy="fast") as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
         start = sections_start(data)
         for _ in range(60):
             damaged = bytearray(data)
             for _ in range(chance.randint(1, 400)):
                 damaged[chance.randrange(start, len(data) - 16)] = chance.randrange(256)
             try:
-                session.load_state(signed(bytes(damaged)))
+                session.files.load_state(signed(bytes(damaged)))
             except SessionFileError:
                 refused += 1
             session.decode(tokens_for(30))
-            session.load_state(data)
-        assert session.save_state() == data
+            session.files.load_state(data)
+        assert session.files.save_state() == data
     assert 0 < refused <= 60
 
 
@@ -122,9 +122,9 @@ def test_damage_and_cuts_change_nothing(tiny_llama: Path, tmp_path: Path, store:
     file = tmp_path / "x.ekv"
     with session_of(tiny_llama, store=store) as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
         session.decode(tokens_for(20))
-        before = session.save_state()
+        before = session.files.save_state()
         contents = json.loads(data[16 : sections_start(data) - 16])["contents"]
         sizes = [800, 4 * contents["n_logits"], *contents["sections"]]
         edges = sections_start(data) + np.cumsum([0, *sizes])
@@ -138,8 +138,8 @@ def test_damage_and_cuts_change_nothing(tiny_llama: Path, tmp_path: Path, store:
         for content in damaged:
             file.write_bytes(content)
             with pytest.raises(SessionFileError, match=r"x\.ekv: (is|has) "):
-                session.load(file)
-        assert session.save_state() == before
+                session.files.load(file)
+        assert session.files.save_state() == before
 
 
 def test_llama_cpp_refuses_a_flat_state_and_the_old_one_is_back(
@@ -147,7 +147,7 @@ def test_llama_cpp_refuses_a_flat_state_and_the_old_one_is_back(
 ) -> None:
     with session_of(tiny_llama, store="flat") as session:
         session.decode(tokens_for(200))
-        data = session.save_state()
+        data = session.files.save_state()
         contents = json.loads(data[16 : sections_start(data) - 16])["contents"]
         start = len(data) - 16 - contents["sections"][1]
         session.decode(tokens_for(20))
@@ -168,7 +168,7 @@ def test_a_failed_save_leaves_the_old_file(
     file = tmp_path / "x.ekv"
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(50))
-        session.save(file)
+        session.files.save(file)
         old = file.read_bytes()
         session.decode(tokens_for(50))
 
@@ -178,25 +178,25 @@ def test_a_failed_save_leaves_the_old_file(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fail)
             with pytest.raises(SessionFileError, match="No space left"):
-                session.save(file)
+                session.files.save(file)
         assert (file.read_bytes(), os.listdir(tmp_path)) == (old, ["x.ekv"])
         with pytest.raises(SessionFileError, match="is not a saved session"):
-            session.save(tiny_llama)
-        session.save(file)
-        assert file.read_bytes() == session.save_state()
+            session.files.save(tiny_llama)
+        session.files.save(file)
+        assert file.read_bytes() == session.files.save_state()
 
 
 def test_no_memory_changes_nothing(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(50))
-        data = session.save_state()
+        data = session.files.save_state()
 
         def fail(*_: object) -> None:
             raise MemoryError("no pages")
 
         with monkeypatch.context() as patch:
-            patch.setattr(session._store, "load_state", fail)
+            patch.setattr(session._slot.store, "load_state", fail)
             with pytest.raises(SessionFileError, match="no pages"):
-                session.load_state(data)
+                session.files.load_state(data)
         session.decode(tokens_for(5))
-        assert session.load_state(data).position == 50
+        assert session.files.load_state(data).position == 50

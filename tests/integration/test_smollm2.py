@@ -79,7 +79,7 @@ def test_quality_at_a_fifth(smollm2: Path, prose: str) -> None:
         ) as session:
             session.decode(tokens[:2048])
             assert session.stats().entries_kept == 409 * session.stats().entries_full // 2048
-            session.resize(409 + 256)
+            session.cache.resize(409 + 256)
             ours = session.decode(tokens[2048:], all_logits=True)
         divergence[policy] = kl_divergence(reference, ours)
     assert divergence["uniform"] < 0.08

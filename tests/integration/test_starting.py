@@ -15,7 +15,7 @@ import pytest
 import entropykv as package
 from entropykv.cli import COMMANDS, parsers_of
 from entropykv.model.geometry import read_geometry
-from entropykv.session.document import document_header
+from entropykv.session.session_files import document_header
 from tests.support.command import assert_refused, entropykv
 
 HEAVY = ("llama_cpp", "numpy", "importlib.metadata", "webbrowser", "tqdm", "jinja2", "gguf")

@@ -15,7 +15,7 @@ def store_of(path: Path) -> tuple[str, str | None]:
     """Return the store that `auto` gives a session, and why it is not the headwise store."""
     with Session(path, store="auto", n_ctx=256, n_gpu_layers=99) as session:
         session.decode([1, 2, 3])
-        return session.stats().store, session.fallback
+        return session.stats().store, session.config.fallback
 
 
 @pytest.mark.parametrize("on_device", [True, False])

@@ -37,9 +37,9 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
         sessions = [pool.session() for _ in range(4)]
         steps = Steps(pool)
         logits = [written(s, p, 3)[-1] for s, p in zip(sessions, PROMPTS, strict=False)]
-        assert [session.is_live for session in sessions] == [False, False, False, True]
+        assert [session.cache.is_live for session in sessions] == [False, False, False, True]
         assert pool.stats().swapped_out == 3
-        standings = [session.pool_status() for session in sessions]
+        standings = [session.cache.pool_status() for session in sessions]
         assert [each.state for each in standings] == ["swapped_out"] * 3 + ["idle"]
         assert pool.stats().swapped_bytes == sum(each.swapped_bytes for each in standings) > 0
         n_heads = pool.runner.n_kv_heads
@@ -80,18 +80,18 @@ def test_parked_windows_go_back_as_far_as_they_could(windows: Path, leaves: bool
         first, second = pool.session(), pool.session()
         written(first, PROMPTS[1], 2)
         lengths = range(first.position + 1)
-        before = [first.can_return_to(n) for n in lengths]
+        before = [first.text.held().can_return_to(n) for n in lengths]
         assert before == [True] * len(before)
         second.decode([1])
-        assert not first.is_live
+        assert not first.cache.is_live
         if leaves:
             leave_pool(pool)
         other = first.fork()
         for session in (first, other):
-            assert [session.can_return_to(n) for n in lengths] == before
+            assert [session.text.held().can_return_to(n) for n in lengths] == before
         second.close()
         for session in (first, other):
-            session.truncate(20)
+            session.text.truncate(20)
             rows = session.decode(PROMPTS[1][20:30])
             session.rest()
             with pool_of(windows, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as alone:
@@ -106,16 +106,16 @@ def test_parked_windows_go_back_no_further_than_they_can(windows: Path, leaves: 
     with pool_of(windows, **options) as pool:
         first, second = pool.session(), pool.session()
         written(first, PROMPTS[4], 2)
-        before = [first.can_return_to(n) for n in range(first.position + 1)]
+        before = [first.text.held().can_return_to(n) for n in range(first.position + 1)]
         assert not all(before)
         second.decode([1])
         if leaves:
             leave_pool(pool)
-        assert [first.can_return_to(n) for n in range(first.position + 1)] == before
+        assert [first.text.held().can_return_to(n) for n in range(first.position + 1)] == before
         second.close()
         first.decode([5])
         with pytest.raises(ContextError, match="hold what they see only from position"):
-            first.truncate(100)
+            first.text.truncate(100)
 
 
 def test_where_nothing_more_can_be_parked_the_newcomer_is_refused(model: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_fork_is_the_same_conversation_to_the_bit(model: Path, tokens: int, po
         first.close()
         for session in (fork, again):
             found = written(session, [9], 20)
-            assert session.evicted > 0 or tokens == N_CTX
+            assert session.cache.evicted > 0 or tokens == N_CTX
             session.close()
             for row, other in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(row, other)
@@ -254,7 +254,7 @@ def test_idle_conversations_stay_in_the_pool_while_there_is_room(
         row = written(first, PROMPTS[4], 1)[-1]
         page_bytes = pool.stats().kv_bytes_now
         written(second, PROMPTS[3], 1)
-        assert not first.is_live
+        assert not first.cache.is_live
         assert pool.stats().kv_bytes_now > page_bytes  # Both are in the pool.
         outside = pool.stats().swapped_bytes
         assert outside < page_bytes / 8
@@ -275,12 +275,12 @@ def test_who_was_used_least_recently_leaves_first(model: Path) -> None:
         for index in (0, 1, 2, 0):
             written(sessions[index], PROMPTS[3], 1)
         pool.session().decode(PROMPTS[3])
-        assert [each.is_live for each in sessions] == [False] * 3
+        assert [each.cache.is_live for each in sessions] == [False] * 3
         swap_space, left = pool.runner.shared.swap_space, []
         for _ in sessions:
             with pool.runner.scheduler.between_steps():
                 assert swap_space.make_room()
-            status = [each.pool_status().pages_bytes > 0 for each in sessions]
+            status = [each.cache.pool_status().pages_bytes > 0 for each in sessions]
             left.append([index for index in range(3) if not status[index]])
         assert left == [[1], [1, 2], [0, 1, 2]]
 

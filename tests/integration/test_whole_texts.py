@@ -37,12 +37,12 @@ def test_a_text_that_the_bytes_hold_has_the_numbers_of_a_full_cache(
         session_of(uneven_llama, policy=policy, kv_type=kv_type) as session,
         session_of(uneven_llama, policy=policy, kv_type=kv_type, kv_budget=1.0) as full,
     ):
-        assert sum(turns) <= session.sure_entries < session.n_ctx
+        assert sum(turns) <= session.cache.sure_entries < session.config.n_ctx
         for ours, theirs in zip(
             logits_of_turns(session, turns), logits_of_turns(full, turns), strict=True
         ):
             np.testing.assert_array_equal(ours, theirs)
-        assert session.evicted == 0
+        assert session.cache.evicted == 0
         assert all_entries(session) == [list(range(sum(turns)))] * len(all_entries(session))
 
 
@@ -51,9 +51,9 @@ def test_the_longest_text_that_is_kept_whole_fills_the_bytes(
     uneven_llama: Path, policy: str
 ) -> None:
     with session_of(uneven_llama, policy=policy) as session:
-        longest = session.sure_entries
+        longest = session.cache.sure_entries
         session.decode(tokens_for(longest))
-        assert session.evicted == 0
+        assert session.cache.evicted == 0
         stats = session.stats()
         page = stats.kv_bytes_budget - stats.kv_bytes_now
         assert 0 <= page < stats.kv_bytes_budget / 10
@@ -61,7 +61,7 @@ def test_the_longest_text_that_is_kept_whole_fills_the_bytes(
             session.decode([token])
             stats = session.stats()
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
-        assert session.evicted > 0
+        assert session.cache.evicted > 0
 
 
 @each_policy
@@ -85,10 +85,10 @@ def test_a_text_that_grows_beyond_the_bytes_comes_under_the_policy(
     uneven_llama: Path, policy: str
 ) -> None:
     with session_of(uneven_llama, policy=policy) as session:
-        short = session.sure_entries // 2
+        short = session.cache.sure_entries // 2
         session.decode(tokens_for(short))
         session.decode(tokens_for(200, seed=1))
-        assert session.evicted > 0
+        assert session.cache.evicted > 0
         sinks = session.config.options.n_sinks
         for positions in all_entries(session):
             assert positions[:sinks] == list(range(sinks))
@@ -106,7 +106,7 @@ def test_a_saved_session_goes_on_in_another_that_has_read_something_else(
     ):
         session.decode(tokens_for(n_read))
         other.decode(tokens_for(350 - n_read, seed=3))
-        other.load_state(session.save_state())
+        other.files.load_state(session.files.save_state())
         assert future(other) == future(session)
 
 
@@ -120,9 +120,9 @@ def test_a_session_that_went_back_has_the_budgets_of_one_that_is_loaded_there(
         session_of(uneven_llama, policy=policy) as loaded,
     ):
         session.decode(tokens_for(300))
-        session.truncate(position)
-        loaded.load_state(session.save_state())
-        assert loaded.budgets() == session.budgets()
+        session.text.truncate(position)
+        loaded.files.load_state(session.files.save_state())
+        assert loaded.cache.budgets() == session.cache.budgets()
         assert future(loaded) == future(session)
 
 
@@ -130,27 +130,27 @@ def test_a_session_that_went_back_has_the_budgets_of_one_that_is_loaded_there(
 def test_a_damaged_file_of_another_length_changes_nothing(uneven_llama: Path, n_read: int) -> None:
     with session_of(uneven_llama, policy="adaptive") as session, session_of(uneven_llama) as other:
         session.decode(tokens_for(350 - n_read))
-        saved = bytearray(session.save_state())
+        saved = bytearray(session.files.save_state())
         saved[-200] ^= 1
         other.decode(tokens_for(n_read, seed=3))
-        before = other.save_state()
+        before = other.files.save_state()
         with pytest.raises(SessionFileError):
-            other.load_state(bytes(saved))
-        assert other.save_state() == before
+            other.files.load_state(bytes(saved))
+        assert other.files.save_state() == before
 
 
 @each_policy
 def test_other_bytes_change_what_is_kept_whole(uneven_llama: Path, policy: str) -> None:
     with session_of(uneven_llama, policy=policy) as session:
         session.decode(tokens_for(60))
-        session.resize(200)
-        assert session.evicted == 0
-        assert session.sure_entries >= 200
+        session.cache.resize(200)
+        assert session.cache.evicted == 0
+        assert session.cache.sure_entries >= 200
         session.decode(tokens_for(100, seed=1))
-        assert session.evicted == 0
-        session.resize(96)
-        assert session.evicted > 0
-        assert session.sure_entries < 160
+        assert session.cache.evicted == 0
+        session.cache.resize(96)
+        assert session.cache.evicted > 0
+        assert session.cache.sure_entries < 160
 
 
 def test_a_text_within_the_bytes_can_be_asked_again(uneven_llama: Path) -> None:
@@ -158,11 +158,11 @@ def test_a_text_within_the_bytes_can_be_asked_again(uneven_llama: Path) -> None:
     with session_of(uneven_llama, policy="adaptive") as session:
         session.decode(tokens_for(60))
         first = list(session.generate([], 20))
-        assert session.return_to_prompt(60, 80)
+        assert session.text.return_to_prompt(60, 80)
         assert list(session.generate([], 20)) == first
         assert session.stats().prompt_tokens == 60
 
 
 def test_what_freezes_follows_its_schedule(uneven_llama: Path) -> None:
     with session_of(uneven_llama, policy="rolling-freeze", freeze="ram") as session:
-        assert session.sure_entries == 0
+        assert session.cache.sure_entries == 0

@@ -33,5 +33,5 @@ def session_of(path: Path, **options: Any) -> Session:
 
 
 def windowed_layers(session: Session) -> list[int]:
-    layers = session._store.layers  # type: ignore[attr-defined]
+    layers = session._slot.store.layers  # type: ignore[attr-defined]
     return [number for number, shape in enumerate(layers) if shape.window == WINDOW]

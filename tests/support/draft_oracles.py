@@ -40,5 +40,5 @@ class AllDrafts(Drafting):
 
 
 def draft_with(session: Session, oracle: Oracle) -> Drafting:
-    session._reader.drafting = AllDrafts(oracle, StepCosts(), session.config.n_drafts)
-    return session._reader.drafting
+    session.reader.drafting = AllDrafts(oracle, StepCosts(), session.config.n_drafts)
+    return session.reader.drafting

@@ -14,6 +14,7 @@ from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.generate import generate
 from entropykv.session.recovery import Climb, Ladder
 from entropykv.session.sampling import Sampling
+from entropykv.session.stats import SessionCounts
 from entropykv.settings.recovery import Recovery, Rung
 from tests.support.climbs import ClimbCounts
 
@@ -79,10 +80,11 @@ class FakeSession:
     broken: bool = False
     thaws: list[tuple[Rung, int]] = field(default_factory=list)
     climbs: list[Climb] = field(default_factory=list)
-    counts: ClimbCounts = field(default_factory=ClimbCounts)
+    climb_counts: ClimbCounts = field(default_factory=ClimbCounts)
+    counts: SessionCounts = field(default_factory=SessionCounts)
+    drafting: None = None
     decoded: list[tuple[int, int]] = field(default_factory=list)
     """Position and token of everything that was ever read."""
-    generated: int = 0
     n_vocab: int = N_VOCAB
 
     @property
@@ -90,10 +92,22 @@ class FakeSession:
         return len(self.tokens)
 
     @property
+    def generated(self) -> int:
+        assert self.counts.decode_seconds >= 0
+        return self.counts.generated_tokens
+
+    @property
     def n_full(self) -> int:
         return sum(rung is Rung.FULL for rung, _ in self.thaws)
 
-    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[None]:
+    @property
+    def itself(self) -> FakeSession:
+        """Return the session in the place of its parts."""
+        return self
+
+    model = config = text = reader = cache = itself
+
+    def read(self, tokens: Sequence[int], all_logits: bool, **_: object) -> Iterator[None]:
         assert not all_logits
         for token in tokens:
             if self.position == self.fails_at:
@@ -125,20 +139,13 @@ class FakeSession:
     def rest(self) -> None:
         pass
 
-    def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        pass
-
-    def count_generated(self, n_tokens: int, seconds: float) -> None:
-        assert seconds >= 0
-        self.generated += n_tokens
-
     def thaw(self, rung: Rung, window: int) -> int:
         self.thaws.append((rung, window))
         return 10 * rung
 
     def note_climb(self, climb: Climb) -> None:
         self.climbs.append(climb)
-        self.counts.note(climb)
+        self.climb_counts.note(climb)
 
 
 def token_at(position: int, n_full: int = 0) -> int:

@@ -16,13 +16,13 @@ def check(session: Session) -> None:
     stats = session.stats()
     assert stats.kv_bytes_now <= stats.kv_bytes_peak
     assert stats.kv_bytes_now <= stats.kv_bytes_budget
-    for layer, budgets in enumerate(session.budgets()):
-        kept = [session.entries(layer, head).tolist() for head in range(len(budgets))]
+    for layer, budgets in enumerate(session.cache.budgets()):
+        kept = [session.cache.entries(layer, head).tolist() for head in range(len(budgets))]
         assert all(len(k) <= budget for k, budget in zip(kept, budgets, strict=True))
-        if session.policy.name in BY_LAYER:
+        if session.config.policy.name in BY_LAYER:
             assert len(set(budgets)) == 1
             assert all(positions == kept[0] for positions in kept)
 
 
 def are_equal(session: Session) -> bool:
-    return len({budget for layer in session.budgets() for budget in layer}) == 1
+    return len({budget for layer in session.cache.budgets() for budget in layer}) == 1

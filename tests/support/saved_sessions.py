@@ -25,15 +25,15 @@ def session_of(path: Path, **options: Any) -> Session:
 
 def all_entries(session: Session) -> list[list[int]]:
     return [
-        session.entries(layer, head).tolist()
-        for layer, heads in enumerate(session.budgets())
+        session.cache.entries(layer, head).tolist()
+        for layer, heads in enumerate(session.cache.budgets())
         for head in range(len(heads))
     ]
 
 
 def future(session: Session) -> tuple[Any, ...]:
     """Return everything that a session can be asked for, now and after further tokens."""
-    state = (session.position, session.tokens, all_entries(session), session.budgets())
+    state = (session.position, session.tokens, all_entries(session), session.cache.budgets())
     written = list(session.generate([], 40)) if session.logits is not None else []
     rows = np.concatenate(
         [session.decode(tokens_for(90, seed=9), all_logits=True), session.logits[None]]
@@ -43,10 +43,10 @@ def future(session: Session) -> tuple[Any, ...]:
 
 def assert_load_refused(session: Session, data: bytes, words: str) -> None:
     """Assert that loading fails with these words, and does not change the session."""
-    before = session.save_state()
+    before = session.files.save_state()
     with pytest.raises(SessionFileError, match=words):
-        session.load_state(data)
-    assert session.save_state() == before
+        session.files.load_state(data)
+    assert session.files.save_state() == before
 
 
 def signed(data: bytes) -> bytes:

@@ -172,7 +172,7 @@ def test_a_resolved_config_says_what_a_session_follows(tiny_llama: Path) -> None
         config = config_for(options, read_geometry(tiny_llama))
         with Session(tiny_llama, options) as session:
             assert session.config == config
-            assert (session.store, session.policy) == (config.store, config.policy)
+            assert (session.cache.store, session.config.policy) == (config.store, config.policy)
             assert session.stats().kv_type == config.kv_type
             if config.store == "headwise":
                 planned = config.headwise_plan()
@@ -206,8 +206,8 @@ def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFi
     assert (alone["policy"], alone["freeze"]) == ("adaptive:mass+values+predicted", None)
     assert (frozen["policy"], frozen["freeze"]) == ("uniform", "ram")
     with Session(tiny_llama, n_ctx=96, kv_budget=0.5, freeze="ram") as session:
-        assert session.policy.name == frozen["policy"]
-        assert session.n_ubatch == frozen["n_ubatch"] < alone["n_ubatch"]
+        assert session.config.policy.name == frozen["policy"]
+        assert session.reader.chunk == frozen["n_ubatch"] < alone["n_ubatch"]
         assert session.stats().kv_bytes_budget == frozen["kv_bytes_budget"]
     assert main([*common[:-1], "--store", "flat"]) == 0
     assert "by the flat store" in capsys.readouterr().out

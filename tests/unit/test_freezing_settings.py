@@ -178,15 +178,15 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
         (Freezing("ram", kv_type="q4_0", window=9), "f16", Freezing(kv_type="q4_0", window=9)),
     ):
         with Session(tiny_llama, n_ctx=64, kv_type=kv_type, freeze=freeze, n_threads=1) as session:
-            assert session.freezing == expected
+            assert session.config.freezing == expected
             assert session.stats().freeze == (None if expected is None else "ram")
-            assert (session.trajectory is None) == (expected is None)
-            assert session.saved_settings.freeze == (expected and expected.kv_type)
+            assert (session.cache.trajectory is None) == (expected is None)
+            assert session.files.settings.freeze == (expected and expected.kv_type)
     with Session(
         tiny_llama, n_ctx=64, kv_type="f16", policy="rolling-freeze", n_threads=1
     ) as session:
-        assert session.freezing == Freezing(kv_type="f16")
-        assert session.policy.name == "rolling-freeze"
+        assert session.config.freezing == Freezing(kv_type="f16")
+        assert session.config.policy.name == "rolling-freeze"
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,13 @@ def test_what_a_session_is_asked_for_later(tiny_llama: Path) -> None:
                 next(session.generate([7], n_tokens))  # type: ignore[arg-type]
         for window in (-1, MOST_TOKENS + 1, 2**64):
             with pytest.raises(SettingsError, match="window cannot be"):
-                session.thaw(window=window)
+                session.cache.thaw(window=window)
         for budget in (MOST_TOKENS + 1, 1e300, f"{2**61}B"):
             with pytest.raises(BudgetError, match="cannot be"):
-                session.resize(budget)
+                session.cache.resize(budget)
         for position in (-1, 3, 2**31, 2**64):
             with pytest.raises(EntropyKVError, match="cannot truncate to position"):
-                session.truncate(position)
+                session.text.truncate(position)
         assert session.position == 2
 
 

@@ -126,9 +126,9 @@ def test_a_passage_is_cut_where_the_prompt_ends() -> None:
 def test_equal_bytes_are_never_more_and_a_page_at_most_less(tiny_llama: Path, n_bytes: int) -> None:
     with Session(tiny_llama, n_ctx=512, kv_type="q8_0", store="headwise", n_threads=1) as session:
         entries = entries_in(session, n_bytes)
-        session.resize(entries)
+        session.cache.resize(entries)
         assert session.stats().kv_bytes_budget <= n_bytes
-        session.resize(entries + 1)
+        session.cache.resize(entries + 1)
         assert session.stats().kv_bytes_budget > n_bytes
 
 

@@ -42,12 +42,12 @@ def test_a_profile_beside_the_model_is_found(model: Path) -> None:
     assert found.fingerprint == profile.fingerprint
     with Session(model, n_ctx=64) as session:
         # The profile has no loss curves.
-        assert session.policy.name == "adaptive:mass+values+predicted"
-        assert session.profile is not None
+        assert session.config.policy.name == "adaptive:mass+values+predicted"
+        assert session.config.profile is not None
     with Session(model, n_ctx=64, policy="entropy") as session:
-        assert session.profile is not None
+        assert session.config.profile is not None
     with Session(model, n_ctx=64, policy="uniform") as session:
-        assert session.profile is None
+        assert session.config.profile is None
 
 
 def test_what_is_resolved_reads_no_file(model: Path) -> None:
@@ -63,18 +63,18 @@ def test_what_is_resolved_reads_no_file(model: Path) -> None:
 
 def test_without_a_profile_budgets_follow_the_text(model: Path) -> None:
     with Session(model, n_ctx=64) as session:
-        assert session.policy.name == "adaptive:mass+values+predicted"
+        assert session.config.policy.name == "adaptive:mass+values+predicted"
     with Session(model, n_ctx=64, policy="fast") as session:
-        assert session.policy.name == "adaptive"
+        assert session.config.policy.name == "adaptive"
     with Session(model, n_ctx=64, store="flat") as session:
-        assert session.policy.name == "recency"
+        assert session.config.policy.name == "recency"
 
 
 def test_a_profile_that_is_given_comes_first(model: Path) -> None:
     profile_of(model).save(profile_beside(model))
     given = profile_of(model)
     with Session(model, n_ctx=64, entropy_config=given) as session:
-        assert session.profile is given
+        assert session.config.profile is given
 
 
 def test_a_damaged_profile_beside_the_model_is_refused_by_name(model: Path) -> None:

@@ -41,10 +41,10 @@ class Failing(FakeSession):
             raise EntropyKVError("failed")
         return super().thaw(rung, window)
 
-    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[None]:
+    def read(self, tokens: Sequence[int], all_logits: bool, **_: object) -> Iterator[None]:
         if len(self.decoded) == 35:
             raise EntropyKVError("failed")
-        yield from super().decode_micro_batches(tokens, all_logits)
+        yield from super().read(tokens, all_logits)
 
 
 @pytest.mark.parametrize(("thaws_nothing", "n_yielded"), [(True, 30 - 3), (False, 35 - 8 - 3)])
@@ -75,7 +75,7 @@ def test_penalties_after_a_rewalk_are_those_of_the_tokens_that_stayed() -> None:
     def whole(recovery: Recovery | None) -> list[int]:
         session = FakeSession(alike, recovery)
         found = stopped_after(session, None, [1, 2, 3], 50, Sampling(repeat_penalty=1.2))
-        assert bool(session.counts.rewalk) == (recovery is not None)
+        assert bool(session.climb_counts.rewalk) == (recovery is not None)
         return found
 
     assert whole(Recovery(smooth=1, warm_up=WARM_UP)) == whole(None)
@@ -92,7 +92,7 @@ def test_random_numbers_go_on_after_a_rewalk() -> None:
     sampling = Sampling(temperature=1.0, top_p=1.0, seed=4)
     session = FakeSession(even, Recovery(smooth=1, warm_up=WARM_UP))
     yielded = stopped_after(session, None, [1, 2, 3], 60, sampling)
-    assert session.counts.rewalk == 1
+    assert session.climb_counts.rewalk == 1
     dropped = [token for _, token in session.decoded[27:35]]
     again = yielded[24:32]
     assert again != dropped
@@ -107,8 +107,8 @@ def test_a_late_close_leaves_alone_what_was_read_since() -> None:
     session = FakeSession(planned(set()), Recovery())
     stream = generate(session, [1, 2, 3], 60, GREEDY)
     next(stream)
-    session.truncate(2)
-    list(session.decode_micro_batches(range(40, 60), all_logits=False))
+    session.text.truncate(2)
+    list(session.reader.read(range(40, 60), all_logits=False))
     before = list(session.tokens)
     stream.close()
     assert session.tokens == before

@@ -145,7 +145,7 @@ def test_a_rewalk_at_the_beginning_returns_to_the_end_of_the_prompt() -> None:
     recovery = Recovery(smooth=1, warm_up=2, refractory=0, rewalk=20)
     session = FakeSession(planned(spikes), recovery)
     yielded = stopped_after(session, None, [9], 30, GREEDY)
-    assert session.counts.rewalk == 1
+    assert session.climb_counts.rewalk == 1
     assert session.decoded[8] == (0, 9)
     assert yielded == [token_at(position, 2) for position in range(1, 31)]
 
@@ -155,7 +155,7 @@ def test_climbs_are_reported_and_counted() -> None:
     stopped_after(session, None, [1, 2, 3], 60, GREEDY)
     assert [climb.rung for climb in session.climbs] == [*LADDER, Rung.SOFT]
     assert [climb.position for climb in session.climbs] == [20, 25, 30, 35, 45]
-    assert session.counts == ClimbCounts(soft=2, window=1, full=1, rewalk=1, restored=100)
+    assert session.climb_counts == ClimbCounts(soft=2, window=1, full=1, rewalk=1, restored=100)
     assert [climb.restored for climb in session.climbs] == [10, 20, 30, 30, 10]
     for climb in session.climbs:
         assert climb.entropy == pytest.approx(np.log2(N_VOCAB), abs=0.01)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from entropykv import Session, SettingsError
 from entropykv.session.recovery import Climb
-from entropykv.session.stats import SessionStats
-from entropykv.session.stats_table import stats_rows
+from entropykv.session.stats import SessionStats, stats_rows
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.recovery import Rung
 
@@ -122,12 +121,12 @@ class Frozen:
     """Fake the counters of a store with cold storage that freezes one entry per token."""
 
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-        counters = session._store.counters
+        counters = session._slot.store.counters
 
         def with_frozen() -> dict[str, Any]:
             return {**counters(), "frozen_entries": session.position}
 
-        monkeypatch.setattr(session._store, "counters", with_frozen)
+        monkeypatch.setattr(session._slot.store, "counters", with_frozen)
 
 
 def test_a_session_records_every_micro_batch(
@@ -135,10 +134,10 @@ def test_a_session_records_every_micro_batch(
 ) -> None:
     with Session(tiny_llama, n_ctx=64, n_ubatch=8, freeze="ram", n_threads=1) as session:
         Frozen(session, monkeypatch)
-        trajectory = session.trajectory
+        trajectory = session.cache.trajectory
         assert trajectory is not None
         n_heads = trajectory.n_kv_heads
-        assert n_heads == sum(map(len, session.budgets()))
+        assert n_heads == sum(map(len, session.cache.budgets()))
         session.decode(list(range(3, 15)))
         session.decode([5])
         assert points(trajectory) == [(n, n * n_heads, n) for n in (8, 12, 13)]
@@ -146,16 +145,16 @@ def test_a_session_records_every_micro_batch(
         session.note_climb(climb_to(Rung.SOFT, session.position))
         session.note_climb(climb_to(Rung.SOFT, session.position))
         session.note_climb(climb_to(Rung.REWALK, session.position))
-        session.truncate(12)
+        session.text.truncate(12)
         assert list(trajectory.positions) == [8, 12]
         assert trajectory.climbs == [(12, "soft"), (12, "soft"), (12, "rewalk")]
         assert session.stats().climbs == {"soft": 2, "rewalk": 1}
-        saved = session.save_state()
+        saved = session.files.save_state()
         session.reset()
         assert not len(trajectory.positions)
         assert session.stats().climbs == {}
         session.decode([3])
-        session.load_state(saved)
+        session.files.load_state(saved)
         assert not len(trajectory.positions)
         json.dumps(trajectory.to_json())
 
@@ -164,7 +163,7 @@ def test_without_freezing_there_is_nothing_to_record(tiny_llama: Path) -> None:
     with Session(tiny_llama, n_ctx=64, n_threads=1) as session:
         session.decode([3])
         session.note_climb(climb_to(Rung.SOFT, session.position))
-        assert session.trajectory is None
+        assert session.cache.trajectory is None
         stats = session.stats()
         assert (stats.freeze, stats.frozen_entries, stats.climbs) == (None, 0, {"soft": 1})
 

@@ -280,14 +280,14 @@ class _Reader:
         ) as session:
             session.decode(passage.tokens)
             self._on_progress(len(passage.tokens))
-            state = session.save_state()
+            state = session.files.save_state()
             continuing = session.decode(passage.following, all_logits=True)
-            session.load_state(state)
+            session.files.load_state(state)
             repeating = session.decode(repetition, all_logits=True)[len(passage.request) :]
             self._on_progress(len(passage.following) + len(repetition))
             right = []
             for question, answer in questions:
-                session.load_state(state)
+                session.files.load_state(state)
                 found = session.decode([*question, *answer[:-1]], all_logits=True)
                 right.append(_is_right(found[len(question) - 1 :], answer))
                 self._on_progress(len(question) + len(answer))

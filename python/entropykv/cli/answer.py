@@ -108,8 +108,8 @@ def read_rest(session: Session, tokens: list[int]) -> bool:
     """Read the tokens of an answer that have not been read yet; returns False if the context is
     full.
     """
-    if session.position + len(tokens) > session.n_ctx:
+    if session.position + len(tokens) > session.config.n_ctx:
         return False
-    for _ in session.decode_micro_batches(tokens, all_logits=False) if tokens else ():
+    for _ in session.reader.read(tokens, all_logits=False) if tokens else ():
         pass
     return True

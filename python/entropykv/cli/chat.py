@@ -41,7 +41,7 @@ from entropykv.files import read_text
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.session.file import check_target
 from entropykv.session.memory_plan import describe_budget
-from entropykv.session.stats_table import format_rows, stats_rows
+from entropykv.session.stats import format_rows, stats_rows
 from entropykv.settings.options import Budget
 
 BUDGET = 1024
@@ -110,7 +110,7 @@ def _chat(options: argparse.Namespace) -> int:
     use_in_template(options)
     with open_engine(options, goes_back=True) as session:
         open_projector(session, options, files)
-        if not options.no_chat and demo is None and session.chat_prompt("-") is None:
+        if not options.no_chat and demo is None and session.model.chat_prompt("-") is None:
             say(NO_TEMPLATE)
         conversation = Conversation(
             session,
@@ -128,7 +128,7 @@ def _chat(options: argparse.Namespace) -> int:
             conversation.begin_after_document()
         conversation.files = files
         trained = session.config.geometry.n_ctx_train
-        fraction_of = trained if options.ctx_size is None else session.n_ctx
+        fraction_of = trained if options.ctx_size is None else session.config.n_ctx
         code = _Terminal(conversation, fraction_of).run(first, single=options.single_turn)
         say_learnt(session)
         return code
@@ -251,7 +251,7 @@ class _Terminal:
             say("interrupted while the turn was read: it does not count")
         elif not answer.interrupted and conversation.was_cut(answer):
             say(f"the answer was cut after {len(answer.tokens)} tokens; raise -n for longer ones")
-        elif conversation.session.position >= conversation.session.n_ctx:
+        elif conversation.session.position >= conversation.session.config.n_ctx:
             say("the context is full; /reset starts anew")
         if self._input.is_terminal and answer.unread is not None:
             self._show(f"[{what_is_kept(conversation.session)}]")
@@ -274,7 +274,7 @@ class _Terminal:
         session = self._conversation.session
         rows = [
             ("turns", str(len(self._conversation.turns))),
-            ("context", f"{session.position:,} of {session.n_ctx:,} tokens"),
+            ("context", f"{session.position:,} of {session.config.n_ctx:,} tokens"),
             *stats_rows(session.stats()),
         ]
         print(format_rows(rows, _columns()), file=sys.stderr)
@@ -290,7 +290,7 @@ class _Terminal:
 
     def _budget(self, budget: str) -> None:
         session = self._conversation.session
-        session.resize(Budget.parse(budget).of_context(self._fraction_of))
+        session.cache.resize(Budget.parse(budget).of_context(self._fraction_of))
         size = session.stats().kv_bytes_budget / 2**20
         self._show(f"The KV budget is {budget} now: {size:.1f} MiB.")
 

@@ -16,7 +16,6 @@ from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.generation.prompt import Prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.plain_chat import plain_chat
-from entropykv.session.document import question_text
 from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
 from entropykv.session.sampling import Sampling
@@ -75,7 +74,7 @@ class Conversation:
         self._folds = folds
         self._end_of_document: int | None = None
         """The position where the first question about a document is read; None without one."""
-        self._is_chat = use_template and session.chat_prompt("-", system) is not None
+        self._is_chat = use_template and session.model.chat_prompt("-", system) is not None
 
     def begin_after_document(self) -> None:
         """Treat the text that the session has read as a document: the next turn is a question about
@@ -122,12 +121,12 @@ class Conversation:
         """Return what the chat template makes of a turn; None for plain text."""
         session = self.session
         if session.position == self._end_of_document:
-            return question_text(session, text, chat=self._is_chat)
+            return session.question_text(text, chat=self._is_chat)
         if not self._is_chat:
             return None
         if session.position == 0:
-            return session.chat_prompt(text, self._system)
-        return session.chat_turn(text)
+            return session.model.chat_prompt(text, self._system)
+        return session.model.chat_turn(text)
 
     def _prompt(self, text: str, poll: Callable[[], object]) -> Prompt:
         session, first = self.session, self.session.position == 0
@@ -140,7 +139,7 @@ class Conversation:
         add_bos = None if first else False
         lines = plain_chat([*before, text])
         if self._answers:  # Otherwise the user writes all of the prompt, also control tokens.
-            lines = session.said(lines)
+            lines = session.model.said(lines)
         return prompt_of(session, lines, self.files, add_bos=add_bos, poll=poll)
 
     def _end_turn(self, start: int, text: str, answer: Answer, place: int | None) -> None:
@@ -163,7 +162,7 @@ class Conversation:
 
     def _forget_thought(self, place: int, answer: Answer) -> None:
         """Read the answer as later turns have it, from before what was thought."""
-        session, frame = self.session, self.session.answer_frame
+        session, frame = self.session, self.session.model.answer_frame
         if frame == AnswerFrame() and answer.n_thought == 0:
             read_rest(session, answer.unread or [])
             return
@@ -172,19 +171,19 @@ class Conversation:
         said += session.tokenize(answer.text, add_bos=False, special=False)
         start = time.perf_counter()
         if read_rest(session, said):
-            session.count_prompt(len(said), time.perf_counter() - start)
+            session.counts.add_prompt(len(said), time.perf_counter() - start)
 
     def _return_to(self, position: int) -> None:
         """Roll back to a position; if something was evicted since, return to a checkpoint and read
         the text after it again.
         """
         session = self.session
-        if session.can_return_to(position):
-            session.truncate(position)
+        if session.text.held().can_return_to(position):
+            session.text.truncate(position)
             return
         tokens = session.tokens[:position]
-        if not session.return_to_checkpoint(tokens):
-            session.truncate(0)
+        if not session.text.return_to_checkpoint(tokens):
+            session.text.truncate(0)
         read_rest(session, tokens[session.position :])
 
     def undo(self) -> Turn:
@@ -211,7 +210,7 @@ class Conversation:
         """Remove all turns, and set the system message for the next one; raises ModelFileError."""
         if self._is_chat:
             # Raises if the template does not support a system message.
-            self.session.chat_prompt("-", system)
+            self.session.model.chat_prompt("-", system)
         self._system = system
         self.reset()
 

@@ -8,9 +8,9 @@ import time
 from entropykv.cli.notes import say
 from entropykv.cli.saved import check_chat, say_what
 from entropykv.errors import SettingsError
-from entropykv.session.document import DocumentHeader, document_header, open_documents
 from entropykv.session.file import SavedContents
 from entropykv.session.session import Session
+from entropykv.session.session_files import DocumentHeader, document_header
 
 _TAKEN = {
     "ctx_size": "n_ctx",
@@ -68,7 +68,7 @@ def open_given(session: Session, options: argparse.Namespace) -> SavedContents |
     headers: list[DocumentHeader] = options.document_headers
     check_chat(headers[0].contents, _is_chat(session, options), paths[0])
     start = time.perf_counter()
-    contents = open_documents(session, headers)
+    contents = session.files.open_document(*headers)
     say_what("opened", paths[0], contents, time.perf_counter() - start, headers[0].path)
     if paths[1:]:
         n_read = session.position - contents.position
@@ -77,4 +77,4 @@ def open_given(session: Session, options: argparse.Namespace) -> SavedContents |
 
 
 def _is_chat(session: Session, options: argparse.Namespace) -> bool:
-    return not options.no_chat and session.chat_prompt("-") is not None
+    return not options.no_chat and session.model.chat_prompt("-") is not None

@@ -170,7 +170,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
     thinks = goes_back and model.thought_tags is not None
     session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
     mean = _mean_budget(session)
-    if session.n_ctx > trained and 4 * mean > 3 * trained:
+    if session.config.n_ctx > trained and 4 * mean > 3 * trained:
         say(
             f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that the "
             "model was trained for: beyond them, distances are no longer told apart; give "
@@ -178,18 +178,18 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         )
     if warning := memory_warning(session.config, session.stats().kv_bytes_budget):
         say(warning)
-    if session.fallback:
-        say(f"using the {session.store} store instead: {session.fallback}")
-    if session.on_host:
-        say(session.on_host)
-    if note := session.other_file():
+    if session.config.fallback:
+        say(f"using the {session.cache.store} store instead: {session.config.fallback}")
+    if session.cache.on_host:
+        say(session.cache.on_host)
+    if note := session.config.other_file():
         say(note)
     return session
 
 
 def _mean_budget(session: Session) -> int:
     """Return the entries that a KV head may keep, on average."""
-    budgets = [entries for layer in session.budgets() for entries in layer]
+    budgets = [entries for layer in session.cache.budgets() for entries in layer]
     return sum(budgets) // max(len(budgets), 1)
 
 
@@ -198,10 +198,10 @@ def say_reading_twice(session: Session, n_tokens: int) -> bool:
 
     `n_tokens`: how many tokens are read. Returns whether it was printed.
     """
-    fit = session.predictor_fit
+    fit = session.cache.predictor_fit
     if fit is None or fit.predictor is not None:
         return False
-    is_read_twice = _mean_budget(session) < session.position + n_tokens <= session.n_ctx
+    is_read_twice = _mean_budget(session) < session.position + n_tokens <= session.config.n_ctx
     if is_read_twice:
         later = "once for all later texts" if session.config.options.learns else "for this text"
         say(
@@ -244,6 +244,6 @@ def dropped_row(session: Session) -> tuple[str, str]:
 
 def say_learnt(session: Session) -> None:
     """Print at the end what was read twice, and what of it is kept."""
-    fit = session.predictor_fit
+    fit = session.cache.predictor_fit
     if fit is not None and (report := fit.report()):
         say(report)

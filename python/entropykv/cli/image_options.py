@@ -109,7 +109,7 @@ def prompt_of(
         if text.count(PLACE) != len(files):
             raise ImageError("the model's chat template does not show the images; give --no-chat")
         say(f"encoding {len(files)} image{'s'[: len(files) - 1]}")
-        room = session.n_ctx - session.position
+        room = session.config.n_ctx - session.position
         text = text.replace(PLACE, images.marker)
         shown = ShownImages(images, files, room, poll=poll)
     return text_prompt(session.model, text, add_bos=add_bos, shown=shown, is_answer=is_answer)

@@ -75,9 +75,9 @@ class PromptCache:
         if not Path(self.path).exists():
             return tokens
         load_session(session, self.path)
-        reuse = reuse_of(session.held(), tokens, Demand(is_cut=False))
+        reuse = reuse_of(session.text.held(), tokens, Demand(is_cut=False))
         if reuse.position < session.position:
-            session.truncate(reuse.position)
+            session.text.truncate(reuse.position)
         say(f"{session.position} of {len(tokens)} tokens of the prompt are in {self.path}")
         return tokens[session.position :]
 

@@ -23,7 +23,7 @@ from entropykv.session.document import read_document
 from entropykv.session.document_folder import local_document, written_document
 from entropykv.session.file import check_target, open_session
 from entropykv.session.session import Session
-from entropykv.session.stats_table import format_rows
+from entropykv.session.stats import format_rows
 
 _SHOWN_CHARACTERS = 200
 
@@ -124,7 +124,7 @@ def _progress(
             (begin, start), (end, now) = first
             seconds = (now - start) / max(end - begin, 1) * (total - end)
             most = session.stats().kv_bytes_budget
-            kept = min(most, total * session.bytes_full_per_token)
+            kept = min(most, total * session.cache.bytes_full_per_token)
             say(
                 f"{total} tokens: about {seconds:.0f} s more, at most {most / 2**20:.1f} MiB of KV "
                 f"cache, and about {(kept + 4 * total + text_bytes) / 2**20:.1f} MiB on disk"

@@ -48,10 +48,9 @@ from entropykv.generation.prompt import Prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.session.asked import freezing_of
-from entropykv.session.document import question_text
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
-from entropykv.session.stats_table import format_rows, stats_rows
+from entropykv.session.stats import format_rows, stats_rows
 
 
 def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -133,8 +132,8 @@ def run(options: argparse.Namespace) -> int:
             when_read=None if cache is None else lambda: cache.keep_prompt(session, chat=chat),
         )
         _report(session, options.stats_json)
-        if options.plot is not None and session.trajectory:
-            draw_trajectory(session.trajectory, options.plot)
+        if options.plot is not None and session.cache.trajectory:
+            draw_trajectory(session.cache.trajectory, options.plot)
         if options.save_session is not None:
             _save(session, options.save_session, answer, chat=chat)
         elif cache is not None and cache.keeps_answer:
@@ -177,8 +176,8 @@ def _report(session: Session, path: str | None) -> None:
     if path is None:
         return
     figures = dataclasses.asdict(stats)
-    if session.trajectory:
-        figures["trajectory"] = session.trajectory.to_json()
+    if session.cache.trajectory:
+        figures["trajectory"] = session.cache.trajectory.to_json()
     Path(path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
@@ -219,7 +218,7 @@ def _prompt_of(
     (None if unknown).
     """
     if document := open_given(session, options):
-        asks = question_text(session, text, chat=bool(document.chat))
+        asks = session.question_text(text, chat=bool(document.chat))
         is_chat = bool(document.chat)
         prompt = prompt_of(session, asks, files, add_bos=False, is_answer=is_chat)
         _check_room(session, prompt, "the document")
@@ -235,7 +234,11 @@ def _prompt_of(
             raise SettingsError(
                 "-sys belongs before the first turn, which the saved session already has"
             )
-        turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
+        turn = (
+            session.model.chat_turn(text)
+            if loaded
+            else session.model.chat_prompt(text, options.system)
+        )
     if turn is None and options.system is not None:
         if options.no_chat:
             raise SettingsError(
@@ -256,9 +259,9 @@ def _prompt_of(
 def _check_room(session: Session, prompt: Prompt, before: str) -> None:
     """Raise ContextError if the context cannot hold the prompt behind what was read before."""
     n_tokens = len(prompt.tokens)
-    if session.position + n_tokens > session.n_ctx:
+    if session.position + n_tokens > session.config.n_ctx:
         after = f" after {session.position} of {before}" if session.position else ""
         raise ContextError(
             f"the prompt has {n_tokens} tokens{after}, more than the context of "
-            f"{session.n_ctx}; shorten it or raise -c"
+            f"{session.config.n_ctx}; shorten it or raise -c"
         )

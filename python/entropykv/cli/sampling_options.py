@@ -198,7 +198,9 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
 
 def ending_never(sampling: Sampling, session: Session) -> Sampling:
     """Return a sampling that excludes the tokens that end an answer (--ignore-eos)."""
-    ends = [(token, -math.inf) for token in range(session.n_vocab) if session.is_end(token)]
+    ends = [
+        (token, -math.inf) for token in range(session.model.n_vocab) if session.model.is_end(token)
+    ]
     return dataclasses.replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
 
 

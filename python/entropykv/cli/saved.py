@@ -42,7 +42,7 @@ def load_session(session: Session, path: str | None) -> SavedContents | None:
         if reader.contents.document is not None:
             raise SettingsError(f"{path}: is a document; give --document {path}")
     start = time.perf_counter()
-    contents = session.load(path)
+    contents = session.files.load(path)
     say_what("loaded", path, contents, time.perf_counter() - start)
     evicted = contents.n_entries - session.stats().entries_kept
     if evicted:
@@ -68,7 +68,7 @@ def save_session(session: Session, path: str, unread: list[int], *, chat: bool |
     start = time.perf_counter()
     if not read_rest(session, unread):
         say("the context is full: the saved session ends before the last token of the answer")
-    contents = session.save(path, chat=chat)
+    contents = session.files.save(path, chat=chat)
     say_what("saved", path, contents, time.perf_counter() - start)
 
 

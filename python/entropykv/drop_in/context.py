@@ -116,7 +116,7 @@ class BudgetContext(internals.LlamaContext):
         """Return the llama_context whose logits samplers read; raises EntropyKVError once
         closed.
         """
-        return self.session.context
+        return self.session.cache.context
 
     @property
     def weights(self) -> Weights:
@@ -163,11 +163,11 @@ class BudgetContext(internals.LlamaContext):
 
     def n_ctx(self) -> int:
         """Return the most tokens of a sequence; the budget determines how many entries are kept."""
-        return self.session.n_ctx
+        return self.session.config.n_ctx
 
     def kv_cache_clear(self) -> None:
         """Remove all tokens."""
-        self.session.truncate(0)
+        self.session.text.truncate(0)
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:  # noqa: ARG002
         """Roll back to position p0 if nothing was evicted since; returns whether that was done.
@@ -176,11 +176,11 @@ class BudgetContext(internals.LlamaContext):
         """
         first = max(p0, 0)
         ends = p1 < 0 or p1 >= self.session.position
-        if not ends or not self.session.can_return_to(first):
+        if not ends or not self.session.text.held().can_return_to(first):
             return False
         if first < self.session.position:
             try:
-                self.session.truncate(first)
+                self.session.text.truncate(first)
             except ContextError:  # Its pool has given it a smaller share since it last read.
                 return False
         return True

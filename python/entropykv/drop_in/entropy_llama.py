@@ -51,7 +51,6 @@ from entropykv.llamacpp.foreign_text import MARK, without_names
 from entropykv.llamacpp.model import captured_log, last_error
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
-from entropykv.session.document import document_header
 from entropykv.session.file import SavedContents
 from entropykv.session.generate import Chooser, Companions
 from entropykv.session.image_spans import is_placeholder
@@ -62,6 +61,7 @@ from entropykv.session.recovery import Climb
 from entropykv.session.reuse import Demand, reuse_of
 from entropykv.session.sampling import is_random_seed, new_seed
 from entropykv.session.session import Session
+from entropykv.session.session_files import document_header
 from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 from entropykv.thinking.tags import tags_of
@@ -232,12 +232,13 @@ class EntropyLlama(llama_cpp.Llama):
         except BaseException:
             model.close()
             raise
-        if self.verbose and session.fallback:
+        if self.verbose and session.config.fallback:
             sys.stderr.write(
-                f"EntropyLlama: {session.fallback}; going on with store='{session.store}'\n"
+                f"EntropyLlama: {session.config.fallback}; going on with "
+                f"store='{session.cache.store}'\n"
             )
-        if self.verbose and session.on_host:
-            sys.stderr.write(f"EntropyLlama: {session.on_host}\n")
+        if self.verbose and session.cache.on_host:
+            sys.stderr.write(f"EntropyLlama: {session.cache.on_host}\n")
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget
@@ -246,7 +247,7 @@ class EntropyLlama(llama_cpp.Llama):
             # The session drafts, and Llama.generate() does not. Llama keeps the logits of all
             # tokens because of a draft model, whether that was asked for or not.
             self.draft_model = None
-            self._logits_all = self._logits_all and self.scores.shape[0] == session.n_ctx
+            self._logits_all = self._logits_all and self.scores.shape[0] == session.config.n_ctx
         self._pieces = {}
         self._take(session)
 
@@ -270,7 +271,7 @@ class EntropyLlama(llama_cpp.Llama):
         self._guard = CallGuard()
         self._ctx = BudgetContext(self, session)
         self._reader = PromptReader(self._ctx, self._budget)
-        start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
+        start_over(self, session.config.n_ctx, session.config.n_ctx if self._logits_all else 1)
 
     @property
     def _parse_special(self) -> bool:
@@ -369,7 +370,7 @@ class EntropyLlama(llama_cpp.Llama):
             plain = without_names(text.decode("utf-8")).encode("utf-8")
             return super().tokenize(plain, add_bos, special)
         tokens: list[int] = []
-        for number, run in enumerate(session.control_names.runs(text.decode("utf-8"))):
+        for number, run in enumerate(session.model.control_names.runs(text.decode("utf-8"))):
             begins = add_bos and number == 0
             tokens += super().tokenize(run.text.encode("utf-8"), begins, run.special)
         return tokens
@@ -383,7 +384,7 @@ class EntropyLlama(llama_cpp.Llama):
         """
         if self._parse_special:
             return value
-        return self._session.control_names.marked(value, self._tags if tags else ())
+        return self._session.model.control_names.marked(value, self._tags if tags else ())
 
     @functools.cached_property
     def _tags(self) -> frozenset[str]:
@@ -423,7 +424,7 @@ class EntropyLlama(llama_cpp.Llama):
         with self._alone():
             self.n_tokens = 0
             self._requires_eval = True
-            self._session.truncate(0)
+            self._session.text.truncate(0)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample()."""
@@ -503,11 +504,11 @@ class EntropyLlama(llama_cpp.Llama):
             return
         end = self._n_ctx if self._budget.repeatable else None
         demand = Demand(is_cut=self._budget.repeatable, end=end, needs_logits=False)
-        held = self._session.held().until(self.n_tokens)
+        held = self._session.text.held().until(self.n_tokens)
         if reuse_of(held, prompt, demand).position >= n_document:
             return
         with contextlib.suppress(SessionFileError):  # The text is read if the file is gone.
-            self._go_on_from(self._session.load(self._document_path))
+            self._go_on_from(self._session.files.load(self._document_path))
 
     def _has_logits_of(self, prompt: list[int]) -> bool:
         """Tell whether a prompt is the text that was read, and can be sampled from at once."""
@@ -696,7 +697,7 @@ class EntropyLlama(llama_cpp.Llama):
         LlamaRAMCache.
         """
         self.eval([])
-        data = self._session.save_state()
+        data = self._session.files.save_state()
         return LlamaState(
             input_ids=self._input_ids.copy(),
             scores=(self._scores if self._logits_all else self.scores[:0]).copy(),
@@ -708,7 +709,7 @@ class EntropyLlama(llama_cpp.Llama):
 
     def load_state(self, state: LlamaState) -> None:
         """Load a state that save_state() of an EntropyLlama with this model has returned."""
-        self._session.load_state(state.llama_state)
+        self._session.files.load_state(state.llama_state)
         self._requires_eval = True
         self.n_tokens = state.n_tokens
         self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
@@ -719,12 +720,12 @@ class EntropyLlama(llama_cpp.Llama):
     # --- sessions on disk -------------------------------------------------------------------------
 
     def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Write the current state to a file, as Session.save() does. Raises SessionFileError."""
+        """Write the current state to a file, as SessionFiles.save(); raises SessionFileError."""
         self.eval([])
-        return self._session.save(path)
+        return self._session.files.save(path)
 
     def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Load a file of save_session() or Session.save(); its text is not read again.
+        """Load a file of save_session() or Session.files.save(); its text is not read again.
 
         Raises SessionFileError, and leaves the state unchanged; raises SettingsError with
         logits_all, because files have no rows of logits.
@@ -734,7 +735,7 @@ class EntropyLlama(llama_cpp.Llama):
                 "a saved session has the logits of its last token only; use logits_all=False, or "
                 "save_state() and load_state()"
             )
-        return self._go_on_from(self._session.load(path))
+        return self._go_on_from(self._session.files.load(path))
 
     def open_document(self, path: str | os.PathLike[str]) -> SavedContents:
         """Continue from a document that `entropykv read` has written: see question().
@@ -745,7 +746,7 @@ class EntropyLlama(llama_cpp.Llama):
         """
         document_header(path)
         contents = self.load_session(path)
-        self._session.keep_checkpoint()
+        self._session.text.keep_checkpoint()
         self._document, self._document_path = self._session.tokens, path
         return contents
 

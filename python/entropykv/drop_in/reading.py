@@ -61,26 +61,26 @@ class PromptReader:
         self._ahead.forget()
         if not _went_back(session, llama.n_tokens):
             ids = llama.input_ids[: llama.n_tokens].tolist() + ids
-            found = not llama._logits_all and session.return_to_checkpoint(
+            found = not llama._logits_all and session.text.return_to_checkpoint(
                 ids[:-1], LEAST_SPARED - 1, repeatable=self._budget.repeatable
             )
             llama.n_tokens = session.position if found else 0
             ids = ids[llama.n_tokens :]
             if not found:
-                session.truncate(0)
+                session.text.truncate(0)
         if not ids:
             return
-        evicted, start = session.evicted, time.perf_counter()
+        evicted, start = session.cache.evicted, time.perf_counter()
         self._read(llama, ids, written=written and len(ids) == 1)
         self.n_read += 0 if written else len(ids)
-        count = session.count_generated if written else session.count_prompt
+        count = session.counts.add_generated if written else session.counts.add_prompt
         if written and self._watch is not None and session.logits is not None:
             self._watch.wants_rewalk(session.logits, session.position)
         count(0 if written else len(ids), time.perf_counter() - start)
         on_evict = self._budget.on_evict
-        if on_evict is not None and session.evicted != evicted:
+        if on_evict is not None and session.cache.evicted != evicted:
             kept = session.stats().entries_kept
-            on_evict(EvictionEvent(session.evicted - evicted, kept, session.position))
+            on_evict(EvictionEvent(session.cache.evicted - evicted, kept, session.position))
 
     def _read(self, llama: llama_cpp.Llama, ids: list[int], *, written: bool) -> None:
         """Decode tokens; n_tokens and input_ids are updated after every micro-batch, even if a
@@ -101,7 +101,7 @@ class PromptReader:
             size = rows_at_a_time(llama._n_vocab)
         for start in range(0, len(ids), size):
             piece, first = ids[start : start + size], llama.n_tokens
-            for logits in session.decode_micro_batches(
+            for logits in session.reader.read(
                 piece, all_logits=all_logits or recorder is not None, writes=written
             ):
                 begin, end = llama.n_tokens, session.position
@@ -121,7 +121,7 @@ class PromptReader:
     def _verifying(self, llama: llama_cpp.Llama) -> SamplerOfSequence | None:
         """Return the samplers that verify drafts; None if they use more than logits."""
         sampler: object = getattr(llama, "_sampler", None)
-        if self._session.drafting is None or self._watch is not None or llama._logits_all:
+        if self._session.reader.drafting is None or self._watch is not None or llama._logits_all:
             return None
         plain = isinstance(sampler, SamplerOfSequence) and not sampler.has_processors
         return cast(SamplerOfSequence, sampler) if plain else None
@@ -129,16 +129,16 @@ class PromptReader:
     def _read_ahead(self, llama: llama_cpp.Llama, token: int, sampler: SamplerOfSequence) -> None:
         """Read a token that was sampled, and the drafts behind it that are sampled, too."""
         session, ahead = self._session, self._ahead
-        most = session.n_ctx
+        most = session.config.n_ctx
         if self.max_tokens is not None:
             most = self.max_tokens - self._n_sampled - 1
-        drafts = session.propose_drafts(token, most)
-        verification = Verification(drafts, sampler.sample_from, session.is_end)
+        drafts = session.reader.propose_drafts(token, most)
+        verification = Verification(drafts, sampler.sample_from, session.model.is_end)
 
         def verify(rows: npt.NDArray[np.float32]) -> int:
             return ahead.verify(rows, verification)
 
-        session.decode_drafts(token, drafts, verify)
+        session.reader.read_drafts(token, drafts, verify)
         self._advance(llama, token, ahead.first_row(session.logits))
 
     @staticmethod
@@ -160,8 +160,8 @@ class PromptReader:
         """Remember a sampled token, and count it: if it is read next, it was generated."""
         self._sampled = token
         self._n_sampled += 1
-        if not self._session.is_end(token):
-            self._session.count_generated(1, seconds)
+        if not self._session.model.is_end(token):
+            self._session.counts.add_generated(1, seconds)
 
     def forget_sampled(self) -> None:
         """Forget the last sampled token, which the text does not contain any more."""
@@ -196,9 +196,9 @@ class PromptReader:
         A prompt that continues the text keeps all of it: see reuse_of().
         """
         session = self._session
-        n_ctx, limit = session.n_ctx, self.max_tokens
+        n_ctx, limit = session.config.n_ctx, self.max_tokens
         end = n_ctx if limit is None else len(prompt) + limit
-        held = session.held().until(llama.n_tokens)
+        held = session.text.held().until(llama.n_tokens)
         knows_prompt = session.logits is not None and not llama._logits_all
         demand = Demand(end=end, needs_logits=False, knows_prompt=knows_prompt)
         reuse = reuse_of(held, prompt, demand)
@@ -211,7 +211,9 @@ class PromptReader:
         llama.n_tokens = reuse.position
         llama._requires_eval = True
         beyond = max(llama.n_tokens, LEAST_SPARED - 1)
-        if not llama._logits_all and session.return_to_checkpoint(prompt, beyond, repeatable=True):
+        if not llama._logits_all and session.text.return_to_checkpoint(
+            prompt, beyond, repeatable=True
+        ):
             llama.n_tokens = session.position
             llama.input_ids[: llama.n_tokens] = prompt[: llama.n_tokens]
             if session.logits is not None and llama.n_tokens == len(prompt):
@@ -224,7 +226,7 @@ class PromptReader:
         Returns False if that is impossible.
         """
         session = self._session
-        if not session.return_to_prompt(position, end):
+        if not session.text.return_to_prompt(position, end):
             return False
         logits = session.logits
         if logits is None:
@@ -239,11 +241,11 @@ def _went_back(session: Session, position: int) -> bool:
     """Roll back to a position; returns False if the session holds too little for that, at the
     latest when the pool has given it a smaller share.
     """
-    if not session.can_return_to(position):
+    if not session.text.held().can_return_to(position):
         return False
     if session.position != position or position == 0:
         try:
-            session.truncate(position)
+            session.text.truncate(position)
         except ContextError:
             return False
     return True

@@ -141,11 +141,11 @@ def _check_order(job: ClusterJob, parts: Sequence[EvalPart]) -> None:
     """Refuse policies whose figures depend on the items that the same session read before."""
     for combination in job.combinations:
         with combination.session(job.engine, parts[0].n_ctx, parts[0].n_ctx) as session:
-            if session.predictor_fit is not None:
+            if session.cache.predictor_fit is not None:
                 raise SettingsError(
-                    f"policy {session.policy} learns from the texts that a session reads first, so "
-                    "that figures depend on their order, and --ray has none; run `entropykv "
-                    "calibrate` first, use another --policy, or leave --ray out"
+                    f"policy {session.config.policy} learns from the texts that a session reads "
+                    "first, so that figures depend on their order, and --ray has none; run "
+                    "`entropykv calibrate` first, use another --policy, or leave --ray out"
                 )
 
 

@@ -83,7 +83,7 @@ class Combination:
     def prepare(self, session: Session, engine: EngineSettings, n_tokens: int) -> None:
         """Reset a session and set its budget for a text of n_tokens."""
         session.reset()
-        session.resize(engine.budget_for(self.budget, n_tokens))
+        session.cache.resize(engine.budget_for(self.budget, n_tokens))
 
 
 def combinations(
@@ -101,5 +101,5 @@ def combinations(
 
 def grow(session: Session, n_tokens: int) -> None:
     """Increase a session's budget by n_tokens entries per KV head."""
-    heads = [entries for layer in session.budgets() for entries in layer]
-    session.resize(Budget("tokens", round(sum(heads) / len(heads)) + n_tokens))
+    heads = [entries for layer in session.cache.budgets() for entries in layer]
+    session.cache.resize(Budget("tokens", round(sum(heads) / len(heads)) + n_tokens))

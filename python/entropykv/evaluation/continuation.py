@@ -157,11 +157,11 @@ class ContinuationPart:
         """
         stock.reset()
         last, prompt_seconds = read(stock, item.tokens, tick)
-        state = stock.save_state()
+        state = stock.files.save_state()
         self._references.write(item.digest, rows_of(stock, item.following, tick))
         values: Values = {"prompt_tokens": len(item.tokens), "prompt_seconds": prompt_seconds}
         if self._protocol.greedy:
-            stock.load_state(state)
+            stock.files.load_state(state)
             written = write(stock, last, self._protocol.greedy, tick)
             self._greedy[item.digest] = written.tokens
             values |= {"decode_tokens": written.n_decoded, "decode_seconds": written.seconds}
@@ -172,11 +172,11 @@ class ContinuationPart:
         last, prompt_seconds = read(session, item.tokens, tick)
         values: Values = {"prompt_tokens": len(item.tokens), "prompt_seconds": prompt_seconds}
         values |= kept_values(session)
-        state, budget = session.save_state(), session.stats().kv_budget
+        state, budget = session.files.save_state(), session.stats().kv_budget
         values |= self._compare(session, item, tick)
         if self._protocol.greedy:
-            session.load_state(state)
-            session.resize(budget)
+            session.files.load_state(state)
+            session.cache.resize(budget)
             values |= self._write(session, item, last, tick)
         return values
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from entropykv.errors import ContextError, MissingExtraError, SettingsError
 from entropykv.evaluation.combination import grow
-from entropykv.evaluation.reading import Item, Reader, Tick, Values, kept_values, read, write
+from entropykv.evaluation.reading import AnySession, Item, Tick, Values, kept_values, read, write
 from entropykv.evaluation.texts import digest_of
 from entropykv.files import read_text
 from entropykv.llamacpp.distributions import Logits
@@ -74,9 +74,9 @@ class DatasetPart:
             grow(session, self._max_tokens)
         return {**self._answer(session, last, item, tick), **kept}
 
-    def _answer(self, reader: Reader, last: Logits, item: DatasetItem, tick: Tick) -> Values:
-        written = write(reader, last, self._max_tokens, tick, stops=True)
-        answer = reader.detokenize(written.tokens).strip()
+    def _answer(self, session: AnySession, last: Logits, item: DatasetItem, tick: Tick) -> Values:
+        written = write(session, last, self._max_tokens, tick, stops=True)
+        answer = session.detokenize(written.tokens).strip()
         return {"answer": answer, **self._score(item.answers, answer)}
 
 

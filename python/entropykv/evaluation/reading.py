@@ -20,32 +20,8 @@ to stop.
 """
 
 
-class Reader(Protocol):
-    """Define the methods that Session and StockSession have in common."""
-
-    @property
-    def position(self) -> int:
-        """Return the number of tokens read so far."""
-
-    def decode_micro_batches(
-        self, tokens: Sequence[int], all_logits: bool
-    ) -> Iterator[Logits | None]:
-        """Decode lazily: each micro-batch is decoded when the iterator reaches it."""
-
-    def save_state(self) -> Any:
-        """Return the current state, for load_state()."""
-
-    def load_state(self, state: Any, /) -> object:
-        """Restore a state that save_state() returned."""
-
-    def tokenize(self, text: str, add_bos: bool | None) -> list[int]:
-        """Return the tokens of a text; `add_bos` None adds BOS if the model wants it."""
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-
-    def is_end(self, token: int) -> bool:
-        """Tell whether a token ends the generation."""
+AnySession = Session | StockSession
+"""Reads in a budget, or without one."""
 
 
 @dataclass(frozen=True)
@@ -61,50 +37,50 @@ class Written:
 
 
 def rows_of(
-    reader: Reader, tokens: Sequence[int], tick: Tick, *, all_logits: bool = True
+    session: AnySession, tokens: Sequence[int], tick: Tick, *, all_logits: bool = True
 ) -> Iterator[Logits]:
     """Read tokens; yields the logits of each micro-batch that has some, (tokens, n_vocab)."""
-    before = reader.position
-    for logits in reader.decode_micro_batches(tokens, all_logits):
+    before = session.position
+    for logits in session.reader.read(tokens, all_logits):
         if logits is not None:
             yield logits
-        tick(reader.position - before)
-        before = reader.position
+        tick(session.position - before)
+        before = session.position
 
 
-def read(reader: Reader, tokens: Sequence[int], tick: Tick) -> tuple[Logits, float]:
+def read(session: AnySession, tokens: Sequence[int], tick: Tick) -> tuple[Logits, float]:
     """Read tokens; returns the logits of the last one, (n_vocab,), and the seconds it took."""
     start = time.perf_counter()
-    last = [rows[-1] for rows in rows_of(reader, tokens, tick, all_logits=False)]
+    last = [rows[-1] for rows in rows_of(session, tokens, tick, all_logits=False)]
     return last[0], time.perf_counter() - start
 
 
 def write(
-    reader: Reader, logits: Logits, n_tokens: int, tick: Tick, *, stops: bool = False
+    session: AnySession, logits: Logits, n_tokens: int, tick: Tick, *, stops: bool = False
 ) -> Written:
     """Write n_tokens greedily, the first by `logits`; fewer if `stops` is set and the text ends.
 
     If the session has a recovery ladder, it is used, except for its last rung, which would write
     tokens again.
     """
-    watch = _watch_of(reader, len(logits))
+    watch = _watch_of(session, len(logits))
     tokens: list[int] = []
     start = time.perf_counter()
-    while not (stops and reader.is_end(int(logits.argmax()))):
+    while not (stops and session.model.is_end(int(logits.argmax()))):
         tokens.append(int(logits.argmax()))
         if len(tokens) == n_tokens:
             break
-        logits, _ = read(reader, tokens[-1:], tick)
+        logits, _ = read(session, tokens[-1:], tick)
         if watch is not None:
-            watch.wants_rewalk(logits, reader.position)
+            watch.wants_rewalk(logits, session.position)
     n_decoded = min(len(tokens), n_tokens - 1)
     return Written(tokens, n_decoded, time.perf_counter() - start)
 
 
-def _watch_of(reader: Reader, n_vocab: int) -> Watch | None:
+def _watch_of(session: AnySession, n_vocab: int) -> Watch | None:
     """Return the recovery ladder for a text that a session writes; None if the session has none."""
-    if isinstance(reader, Session) and reader.recovery is not None:
-        return Watch(reader, reader.recovery, n_vocab)
+    if isinstance(session, Session) and session.recovery is not None:
+        return Watch(session, session.recovery, n_vocab)
     return None
 
 

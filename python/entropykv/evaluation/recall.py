@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from entropykv.errors import ContextError
 from entropykv.evaluation.passkeys import Case, make_cases
-from entropykv.evaluation.reading import Item, Reader, Tick, Values, kept_values, read, write
+from entropykv.evaluation.reading import AnySession, Item, Tick, Values, kept_values, read, write
 from entropykv.evaluation.texts import EvaluationText, digest_of
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
@@ -60,15 +61,15 @@ class RecallPart:
         return {**ask(session, item, tick), **kept}
 
 
-def ask(reader: Reader, item: RecallItem, tick: Tick) -> Values:
+def ask(session: AnySession, item: RecallItem, tick: Tick) -> Values:
     """Ask for every fact, each time from the state after the passage, and return the figures."""
-    state = reader.save_state()
+    state: Any = session.files.save_state()
     answers = []
     for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):
-        reader.load_state(state)
-        last, _ = read(reader, question, tick)
-        written = write(reader, last, n_tokens, tick, stops=True)
-        answers.append(reader.detokenize(written.tokens))
+        session.files.load_state(state)
+        last, _ = read(session, question, tick)
+        written = write(session, last, n_tokens, tick, stops=True)
+        answers.append(session.detokenize(written.tokens))
     right = [
         fact.is_answered_by(answer) for fact, answer in zip(item.case.facts, answers, strict=True)
     ]

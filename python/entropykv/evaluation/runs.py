@@ -43,9 +43,13 @@ class Evaluation:
         part = min(self._parts, key=_shortest)
         for combination in self._combinations:
             with combination.session(self._engine, part.n_ctx, _shortest(part)) as session:
-                if session.fallback:
-                    notes.append(f"using the {session.store} store instead:  {session.fallback}")
-                notes += [note for note in (session.on_host, session.other_file()) if note]
+                if session.config.fallback:
+                    notes.append(
+                        f"using the {session.cache.store} store instead:  {session.config.fallback}"
+                    )
+                notes += [
+                    note for note in (session.cache.on_host, session.config.other_file()) if note
+                ]
         return list(dict.fromkeys(notes))
 
     @property

@@ -113,7 +113,7 @@ class _Answer:
         self._tags: dict[int, bytes] = {}
         if thought is not None:
             options, tags = request.thinking, thought.tags
-            self._tags = session.tag_tokens
+            self._tags = session.model.tag_tokens
             ending = session.tokenize(options.message + tags.end, add_bos=False)
             self._counter = ThoughtCounter(
                 tags, self._bytes_of, opened=thought.opened, budget=options.budget, ending=ending
@@ -154,12 +154,12 @@ class _Answer:
 
         if done < place < end:
             read_prompt(session, prompt.tokens[done:place], told, companions=self._with)
-            session.keep_checkpoint()
+            session.text.keep_checkpoint()
             done = place
         if done < end or session.logits is None:
             read_prompt(session, prompt.tokens[done:], told, companions=self._with)
         if self._request.prompt.tokens:
-            session.note_turn(writes=True)
+            session.text.note_turn(writes=True)
         values = () if self._recorder is None else tuple(self._recorder.take(0))
         yield PromptRead(end, n_cached, time.perf_counter() - start, values)
 
@@ -180,7 +180,8 @@ class _Answer:
                     break
         stopped = self._stops.found is not None
         is_cut = not stopped and (
-            self._n_tokens == request.max_tokens or self._session.position >= self._session.n_ctx
+            self._n_tokens == request.max_tokens
+            or self._session.position >= self._session.config.n_ctx
         )
         if (rest := self._rest(stopped=stopped)) is not None:
             yield rest

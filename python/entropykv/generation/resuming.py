@@ -27,36 +27,36 @@ def resume(session: Session, request: GenerationRequest, *, reads_question: bool
     """
     tokens, most = request.prompt.tokens, request.max_tokens
     if request.prompt_logprobs:  # Log probabilities of every token were requested.
-        session.truncate(0)
+        session.text.truncate(0)
         return 0
-    end = session.n_ctx if most < 0 else len(tokens) + most
+    end = session.config.n_ctx if most < 0 else len(tokens) + most
     demand = Demand(end=end, knows_prompt=True, reads_question=reads_question)
-    held = session.held()
+    held = session.text.held()
     reuse = reuse_of(held, tokens, demand)
     if reuse.source is ReuseSource.PROMPT:
-        if session.return_to_prompt(reuse.position, end):
+        if session.text.return_to_prompt(reuse.position, end):
             return reuse.position
         reuse = reuse_of(held, tokens, replace(demand, knows_prompt=False))
     if reuse.source is ReuseSource.WHOLE:
         return reuse.position
     beyond = max(reuse.position, LEAST_SPARED - 1)
-    found = session.return_to_checkpoint(
+    found = session.text.return_to_checkpoint(
         tokens, beyond, repeatable=True, reads_question=reads_question
     )
     if not found:
         # A checkpoint for which there is no room leaves the session empty.
         _cut(session, min(reuse.position, session.position))
     if session.position == len(tokens) and session.logits is None:
-        session.truncate(0)
+        session.text.truncate(0)
     return session.position
 
 
 def _cut(session: Session, position: int) -> None:
     """Truncate a session; to nothing if its pool has given it a smaller share meanwhile."""
     try:
-        session.truncate(position)
+        session.text.truncate(position)
     except ContextError:
-        session.truncate(0)
+        session.text.truncate(0)
 
 
 def as_held(session: Session, prompt: Prompt) -> list[int]:
@@ -70,7 +70,7 @@ def as_held(session: Session, prompt: Prompt) -> list[int]:
     if not held or common_prefix(held, tokens) == len(held):
         return tokens
     found = spelled_on(session.model, held, tokens)
-    return found if found is not None and len(found) < session.n_ctx else tokens
+    return found if found is not None and len(found) < session.config.n_ctx else tokens
 
 
 def spelled_on(model: Model, held: Sequence[int], tokens: Sequence[int]) -> list[int] | None:

@@ -45,49 +45,55 @@ class StockSession:
     ) -> None:
         """Load the model and make a context of n_ctx cells; raises the errors of Session."""
         options = CacheOptions(n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads)
-        self._model = Model(path, n_gpu_layers=0, verbose=False, repack=True)
+        self.model = Model(path, n_gpu_layers=0, verbose=False, repack=True)
         self._context: Any = None
         try:
-            parameters = context_parameters(self._model, options, n_ubatch, n_ctx)
+            parameters = context_parameters(self.model, options, n_ubatch, n_ctx)
             parameters.flash_attn_type = (
                 llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
                 if flash
                 else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
             )
-            self.hook = _core.StockHook(relu2_layers(self._model, options))
+            self.hook = _core.StockHook(relu2_layers(self.model, options))
             let_hook_change(parameters, self.hook)
-            self._context = self._model.new_context(parameters)
+            self._context = self.model.new_context(parameters)
         except BaseException:
-            self._model.close()
+            self.model.close()
             raise
         self._n_ubatch = n_ubatch
-        self._batch = MicroBatch(n_ubatch, self._model.n_vocab)
+        self._batch = MicroBatch(n_ubatch, self.model.n_vocab)
         self.position = 0
 
     def tokenize(self, text: str, add_bos: bool | None = False) -> list[int]:
         """Return the tokens of a text, without BOS by default; None adds BOS if the model
         wants it.
         """
-        add = self._model.adds_bos if add_bos is None else add_bos
-        return self._model.tokenize(text, add_bos=add, special=True)
+        add = self.model.adds_bos if add_bos is None else add_bos
+        return self.model.tokenize(text, add_bos=add, special=True)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without control tokens."""
-        return self._model.detokenize(tokens, special=False)
-
-    def is_end(self, token: int) -> bool:
-        """Tell whether a token ends the generation."""
-        return self._model.is_end(token)
+        return self.model.detokenize(tokens, special=False)
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Read tokens, and return logits in the form of Session.decode()."""
-        parts = self.decode_micro_batches(tokens, all_logits)
+        parts = self.read(tokens, all_logits)
         return np.concatenate([logits for logits in parts if logits is not None])
 
-    def decode_micro_batches(
+    @property
+    def reader(self) -> StockSession:
+        """Return itself, since it reads as Session.reader does."""
+        return self
+
+    @property
+    def files(self) -> StockSession:
+        """Return itself, since it keeps states as Session.files does."""
+        return self
+
+    def read(
         self, tokens: Sequence[int], all_logits: bool
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """Yield each micro-batch's logits in the form of Session.decode_micro_batches()."""
+        """Yield each micro-batch's logits in the form of Session.reader.read()."""
         for first in range(0, len(tokens), self._n_ubatch):
             part = tokens[first : first + self._n_ubatch]
             last = first + len(part) == len(tokens)
@@ -126,7 +132,7 @@ class StockSession:
         """Free the context and the model."""
         self._batch.close()
         llama_cpp.llama_free(self._context)
-        self._model.close()
+        self.model.close()
 
 
 def _bytes_of(data: npt.NDArray[np.uint8]) -> Any:

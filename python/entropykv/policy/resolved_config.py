@@ -31,6 +31,7 @@ from entropykv.policy.plan import (
     plan_headwise,
 )
 from entropykv.policy.policy import Policy
+from entropykv.profile.find import other_file
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
@@ -262,6 +263,12 @@ class ResolvedConfig:
             instead=instead,
             predictable=predictable,
         )
+
+    def other_file(self) -> str | None:
+        """Return a note if the profile was made with another file of the model's shape; else
+        None.
+        """
+        return None if self.profile is None else other_file(self.profile, self.geometry)
 
     def check_recovery(self, recovery: Recovery | None) -> None:
         """Raise SettingsError for a recovery ladder that has nothing to restore, or that goes back

@@ -17,33 +17,24 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError
 from entropykv.file_locks import is_at, is_locked, lock_patiently
 from entropykv.files import remove_left_overs
-from entropykv.session.document_folder import local_document, partial_of
+from entropykv.session.document_folder import partial_of
 from entropykv.session.file import (
     DocumentNote,
     SavedContents,
-    SavedSettings,
     check_target,
     open_session,
 )
+from entropykv.session.session import QUESTION_MARK, Session
 from entropykv.system import remove_and_close
-
-if TYPE_CHECKING:
-    from entropykv.session.session import Session
 
 MOST_TEXT_BYTES = 8 << 20
 """The longest text of a document, in bytes of UTF-8: about two million tokens of English."""
 MOST_NAMES = 256
-MOST_DOCUMENTS = 16
-"""The most documents of one question."""
-
-_MARK = "entropykv-question"
 _SAVE_SHARE = 20
 """Reading takes at least this many times as long as saving it on the way."""
 
@@ -70,7 +61,7 @@ def read_document(
     """
     path = Path(path)
     tokens = _document_tokens(session, text, system)
-    chat = session.chat_prompt("-") is not None
+    chat = session.model.chat_prompt("-") is not None
     note = _note_of(session, text, tokens, names, system)
     check_target(path)
     with _locked(path):
@@ -79,7 +70,7 @@ def read_document(
         _continue_from(session, partial, note, tokens)
         step = _Steps(session, partial, chat, note, progress)
         step.read(tokens)
-        contents = session.save(path, chat=chat, document=note)
+        contents = session.files.save(path, chat=chat, document=note)
         with contextlib.suppress(OSError):
             partial.unlink()
     return contents
@@ -103,7 +94,7 @@ def complete_document(
             note = _note_of(session, text, tokens, names, system)
             contents = reader.contents
             same = contents.document == note and contents.position == note.n_tokens
-            if not same or reader.settings != session.saved_settings:
+            if not same or reader.settings != session.files.settings:
                 return None
             read = array.array("i", reader.sections()[0])
             return contents if list(read) == tokens else None
@@ -114,7 +105,7 @@ def complete_document(
 def _note_of(
     session: Session, text: str, tokens: Sequence[int], names: Sequence[str], system: str | None
 ) -> DocumentNote:
-    full_bytes = len(tokens) * session.bytes_full_per_token
+    full_bytes = len(tokens) * session.cache.bytes_full_per_token
     return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes, system)
 
 
@@ -149,20 +140,20 @@ def _document_tokens(session: Session, text: str, system: str | None) -> list[in
         raise ContextError(
             f"the document has {n_bytes} bytes, and a document can have {MOST_TEXT_BYTES}; split it"
         )
-    prompt = session.chat_prompt(f"{text}\n{_MARK}", system)
+    prompt = session.model.chat_prompt(f"{text}\n{QUESTION_MARK}", system)
     if prompt is None:
         if system is not None:
             raise ContextError(
                 "a system message needs a chat template, and the model has none; put the message "
                 "into the document"
             )
-        tokens = session.tokenize(session.said(f"{text}\n"))
+        tokens = session.tokenize(session.model.said(f"{text}\n"))
     else:
-        tokens = session.tokenize(prompt.rpartition(_MARK)[0], add_bos=False)
-    if len(tokens) > session.n_ctx:
+        tokens = session.tokenize(prompt.rpartition(QUESTION_MARK)[0], add_bos=False)
+    if len(tokens) > session.config.n_ctx:
         raise ContextError(
-            f"the document has {len(tokens)} tokens, more than the context of {session.n_ctx}; "
-            "shorten it or raise -c (n_ctx)"
+            f"the document has {len(tokens)} tokens, more than the context of "
+            f"{session.config.n_ctx}; shorten it or raise -c (n_ctx)"
         )
     return tokens
 
@@ -173,9 +164,9 @@ def _continue_from(
     """Load a partial file if it holds the beginning of the same document."""
     with contextlib.suppress(SessionFileError):  # Read from the start what does not fit.
         with open_session(partial) as reader:
-            if reader.contents.document != note or reader.settings != session.saved_settings:
+            if reader.contents.document != note or reader.settings != session.files.settings:
                 return
-        session.load(partial)
+        session.files.load(partial)
         if session.tokens != tokens[: session.position]:
             session.reset()
 
@@ -208,7 +199,7 @@ class _Steps:
         if not rest:
             return
         # In a pool, nobody waits for a whole document.
-        steps = session.decode_micro_batches(rest, False, writes=False, gives_way=True)
+        steps = session.reader.read(rest, False, writes=False, gives_way=True)
         for _ in steps:
             self._save_if_due()
             self._report()
@@ -231,7 +222,7 @@ class _Steps:
     def _save(self) -> None:
         start = time.perf_counter()
         if self._session.position:
-            self._session.save(self._partial, chat=self._chat, document=self._note)
+            self._session.files.save(self._partial, chat=self._chat, document=self._note)
         self._saved_at = time.perf_counter()
         self._seconds = self._saved_at - start
 
@@ -261,65 +252,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         remove_and_close(name, descriptor)
-
-
-@dataclass(frozen=True)
-class DocumentHeader:
-    """Hold what the header of a document's file says."""
-
-    path: str | os.PathLike[str]
-    settings: SavedSettings
-    contents: SavedContents
-    note: DocumentNote
-
-
-def open_documents(
-    session: Session, documents: Sequence[str | os.PathLike[str] | DocumentHeader]
-) -> SavedContents:
-    """Load the first document, and read the texts of the others: see Session.open_document().
-
-    Headers that were read before are not read again. Returns the contents of the first.
-    """
-    if not 0 < len(documents) <= MOST_DOCUMENTS:
-        raise ContextError(f"give 1 to {MOST_DOCUMENTS} documents, not {len(documents)}")
-    headers = [
-        each if isinstance(each, DocumentHeader) else document_header(each) for each in documents
-    ]
-    contents = session.load(headers[0].path)
-    for header in headers[1:]:
-        text = session.said(f"{header.note.text}\n")
-        session.decode(session.tokenize(text, add_bos=False))
-    return contents
-
-
-def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
-    """Read the header of a document, whose path may be an address in object storage.
-
-    Raises SessionFileError if it is none, or was not read to its end.
-    """
-    with local_document(path) as file, open_session(file) as reader:
-        contents, note = reader.contents, reader.contents.document
-        if note is None:
-            raise SessionFileError(
-                f"{path}: is a saved session, not a document; give --load-session (Session.load)"
-            )
-        if contents.position != note.n_tokens:
-            raise SessionFileError(
-                f"{path}: holds {contents.position} of the {note.n_tokens} tokens of the "
-                "document; run `entropykv read` again, which continues there"
-            )
-        return DocumentHeader(file, reader.settings, contents, note)
-
-
-def question_text(session: Session, text: str, *, chat: bool = True) -> str:
-    """Return what follows a document: the question, the end of the user's turn if it is a
-    chat, and the beginning of the answer. Only tokenize() reads it.
-    """
-    prompt = session.chat_prompt(_MARK) if chat else None
-    said = session.said(text if prompt is None else text.strip())
-    return said if prompt is None else said + prompt.rpartition(_MARK)[2]
-
-
-def question_tokens(session: Session, text: str) -> list[int]:
-    """Return the tokens of a question: see Session.question()."""
-    return session.tokenize(question_text(session, text), add_bos=False)

@@ -22,7 +22,7 @@ from entropykv.session.image_spans import is_placeholder
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.prefix_index import common_prefix
 from entropykv.session.reader import SequenceReader
-from entropykv.session.rollback import Rollback
+from entropykv.session.session_text import SessionText
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Logits
 
@@ -112,8 +112,8 @@ class ModelDrafter:
         """Stop before drafts whose probability is less than `p_min`."""
         self._runner = runner
         self._slot = runner.add_slot()
-        self._rollback = Rollback(runner, self._slot)
-        self._reader = SequenceReader(runner, self._slot, self._rollback)
+        self._text = SessionText(runner, self._slot)
+        self._reader = SequenceReader(runner, self._slot, self._text)
         self._p_min = p_min
         self._seconds = self._drafts = 0.0
 
@@ -151,7 +151,7 @@ class ModelDrafter:
         """
         slot = self._slot
         if slot.broken:
-            self._rollback.truncate(0)
+            self._text.truncate(0)
         # The last token is read again, if need be, because the logits behind it are needed.
         common = common_prefix(slot.text.tokens, array("i", tokens.tobytes()))
         common = min(common, len(tokens) - 1)
@@ -164,9 +164,9 @@ class ModelDrafter:
     def _go_back(self, position: int) -> None:
         """Truncate; where the store cannot, begin again."""
         try:
-            self._rollback.truncate(position)
+            self._text.truncate(position)
         except ContextError:
-            self._rollback.truncate(0)
+            self._text.truncate(0)
 
     def _read(self, tokens: list[int]) -> Logits | None:
         *_, logits = self._reader.read(tokens, all_logits=False)

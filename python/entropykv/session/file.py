@@ -359,7 +359,7 @@ class SessionReader:
         if not prefix or not prefix.startswith(MAGIC[: len(prefix)]):
             raise SessionFileError(
                 f"{self.where}: is not a saved session; give a file of --save-session "
-                "(Session.save)"
+                "(Session.files.save)"
             )
         if len(prefix) < PREFIX.size:
             raise self._cut(PREFIX.size)

@@ -9,47 +9,44 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.constraint.vocabulary import TokenTexts
 from entropykv.errors import ContextError, EntropyKVError, PoolError, SettingsError
-from entropykv.session.drafting import Drafting, Verification
+from entropykv.llamacpp.model import Model
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.session.drafting import Verification
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.logprobs import LogprobRecorder, rows_at_a_time
-from entropykv.session.recovery import Recoverable, Watch
+from entropykv.session.reader import SequenceReader
+from entropykv.session.recovery import Climb, Watch
 from entropykv.session.sampling import SamplerChain, Sampling
+from entropykv.session.session_cache import SessionCache
+from entropykv.session.session_text import SessionText
+from entropykv.session.stats import SessionCounts
 from entropykv.settings.options import at_least
+from entropykv.settings.recovery import Recovery
 from entropykv.store.protocol import Logits
 from entropykv.thinking.counter import ThoughtCounter
 
 
 class Decoder(Protocol):
-    """Define what the loop needs of a session; one that is Recoverable can have a recovery
-    ladder.
-    """
+    """Define what the loop needs of a session."""
 
     @property
-    def n_ctx(self) -> int:
-        """Return the most tokens of a sequence."""
+    def model(self) -> Model:
+        """Return the model, whose vocabulary it uses."""
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """Return the options, which say how long a text may be."""
 
     @property
     def position(self) -> int:
         """Return how many tokens were decoded so far."""
-
-    @property
-    def n_vocab(self) -> int:
-        """Return the size of the vocabulary."""
-
-    @property
-    def vocabulary(self) -> Any:
-        """Return the llama_vocab, for samplers that read the texts of tokens."""
-
-    def token_texts(self) -> TokenTexts:
-        """Return the texts of all tokens, for constraints."""
 
     @property
     def tokens(self) -> list[int]:
@@ -59,24 +56,28 @@ class Decoder(Protocol):
     def logits(self) -> npt.NDArray[np.float32] | None:
         """Return the logits of the last token, (n_vocab,); None if they are not known."""
 
-    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Any]:
-        """Decode lazily: each micro-batch is decoded when the iterator reaches it."""
-
-    def truncate(self, position: int) -> None:
-        """Roll back to `position` tokens; then there are no logits."""
-
-    def is_end(self, token: int) -> bool:
-        """Tell whether a token ends the generation."""
+    @property
+    def reader(self) -> SequenceReader:
+        """Return what reads micro-batches and drafts."""
 
     @property
-    def end_tokens(self) -> Sequence[int]:
-        """Return the tokens that end the generation."""
+    def text(self) -> SessionText:
+        """Return what goes back in the text."""
 
-    def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Record how many tokens of a prompt were read, in how many seconds."""
+    @property
+    def counts(self) -> SessionCounts:
+        """Return the counts, to which tokens and seconds are added."""
 
-    def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Record how many tokens were written, in how many seconds."""
+    @property
+    def cache(self) -> SessionCache:
+        """Return the cache, whose frozen entries can be restored."""
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """Return the settings of the recovery ladder; None if it is off."""
+
+    def note_climb(self, climb: Climb) -> None:
+        """Record a climb of the ladder."""
 
 
 def _go_on(_: object) -> bool:
@@ -160,7 +161,7 @@ def read_prompt(
     recorder = companions.recorder
     if recorder is not None and not recorder.of_prompt:
         recorder = None
-    size = len(tokens) if recorder is None else rows_at_a_time(session.n_vocab)
+    size = len(tokens) if recorder is None else rows_at_a_time(session.model.n_vocab)
     while True:
         piece = tokens[done : done + size]
         try:
@@ -176,7 +177,7 @@ def read_prompt(
             continue
         if done >= len(tokens):
             break
-    session.count_prompt(len(tokens), time.perf_counter() - start)
+    session.counts.add_prompt(len(tokens), time.perf_counter() - start)
 
 
 def _micro_batches(
@@ -184,9 +185,7 @@ def _micro_batches(
 ) -> Iterator[Any]:
     """Read tokens one micro-batch after the other, and ask before each whether to go on."""
     n_before = session.position
-    # Only a session knows `gives_way`, with which others read first.
-    gives_way = {"gives_way": True} if hooks.gives_way else {}
-    steps = session.decode_micro_batches(tokens, all_logits=all_logits, **gives_way)
+    steps = session.reader.read(tokens, all_logits=all_logits, gives_way=hooks.gives_way)
     while True:
         left = len(tokens) - (session.position - n_before)
         if left > 0:
@@ -198,21 +197,6 @@ def _micro_batches(
 
 
 _ENDED: Any = object()
-
-
-@runtime_checkable
-class Drafts(Decoder, Protocol):
-    """Be a session that can read drafts behind a token, and keep those that are right."""
-
-    drafting: Drafting | None
-
-    def propose_drafts(self, token: int, most: int) -> list[int]:
-        """Return up to `most` guesses of what follows a token that is read next."""
-
-    def decode_drafts(
-        self, token: int, drafts: Sequence[int], verify: Callable[[Logits], int]
-    ) -> int:
-        """Read a token, and those of the drafts behind it that are right; see Session."""
 
 
 class _Generation:
@@ -233,13 +217,10 @@ class _Generation:
         self._held: deque[int] = deque()
         self._hold = 0
         self._watch: Watch | None = None
-        if isinstance(session, Recoverable) and session.recovery is not None:
+        if session.recovery is not None:
             self._hold = session.recovery.held_back
-            self._watch = Watch(session, session.recovery, session.n_vocab)
-        # Checked once: the check reads every property of the protocol, also the whole text.
-        self._drafts: Drafts | None = None
-        if self._watch is None and isinstance(session, Drafts) and session.drafting is not None:
-            self._drafts = session
+            self._watch = Watch(session, session.recovery, session.model.n_vocab)
+        self._drafts = self._watch is None and session.reader.drafting is not None
 
     def run(self) -> Iterator[int]:
         """Yield tokens; if it is closed or fails, the session has not read the last one."""
@@ -252,12 +233,12 @@ class _Generation:
     def _generate(self) -> Iterator[int]:
         session = self._session
         token = self._choose(session.logits)
-        while token is not None and not session.is_end(token):
+        while token is not None and not session.model.is_end(token):
             self._held.append(token)
             yield from self._release(self._hold)
             if self._n_yielded + len(self._held) == self._max_tokens:
                 break
-            if session.position >= session.n_ctx:
+            if session.position >= session.config.n_ctx:
                 break
             start = time.perf_counter()
             try:
@@ -266,7 +247,7 @@ class _Generation:
             except Exception:
                 yield from self._release(0)
                 raise
-            session.count_generated(0, time.perf_counter() - start)
+            session.counts.add_generated(0, time.perf_counter() - start)
             if chosen is None:
                 token = self._choose(session.logits)
             else:
@@ -278,12 +259,12 @@ class _Generation:
     def _choose(self, logits: Logits | None) -> int | None:
         start = time.perf_counter()
         token = self._next(logits)
-        self._session.count_generated(0, time.perf_counter() - start)
+        self._session.counts.add_generated(0, time.perf_counter() - start)
         return token
 
     def _next(self, logits: Logits | None) -> int | None:
         token = self._chooser.choose(logits)
-        if token is not None and not self._session.is_end(token):
+        if token is not None and not self._session.model.is_end(token):
             self._chooser.count(token)
         return token
 
@@ -293,7 +274,7 @@ class _Generation:
             token = self._held.popleft()
             self._n_yielded += 1
             self._last = [token]
-            self._session.count_generated(1, 0.0)
+            self._session.counts.add_generated(1, 0.0)
             yield token
 
     def _read(self, token: int) -> Verification | None:
@@ -301,9 +282,9 @@ class _Generation:
         while True:
             self._hooks.before(1)
             try:
-                if self._drafts is not None:
-                    return self._read_drafts(self._drafts, token)
-                for _ in self._session.decode_micro_batches([token], all_logits=False):
+                if self._drafts:
+                    return self._read_drafts(token)
+                for _ in self._session.reader.read([token], all_logits=False):
                     pass
             except PoolError as error:
                 if not self._hooks.makes_room(error):
@@ -311,12 +292,13 @@ class _Generation:
             else:
                 return None
 
-    def _read_drafts(self, session: Drafts, token: int) -> Verification | None:
+    def _read_drafts(self, token: int) -> Verification | None:
+        session = self._session
         left = self._max_tokens - self._n_yielded - len(self._held) - 1
-        most = session.n_ctx if self._max_tokens < 0 else left
-        drafts = session.propose_drafts(token, most)
-        found = Verification(drafts, self._next, session.is_end)
-        session.decode_drafts(token, drafts, found.verify)
+        most = session.config.n_ctx if self._max_tokens < 0 else left
+        drafts = session.reader.propose_drafts(token, most)
+        found = Verification(drafts, self._next, session.model.is_end)
+        session.reader.read_drafts(token, drafts, found.verify)
         if found.error is not None:
             self._held.extend(found.accepted)
             raise found.error
@@ -336,7 +318,7 @@ class _Generation:
         token = session.tokens[last]
         go_back(session, last)
         self._held.clear()
-        for _ in session.decode_micro_batches([token], all_logits=False):
+        for _ in session.reader.read([token], all_logits=False):
             pass
         self._chooser.remember(session)
 
@@ -357,10 +339,10 @@ def go_back(session: Decoder, position: int) -> None:
     """Truncate; if the model or its store cannot, read the text before `position` again."""
     tokens = session.tokens[:position]
     try:
-        session.truncate(position)
+        session.text.truncate(position)
     except ContextError:
-        session.truncate(0)
-        for _ in session.decode_micro_batches(tokens, all_logits=False):
+        session.text.truncate(0)
+        for _ in session.reader.read(tokens, all_logits=False):
             pass
 
 
@@ -378,12 +360,11 @@ class Chooser:
         self._thought = thought = companions.thought
         self.hooks = companions.hooks
         self._recorder, self._processors = companions.recorder, companions.processors
-        self._is_end = session.is_end
+        self._is_end = session.model.is_end
         self._n_barred = sampling.min_tokens
         """Before so many more tokens, none may end the text."""
-        self._ends = np.array(session.end_tokens if self._n_barred else (), np.intp)
-        recovery = session.recovery if isinstance(session, Recoverable) else None
-        recovers = recovery is not None and recovery.held_back > 0
+        self._ends = np.array(session.model.end_tokens if self._n_barred else (), np.intp)
+        recovers = session.recovery is not None and session.recovery.held_back > 0
         if sampling.grammar is not None and recovers:
             raise SettingsError(
                 "a grammar cannot take back tokens that recovery writes again; use one of the two"
@@ -397,13 +378,13 @@ class Chooser:
             raise SettingsError(
                 "logprobs cannot take back tokens that recovery writes again; use one of the two"
             )
-        n_vocab = session.n_vocab
-        vocabulary = session.vocabulary if sampling.needs_vocabulary else None
+        n_vocab = session.model.n_vocab
+        vocabulary = session.model.vocabulary if sampling.needs_vocabulary else None
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._data = np.empty(n_vocab, self._KIND)
         self._pointer = self._data.ctypes.data_as(llama_cpp.llama_token_data_p)
-        texts = session.token_texts() if sampling.grammar is not None else None
-        self._chain = SamplerChain(sampling, n_vocab, session.n_ctx, vocabulary, texts)
+        texts = session.model.token_texts() if sampling.grammar is not None else None
+        self._chain = SamplerChain(sampling, n_vocab, session.config.n_ctx, vocabulary, texts)
 
     def __enter__(self) -> Chooser:
         """Return the chooser itself; leaving the `with` block closes it."""

@@ -64,7 +64,7 @@ class AttentionSince:
         session.
         """
         self._session = session
-        self._before = session.importance()
+        self._before = session.cache.importance()
         session.snapshot_bytes = sum(
             positions.nbytes + importance.nbytes for positions, importance in self._before or ()
         )
@@ -81,7 +81,7 @@ class AttentionSince:
         get attention whatever they say. Returns None if the store or the policy does not measure
         attention.
         """
-        now = self._session.importance()
+        now = self._session.cache.importance()
         if self._before is None or now is None:
             return None
         added = np.zeros(n_tokens)

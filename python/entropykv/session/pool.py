@@ -168,7 +168,7 @@ class Pool:
         Its position says how many tokens need not be read: those of the nearest checkpoint.
         """
         session = self.session(tenant=tenant)
-        session.return_to_checkpoint(tokens)
+        session.text.return_to_checkpoint(tokens)
         return session
 
     def resize(self, kv_budget: Budget | str | float) -> None:
@@ -204,7 +204,7 @@ class Pool:
                 evictions=runner.evictions,
                 checkpoints=len(runner.checkpoints),
                 checkpoint_bytes=runner.checkpoints.bytes,
-                text_bytes=sum(session.text_bytes for session in self.sessions()),
+                text_bytes=sum(session.reader.n_bytes for session in self.sessions()),
             )
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.session.image_spans import is_placeholder, text_before_image
 from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
-from entropykv.session.rollback import Rollback
 from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.session_text import SessionText
 from entropykv.store.protocol import Logits
 from entropykv.store.step import Part
 
@@ -28,17 +28,17 @@ class SequenceReader:
         self,
         runner: ModelRunner,
         slot: SequenceSlot,
-        rollback: Rollback,
+        text: SessionText,
         drafter: Drafter | None = None,
     ) -> None:
-        """Read for one slot of a runner; `rollback` keeps checkpoints meanwhile.
+        """Read for one slot of a runner; `text` keeps checkpoints meanwhile.
 
         `drafter` guesses tokens ahead, and is closed with the reader; None: nothing does.
         """
         self._runner = runner
         self._slot = slot
         self._store = slot.store
-        self._rollback = rollback
+        self._text = text
         self.drafting: Drafting | None = None
         """What guesses the next tokens; None: nothing does."""
         self._own_products: bool | None = None
@@ -57,6 +57,13 @@ class SequenceReader:
         return self._echo.chunk if self._echo else self._runner.config.n_ubatch
 
     @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the text's tokens and logits, of the records where it was cut, and of
+        what guesses.
+        """
+        return self._slot.text.n_bytes + (self.drafting.n_bytes if self.drafting else 0)
+
+    @property
     def _echo(self) -> Echo | None:
         """Return the object that makes echoes; None if texts are not, or no longer, read twice."""
         return self._runner.echo_for(self._slot)
@@ -69,7 +76,13 @@ class SequenceReader:
         writes: bool | None = None,
         gives_way: bool = False,
     ) -> Iterator[Logits | None]:
-        """Yield the logits of each micro-batch: see Session.decode_micro_batches()."""
+        """Yield each micro-batch's logits after reading it: None for those without logits.
+
+        Shape (tokens, n_vocab) with `all_logits`, else (1, n_vocab) of the last token. `writes`:
+        the tokens were written, and are not (the rest of) a prompt; None: a single token counts as
+        written. `gives_way`: prompts of other sessions of the pool that arrive meanwhile are read
+        first. Raises what Session.decode() raises.
+        """
         self._runner.check_usable(self._slot)
         config = self._runner.config
         ids = [int(token) for token in tokens]
@@ -78,7 +91,7 @@ class SequenceReader:
         self._runner.model.check_tokens(text)
         if len(text) < len(ids) and self._runner.images is None:
             raise no_projector()
-        self._rollback.note_turn(writes=len(ids) == 1 if writes is None else writes)
+        self._text.note_turn(writes=len(ids) == 1 if writes is None else writes)
         arrival = self._runner.scheduler.arrive()
         slot = self._slot
         slot.expected = max(slot.expected, slot.text.position + len(ids))
@@ -103,12 +116,15 @@ class SequenceReader:
             yield self._read_micro_batch(part, arrival, image, continues=continues)
             continues = config.recall_micro_batch <= len(chunk) < config.n_ubatch
             if ids:
-                self._rollback.note_interval(len(chunk))
+                self._text.note_interval(len(chunk))
                 if gives_way:
                     arrival = self._runner.scheduler.arrive()
 
     def propose_drafts(self, token: int, most: int) -> list[int]:
-        """Return up to `most` guesses of what follows a token: see Session.propose_drafts()."""
+        """Return up to `most` guesses of what follows a token that is read next.
+
+        Fewer, or none, where reading more of them would cost more time than it saves.
+        """
         if self.drafting is None or most < 1 or self._may_change_bits():
             return []
         tokens = np.append(np.array(self._slot.text.tokens, np.int32), np.int32(token))
@@ -131,7 +147,15 @@ class SequenceReader:
     def read_drafts(
         self, token: int, drafts: Sequence[int], verify: Callable[[Logits], int]
     ) -> int:
-        """Read a token, and those of the drafts that are right: see Session.decode_drafts()."""
+        """Read a token, and those of the drafts behind it that are right; returns how many are.
+
+        `verify` gets the logits of all tokens that were read, (1 + drafts, n_vocab), float32, and
+        returns how many of the drafts are right. It is called within a step, in any thread, and
+        must not raise; it is not called where no drafts are read, because wrong ones could not be
+        undone. Afterwards the session is as if the right tokens had been read one by one: bit by
+        bit where the products of all weights are ours. Raises what Session.decode() raises, and
+        EntropyKVError for a number of drafts that `verify` did not get.
+        """
         runner, slot, text = self._runner, self._slot, self._slot.text
         runner.check_usable(slot)
         drafts = drafts[: self._most_drafts()]
@@ -143,7 +167,7 @@ class SequenceReader:
             return 0
         self._check_room(1)
         runner.model.check_tokens([token, *drafts])
-        self._rollback.note_turn(writes=True)
+        self._text.note_turn(writes=True)
         slot.expected = max(slot.expected, text.position + 1)
         tokens = [token, *drafts]
         part = Part(self._store, tokens, text.position, len(tokens), lag=text.images.lag)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,19 +43,17 @@ class Climb:
     """How many entries of all KV heads were restored."""
 
 
-@runtime_checkable
+class _Cache(Protocol):
+    def thaw(self, rung: Rung, window: int) -> int:
+        """Restore frozen entries: see SessionCache.thaw()."""
+
+
 class Recoverable(Protocol):
     """Define a session that can restore frozen entries."""
 
     @property
-    def recovery(self) -> Recovery | None:
-        """Return the settings of the ladder; None if it is off."""
-
-    def thaw(self, rung: Rung, window: int) -> int:
-        """Restore frozen entries: SOFT, WINDOW (frozen in the last `window` steps), or FULL.
-
-        Returns how many entries of all KV heads were restored.
-        """
+    def cache(self) -> _Cache:
+        """Return the cache, which has the frozen entries."""
 
     def note_climb(self, climb: Climb) -> None:
         """Record a climb."""
@@ -126,7 +124,7 @@ class Watch:
         climb = self._ladder.observe(logits, position)
         if climb is None:
             return False
-        restored = self._session.thaw(min(climb.rung, Rung.FULL), self._window)
+        restored = self._session.cache.thaw(min(climb.rung, Rung.FULL), self._window)
         self._session.note_climb(replace(climb, restored=restored))
         return climb.rung is Rung.REWALK
 

@@ -151,7 +151,7 @@ class ColdSide:
             raise error
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore the frozen entries of a rung of the recovery ladder: see Session.thaw()."""
+        """Restore the frozen entries of a rung of the recovery ladder: see SessionCache.thaw()."""
         if self._store is None:
             return 0
         now = position - 1

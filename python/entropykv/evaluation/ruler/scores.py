@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from entropykv.errors import ContextError
 from entropykv.evaluation.combination import grow
-from entropykv.evaluation.reading import Item, Reader, Tick, Values, kept_values, read, write
+from entropykv.evaluation.reading import AnySession, Item, Tick, Values, kept_values, read, write
 from entropykv.evaluation.ruler.prompts import TaskPrompt
 from entropykv.evaluation.ruler.suite import QUESTIONS, Suite, make_prompts, make_task
 from entropykv.evaluation.texts import EvaluationText, digest_of
@@ -85,11 +85,11 @@ class RulerPart:
             grow(session, len(item.question) + item.n_generated)
         return {**self._answer(session, last, item, tick), **kept}
 
-    def _answer(self, reader: Reader, last: Logits, item: RulerItem, tick: Tick) -> Values:
+    def _answer(self, session: AnySession, last: Logits, item: RulerItem, tick: Tick) -> Values:
         if item.question:
-            last, _ = read(reader, item.question, tick)
-        written = write(reader, last, item.n_generated, tick, stops=True)
-        answer = reader.detokenize(written.tokens)
+            last, _ = read(session, item.question, tick)
+        written = write(session, last, item.n_generated, tick, stops=True)
+        answer = session.detokenize(written.tokens)
         return {
             "task": item.task,
             "length": self._length,

@@ -21,10 +21,10 @@ from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import SOMEBODY, Caller
 from entropykv.server.models.loaded_model import LoadedModel
-from entropykv.session.document import document_header
 from entropykv.session.generate import StepHooks
 from entropykv.session.passages import AttentionSince, Passage
 from entropykv.session.session import Session
+from entropykv.session.session_files import document_header
 
 _TRIALS = Trials()
 """The trials of constraints, one object for all models, because constraints are tried without a
@@ -203,7 +203,7 @@ class Answering:
         self, session: Session, request: GenerationRequest, *, before_answer: int
     ) -> None:
         self.prefix_cache.gives_up(session)
-        if not session.is_whole:
+        if not session.text.held().is_whole:
             session.close()
             return
         self.slot.latest = session
@@ -230,7 +230,7 @@ class Answering:
     def _before_step(self, n_left: int) -> None:
         self.check()
         if (session := self._session) is not None:
-            self.prefix_cache.reads(session, min(n_left, session.n_ubatch))
+            self.prefix_cache.reads(session, min(n_left, session.reader.chunk))
 
     def _makes_room(self, error: PoolError) -> bool:
         """Drop a conversation that cannot be swapped out; raises RequestError if there is none."""

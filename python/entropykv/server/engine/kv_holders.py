@@ -57,7 +57,7 @@ class Holder:
     @classmethod
     def of(cls, name: str, session: Session) -> Holder:
         """Read the figures of a session, between two steps."""
-        status, kind = session.pool_status(), session.is_document
+        status, kind = session.cache.pool_status(), session.is_document
         return cls(name, session.name, kind, session.position, status, session.stats())
 
     @property

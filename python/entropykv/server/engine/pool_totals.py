@@ -58,7 +58,7 @@ def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> 
     """
     with pool.runner.scheduler.between_steps():
         now, counters = pool.stats(), pool.runner.counters()
-        n_tokens = sum(each.position for each in pool.sessions() if each.is_live)
+        n_tokens = sum(each.position for each in pool.sessions() if each.cache.is_live)
     return dataclasses.replace(
         one,
         kv_bytes_full=n_tokens * pool.runner.bytes_full_per_token,

@@ -225,7 +225,7 @@ class PrefixCache:
                 self._read_in(copy, session)
             session.close()
             return copy
-        if session.return_to_checkpoint(prompt.tokens, beyond, repeatable=True):
+        if session.text.return_to_checkpoint(prompt.tokens, beyond, repeatable=True):
             with self._lock:
                 self.forked += 1
             return session
@@ -249,13 +249,13 @@ class PrefixCache:
             text, kept = self._kept.tokens(each), 0
             if max(shared, len(text)) <= most:
                 continue
-            held = each.session.held()
+            held = each.session.text.held()
             reuse = reuse_of(held, prompt.tokens, demand, shared)
             if reuse.source is ReuseSource.WHOLE or (
                 prompt.continues is not None and prompt.continues(text)
             ):
                 kept = len(text)
-            elif leads_back and 0 < each.session.end_of_prompt <= shared:
+            elif leads_back and 0 < each.session.text.held().parts.end_of_prompt <= shared:
                 kept = reuse.shared if held.can_return_to(reuse.shared) else 0
             if kept > most:
                 best, most = each, kept
@@ -383,7 +383,7 @@ class PrefixCache:
 
         def saved(session: Session, shared: int) -> int:
             # Text after the position where both differ can be cut only if nothing was evicted.
-            can_be = shared >= session.position or not (runner.recurrent or session.evicted)
+            can_be = shared >= session.position or not (runner.recurrent or session.cache.evicted)
             return shared if can_be and session not in asked else 0
 
         reader, most = None, 0
@@ -495,7 +495,7 @@ class PrefixCache:
 
     def _add(self, kept: _Conversation) -> None:
         """Keep a conversation; `_lock` is held."""
-        self._kept.add(kept, kept.session.held().tokens, self._tenant(kept.caller))
+        self._kept.add(kept, kept.session.text.held().tokens, self._tenant(kept.caller))
 
     def _drop(self, is_gone: Callable[[_Conversation], bool]) -> None:
         """Close the conversations that a function names."""
@@ -534,7 +534,7 @@ class PrefixCache:
         with self._lock:
             earlier = [
                 each
-                for each, shared in self._own(session.held().tokens, caller)
+                for each, shared in self._own(session.text.held().tokens, caller)
                 # It parts from this one within its last thought.
                 if 0 < each.answer_place <= shared < len(self._kept.tokens(each))
             ]
@@ -562,7 +562,7 @@ class PrefixCache:
                 raise PoolError(
                     f"the conversation {caller.name!r} was forgotten for others; read it again"
                 )
-            session.save(path)
+            session.files.save(path)
 
     def load(self, caller: Caller, path: Path) -> None:
         """Replace a caller's conversation by the content of a file.
@@ -585,7 +585,7 @@ class PrefixCache:
         session = self._pool.session(tenant=self._tenant(caller))
         session.name = caller.name
         try:
-            session.load(path)
+            session.files.load(path)
         except BaseException:
             session.close()
             raise
@@ -596,7 +596,7 @@ class PrefixCache:
         if not.
         """
         with self._apart(lambda: self._of_key(session, caller)) as found:
-            return None if found is None else found.save(path)
+            return None if found is None else found.files.save(path)
 
     def erase_one(self, session: Session, caller: Caller) -> int:
         """Drop a conversation of the caller's key; returns its tokens, 0 if it does not exist."""
@@ -636,7 +636,7 @@ class PrefixCache:
         """Return all kept conversations: the caller, its figures, and whether it is in the pool."""
         with self._lock:
             kept = list(self._kept)
-        return [(each.caller, each.session.stats(), each.session.is_live) for each in kept]
+        return [(each.caller, each.session.stats(), each.session.cache.is_live) for each in kept]
 
     def close(self) -> None:
         """Drop all conversations."""
@@ -653,8 +653,8 @@ def _place_in(
     being read, and was cut as in any reading. With freezing, a text that is truncated equals one
     that was read from 0 only while nothing of it is frozen.
     """
-    end = None if is_read and session.freezing is None else len(tokens)
-    return reuse_of(session.held(), tokens, Demand(end=end), shared).position
+    end = None if is_read and session.config.freezing is None else len(tokens)
+    return reuse_of(session.text.held(), tokens, Demand(end=end), shared).position
 
 
 def _go_back(copy: Session, position: int) -> None:
@@ -663,6 +663,6 @@ def _go_back(copy: Session, position: int) -> None:
     """
     if position < copy.position:
         try:
-            copy.truncate(position)
+            copy.text.truncate(position)
         except (PoolError, ContextError):
-            copy.truncate(0)
+            copy.text.truncate(0)

@@ -31,7 +31,7 @@ def about(model: LoadedModel) -> dict[str, Any]:
         "kv_budget": stats.kv_budget,
         "freeze": stats.freeze is not None,
         "n_ctx": stats.n_ctx,
-        "layers": [len(heads) for heads in model.idle.budgets()],
+        "layers": [len(heads) for heads in model.idle.cache.budgets()],
         "shared": not model.pool.holds_one,
     }
 
@@ -139,7 +139,7 @@ class CacheView:
         session = sessions[shown.id]
         first, per_column, n_columns = self._window.fit(shown.position)
         if self._look is None or self._look[0] is not session:
-            self._look = session, session.cache_map()
+            self._look = session, session.cache.map()
         return Map(shown.id, first, per_column, self._look[1](first, per_column, n_columns))
 
     def _chosen(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Holder | None:

@@ -61,13 +61,13 @@ def held_tokens(
 
 def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
     tokens = session.tokens[first : first + count]
-    heads = sum(len(layer) for layer in session.budgets())
-    held, frozen, _ = session.cache_map()(first, 1, max(len(tokens), 1))
+    heads = sum(len(layer) for layer in session.cache.budgets())
+    held, frozen, _ = session.cache.map()(first, 1, max(len(tokens), 1))
     scale = heads if len(held) == 1 else 1
     n_held, n_frozen = (
         (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
         for plane in (held, frozen)
     )
-    swapped = session.pool_status().is_swapped_out
+    swapped = session.cache.pool_status().is_swapped_out
     position = session.position
     return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, swapped)

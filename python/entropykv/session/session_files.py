@@ -1,11 +1,13 @@
-"""Write a session to a file, and check a file before a session loads it."""
+"""Write a session to a file, and check a file before a session loads it: `session.files`."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -14,10 +16,11 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv._version import VERSION
-from entropykv.errors import FreezeError, PoolError, ProfileError, SessionFileError
+from entropykv.errors import ContextError, FreezeError, PoolError, ProfileError, SessionFileError
 from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.learnt import LearntPredictor
+from entropykv.session.document_folder import local_document
 from entropykv.session.file import (
     AGAIN,
     DocumentNote,
@@ -33,8 +36,10 @@ from entropykv.session.file import (
 )
 from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpan, ImageSpans
 from entropykv.session.model_runner import ModelRunner
+from entropykv.session.reader import SequenceReader
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.stats import SessionCounts
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import Store
 from entropykv.store.states import DamagedState, SavedState, Section, StateDoesNotFit
@@ -203,42 +208,126 @@ def _are_possible(ids: npt.NDArray[np.int32], images: Sequence[ImageSpan], n_voc
     return bool(np.all(np.where(of_image, ids <= FIRST_PLACEHOLDER, known)))
 
 
-class Saver:
+MOST_DOCUMENTS = 16
+"""The most documents of one question."""
+
+
+@dataclass(frozen=True)
+class DocumentHeader:
+    """Hold what the header of a document's file says."""
+
+    path: str | os.PathLike[str]
+    settings: SavedSettings
+    contents: SavedContents
+    note: DocumentNote
+
+
+def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
+    """Read the header of a document, whose path may be an address in object storage.
+
+    Raises SessionFileError if it is none, or was not read to its end.
+    """
+    with local_document(path) as file, open_session(file) as reader:
+        contents, note = reader.contents, reader.contents.document
+        if note is None:
+            raise SessionFileError(
+                f"{path}: is a saved session, not a document; give --load-session "
+                "(Session.files.load)"
+            )
+        if contents.position != note.n_tokens:
+            raise SessionFileError(
+                f"{path}: holds {contents.position} of the {note.n_tokens} tokens of the "
+                "document; run `entropykv read` again, which continues there"
+            )
+        return DocumentHeader(file, reader.settings, contents, note)
+
+
+class SessionFiles:
     """Save one sequence to a file or to bytes, and load it again."""
 
-    def __init__(self, runner: ModelRunner, slot: SequenceSlot) -> None:
-        """Save and load the sequence of one slot of a model runner."""
+    def __init__(
+        self, runner: ModelRunner, slot: SequenceSlot, reader: SequenceReader, counts: SessionCounts
+    ) -> None:
+        """Save and load the sequence of one slot of a model runner.
+
+        `reader` reads the texts of further documents; loading clears `counts`.
+        """
         self._runner = runner
         self._slot = slot
+        self._reader = reader
+        self._counts = counts
 
     def save(
         self,
         path: str | os.PathLike[str],
         *,
-        chat: bool | None,
+        chat: bool | None = None,
         document: DocumentNote | None = None,
     ) -> SavedContents:
-        """Write a file, which appears complete or not at all: see Session.save()."""
+        """Write the whole state to a file, which appears complete or not at all.
+
+        `chat`: whether the text is a chat by the model's template. `document`: what it has read, if
+        it is a document, as read_document() of entropykv.session.document says it. Raises
+        SessionFileError.
+        """
         with new_session_file(path) as file:
             return self._write(file, chat, document, self._runner.learnt_predictor)
 
-    def state(self) -> bytes:
+    def save_state(self) -> bytes:
         """Return the bytes that save() would write."""
         file = io.BytesIO()
         self._write(file, None)
         return file.getvalue()
 
     def load(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Load a file: see Session.load()."""
+        """Load a saved session, which continues with the same numbers as if it had never ended.
+
+        Model file, store, kv_type and policy must be those of the file. If the budget is too small
+        for its entries, it evicts. The whole file is read and checked before anything changes.
+        Raises SessionFileError, or FreezeError if cold storage has no room, and leaves the session
+        unchanged.
+        """
         with open_session(path) as reader:
             return self._load(reader)
 
     def load_state(self, data: bytes) -> SavedContents:
-        """Load what state() has returned."""
+        """Load what save_state() returned, as load() does with a file."""
         return self._load(reader_of(data))
 
+    def open_document(
+        self,
+        document: str | os.PathLike[str] | DocumentHeader,
+        *more: str | os.PathLike[str] | DocumentHeader,
+    ) -> SavedContents:
+        """Continue from a document that read_document() or `entropykv read` has written.
+
+        The first document is loaded, as load() does; the texts of the others are read behind it, in
+        their order, as if the first had just been read. Then read the tokens of Session.question().
+        Headers that were read before are not read again. Returns the contents of the first. Raises
+        SessionFileError and the errors of Session.decode().
+        """
+        documents = (document, *more)
+        if len(documents) > MOST_DOCUMENTS:
+            raise ContextError(f"give 1 to {MOST_DOCUMENTS} documents, not {len(documents)}")
+        first, *others = [
+            each if isinstance(each, DocumentHeader) else document_header(each)
+            for each in documents
+        ]
+        contents = self.load(first.path)
+        model = self._runner.model
+        for header in others:
+            start = time.perf_counter()
+            tokens = model.tokenize(
+                model.said(f"{header.note.text}\n"), add_bos=False, special=True
+            )
+            for _ in self._reader.read(tokens, all_logits=False):
+                pass
+            self._counts.add_prompt(len(tokens), time.perf_counter() - start)
+        return contents
+
+    @property
     def settings(self) -> SavedSettings:
-        """Return the settings that a file of this sequence has."""
+        """Return the settings that its files have, to compare them with those of another file."""
         runner = self._runner
         return saved_settings(runner.model, runner.config, self._slot.store, runner.budget)
 
@@ -251,9 +340,7 @@ class Saver:
     ) -> SavedContents:
         self._runner.check_usable(self._slot)
         with self._runner.live_store(self._slot) as store:
-            return write_state(
-                file, self.settings(), store, self._slot.text, chat, document, learnt
-            )
+            return write_state(file, self.settings, store, self._slot.text, chat, document, learnt)
 
     def _load(self, reader: SessionReader) -> SavedContents:
         runner, slot = self._runner, self._slot
@@ -267,7 +354,7 @@ class Saver:
                 if not runner.shared.is_private:
                     runner.shared.note_growth(slot)
                 n_vocab, n_ubatch = runner.model.n_vocab, runner.config.n_ubatch
-                text = load_state(reader, self.settings(), store, n_vocab, n_ubatch)
+                text = load_state(reader, self.settings, store, n_vocab, n_ubatch)
         except (FreezeError, PoolError, SessionFileError):
             slot.broken = False
             raise
@@ -282,4 +369,5 @@ class Saver:
         if learnt is not None:
             with runner.exclusively(slot):
                 runner.take_predictor(learnt)
+        self._counts.clear()
         return reader.contents

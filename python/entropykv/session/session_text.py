@@ -1,4 +1,4 @@
-"""Roll a sequence back to an earlier position of its text, or to a checkpoint of its pool."""
+"""Go back in what a sequence has read, or to a checkpoint of its pool: `session.text`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.swap_space import SwappedSequence
 
 
-class Rollback:
-    """Truncate a sequence, keep checkpoints of it, and return to them.
+class SessionText:
+    """Truncate the text of a sequence, keep checkpoints of it, and return to them.
 
     reuse.py decides from where reading can continue.
     """
@@ -27,7 +27,7 @@ class Rollback:
         self._tenant = tenant
 
     def held(self) -> HeldText:
-        """Return the state of the sequence's text, to decide how much of it can be reused."""
+        """Describe the text that was read: what of it can be gone back to, as reuse_of() asks."""
         slot = self._slot
         slot.note_evictions()
         return HeldText.of(
@@ -39,7 +39,11 @@ class Rollback:
         )
 
     def truncate(self, position: int) -> None:
-        """Roll back to `position` tokens: see Session.truncate()."""
+        """Roll back to `position` tokens; 0 is possible even after a failed decode.
+
+        Entries before `position` that were evicted do not return: see HeldText.can_return_to().
+        Raises ContextError if recurrent layers or sliding windows cannot roll back that far.
+        """
         slot, text = self._slot, self._slot.text
         if position == 0:
             slot.broken = False
@@ -65,7 +69,11 @@ class Rollback:
         slot.position = slot.expected = slot.shared_for = position
 
     def return_to_prompt(self, position: int, end: int) -> bool:
-        """Roll back to the end of the last prompt: see Session.return_to_prompt()."""
+        """Roll back to the end of the last prompt, and restore its logits.
+
+        Returns False, and changes nothing, if the last prompt did not end at `position`, or if
+        something may be evicted before `end`: see HeldText.repeatable_from().
+        """
         logits = self._slot.text.parts.logits_at(position)
         if logits is None or not self.held().leads_back_to_prompt(position, end):
             return False
@@ -94,7 +102,7 @@ class Rollback:
 
     def keep_checkpoint(self) -> None:
         """Keep a checkpoint of the current state, for this sequence and for others with the same
-        beginning.
+        beginning, if the pool keeps checkpoints.
         """
         slot, checkpoints = self._slot, self._runner.checkpoints
         if checkpoints.limit_bytes == 0 or slot.text.position == 0 or slot.broken:
@@ -131,8 +139,26 @@ class Rollback:
         slot.text.evicted_before = origin.swapped.evicted
         slot.mend()
 
-    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int, demand: Demand) -> bool:
-        """Roll back to a checkpoint of a text: see Session.return_to_checkpoint()."""
+    def return_to_checkpoint(
+        self,
+        tokens: Sequence[int],
+        beyond: int = 0,
+        *,
+        repeatable: bool = False,
+        reads_question: bool = False,
+    ) -> bool:
+        """Roll back to the checkpoint with the longest common beginning, if it exceeds `beyond`
+        tokens.
+
+        It may be a checkpoint of any session of its tenant in the pool, whatever was evicted since.
+        If it covers the whole text, its logits are restored, too. Returns False, and changes
+        nothing, if there is none; a session without a pool keeps none. If the pool has no room to
+        cut the checkpoint, it returns False, too, and the session is empty. `repeatable`: only roll
+        back to a position where a reading from 0 also starts a micro-batch, or to a checkpoint
+        itself, so that asking again gives the same numbers. `reads_question`: not to a place within
+        or behind a prompt that is asked again, which is then read again.
+        """
+        demand = Demand(is_cut=repeatable, reads_question=reads_question)
         runner, slot = self._runner, self._slot
         if runner.checkpoints.limit_bytes == 0:
             return False
