@@ -158,6 +158,29 @@ def test_the_next_turn_reads_only_what_is_new(server: Server) -> None:
         assert figure(server, "conversations") >= len(texts)
 
 
+def test_a_chat_without_a_template_goes_on_and_takes_no_second_place(server: Server) -> None:
+    """The next prompt begins with what was read and written, although its question ends with a full
+    stop, which one token has together with a line break.
+    """
+    messages: list[dict[str, str]] = []
+    for turn in range(3):
+        question = f"Tell me about {'the sea and ' * 8}the ships, part {turn}."
+        messages.append({"role": "user", "content": question})
+        resumed, forked = (figure(server, name) for name in ("resumed_total", "forked_total"))
+        n_kept = figure(server, "conversations")
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+        answer = server.post("/v1/chat/completions", json.dumps(body)).json()
+        if turn:
+            n_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert n_cached >= n_held
+            assert figure(server, "resumed_total") == resumed + 1
+            assert figure(server, "forked_total") == forked
+            assert figure(server, "conversations") == n_kept
+        n_held = answer["usage"]["total_tokens"] - 1  # Its last token is not read yet.
+        content = answer["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": content})
+
+
 def test_what_begins_as_another_one_goes_on_with_a_copy(server: Server) -> None:
     document = "In the garden there is a tree, and a bird sings. " * 12
     with server.client() as client:

@@ -22,7 +22,7 @@ from entropykv.llamacpp.model_options import (
     LoadOptions,
     LoraAdapters,
 )
-from entropykv.llamacpp.plain_chat import plain_chat
+from entropykv.llamacpp.plain_chat import plain_messages
 from entropykv.llamacpp.products import reads_blocks
 from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry, read_loadable
@@ -391,7 +391,7 @@ class Model:
         said = [self.said(dict(m), is_answer=m.get("role") == "assistant") for m in messages]
         template = self.chat_template
         if template is None:
-            return plain_chat(str(each["content"] or "") for each in said)
+            return plain_messages(said)
         return template.render(
             said,
             tools=None if tools is None else self.said(list(tools)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 NO_TEMPLATE = (
     "the model has no chat template, so it continues what is said as plain text; give a template "
@@ -13,3 +14,19 @@ NO_TEMPLATE = (
 def plain_chat(texts: Iterable[str]) -> str:
     """Return the prompt of a chat: what was said, each text on a line of its own."""
     return "\n".join(texts)
+
+
+def plain_messages(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return the prompt of a chat that is given as messages of `role` and `content`.
+
+    An answer stands directly behind the text that it continues, as the model has written it.
+    Otherwise the next turn would not begin with what was read and written in this one.
+    """
+    lines: list[str] = []
+    for message in messages:
+        text = str(message["content"] or "")
+        if lines and message.get("role") == "assistant":
+            lines[-1] += text
+        else:
+            lines.append(text)
+    return plain_chat(lines)
