@@ -142,7 +142,7 @@ class _Run:
             self._close(self._sessions[-1], [])
         runner = self._pool.runner
         with runner.scheduler.between_steps():
-            runner.checkpoints.clear()
+            runner.kept_texts.drop_checkpoints()
         stats = self._pool.stats()
         left = (
             stats.sessions,
@@ -205,7 +205,7 @@ class _Run:
     def _swap(self, session: Session, text: list[int]) -> None:
         session.cache.swap_out()
         session.cache.pool_status()
-        require(session.position == len(text), "swap_space changes no position")
+        require(session.position == len(text), "swapping out changes no position")
 
     def _checkpoint(self, session: Session, text: list[int]) -> None:
         session.text.keep_checkpoint()
@@ -248,7 +248,7 @@ class _Run:
         """Let what is swapped out leave the pool, as if its pages were needed."""
         runner = self._pool.runner
         with runner.scheduler.between_steps():
-            while self._chance.random() < 0.8 and runner.shared.swap_space.make_room():
+            while self._chance.random() < 0.8 and runner.kept_texts.make_room():
                 pass
 
     def _new(self, _session: Session, _text: list[int]) -> None:
@@ -273,7 +273,7 @@ class _Run:
     def _check(self) -> None:
         stats = self._pool.stats()
         require(stats.kv_bytes_now <= stats.kv_bytes_budget, f"bytes within the budget: {stats}")
-        limit = self._pool.runner.checkpoints.limit_bytes
+        limit = self._pool.runner.kept_texts.checkpoint_limit
         require(stats.checkpoint_bytes <= limit, f"checkpoints within {limit} bytes: {stats}")
         require(stats.sessions == len(self._sessions), f"{len(self._sessions)} sessions: {stats}")
         for session in self._sessions:

@@ -291,10 +291,10 @@ def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
     ask: dict[str, Any] = {"temp": 0.0}
     first = list(itertools.islice(llm.generate(prompt, **ask), 5))
     list(itertools.islice(llm.generate([*prompt, *first, *PROMPTS[0]], **ask), 5))
-    found, position = llm.pool.runner.checkpoints.nearest(prompt, None, Demand(is_cut=False))
+    found, position = llm.pool.runner.kept_texts.nearest(prompt, None, Demand(is_cut=False))
     assert found is not None
     assert position == found.position == n_tokens
-    assert found.sequence.logits is not None
+    assert found.text.logits is not None
     read = llm.kv_stats().prompt_tokens
     assert list(itertools.islice(llm.generate(prompt, **ask), 5)) == first
     assert llm.kv_stats().prompt_tokens - read == (0 if n_tokens >= LEAST_SPARED else 1)
@@ -321,12 +321,12 @@ def test_logits_of_checkpoints_count_and_stay_within_the_limit(model: Path) -> N
             with pool.session() as session:
                 written(session, [first, 7, 9, 11], 3)
                 session.decode([5, 6])  # A turn: the answer has a checkpoint, too.
-        stats, kept = pool.stats(), pool.runner.checkpoints._kept
-        texts = [each.sequence for each in kept]
+        stats, kept = pool.stats(), pool.runner.kept_texts.checkpoints
+        texts = [each.text for each in kept]
         arrays = {id(a): a for t in texts for a in (t.logits, t.parts._logits) if a is not None}
         held = sum(a.nbytes for a in arrays.values()) + sum(4 * len(t.tokens) for t in texts)
         assert stats.checkpoints > 0
-        of_entries = sum(each.swapped.n_bytes for each in kept)
+        of_entries = sum(each.n_bytes - each.text.n_bytes for each in kept)
         assert held + of_entries <= stats.checkpoint_bytes <= 16 * 1024
 
 
@@ -334,10 +334,10 @@ def test_only_checkpoints_at_the_end_of_a_prompt_hold_logits(model: Path) -> Non
     with pool_of(model, n_sequences=2) as pool, pool.session() as session:
         rows = written(session, SYSTEM, 6)
         session.decode([5, 6])
-        assert [len(each.sequence.tokens) for each in pool.runner.checkpoints._kept] == [201, 207]
-        prompt, answer = pool.runner.checkpoints._kept
-        assert prompt.sequence.logits is not None
-        assert answer.sequence.logits is answer.sequence.parts._logits is None
+        assert [len(each.text.tokens) for each in pool.runner.kept_texts.checkpoints] == [201, 207]
+        prompt, answer = pool.runner.kept_texts.checkpoints
+        assert prompt.text.logits is not None
+        assert answer.text.logits is answer.text.parts._logits is None
         assert session.text.return_to_checkpoint(SYSTEM)
         equal(again(session, 6), rows)
         session.decode([5, 6])  # The same turn again: the logits of the prompt are still kept.

@@ -163,6 +163,7 @@ def test_a_chat_without_a_template_goes_on_and_takes_no_second_place(server: Ser
     stop, which one token has together with a line break.
     """
     messages: list[dict[str, str]] = []
+    n_held = 0
     for turn in range(3):
         question = f"Tell me about {'the sea and ' * 8}the ships, part {turn}."
         messages.append({"role": "user", "content": question})

@@ -60,7 +60,7 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
 def leave_pool(pool: Pool) -> None:
     """Let everything that is swapped out leave the pool."""
     with pool.runner.scheduler.between_steps():
-        while pool.runner.shared.swap_space.make_room():
+        while pool.runner.kept_texts.make_room():
             pass
 
 
@@ -276,10 +276,10 @@ def test_who_was_used_least_recently_leaves_first(model: Path) -> None:
             written(sessions[index], PROMPTS[3], 1)
         pool.session().decode(PROMPTS[3])
         assert [each.cache.is_live for each in sessions] == [False] * 3
-        swap_space, left = pool.runner.shared.swap_space, []
+        kept_texts, left = pool.runner.kept_texts, []
         for _ in sessions:
             with pool.runner.scheduler.between_steps():
-                assert swap_space.make_room()
+                assert kept_texts.make_room()
             status = [each.cache.pool_status().pages_bytes > 0 for each in sessions]
             left.append([index for index in range(3) if not status[index]])
         assert left == [[1], [1, 2], [0, 1, 2]]

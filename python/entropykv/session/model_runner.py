@@ -24,10 +24,10 @@ from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.session.asked import config_for
-from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images
+from entropykv.session.kept_texts import KeptTexts
 from entropykv.session.ngram_drafter import NgramDrafter
 from entropykv.session.predictor_fit import PredictorFit, fit_for
 from entropykv.session.scheduler import Scheduler, Work
@@ -35,7 +35,6 @@ from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shared_pool import SharedPool
 from entropykv.session.step_costs import StepCosts
-from entropykv.session.swap_space import SwapSpace
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import OtherWork
@@ -81,8 +80,8 @@ class ModelRunner:
         others = OtherWork()
         self._ends_with_session = ends_with_session
         self.n_sequences = options.n_sequences or 1
-        swap_space = SwapSpace(options.swap, options.swap_limit)
-        self.checkpoints = Checkpoints(swap_space, options.checkpoint_limit)
+        self.kept_texts = KeptTexts(options.swap, options.swap_limit, options.checkpoint_limit)
+        """The checkpoints, and the texts of sequences that are swapped out."""
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
         config = config_for(options, geometry)
         self.budget = options.budget
@@ -128,7 +127,7 @@ class ModelRunner:
         self.shared = SharedPool(
             context,
             self.config,
-            swap_space,
+            self.kept_texts,
             self.slots,
             self.scheduler.is_waiting,
         )
@@ -429,7 +428,7 @@ class ModelRunner:
     def _learn(self) -> None:
         """Learn from what was read twice, once it is enough."""
         if self.fit is not None and self.fit.close_round(self.slots):
-            self.shared.swap_space.await_prediction()
+            self.kept_texts.await_prediction()
 
     def echo_for(self, slot: SequenceSlot) -> Echo | None:
         """Return what makes the echoes of a slot's text; None if it is not, or no longer, read
@@ -499,7 +498,7 @@ class ModelRunner:
         self.closed = True
         is_private = self.shared.is_private
         self.scheduler.close(_CLOSED if is_private else "the pool is closed; make a new one")
-        self.checkpoints.clear()
+        self.kept_texts.drop_checkpoints()
         for slot in list(self.slots):
             slot.gone = True
             self._leave(slot)

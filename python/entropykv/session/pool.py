@@ -69,7 +69,7 @@ class Pool:
     together (a fraction refers to n_sequences contexts), and shares are equal except for weights. A
     new session shrinks the shares of the others, which lose their least important entries; a
     session that ends or is swapped out leaves its share to the others. At the end of every prompt
-    and answer, a session keeps a checkpoint (see checkpoints.py): in free pages of the pool, and in
+    and answer, a session keeps a checkpoint (see kept_texts.py): in free pages of the pool, and in
     up to `checkpoints` bytes outside; 0: none. `recovery` is the default of its sessions.
 
     Raises the errors of Session, and UnsupportedModelError if only the flat store can serve the
@@ -181,7 +181,7 @@ class Pool:
 
     def stats(self) -> PoolStats:
         """Return current counts and bytes."""
-        runner, shared = self._runner, self._runner.shared
+        runner, shared, kept = self._runner, self._runner.shared, self._runner.kept_texts
         if runner.closed:
             raise EntropyKVError("the pool is closed; make a new one")
         with runner.scheduler.between_steps():
@@ -197,13 +197,13 @@ class Pool:
                 + sum(session.snapshot_bytes for session in self.sessions()),
                 sessions=len(runner.slots),
                 live=len(shared.live),
-                swapped_out=shared.swap_space.count,
-                swapped_bytes=shared.swap_space.bytes,
+                swapped_out=len(kept.swapped_out),
+                swapped_bytes=kept.swapped_bytes,
                 waiting=runner.scheduler.n_waiting,
                 entries_kept=_sum(counters, "entries_kept"),
                 evictions=runner.evictions,
-                checkpoints=len(runner.checkpoints),
-                checkpoint_bytes=runner.checkpoints.bytes,
+                checkpoints=len(kept.checkpoints),
+                checkpoint_bytes=kept.checkpoint_bytes,
                 text_bytes=sum(session.reader.n_bytes for session in self.sessions()),
             )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from entropykv.policy.division import LossCurve
+from entropykv.session.kept_texts import KeptText
 from entropykv.session.sequence import TokenSequence
-from entropykv.session.swap_space import SwappedSequence
 from entropykv.session.trajectory import Trajectory
 from entropykv.store.protocol import Pooled, Store
 
@@ -29,7 +29,8 @@ class SequenceSlot:
         self.live = live
         self.gone = False
         """True once its session is closed; then nothing can be read any more."""
-        self.swapped: SwappedSequence | None = None
+        self.swapped: KeptText | None = None
+        """What is kept of it while it is swapped out."""
         self.text = text
         """The text that was read; loading and forking replace it."""
         self.trajectory: Trajectory | None = None

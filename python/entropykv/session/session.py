@@ -16,12 +16,12 @@ from entropykv import system
 from entropykv.errors import ContextError, PoolError
 from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.draft_model import open_draft_model
 from entropykv.session.drafting import DraftCounts
 from entropykv.session.generate import generate
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, Images
+from entropykv.session.kept_texts import KeptText
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb
@@ -118,12 +118,12 @@ class Session:
         *,
         weight: float = 1.0,
         tenant: Hashable = None,
-        origin: Checkpoint | None = None,
+        origin: KeptText | None = None,
     ) -> Session:
         """Make a session of a pool, which owns the runner and is kept as long as the session: see
         Pool.session().
 
-        `origin` is a swapped out state to continue from, which becomes its own.
+        `origin` is a text that was kept for it.
         """
         self = cls.__new__(cls)
         runner.config.check_recovery(recovery)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 from entropykv.errors import ContextError, PoolError
-from entropykv.session.checkpoints import INTERVAL, Checkpoint
+from entropykv.session.kept_texts import KeptText
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reuse import Demand, HeldText
-from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.session.swap_space import SwappedSequence
+
+INTERVAL = 1024
+"""After so many tokens of a prompt, a checkpoint is kept within it if later ones could not be cut:
+something was evicted, or layers are recurrent.
+"""
 
 
 class SessionText:
@@ -104,17 +106,15 @@ class SessionText:
         """Keep a checkpoint of the current state, for this sequence and for others with the same
         beginning, if the pool keeps checkpoints.
         """
-        slot, checkpoints = self._slot, self._runner.checkpoints
-        if checkpoints.limit_bytes == 0 or slot.text.position == 0 or slot.broken:
+        slot, runner = self._slot, self._runner
+        if runner.kept_texts.checkpoint_limit == 0 or slot.text.position == 0 or slot.broken:
             return
-        with self._runner.exclusively(slot):
-            swapped = self._runner.shared.checkpoint_of(slot, checkpoints.limit_bytes)
-            if swapped is not None:
-                slot.note_evictions()
-                checkpoints.keep(self._checkpoint(slot.text.to_come_back_to(), swapped))
+        with runner.exclusively(slot):
+            slot.note_evictions()
+            runner.shared.keep_checkpoint(slot, self._tenant)
 
-    def fork(self) -> Checkpoint | None:
-        """Return a checkpoint that another sequence can continue from; None if nothing was read.
+    def fork(self) -> KeptText | None:
+        """Keep the text for another sequence, which continues from it; None if nothing was read.
 
         Raises PoolError if nothing more can be swapped out, and for a session without a pool.
         """
@@ -122,22 +122,13 @@ class SessionText:
         if not slot.text.position:
             return None
         with self._runner.exclusively(slot):
-            kept = self._runner.shared.kept_of(slot)
             slot.note_evictions()
-            return self._checkpoint(slot.text.copy(), kept)
+            return self._runner.shared.fork(slot)
 
-    def _checkpoint(self, text: TokenSequence, swapped: SwappedSequence) -> Checkpoint:
-        goes_back = not self._runner.recurrent
-        return Checkpoint(text, swapped, goes_back=goes_back, tenant=self._tenant)
-
-    def go_on_from(self, origin: Checkpoint) -> None:
-        """Continue from a swapped out sequence, whose state becomes that of this one."""
-        slot = self._slot
-        with self._runner.exclusively(slot):
-            self._runner.shared.give(slot, origin.swapped)
-        slot.text = origin.sequence.copy()
-        slot.text.evicted_before = origin.swapped.evicted
-        slot.mend()
+    def go_on_from(self, kept: KeptText) -> None:
+        """Continue from a text that was kept for this sequence."""
+        with self._runner.exclusively(self._slot):
+            self._runner.shared.give(self._slot, kept)
 
     def return_to_checkpoint(
         self,
@@ -160,17 +151,18 @@ class SessionText:
         """
         demand = Demand(is_cut=repeatable, reads_question=reads_question)
         runner, slot = self._runner, self._slot
-        if runner.checkpoints.limit_bytes == 0:
+        kept_texts = runner.kept_texts
+        if kept_texts.checkpoint_limit == 0:
             return False
         with runner.exclusively(slot):
-            found, position = runner.checkpoints.nearest(tokens, self._tenant, demand)
+            found, position = kept_texts.nearest(tokens, self._tenant, demand)
             if found is None or position <= beyond:
                 return False
             try:
-                swapped = runner.shared.swap_space.copy(found.swapped)
+                kept = kept_texts.copy(found, KeptText(found.text.copy()))
             except PoolError:  # There is no room to swap out the current state.
                 return False
-            self.go_on_from(replace(found, swapped=swapped))
+            self.go_on_from(kept)
         if position < slot.text.position:
             try:
                 self.truncate(position)

@@ -7,15 +7,16 @@ Everything happens between two steps: see Scheduler.between_steps().
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from entropykv.errors import PoolError
 from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.session.kept_texts import InPool, KeptText, KeptTexts
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shares import LEAST_CHANGE, Shares, shares_of
-from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import Budget
 from entropykv.store.store_context import StoreContext
 
@@ -54,19 +55,20 @@ class SharedPool:
         self,
         context: StoreContext,
         config: ResolvedConfig,
-        swap_space: SwapSpace,
+        kept_texts: KeptTexts,
         slots: list[SequenceSlot],
         is_waiting: Callable[[SequenceSlot], bool],
     ) -> None:
         """Share the pages or places of a context by the config's budget; without either, a single
         store has the whole budget.
 
-        `slots`: all sequences, a list that changes; `swap_space`: keeps idle ones; `is_waiting`:
+        `slots`: all sequences, a list that changes; `kept_texts`: keeps idle ones; `is_waiting`:
         tells whether tokens of a sequence wait to be read.
         """
         self.core = context.pool
         """The figures of what sequences share; None for a session alone."""
-        self.swap_space = swap_space
+        self.kept_texts = kept_texts
+        kept_texts.can_be_cut = not context.recurrent
         self._config = config
         self._layers = context.layers
         self._slots = slots
@@ -78,7 +80,7 @@ class SharedPool:
         self._budget = config.options.budget
         self._shares: Shares = shares_of(context, config)
         if context.pages is not None:
-            context.pages.on_full(self.swap_space.make_room)
+            context.pages.on_full(kept_texts.make_room)
 
     @property
     def is_private(self) -> bool:
@@ -95,7 +97,7 @@ class SharedPool:
     def forget(self, slot: SequenceSlot) -> None:
         """Drop what a sequence has read, and free its place for others."""
         if slot.swapped is not None:
-            self.swap_space.drop(slot.swapped)
+            self.kept_texts.drop(slot.swapped)
             slot.swapped = None
         slot.expected = slot.shared_for = 0
         if self._shares.keeps_places:
@@ -117,19 +119,22 @@ class SharedPool:
         self._check_shared("be swapped out")
         if not slot.live:
             return
-        swapped = self._kept(slot)
+        swapped = self._keep(slot, KeptText(slot.text))
         self._vacate(slot)
-        slot.pooled.rollback.begin_from(swapped.whole_from)
+        slot.pooled.rollback.begin_from(swapped.tier.state.whole_from)
         slot.swapped = swapped
 
-    def _kept(self, slot: SequenceSlot) -> SwappedSequence:
-        """Keep the content of a live sequence: pages are shared, frozen entries copied. Raises
+    def _keep(self, slot: SequenceSlot, kept: KeptText) -> KeptText:
+        """Keep the content of a sequence: pages are shared, frozen entries copied. Raises
         PoolError.
         """
-        store, pages = slot.store, slot.pooled.checkpoint()
+        texts, store = self.kept_texts, slot.pooled
+        if slot.swapped is not None:
+            return texts.copy(slot.swapped, kept)
+        pages = store.checkpoint()
         if pages is None:
-            return self.swap_space.put(slot.position, store.shift, store.state())
-        return self.swap_space.hold(slot.position, pages, slot.pooled.state_of)
+            return texts.put(kept, slot.position, slot.store.shift, slot.store.state())
+        return texts.keep(kept, InPool.of(slot.position, pages, store.state_of))
 
     def _check_shared(self, what: str) -> None:
         if self._shares.keeps_places:
@@ -180,64 +185,51 @@ class SharedPool:
             (slot for slot in self.live if slot.is_idle(now)), key=lambda slot: slot.last_step
         )
 
-    def _resume(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
-        store, n_swapped = slot.pooled, swapped.n_entries
-        with self.swap_space.staying(swapped):
-            done = swapped.pages is not None and store.go_on_from(swapped.pages, ends=True)
+    def _resume(self, slot: SequenceSlot, swapped: KeptText) -> None:
+        store, tier = slot.pooled, swapped.tier
+        with self.kept_texts.staying(swapped):
+            done = isinstance(tier, InPool) and store.go_on_from(tier.pages, ends=True)
         if not done:  # Its pages are needed to shrink it.
-            self.swap_space.leave_pool(swapped)
-            slot.store.load_state(self.swap_space.take(swapped))
+            self.kept_texts.leave_pool(swapped)
+            slot.store.load_state(swapped.tier.saved())
         if swapped.awaits_prediction and slot.store.learning is not None:
             slot.store.learning.predict_held(swapped.position, slot.store.shift)
-        slot.given_up += n_swapped - store.n_entries
-        self.swap_space.drop(swapped)
+        slot.given_up += swapped.n_entries - store.n_entries
+        self.kept_texts.drop(swapped)
         slot.swapped = None
 
-    def kept_of(self, slot: SequenceSlot) -> SwappedSequence:
+    def fork(self, slot: SequenceSlot) -> KeptText:
         """Keep the content of a sequence for another one, in pages of both; raises PoolError."""
         self._check_shared("be forked")
-        return self._kept(slot) if slot.swapped is None else self.swap_space.copy(slot.swapped)
+        return self._keep(slot, KeptText(slot.text.copy()))
 
-    def give(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
-        """Replace the content of a sequence by what was kept.
+    def give(self, slot: SequenceSlot, kept: KeptText) -> None:
+        """Replace the content of a sequence by a text that was kept for it.
 
         It is swapped out until it reads.
         """
         self.forget(slot)
         self.evicted_by_gone += slot.evicted
         store = slot.pooled
-        slot.swapped, slot.position = swapped, swapped.position
-        store.rollback.begin_from(swapped.whole_from)
-        store.set_evicted(swapped.evicted)
-        slot.inherited = swapped.evicted
+        slot.swapped, slot.text, slot.position = kept, kept.text, kept.position
+        state = kept.tier.state
+        store.rollback.begin_from(state.whole_from)
+        store.set_evicted(state.evicted)
+        slot.inherited = slot.text.evicted_before = state.evicted
+        slot.mend()
 
-    def checkpoint_of(self, slot: SequenceSlot, most_bytes: int) -> SwappedSequence | None:
-        """Return the current content of a sequence with shared pages; None if it is not in the
-        pool.
+    def keep_checkpoint(self, slot: SequenceSlot, tenant: Hashable) -> None:
+        """Keep a checkpoint of the current content of a sequence, if it is in the pool and the
+        limit of checkpoints allows it.
 
-        Where pages cannot be shared, it is a copy outside the pool, of at most `most_bytes`; None
-        if it would be larger.
+        Where pages cannot be shared, it is a copy outside the pool.
         """
-        store = slot.pooled
-        if store.copies_checkpoints:
-            return self._copied_checkpoint(slot, most_bytes)
-        if slot.swapped is None:
-            pages = store.checkpoint() if slot.live else None
-        else:
-            pages = None if slot.swapped.pages is None else slot.swapped.pages.copy()
-        if pages is None:
-            return None
-        return self.swap_space.hold(slot.position, pages, store.state_of, spare=True)
-
-    def _copied_checkpoint(self, slot: SequenceSlot, most_bytes: int) -> SwappedSequence | None:
-        store = slot.store
-        if slot.swapped is not None:
-            fits = slot.swapped.n_bytes <= most_bytes
-            return self.swap_space.copy(slot.swapped, spare=True) if fits else None
-        state = store.state() if slot.live else None
-        if state is None or sum(state.section_bytes) > most_bytes:
-            return None
-        return self.swap_space.put(slot.position, store.shift, state, spare=True)
+        swapped = slot.swapped
+        is_there = slot.live if swapped is None else isinstance(swapped.tier, InPool)
+        if is_there or slot.pooled.copies_checkpoints:
+            kept = KeptText(slot.text.to_come_back_to(), is_checkpoint=True, tenant=tenant)
+            with suppress(PoolError):
+                self._keep(slot, kept)
 
     def status_of(self, slot: SequenceSlot) -> PoolStatus:
         """Return the status of a sequence in the pool."""

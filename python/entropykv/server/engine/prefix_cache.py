@@ -242,7 +242,7 @@ class PrefixCache:
         before it.
         """
         runner = self._pool.runner
-        leads_back = runner.checkpoints.limit_bytes > 0 and runner.config.freezing is None
+        leads_back = runner.kept_texts.checkpoint_limit > 0 and runner.config.freezing is None
         demand = Demand(is_cut=False, needs_logits=False, reads_question=prompt.reads_question)
         best, most = None, prompt.n_document
         for each, shared in self._own(prompt.tokens, prompt.caller):
@@ -394,7 +394,7 @@ class PrefixCache:
             return None, waiting_prompt
         _, known = self._nearest(prompt)
         with runner.scheduler.between_steps():
-            _, spared = runner.checkpoints.nearest(tokens, prompt.tenant, Demand())
+            _, spared = runner.kept_texts.nearest(tokens, prompt.tenant, Demand())
         piece = runner.config.n_ubatch  # Up to so many tokens of it are read again.
         worth = most >= max(known, spared, prompt.n_document) + max(_WORTH_WAITING, piece)
         return (reader if worth else None), waiting_prompt

@@ -1,0 +1,387 @@
+"""Keep the texts of a pool that nobody reads now, with everything that going on with them needs.
+
+A text is kept for its session, which is idle, or as a checkpoint, from which every session of its
+tenant may continue. A session keeps a checkpoint whenever it changes between reading and writing:
+at the end of every prompt and of every answer. So a turn that is edited or asked again continues
+from there, whatever was evicted since, and a text with the same beginning need not be read again.
+
+Each text lies in a tier: in pages of the pool while nobody needs them, then in memory or in a file.
+The order of last use says which leaves the pool first, or is dropped: checkpoints before texts of
+idle sessions, because they can be read again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from entropykv.errors import PoolError, SessionFileError, SettingsError
+from entropykv.session.prefix_index import PrefixIndex
+from entropykv.session.reuse import Demand, HeldText, reuse_of
+from entropykv.session.sequence import TokenSequence
+from entropykv.settings.freezing import DISK, RAM
+from entropykv.settings.options import parse_bytes
+from entropykv.store.headwise_state import LOST
+from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
+
+
+@dataclass(frozen=True)
+class InPool:
+    """Hold what a store has kept of a text, in pages of the pool."""
+
+    position: int
+    pages: StoreCheckpoint
+    to_state: Callable[[StoreCheckpoint], StoreState]
+    """Returns the state outside the pool that they are converted to."""
+    state: StoreState
+    """That state, whose sections nobody reads."""
+
+    @classmethod
+    def of(
+        cls,
+        position: int,
+        pages: StoreCheckpoint,
+        to_state: Callable[[StoreCheckpoint], StoreState],
+    ) -> InPool:
+        """Hold the pages of a text that had been read up to a position."""
+        return cls(position, pages, to_state, replace(to_state(pages), sections=iter(())))
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of those parts that are not in the pool."""
+        return self.pages.n_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether entries are lost, because someone has changed the file that had them."""
+        return self.pages.is_lost
+
+    def copy(self) -> InPool:
+        """Return another owner of the same pages."""
+        return replace(self, pages=self.pages.copy())
+
+    def drop(self) -> None:
+        """Give the pages back."""
+        self.pages.drop()
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Hold what a store has kept of a text, in memory or in a file."""
+
+    position: int
+    shift: int
+    state: StoreState
+    """The state, whose sections were read."""
+    sections: Sequence[bytes] | BinaryIO
+    """The sections, or a file without a name, which disappears with the process in any case."""
+    is_lost: bool = False
+    """True if entries were lost before it left the pool."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all sections."""
+        return sum(self.state.section_bytes)
+
+    def saved(self) -> SavedState:
+        """Return the state with sections that may be changed.
+
+        Raises PoolError if its file cannot be read, and SessionFileError for lost entries.
+        """
+        if self.is_lost:
+            raise SessionFileError(LOST)
+        state, held = self.state, self.sections
+        if isinstance(held, Sequence):
+            sections = [bytearray(section) for section in held]
+        else:
+            held.seek(0)
+            sections = [bytearray(held.read(n)) for n in state.section_bytes]
+        if [len(section) for section in sections] != state.section_bytes:
+            raise PoolError(
+                "a swapped out conversation cannot be read any more; read its text again"
+            )
+        return SavedState(
+            self.position,
+            state.entries,
+            state.evicted,
+            self.shift,
+            sections,
+            state.recalls_now,
+            state.whole_from,
+        )
+
+    def copy(self) -> Outside:
+        """Return another owner of the same sections; raises PoolError if no file can be opened."""
+        if isinstance(self.sections, Sequence):
+            return self
+        try:
+            return replace(self, sections=os.fdopen(os.dup(self.sections.fileno()), "rb"))
+        except OSError as error:
+            raise PoolError(
+                f"a swapped out conversation cannot be opened once more ({error.strerror})"
+            ) from error
+
+    def drop(self) -> None:
+        """Close the file."""
+        if not isinstance(self.sections, Sequence):
+            self.sections.close()
+
+
+@dataclass(eq=False)
+class KeptText:
+    """Hold a text, and what its store had kept of it when it was last read."""
+
+    text: TokenSequence
+    is_checkpoint: bool = False
+    """True if it may be dropped; False if its session goes on with it."""
+    tenant: Hashable = None
+    """Whose sessions may go on from a checkpoint."""
+    tier: InPool | Outside = field(init=False)
+    """What its store had kept, and where it is."""
+    awaits_prediction: bool = field(default=False, init=False)
+    """True if it is older than the predictor of its model; then its scores are predicted at swap
+    in.
+    """
+
+    @property
+    def position(self) -> int:
+        """Return how many tokens had been read."""
+        return self.tier.position
+
+    @property
+    def n_entries(self) -> int:
+        """Return how many entries all KV heads hold."""
+        return sum(map(sum, self.tier.state.entries))
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes outside the pool; of a checkpoint also those of its text and logits."""
+        return self.tier.n_bytes + (self.text.n_bytes if self.is_checkpoint else 0)
+
+    @property
+    def n_pages(self) -> int:
+        """Return how many pages of the pool it holds, including pages that it shares."""
+        tier = self.tier  # Read it once, because another thread may change it.
+        return tier.pages.n_pages if isinstance(tier, InPool) else 0
+
+
+class KeptTexts:
+    """Keep the texts of one pool; those that leave it go to `ram` or `disk:DIR`.
+
+    All that texts of idle sessions would take there is at most `swap_limit` bytes, so that each can
+    leave the pool at any time. Checkpoints take at most `checkpoint_limit` bytes outside the pool,
+    with their tokens and logits; 0 keeps none. Raises SettingsError for any other place, a
+    directory that cannot be used, and impossible limits. It must be used between two steps.
+    """
+
+    can_be_cut = True
+    """False if layers are recurrent: then nothing goes on from a part of a checkpoint."""
+
+    def __init__(
+        self,
+        where: str = RAM,
+        swap_limit: str | int | None = None,
+        checkpoint_limit: str | int = 0,
+    ) -> None:
+        """Check the place and the limits, in bytes or text such as `1GiB`; None means no limit."""
+        n_bytes = parse_bytes(swap_limit) if isinstance(swap_limit, str) else swap_limit
+        if swap_limit is not None and (isinstance(n_bytes, bool) or not n_bytes or n_bytes < 1):
+            raise SettingsError(f"swap_limit cannot be {swap_limit!r}; give bytes such as 1GiB")
+        self._swap_limit = n_bytes
+        limit = 0 if checkpoint_limit == "0" else checkpoint_limit  # The command line passes text.
+        most = parse_bytes(limit) if isinstance(limit, str) else limit
+        if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+            raise SettingsError(
+                f"the limit of checkpoints cannot be {limit!r}; give bytes such as 64MiB, or 0"
+            )
+        self.checkpoint_limit = most
+        self._texts: PrefixIndex[KeptText] = PrefixIndex()
+        """All texts; only checkpoints are found by their tokens."""
+        self._staying: KeptText | None = None
+        self._directory: Path | None = None
+        if where.startswith(DISK) and where != DISK:
+            self._directory = Path(where[len(DISK) :])
+            if not self._directory.is_dir():
+                raise SettingsError(f"{self._directory}: is not a directory; give an existing one")
+        elif where != RAM:
+            raise SettingsError(f"swap cannot be {where!r}; use ram or disk:DIRECTORY")
+
+    @property
+    def checkpoints(self) -> list[KeptText]:
+        """Return the checkpoints, the least recently used first."""
+        return [each for each in self._texts if each.is_checkpoint]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return the bytes that checkpoints take outside the pool."""
+        return sum(each.n_bytes for each in self.checkpoints)
+
+    @property
+    def swapped_out(self) -> list[KeptText]:
+        """Return the texts of idle sessions, in the order in which they were swapped out."""
+        return [each for each in self._texts if not each.is_checkpoint]
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Return the bytes that texts of idle sessions take outside the pool."""
+        return sum(each.n_bytes for each in self.swapped_out)
+
+    # --- keep and drop ----------------------------------------------------------------------------
+
+    def keep(self, kept: KeptText, tier: InPool | Outside) -> KeptText:
+        """Keep a text; if there is no room for it outside the pool, drops it and raises PoolError.
+
+        A checkpoint replaces the tenant's earlier one of the same text.
+        """
+        kept.tier = tier
+        try:
+            self._check_room(kept, tier.state, kept.n_bytes)
+        except PoolError:
+            tier.drop()
+            raise
+        if not kept.is_checkpoint:
+            self._texts.add(kept, array("i"))
+            return kept
+        tokens, tenant = kept.text.tokens, kept.tenant
+        for each in self._texts.same(tokens, tenant):
+            self.drop(each)
+        self._texts.add(kept, tokens, tenant)
+        excess = self.checkpoint_bytes - self.checkpoint_limit
+        for each in self.checkpoints:
+            if excess <= 0:
+                break
+            excess -= each.n_bytes
+            self.drop(each)
+        return kept
+
+    def put(self, kept: KeptText, position: int, shift: int, state: StoreState) -> KeptText:
+        """Keep a text whose state has no pages; raises PoolError as keep() does."""
+        self._check_room(kept, state, sum(state.section_bytes))
+        return self.keep(kept, self._outside(position, shift, state))
+
+    def copy(self, source: KeptText, kept: KeptText) -> KeptText:
+        """Keep what is kept of another text for this one, too; raises PoolError as keep() does."""
+        kept.awaits_prediction = source.awaits_prediction
+        return self.keep(kept, source.tier.copy())
+
+    def drop(self, kept: KeptText) -> None:
+        """Remove a text, and everything that was kept of it."""
+        self._texts.remove(kept)
+        kept.tier.drop()
+
+    def drop_checkpoints(self) -> None:
+        """Drop all checkpoints."""
+        for each in self.checkpoints:
+            self.drop(each)
+
+    def await_prediction(self) -> None:
+        """Mark all texts as older than the predictor."""
+        for each in self._texts:
+            each.awaits_prediction = True
+
+    def _check_room(self, kept: KeptText, state: StoreState, n_bytes: int) -> None:
+        """Raise PoolError for a checkpoint that takes too many bytes alone, and for a text of a
+        session that could not leave the pool.
+        """
+        limit = self.checkpoint_limit if kept.is_checkpoint else self._swap_limit
+        if not kept.is_checkpoint and limit is not None:
+            states = [state, *(each.tier.state for each in self.swapped_out)]
+            n_bytes = sum(sum(each.section_bytes) for each in states)
+        if limit is not None and n_bytes > limit:
+            raise PoolError(
+                f"{n_bytes} bytes of swapped out conversations are more than the limit of "
+                f"{limit}; close some, or give a larger limit (swap_limit)"
+            )
+
+    # --- find -------------------------------------------------------------------------------------
+
+    def nearest(
+        self, tokens: Sequence[int], tenant: Hashable, demand: Demand
+    ) -> tuple[KeptText | None, int]:
+        """Return the tenant's checkpoint that saves most reading, and how many tokens; (None, 0) if
+        none.
+
+        Checkpoints of others are not examined, so that the time does not reveal whether they exist.
+        """
+        prompt, lost = array("i", tokens), []
+
+        def saved(kept: KeptText, shared: int) -> int:
+            if kept.tier.is_lost:
+                lost.append(kept)
+                return 0
+            held = HeldText.of(
+                kept.text, lambda place: self.can_be_cut and kept.tier.state.whole_from <= place
+            )
+            return reuse_of(held, prompt, demand, shared).position
+
+        best, most = self._texts.nearest(prompt, tenant, saved)
+        for each in lost:
+            self.drop(each)
+        if best is not None:
+            self._texts.touch(best)
+        return best, most
+
+    # --- tiers ------------------------------------------------------------------------------------
+
+    def make_room(self) -> bool:
+        """Let the text whose turn it is leave the pool: a checkpoint if there is one, and of
+        several the least recently used. Returns False if none is in the pool.
+
+        A checkpoint without room elsewhere is dropped. Raises PoolError if there is no room for the
+        text of a session; then nothing has changed.
+        """
+        for kept in (*self.checkpoints, *self.swapped_out):
+            if isinstance(kept.tier, Outside) or kept is self._staying:
+                continue
+            if not kept.is_checkpoint:
+                self.leave_pool(kept)
+                return True
+            more = sum(kept.tier.state.section_bytes) - kept.tier.n_bytes
+            fits = self.checkpoint_bytes + more <= self.checkpoint_limit
+            if fits:
+                try:
+                    self.leave_pool(kept)
+                except PoolError:
+                    fits = False
+            if not fits:  # The text can be read again.
+                self.drop(kept)
+            return True
+        return False
+
+    def leave_pool(self, kept: KeptText) -> None:
+        """Copy a text from the pool to memory or disk; raises PoolError."""
+        tier = kept.tier
+        if isinstance(tier, InPool):
+            state = tier.to_state(tier.pages)
+            left = self._outside(tier.position, tier.pages.shift, state)
+            kept.tier = replace(left, is_lost=tier.is_lost)
+            tier.drop()
+
+    @contextmanager
+    def staying(self, kept: KeptText) -> Iterator[None]:
+        """Keep a text in the pool while it is being swapped in."""
+        self._staying = kept
+        try:
+            yield
+        finally:
+            self._staying = None
+
+    def _outside(self, position: int, shift: int, state: StoreState) -> Outside:
+        if self._directory is None:
+            return Outside(position, shift, state, [bytes(each) for each in state.sections])
+        try:
+            file: BinaryIO = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  (it stays open)
+            file.writelines(state.sections)
+            file.flush()
+        except OSError as error:
+            raise PoolError(
+                f"{self._directory}: a conversation cannot be swapped out there "
+                f"({error.strerror}); free some, or give another directory (swap)"
+            ) from error
+        return Outside(position, shift, state, file)
