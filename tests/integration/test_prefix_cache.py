@@ -20,6 +20,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import Caller
 from entropykv.session.prefix_index import common_prefix
+from entropykv.session.reuse import Demand, reuse_of
 from entropykv.session.session import Session
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
@@ -71,10 +72,8 @@ def turn(
     session = prefix_cache.take(tokens, caller)
     shared = common_prefix(session.tokens, tokens)
     if shared < session.position and not session.text.return_to_checkpoint(tokens, repeatable=True):
-        end = len(tokens) + n
-        session.text.truncate(
-            session.text.held().repeatable_from(min(shared, len(tokens) - 1), end)
-        )
+        demand = Demand(end=len(tokens) + n)
+        session.text.truncate(reuse_of(session.text.held(), tokens, demand).position)
     before = session.position
     if before < len(tokens):
         read(prefix_cache, session, tokens)

@@ -37,13 +37,16 @@ class FakeCache:
     def length_of(self, caller: Caller) -> int:
         return len(self.text) if caller == self.caller else 0
 
-    def save(self, _: Caller, path: Path) -> None:
+    def save(self, caller: Caller, path: Path) -> str | None:
+        if not self.length_of(caller):
+            return None
         self.calls.append("save")
         if self.broken:
             raise EntropyKVError("the last decode failed half-way; call reset() first")
         part = path.with_suffix(".part")
         part.write_text(self.text)
         part.replace(path)
+        return self.text
 
     def load(self, caller: Caller, path: Path) -> None:
         self.calls.append("load")

@@ -39,8 +39,6 @@ class Reuse:
 
     position: int
     """How many tokens of the prompt are not read again."""
-    n_read: int
-    """How many tokens of the prompt are left to read."""
     shared: int
     """How many tokens the prompt and the text have in common."""
     source: ReuseSource
@@ -108,22 +106,6 @@ class HeldText:
         """Tell whether it is certain that nothing is evicted before the text has `end` tokens."""
         return min(end, self.n_ctx) <= self.n_sure
 
-    def cut_before(self, position: int) -> int:
-        """Return the last position up to `position` where reading the text started a micro-batch.
-
-        It is 0 if the text cannot be rolled back there.
-        """
-        begin = self.parts.begin_before(position)
-        return begin if self.can_return_to(begin) else 0
-
-    def repeatable_from(self, position: int, end: int) -> int:
-        """Return the last position up to `position` from which the text is read as it is from 0.
-
-        It is 0 if something may be evicted before `end`, because then the kept entries depend on
-        all earlier queries.
-        """
-        return self.cut_before(position) if self.keeps_all_until(end) else 0
-
     def leads_back_to_prompt(self, position: int, end: int) -> bool:
         """Tell whether the last prompt ended at `position`, and all its entries are kept until
         `end`.
@@ -171,7 +153,7 @@ def reuse_of(
         shared = min(shared, held.parts.begin_of_prompt)
 
     def reuse(position: int, source: ReuseSource, why: str) -> Reuse:
-        return Reuse(position, n_tokens - position, shared, source, why)
+        return Reuse(position, shared, source, why)
 
     has_end = shared < n_tokens or held.has_logits or not demand.needs_logits
     if 0 < shared == held.position and has_end:

@@ -74,7 +74,7 @@ class SessionText:
         """Roll back to the end of the last prompt, and restore its logits.
 
         Returns False, and changes nothing, if the last prompt did not end at `position`, or if
-        something may be evicted before `end`: see HeldText.repeatable_from().
+        something may be evicted before `end`: see HeldText.keeps_all_until().
         """
         logits = self._slot.text.parts.logits_at(position)
         if logits is None or not self.held().leads_back_to_prompt(position, end):

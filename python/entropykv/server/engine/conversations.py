@@ -74,11 +74,10 @@ class Conversations:
     def leave(self, caller: Caller) -> None:
         """Save a conversation after its turn; an error only means that it must be read again."""
         self._held.pop(caller, None)
-        if not self._prefix_cache.length_of(caller):
-            return  # The generation failed; the file of the previous turn is better.
         path = self.path(caller)
         try:
-            self._prefix_cache.save(caller, path)
+            if self._prefix_cache.save(caller, path) is None:
+                return  # The generation failed; the file of the previous turn is better.
         except EntropyKVError as error:
             _logger.warning("%s", error)
             return

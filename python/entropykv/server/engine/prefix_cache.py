@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -506,20 +505,6 @@ class PrefixCache:
         for each in gone:
             each.session.close()
 
-    @contextmanager
-    def _apart(self, choose: Callable[[], _Conversation | None]) -> Iterator[Session | None]:
-        """Take a conversation out of the cache meanwhile, so that no request can use it."""
-        with self._lock:
-            kept = choose()
-            if kept is not None:
-                self._kept.remove(kept)
-        try:
-            yield None if kept is None else kept.session
-        finally:
-            if kept is not None:
-                with self._lock:
-                    self._add(kept)
-
     def put(self, session: Session, caller: Caller, answer_place: int = 0) -> None:
         """Keep a conversation for its next turn.
 
@@ -549,33 +534,37 @@ class PrefixCache:
     def length_of(self, caller: Caller) -> int:
         """Return how many tokens a caller's conversation has; 0 if there is none."""
         with self._lock:
-            last = self._last(caller)
+            last = self._of(caller)
             return 0 if last is None else len(self._kept.tokens(last))
 
-    def save(self, caller: Caller, path: Path) -> None:
-        """Save a caller's conversation to a file; no request can use it meanwhile.
+    def save(
+        self, caller: Caller, path: Path, session: Session | None = None
+    ) -> SavedContents | None:
+        """Save a caller's latest conversation to a file, or that of a session; no request can use
+        it meanwhile. Returns None if it is not kept.
 
-        Raises SessionFileError, or PoolError if it was dropped.
+        Raises SessionFileError.
         """
-        with self._apart(lambda: self._last(caller)) as session:
-            if session is None:
-                raise PoolError(
-                    f"the conversation {caller.name!r} was forgotten for others; read it again"
-                )
-            session.files.save(path)
+        with self._lock:
+            kept = self._of(caller, session)
+            if kept is None:
+                return None
+            self._kept.remove(kept)
+        try:
+            return kept.session.files.save(path)
+        finally:
+            with self._lock:
+                self._add(kept)
 
-    def load(self, caller: Caller, path: Path) -> None:
-        """Replace a caller's conversation by the content of a file.
+    def load(self, caller: Caller, path: Path, *, replaces: bool = True) -> Session:
+        """Load a file as a caller's conversation, which takes the place of all others of the caller
+        if it `replaces` them.
 
         Raises SessionFileError, or PoolError if there is no room for it.
         """
         session = self._loaded(caller, path)
-        self._drop(lambda each: each.caller == caller and each.document is None)
-        self.put(session, caller)
-
-    def load_one(self, caller: Caller, path: Path) -> Session:
-        """Load a file as an additional conversation of a caller; raises the errors of load()."""
-        session = self._loaded(caller, path)
+        if replaces:
+            self._drop(lambda each: each.caller == caller and each.document is None)
         self.put(session, caller)
         return session
 
@@ -591,17 +580,10 @@ class PrefixCache:
             raise
         return session
 
-    def save_one(self, session: Session, caller: Caller, path: Path) -> SavedContents | None:
-        """Save a conversation to a file if it exists and belongs to the caller's key; returns None
-        if not.
-        """
-        with self._apart(lambda: self._of_key(session, caller)) as found:
-            return None if found is None else found.files.save(path)
-
-    def erase_one(self, session: Session, caller: Caller) -> int:
-        """Drop a conversation of the caller's key; returns its tokens, 0 if it does not exist."""
+    def forget(self, caller: Caller, session: Session) -> int:
+        """Drop the conversation of a session; returns its tokens, 0 if it is not kept."""
         with self._lock:
-            kept = self._of_key(session, caller)
+            kept = self._of(caller, session)
             if kept is None:
                 return 0
             self._kept.remove(kept)
@@ -609,17 +591,18 @@ class PrefixCache:
         session.close()
         return n_tokens
 
-    def _of_key(self, session: Session, caller: Caller) -> _Conversation | None:
-        """Return a conversation if it is kept and belongs to the caller's key; `_lock` is held."""
-        for kept in self._kept:
-            if kept.session is session and kept.caller.user == caller.user:
-                return kept
-        return None
-
-    def _last(self, caller: Caller) -> _Conversation | None:
-        """Return the caller's latest conversation; after an edit, the former one is kept, too."""
-        own = [each for each in self._kept if each.caller == caller and each.document is None]
-        return own[-1] if own else None
+    def _of(self, caller: Caller, session: Session | None = None) -> _Conversation | None:
+        """Return the conversation of a session if it belongs to the caller's key, or else the
+        caller's latest one: after an edit, the former one is kept, too. `_lock` is held.
+        """
+        found = None
+        for each in self._kept:
+            if session is None:
+                fits = each.caller == caller and each.document is None
+            else:
+                fits = each.session is session and each.caller.user == caller.user
+            found = each if fits else found
+        return found
 
     def forget_one(self) -> bool:
         """Close the least recently used conversation; returns False if there is none."""

@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import quote
@@ -66,12 +65,12 @@ class SlotFiles:
 
         def call(_: Answering) -> dict[str, Any]:
             start = time.perf_counter()
+            if path is None:
+                return {"id_slot": number, "n_erased": _erase(slot, prefix_cache, caller)}
             try:
-                done = _ACTIONS[action](slot, prefix_cache, caller, path)
+                done = _save_or_restore(action, slot, prefix_cache, caller, path)
             except EntropyKVError as error:  # Clients must not learn the paths of files.
                 raise RequestError(400, str(error).replace(str(path), str(name))) from None
-            if path is None:
-                return {"id_slot": number, **done}
             took = round(1000 * (time.perf_counter() - start), 3)
             timings = {f"{action}_ms": took}
             return {"id_slot": number, "filename": name, **done, "timings": timings}
@@ -120,54 +119,38 @@ def _n_files(folder: Path) -> int:
     return sum(each.is_file() for each in folder.iterdir())
 
 
-def _save(
-    slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
+def _save_or_restore(
+    action: Action, slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, path: Path
 ) -> dict[str, Any]:
-    """Save the caller's conversation in a slot; raises RequestError if there is none."""
-    if path is None:
-        raise _without_a_name()
+    """Save the conversation in a slot, or load a file into it, so that later requests can reuse its
+    text.
+
+    Raises RequestError if there is no conversation of the caller.
+    """
+    if action == "restore":
+        slot.latest = prefix_cache.load(caller, path, replaces=False)
+        return {"n_restored": slot.latest.position, "n_read": path.stat().st_size}
     latest = slot.latest
-    contents = None if latest is None else prefix_cache.save_one(latest, caller, path)
+    contents = None if latest is None else prefix_cache.save(caller, path, latest)
     if contents is None:
         raise _holds_nothing()
     return {"n_saved": contents.n_tokens, "n_written": path.stat().st_size}
 
 
-def _restore(
-    slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, path: Path | None
-) -> dict[str, Any]:
-    """Load a file into a slot, so that later requests can reuse its text."""
-    if path is None:
-        raise _without_a_name()
-    slot.latest = prefix_cache.load_one(caller, path)
-    return {"n_restored": slot.latest.position, "n_read": path.stat().st_size}
-
-
-def _erase(
-    slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, _: Path | None
-) -> dict[str, Any]:
-    """Remove the caller's conversation from a slot; raises RequestError if there is none."""
-    erased = 0 if slot.latest is None else prefix_cache.erase_one(slot.latest, caller)
+def _erase(slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller) -> int:
+    """Remove the caller's conversation from a slot; returns its tokens, or raises RequestError if
+    there is none.
+    """
+    erased = 0 if slot.latest is None else prefix_cache.forget(caller, slot.latest)
     if not erased:
         raise _holds_nothing()
-    return {"n_erased": erased}
-
-
-_ACTIONS: dict[Action, Callable[[AnswerSlot, PrefixCache, Caller, Path | None], dict[str, Any]]] = {
-    "save": _save,
-    "restore": _restore,
-    "erase": _erase,
-}
+    return erased
 
 
 def _holds_nothing() -> RequestError:
     return RequestError(
         400, "the slot holds no conversation of yours, or is answering it; ask for /slots"
     )
-
-
-def _without_a_name() -> RequestError:
-    return RequestError(400, "filename: the body must have it", param="filename")
 
 
 def slot_file_routes(models: ModelRegistry, directory: str | None) -> APIRouter:
