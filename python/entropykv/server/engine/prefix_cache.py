@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,35 +60,15 @@ class _Prompt:
     reads_question: bool
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _WaitingPrompt:
     """Hold a prompt that waits for a copy of what another one has read."""
 
     tokens: array[int]
     shared: int
     """How many tokens both prompts have in common."""
-    done: bool = False
-    """True once it need not wait any more, with or without a copy."""
-    gone: bool = False
-    """True once the copy is not needed any more."""
-    copy: Session | None = None
-    goes_on_at: int = 0
-    """The position up to which the copy is useful."""
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Hold the session chosen for a prompt, and the steps to take before it reads the prompt."""
-
-    session: Session
-    is_new: bool = False
-    """True if it has read nothing yet."""
-    near: _Conversation | None = None
-    """The conversation whose copy would save most reading."""
-    spared: int = 0
-    """How many tokens that copy would save."""
-    goes_back_to: int | None = None
-    """The position where its text differs from the prompt."""
+    copy: Future[tuple[Session, int] | None] = field(default_factory=Future)
+    """The copy, and the position up to which it is useful; None if there is none."""
 
 
 class PrefixCache:
@@ -102,7 +84,6 @@ class PrefixCache:
         self._most = most
         self._shared_prefixes = shared_prefixes
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._prompts: PrefixIndex[Session] = PrefixIndex()
         """The prompts that are being read, by the sessions that read them."""
         self._waiting: dict[Session, list[_WaitingPrompt]] = {}
@@ -144,13 +125,9 @@ class PrefixCache:
         prompt = _Prompt(
             array("i", tokens), caller, tenant, continues, document, n_document, reads_question
         )
-        start = self._started(prompt, check)
-        session = start.session
-        try:
-            if start.goes_back_to is not None:
-                _go_back(session, start.goes_back_to)
-            elif start.is_new:  # This may take long, but no other prompt waits for it.
-                session = self._going_on_from_others(start, prompt)
+        session, complete = self._started(prompt, check)
+        try:  # This may take long, but no other prompt waits for it.
+            session = complete()
         except BaseException:
             self.gives_up(session)
             session.close()
@@ -158,43 +135,45 @@ class PrefixCache:
         session.name = caller.name
         return session
 
-    def _started(self, prompt: _Prompt, check: Callable[[], object] | None) -> _Start:
-        """Return the session for a prompt, once it need not wait; from now on, others may wait for
-        it.
+    def _started(
+        self, prompt: _Prompt, check: Callable[[], object] | None
+    ) -> tuple[Session, Callable[[], Session]]:
+        """Return a session for a prompt, once it need not wait, and a function that returns the one
+        that goes on from most of it. From now on, others may wait for what it reads.
         """
         asked: set[Session] = set()
         while True:
             with self._lock:
                 reader, waiting_prompt = self._worth_waiting_for(prompt, asked)
                 if reader is None:
-                    start = self._start(prompt)
-                    self._begin_reading(start.session, prompt.tokens)
-                    return start
-                waiting = self._waiting[reader]
-                waiting.append(waiting_prompt)
+                    session, complete = self._start(prompt)
+                    self._begin_reading(session, prompt.tokens)
+                    return session, complete
+                self._waiting[reader].append(waiting_prompt)
             asked.add(reader)
-            self._wait(waiting_prompt, waiting, check)
-            if waiting_prompt.copy is not None:
+            found = self._awaited(waiting_prompt, check)
+            if found is not None:
                 with self._lock:
-                    self._begin_reading(waiting_prompt.copy, prompt.tokens)
+                    self._begin_reading(found[0], prompt.tokens)
                     self.forked += 1
-                return _Start(waiting_prompt.copy, goes_back_to=waiting_prompt.goes_on_at)
+                return found[0], partial(_gone_back, *found)
 
-    def _start(self, prompt: _Prompt) -> _Start:
+    def _start(self, prompt: _Prompt) -> tuple[Session, Callable[[], Session]]:
         if self._pool.holds_one:
-            return self._in_the_only_place(prompt)
+            session = self._in_the_only_place(prompt)
+            return session, lambda: session
         own = self._going_on(prompt)
         if own is not None:
             self._kept.remove(own)
             self.resumed += 1
-            return _Start(own.session)
+            return own.session, lambda: own.session
         session = self._pool.session(tenant=prompt.tenant)
-        if prompt.document is not None:
-            return _Start(session, is_new=True)
-        near, spared = self._nearest(prompt)
-        return _Start(session, is_new=True, near=near, spared=spared)
+        near, spared = None, 0
+        if prompt.document is None:
+            near, spared = self._nearest(prompt)
+        return session, partial(self._going_on_from_others, session, prompt, near, spared)
 
-    def _in_the_only_place(self, prompt: _Prompt) -> _Start:
+    def _in_the_only_place(self, prompt: _Prompt) -> Session:
         """Return the only conversation, which the reader truncates to what the prompt continues.
 
         A text of another tenant is discarded, because the time would reveal how much of it the
@@ -205,18 +184,20 @@ class PrefixCache:
             self._kept.remove(kept)
             if self._tenant(kept.caller) == prompt.tenant:
                 self.resumed += shared > 1
-                return _Start(kept.session)
+                return kept.session
             kept.session.close()
             self.forgotten += 1
-        return _Start(self._pool.session(tenant=prompt.tenant))
+        return self._pool.session(tenant=prompt.tenant)
 
-    def _going_on_from_others(self, start: _Start, prompt: _Prompt) -> Session:
+    def _going_on_from_others(
+        self, session: Session, prompt: _Prompt, near: _Conversation | None, spared: int
+    ) -> Session:
         """Return a new session at the checkpoint, or a copy of the conversation, that saves most
         reading.
 
         It is an empty session if there is neither.
         """
-        session, beyond = start.session, max(start.spared, LEAST_SPARED) - 1
+        beyond = max(spared, LEAST_SPARED) - 1
         if prompt.document is not None:
             copy = self._copy_of_document(prompt.document, prompt.caller)
             with self._lock:
@@ -228,7 +209,7 @@ class PrefixCache:
             with self._lock:
                 self.forked += 1
             return session
-        return self._copy_of_kept(start.near, prompt.caller, session) or session
+        return self._copy_of_kept(near, prompt.caller, session) or session
 
     def _tenant(self, caller: Caller) -> Caller:
         return caller.tenant(shared_prefixes=self._shared_prefixes)
@@ -398,27 +379,21 @@ class PrefixCache:
         worth = most >= max(known, spared, prompt.n_document) + max(_WORTH_WAITING, piece)
         return (reader if worth else None), waiting_prompt
 
-    def _wait(
-        self,
-        waiting_prompt: _WaitingPrompt,
-        waiting: list[_WaitingPrompt],
-        check: Callable[[], object] | None,
-    ) -> None:
+    @staticmethod
+    def _awaited(
+        waiting_prompt: _WaitingPrompt, check: Callable[[], object] | None
+    ) -> tuple[Session, int] | None:
+        """Wait for a copy; what `check` raises ends it."""
+        copy = waiting_prompt.copy
         try:
-            while not waiting_prompt.done:
-                with self._changed:
-                    if not waiting_prompt.done:
-                        self._changed.wait(_CHECK_INTERVAL)
+            while not wait([copy], _CHECK_INTERVAL).done:
                 if check is not None:
                     check()
         except BaseException:
-            with self._lock:
-                waiting_prompt.gone = True
-                if waiting_prompt in waiting:
-                    waiting.remove(waiting_prompt)
-            if waiting_prompt.copy is not None:
-                waiting_prompt.copy.close()
+            if not copy.cancel() and (found := copy.result()) is not None:
+                found[0].close()
             raise
+        return copy.result()
 
     def _begin_reading(self, session: Session, tokens: array[int]) -> None:
         self._prompts.add(session, tokens, session.tenant)
@@ -440,55 +415,46 @@ class PrefixCache:
 
         Prompts that differ before the end of these tokens get copies of what was read so far.
         """
-        if waiting := self._waiting.get(session):
-            end = session.position + n_tokens
-            self._hand_over(session, waiting, lambda waiting_prompt: waiting_prompt.shared < end)
+        if not self._waiting.get(session):
+            return
+        end = session.position + n_tokens
+        with self._lock:
+            waiting = self._waiting[session]
+            due = [each for each in waiting if each.shared < end]
+            waiting[:] = [each for each in waiting if each.shared >= end]
+        self._hand_over(session, due)
 
     def has_read(self, session: Session) -> None:
         """Record, in the reading thread, that the prompt of a session was read to its end."""
         with self._lock:
             waiting = self._end_reading(session)
-        if waiting:
-            self._hand_over(session, waiting, lambda _: True)
+        self._hand_over(session, waiting)
 
     def gives_up(self, session: Session) -> None:
         """Record that the prompt of a session is not read any further, if it was being read."""
-        with self._changed:
-            for waiting_prompt in self._end_reading(session):
-                waiting_prompt.done = True
-            self._changed.notify_all()
-
-    def _hand_over(
-        self,
-        session: Session,
-        waiting: list[_WaitingPrompt],
-        is_due: Callable[[_WaitingPrompt], bool],
-    ) -> None:
         with self._lock:
-            due = [each for each in waiting if is_due(each)]
-            waiting[:] = [each for each in waiting if each not in due]
+            waiting = self._end_reading(session)
+        self._release(waiting)
+
+    def _hand_over(self, session: Session, waiting: list[_WaitingPrompt]) -> None:
+        """Give waiting prompts copies of what a session has read."""
         try:
-            for waiting_prompt in due:
-                self._give_copy(session, waiting_prompt)
+            while waiting:
+                each = waiting.pop(0)
+                if each.copy.set_running_or_notify_cancel():
+                    found = None
+                    try:
+                        found = _copy_for(session, each.tokens)
+                    finally:
+                        each.copy.set_result(found)
         finally:
-            with self._changed:
-                for waiting_prompt in due:
-                    waiting_prompt.done = True
-                self._changed.notify_all()
+            self._release(waiting)
 
-    def _give_copy(self, session: Session, waiting_prompt: _WaitingPrompt) -> None:
-        place = _place_in(session, waiting_prompt.tokens, is_read=True)
-        if place < LEAST_SPARED:
-            return
-        try:
-            copy = session.fork()
-        except (EntropyKVError, MemoryError):
-            return  # There is no room for a copy: the waiting prompt is read separately.
-        with self._lock:
-            if not waiting_prompt.gone:
-                waiting_prompt.copy, waiting_prompt.goes_on_at = copy, place
-                return
-        copy.close()
+    @staticmethod
+    def _release(waiting: list[_WaitingPrompt]) -> None:
+        for each in waiting:
+            if each.copy.set_running_or_notify_cancel():
+                each.copy.set_result(None)
 
     # --- between two requests ---------------------------------------------------------------------
 
@@ -640,12 +606,26 @@ def _place_in(
     return reuse_of(session.text.held(), tokens, Demand(end=end), shared).position
 
 
-def _go_back(copy: Session, position: int) -> None:
-    """Roll a copy back to the position where texts differ, or to the start if there is no
-    room now.
+def _copy_for(session: Session, tokens: array[int]) -> tuple[Session, int] | None:
+    """Return a copy of a session for a prompt, and the position up to which it is useful; None if
+    it saves too little, or without room: then the prompt is read separately.
+    """
+    place = _place_in(session, tokens, is_read=True)
+    if place < LEAST_SPARED:
+        return None
+    try:
+        return session.fork(), place
+    except (EntropyKVError, MemoryError):
+        return None
+
+
+def _gone_back(copy: Session, position: int) -> Session:
+    """Roll a copy back to the position where texts differ, or to the start if there is no room
+    now; returns it.
     """
     if position < copy.position:
         try:
             copy.text.truncate(position)
         except (PoolError, ContextError):
             copy.text.truncate(0)
+    return copy
