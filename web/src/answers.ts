@@ -18,8 +18,11 @@ const LEAST_SECONDS = 0.05;
 // How many passages of a document are shown under an answer.
 const PASSAGES = 4;
 
-const wholeText = (message: Message): string =>
-  [...(message.attachments ?? []).map((each) => each.text), message.text].join("\n").trim();
+// An answer is sent as it came: a next turn goes on with it only if it is the same to the space.
+const wholeText = ({ role, text, attachments }: Message): string =>
+  role === "assistant"
+    ? text
+    : [...(attachments ?? []).map((each) => each.text), text].join("\n").trim();
 
 function titleOf(message: Message): string {
   const text = message.text.trim() || message.attachments?.[0]?.name || "";
