@@ -576,6 +576,24 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
         server.end()
 
 
+def test_a_chat_of_two_turns_is_one_conversation(browser: Any) -> None:
+    """The model has no chat template, and the answer begins with a space, which is sent back."""
+    server = Server("--parallel", 3, usual=("--kv-budget", "1MiB", "-c", 2048, "-t", 1))
+    watched = Watched(browser, server.url, **CONTEXT)
+    try:
+        watched.settings(Temperature=0, Longest_answer=8)
+        for text in ("Tell me about the sea and the ships.", "And the wind?"):
+            watched.ask(text)
+            watched.finished()
+        metrics = server.get("/metrics").text
+        assert "entropykv_resumed_total 1" in metrics
+        assert "entropykv_forked_total 0" in metrics
+        assert len(server.kv()["conversations"]) == 1
+        watched.check(LOADING)
+    finally:
+        server.end()
+
+
 def test_a_hundred_thousand_positions(browser: Any, tmp_path: Path) -> None:
     model = tmp_path / "long.gguf"
     write_llama(model, n_layer=1, n_head=2, n_head_kv=2, head_dim=16, weight_type="F32")

@@ -219,14 +219,15 @@ class SharedPool:
         slot.mend()
 
     def keep_checkpoint(self, slot: SequenceSlot, tenant: Hashable) -> None:
-        """Keep a checkpoint of the current content of a sequence, if it is in the pool and the
-        limit of checkpoints allows it.
+        """Keep a checkpoint of the current content of a sequence, if it is in the pool, nothing
+        freezes, and the limit of checkpoints allows it.
 
-        Where pages cannot be shared, it is a copy outside the pool.
+        On a device, where pages cannot be shared, it is a copy outside the pool.
         """
         swapped = slot.swapped
         is_there = slot.live if swapped is None else isinstance(swapped.tier, InPool)
-        if is_there or slot.pooled.copies_checkpoints:
+        shares = is_there and self._config.freezing is None
+        if shares or slot.pooled.copies_checkpoints:
             kept = KeptText(slot.text.to_come_back_to(), is_checkpoint=True, tenant=tenant)
             with suppress(PoolError):
                 self._keep(slot, kept)
