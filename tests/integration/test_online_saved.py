@@ -86,7 +86,7 @@ def test_a_damaged_section_is_refused(uneven_llama: Path, policy: str) -> None:
         session.decode(tokens_for(70, seed=2))
         seen = np.frombuffer(data[start:-16], "<f8")
         for place in (0, 1, len(seen) - 1):
-            for value in (float("nan"), -1.0, float("inf")):
+            for value in (float("nan"), -0.5, float("inf")):
                 changed = bytearray(data)
                 changed[start + 8 * place : start + 8 * place + 8] = struct.pack("<d", value)
                 assert_load_refused(session, signed(bytes(changed)), "that cannot be")

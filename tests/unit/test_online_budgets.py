@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from entropykv import _core
 from entropykv.policy.names import POLICIES
-from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
+from entropykv.policy.online import (
+    LEAST_TOKENS,
+    MeasuredLosses,
+    begins_share,
+    changes_budgets,
+    online_budgets,
+    until_next_share,
+)
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.profile.curves import LossCurves
 from tests.support import reference
@@ -89,7 +97,7 @@ def test_losses_of_any_size_share_in_the_same_way() -> None:
         state = np.concatenate([[0.0, 20.0, 90.0], (factor * losses).ravel()])
         assert online.problem(state) is None
         online.load(state)
-        np.testing.assert_array_equal(online.state(), state)
+        np.testing.assert_array_equal(online.state()[: state.size], state)
         shares.append(online.budgets(plan))
     assert shares[0] == shares[1] == shares[2]
     assert len(set(shares[0] or [])) > 1
@@ -183,7 +191,8 @@ def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
     measured = layers.store.losses().reshape(len(HEADS), -1)  # Nothing was dropped yet.
     np.testing.assert_array_equal(measured[:, np.searchsorted(asked, knots)], held)
     foreseen = measured[:, np.searchsorted(asked, later)]
-    assert online.state().tolist() == [*knots.tolist(), *foreseen.ravel().tolist()]
+    of_losses = online.state()[: -len(HEADS)].tolist()
+    assert of_losses == [*knots.tolist(), *foreseen.ravel().tolist()]
     assert np.all(foreseen >= held)
     assert np.any(foreseen > held) == (growth > 1.0)
 
@@ -207,7 +216,7 @@ def test_nothing_is_measured_where_nothing_can_be_evicted() -> None:
     read(layers.store, [96], (0, 0))
     assert layers.store.losses().size == 0
     online.observe(96, budgets_change=True)
-    assert online.state().size == 0
+    assert online.state().tolist() == [-96.0] * len(HEADS)  # What is held, and no losses.
     assert online.budgets(plan_for(policy, 1.0)) is None
     online.expect(plan_for(policy, 100))
     layers.store.measure_losses(online.knots(1.0))
@@ -215,6 +224,12 @@ def test_nothing_is_measured_where_nothing_can_be_evicted() -> None:
     online.observe(96, budgets_change=True)
     assert online.budgets(plan_for(policy, 1.0)) == [MAX_ENTRIES] * len(HEADS)
     assert online.budgets(plan_for(policy, 100)) is not None
+
+
+def most_entries_that_cannot_be(n: int) -> list[list[float]]:
+    """Return numbers of entries of KV heads, of which one or more are impossible."""
+    one = [40.0] * (n - 1)
+    return [one, [*one, 0.5], [*one, -1.0], [*one, 2.0**31], [*one, float("nan")], [*one, 1.0, 1.0]]
 
 
 def states_that_cannot_be(policy: str) -> list[Any]:
@@ -233,7 +248,8 @@ def states_that_cannot_be(policy: str) -> list[Any]:
     return [
         *(right[:-1], [*right, 1.0], right[1:], [1.0, *right[1:]], [0.0, 0.0, *right[2:]]),
         *([0.0, -5.0, *right[2:]], [0.0, float("nan"), *right[2:]], [*right[:-1], float("nan")]),
-        *([*right[:-1], -1.0], [*right[:-1], float("inf")], [1.0] * n),
+        *([*right[:-1], -1.0], [*right[:-1], float("inf")]),
+        *([*right, *most] for most in most_entries_that_cannot_be(n)),
     ]
 
 
@@ -260,6 +276,53 @@ def test_other_policies_do_not_follow_the_text() -> None:
 def test_budgets_change_with_every_large_micro_batch(n: int, position: int, n_ubatch: int) -> None:
     assert changes_budgets(n, position, max(n, n_ubatch))
     assert not changes_budgets(LEAST_TOKENS - 1, position, max(n, n_ubatch))
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 80), min_size=1, max_size=8))
+def test_where_the_budget_is_shared_again_depends_on_positions(
+    position: int, lengths: list[int]
+) -> None:
+    ends = position + np.cumsum([0, *lengths])
+    read = [(int(end), n) for end, n in zip(ends, lengths, strict=False)]
+    expected = reference.share_positions(read, LEAST_TOKENS)
+    assert [until_next_share(*each) if begins_share(*each) else 0 for each in read] == expected
+
+
+def test_no_head_gets_more_than_it_can_hold() -> None:
+    """What a head cannot hold before the next share, others keep."""
+    plan = plan_for("adaptive", 100)
+    layers, online = adaptive(plan)
+    read(layers.store, [96], HEADS[0])
+    online.observe(96, budgets_change=True)
+    assert online.is_due
+    wanted = online.budgets(plan)
+    assert wanted is not None
+    assert wanted[0] > 96 + 8
+    online.expect_tokens(8)
+    assert online.most == [96 + 8] * len(HEADS)
+    attainable = online.budgets(replace(plan, limits=tuple(online.most)))
+    assert attainable is not None
+    assert max(attainable) == attainable[0] == 96 + 8
+    assert sum(attainable[1:]) > sum(wanted[1:])
+    assert sum(attainable) > 0.95 * 100 * len(HEADS)
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+def test_a_state_says_what_heads_can_hold(is_due: bool) -> None:
+    plan = plan_for("adaptive", 100)
+    layers, online = adaptive(plan)
+    read(layers.store, [96], HEADS[0])
+    online.observe(96, budgets_change=True)
+    online.expect_tokens(7)
+    online.is_due = is_due
+    other = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES)
+    other.load(online.state())
+    assert other.is_due == is_due
+    assert other.most == [96 if is_due else 103] * len(HEADS)
+    np.testing.assert_array_equal(other.state(), online.state())
+    frozen = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, attainable=False)
+    frozen.load(online.state()[: -len(HEADS)])
+    assert frozen.state().size == online.state().size - len(HEADS)
 
 
 @pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])

@@ -27,6 +27,7 @@ budget's.
 """
 LEAST_TOKENS = 32
 """Budgets change at most once in so many tokens, because a few queries show little."""
+_MOST_ENTRIES = 2**31 - 1
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,8 +41,25 @@ def is_observed(n_tokens: int, n_ubatch: int) -> bool:
     return n_tokens >= min(LEAST_TOKENS, n_ubatch)
 
 
+def until_next_share(position: int, n_tokens: int) -> int:
+    """Return how many tokens from `position` on are read before the budget can be shared again.
+
+    A micro-batch of LEAST_TOKENS tokens begins with a share. Smaller ones, such as single tokens of
+    an answer, begin with one where they contain the first of LEAST_TOKENS tokens. This depends only
+    on positions in the text, so that a loaded session behaves equally.
+    """
+    if n_tokens >= LEAST_TOKENS:
+        return n_tokens
+    return -(-(position + n_tokens) // LEAST_TOKENS) * LEAST_TOKENS - position
+
+
+def begins_share(position: int, n_tokens: int) -> bool:
+    """Tell whether a micro-batch may begin with a share: see until_next_share()."""
+    return n_tokens >= LEAST_TOKENS or -position % LEAST_TOKENS < n_tokens
+
+
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
-    """Tell whether budgets change after a micro-batch at `position`.
+    """Tell whether what a micro-batch at `position` shows changes budgets.
 
     Every observed micro-batch changes them; smaller ones change them once in LEAST_TOKENS tokens.
     This depends only on positions in the text, so that a loaded session behaves equally.
@@ -103,8 +121,13 @@ def online_budgets(
     layers: Sequence[_core.LayerShape],
     n_ctx: int,
     profile: EntropyProfile | None = None,
+    *,
+    freezes: bool = False,
 ) -> OnlineBudgets | None:
-    """Return the online budgets of a policy, or None if its budgets do not follow the text."""
+    """Return the online budgets of a policy, or None if its budgets do not follow the text.
+
+    `freezes`: what is evicted may return, so that a KV head can hold more than it has read since.
+    """
     if policy.own is not None:
         follows = type(policy.own).observe is not OwnPolicy.observe
         return OwnBudgets(policy.own, store, layers, n_ctx, profile) if follows else None
@@ -112,7 +135,7 @@ def online_budgets(
         return LayerEntropies(store, layers, n_ctx, policy.rule)
     if policy.rule.by_losses:
         curves = profile.curves if profile is not None and policy.rule.by_curves else None
-        return MeasuredLosses(store, layers, n_ctx, curves)
+        return MeasuredLosses(store, layers, n_ctx, curves, attainable=not freezes)
     return None
 
 
@@ -127,6 +150,10 @@ class MeasuredLosses:
     Loss curves of a profile, if given, count as much as the losses of the text: both are scaled so
     that all KV heads together lose 1 without entries beyond the floor. So a head gets room if
     either of them says that it needs some, and neither can take all of it.
+
+    What is dropped never returns. So a KV head that is to get more than it holds can only fill its
+    share with tokens that come. Shares are therefore `attainable`: no KV head gets more than it
+    holds with the tokens until the next share, and the others keep the rest meanwhile.
     """
 
     tracks_entropies = False
@@ -137,13 +164,23 @@ class MeasuredLosses:
         layers: Sequence[_core.LayerShape],
         n_ctx: int,
         curves: LossCurves | None = None,
+        *,
+        attainable: bool = True,
     ) -> None:
-        """Read losses from a store; see online_budgets()."""
+        """Read losses from a store; see online_budgets(). `attainable`: see the class."""
         self._store = store
+        self.attainable = attainable
+        self.most: list[int] = []
+        """The most entries that every KV head can hold before the next share; empty before the
+        first one.
+        """
+        self.is_due = True
+        """True if the budget must be shared before more tokens than the bytes hold are read."""
+        self._heads = [(i, h) for i, shape in enumerate(layers) for h in range(shape.n_head_kv)]
         self.curves = curves
         """The loss curves of a profile that count, too; None if there are none."""
         self._n_ctx = n_ctx
-        self._n_heads = sum(shape.n_head_kv for shape in layers)
+        self._n_heads = len(self._heads)
         self._next_knots: list[int] = []
         self._asked: list[int] = []
         """The numbers of entries at which the store measures: the knots, and their substitutes for
@@ -199,6 +236,7 @@ class MeasuredLosses:
         now = np.searchsorted(self._asked, self._knots)
         self._losses_of_held = self._of_store(of_held=True)[:, now]
         self._floor, self._curve = self._next_floor, None
+        self.is_due = True
 
     def _of_store(self, *, of_held: bool) -> Floats:
         losses = self._store.losses(of_held) if self._next_knots else np.empty(0)
@@ -208,8 +246,15 @@ class MeasuredLosses:
         """Record the losses by the new scores."""
         self.observe(0, budgets_change=True)
 
+    def expect_tokens(self, n_tokens: int) -> None:
+        """Give no KV head more than it holds with n_tokens more, until this is called again."""
+        self.most = [held + n_tokens for held in self._held()]
+
+    def _held(self) -> list[int]:
+        return [self._store.count(layer, head) for layer, head in self._heads]
+
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return shares for the smallest total loss."""
+        """Return shares for the smallest total loss, within the limits of the plan."""
         if not self._knots.size:
             return None
         most = max(1, self._n_ctx - plan.floor_entries)
@@ -259,29 +304,46 @@ class MeasuredLosses:
         """Forget all measurements, because another text begins."""
         self._knots, self._curve = np.empty(0), None
         self._losses = self._losses_of_held = np.empty((self._n_heads, 0))
+        self.most, self.is_due = [], True
 
     def state(self) -> Floats:
-        """Return the knots, followed by the losses of every head."""
-        return np.concatenate([self._knots, self._losses.ravel()])
+        """Return the knots, the losses of every head, and the most entries of every head.
+
+        The latter are negative, and what is held, if the budget must be shared before the next
+        tokens; they are missing if shares are not limited to what is attainable.
+        """
+        most = [-held for held in self._held()] if self.is_due else self.most
+        return np.concatenate([self._knots, self._losses.ravel(), most if self.attainable else []])
 
     def problem(self, state: Floats) -> str | None:
-        """Return why knots or losses are invalid: knots must ascend from 0; None if they
+        """Return why knots, losses or entries are invalid: knots must ascend from 0; None if they
         are valid.
         """
-        n_knots, rest = divmod(state.size, self._n_heads + 1)
-        knots, losses = state[:n_knots], state[n_knots:]
+        n_knots, n_most = divmod(state.size, self._n_heads + 1)
+        knots, losses = state[:n_knots], state[n_knots : state.size - n_most]
         ascend = n_knots == 0 or (knots[0] == 0.0 and bool(np.all(np.diff(knots) >= 1.0)))
-        if rest or not ascend or not np.all((losses >= 0.0) & np.isfinite(losses)):
+        if not ascend or not np.all((losses >= 0.0) & np.isfinite(losses)):
+            return "losses that cannot be"
+        most = state[state.size - n_most :]
+        are_counts = np.all(np.abs(most) <= _MOST_ENTRIES) and np.all(most % 1.0 == 0.0)
+        one_sign = np.all(most >= 0.0) or np.all(most <= 0.0)
+        if n_most not in (0, self._n_heads) or not are_counts or not one_sign:
             return "losses that cannot be"
         return None
 
     def load(self, state: Floats) -> None:
-        """Load knots and losses."""
-        n_knots = state.size // (self._n_heads + 1)
+        """Load knots, losses and entries.
+
+        Without entries, as in files of version 0.1.0, the losses alone say who gets more.
+        """
+        n_knots, n_most = divmod(state.size, self._n_heads + 1)
         self._knots = state[:n_knots].copy()
-        self._losses = state[n_knots:].reshape(self._n_heads, n_knots).copy()
+        losses, most = np.split(state[n_knots:], [state.size - n_knots - n_most])
+        self._losses = losses.reshape(self._n_heads, n_knots).copy()
         self._losses_of_held = np.empty((self._n_heads, 0))
         self._floor, self._curve = self._next_floor, None
+        self.most = [abs(int(n)) for n in most] if n_most else [self._n_ctx] * self._n_heads
+        self.is_due = bool(np.all(most <= 0.0))
 
 
 def _of_whole(losses: Floats) -> Floats:

@@ -25,6 +25,9 @@ class StoreReadings(Protocol):
         `of_held`: only of entries that are still held, without those that were dropped before.
         """
 
+    def count(self, layer: int, kv_head: int) -> int:
+        """Return how many entries a KV head keeps."""
+
     def positions(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending, (n,)."""
 

@@ -89,7 +89,10 @@ class HeadwiseStore(Store, Pooled):
             self.rollback = RollbackRange(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
             self.freezing = self.cold if self.cold.settings else None
-            online = online_budgets(policy, self._store, self.layers, config.n_ctx, config.profile)
+            freezes = config.freezing is not None
+            online = online_budgets(
+                policy, self._store, self.layers, config.n_ctx, config.profile, freezes=freezes
+            )
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, online, self._recurrent
             )
@@ -148,11 +151,10 @@ class HeadwiseStore(Store, Pooled):
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow a token: only as long as nothing else would change.
 
-        Keys are moved to other positions, and budgets follow a longer text, before single tokens.
+        Keys are moved to other positions, and budgets are shared again, before single tokens.
         """
         wanted = self.facts.rope.drafts_in_place(self.shift, position, wanted)
-        if (longest := self.sharing.longest_whole) > position:
-            wanted = min(wanted, longest - position - 1)
+        wanted = self.sharing.most_drafts(position, wanted)
         return self.context.batch.most_drafts(self._store, wanted)
 
     def settle(self, n_right: int) -> None:

@@ -11,9 +11,12 @@ from entropykv.errors import BudgetError
 from entropykv.policy.division import LossCurve, WholeTexts
 from entropykv.policy.online import (
     LEAST_TOKENS,
+    MeasuredLosses,
     OnlineBudgets,
+    begins_share,
     changes_budgets,
     is_observed,
+    until_next_share,
 )
 from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -45,6 +48,18 @@ class HeadwiseBudgets:
         self._config = config
         self._layers = layers
         self._online = online
+        self._losses: MeasuredLosses | None = None
+        """The budgets that follow losses, if they give no KV head more than it can hold; None if
+        there are others, or none.
+        """
+        if isinstance(online, MeasuredLosses) and online.attainable:
+            self._losses = online
+        self._is_whole = False
+        """True if the budgets hold any text that the bytes hold whole."""
+        self._is_limited = False
+        """True if a KV head would get more if it could hold more."""
+        self._longest: tuple[HeadwisePlan, int] | None = None
+        """A plan, and the longest text that its bytes hold whole."""
         self._cold = cold
         self._budgets_change = self._overflows = False
         self._end = 0
@@ -105,6 +120,9 @@ class HeadwiseBudgets:
     def follow(self, plan: HeadwisePlan) -> None:
         """Follow another plan; heads that hold more evict."""
         self._go_by(plan)
+        if self._losses:
+            self._losses.expect_tokens(0)
+            self._losses.is_due = True
         self.share()
 
     def _go_by(self, plan: HeadwisePlan) -> None:
@@ -121,21 +139,84 @@ class HeadwiseBudgets:
 
     def shares(self) -> list[int]:
         """Return the budgets of the plan, or those that follow the text."""
-        follows = self._online is not None and not self.plan.holds_all
-        online = self._online.budgets(self.plan) if self._online and follows else None
-        return online or [entries for layer in self.plan.budgets for entries in layer]
+        plan = self.plan
+        of_plan = [entries for layer in plan.budgets for entries in layer]
+        if self._online is None or plan.holds_all:
+            return of_plan
+        if self._losses:
+            longest = self._longest_of(plan)
+            if max(self._losses.most, default=0) <= longest:
+                return [min(limit, longest) for limit in plan.limits]
+            plan = replace(plan, limits=self._attainable(plan))
+        return self._online.budgets(plan) or of_plan
+
+    def _attainable(self, plan: HeadwisePlan) -> tuple[int, ...]:
+        """Return the most entries of every KV head before the next share, at least the floor."""
+        most = self._losses.most if self._losses else []
+        if not most:
+            return plan.limits
+        floor = plan.floor_entries
+        return tuple(min(max(n, floor), of) for n, of in zip(most, plan.limits, strict=True))
+
+    def _longest_of(self, plan: HeadwisePlan) -> int:
+        """Return the length of the longest text that a plan's bytes hold whole."""
+        if self._longest is None or self._longest[0] is not plan:
+            texts = WholeTexts(plan.pool_pages, plan.longest, plan.pages_of)
+            self._longest = plan, texts.longest
+        return self._longest[1]
 
     def share(self) -> None:
         """Set the budgets of all KV heads; those that hold more evict."""
         if self._keeps_everything:
             self.keep_everything()
-        else:
-            self._set(self.shares(), self.plan.pool_pages)
+            return
+        shares, plan = self.shares(), self.plan
+        self._set(shares, plan.pool_pages)
+        if self._losses and not plan.holds_all:
+            attainable = self._attainable(plan)
+            self._is_whole = max(self._losses.most, default=0) <= self._longest_of(plan)
+            self._is_limited = not self._is_whole and any(
+                share == most < limit
+                for share, most, limit in zip(shares, attainable, plan.limits, strict=True)
+            )
 
     def share_again(self) -> None:
-        """Share the budget by what the text has shown; cold storage tells its errors later."""
-        with self._cold.growing_later():
+        """Share the budget by what the text has shown; cold storage tells its errors later.
+
+        Where shares are limited to what KV heads can hold, the next micro-batch begins with that.
+        """
+        if self._losses is None:
+            with self._cold.growing_later():
+                self.share()
+
+    def _share_before(self, position: int, n_tokens: int) -> None:
+        """Share before n_tokens are read, if they outgrow the bytes and anything would change."""
+        losses, plan = self._losses, self.plan
+        if losses is None or plan.holds_all or self._keeps_everything:
+            return
+        fits = position + n_tokens <= self._longest_of(plan)
+        if fits and self._is_whole:
+            return
+        grows = self._is_limited and begins_share(position, n_tokens)
+        if fits or losses.is_due or grows:
+            losses.expect_tokens(until_next_share(position, n_tokens) if not fits else n_tokens)
             self.share()
+            losses.is_due = fits
+
+    def most_drafts(self, position: int, wanted: int) -> int:
+        """Return how many of the wanted drafts may follow the token at `position`, so that none of
+        them begins with other budgets than the token.
+        """
+        if self.longest_whole > position:  # The plan changes behind it.
+            wanted = min(wanted, self.longest_whole - position - 1)
+        if self._losses is None or self.plan.holds_all:
+            return wanted
+        end = self._longest_of(self.plan)
+        if position >= end:
+            if not (self._losses.is_due or self._is_limited):
+                return wanted
+            end = position + until_next_share(position, 1)
+        return min(wanted, end - position - 1)
 
     def keep_everything(self) -> None:
         """Drop nothing from now on, not even entries outside a window, for callers that examine
@@ -172,6 +253,8 @@ class HeadwiseBudgets:
 
         With 0 tokens of text, the echo repeats text that was read before.
         """
+        if n_tokens > 0:
+            self._share_before(position, n_tokens)
         n_ubatch, repeats = self._config.n_ubatch, self._config.policy.importance.repeats
         self._overflows = position + n_tokens > self.whole_entries
         awaits_echo = repeats and n_echo == 0 and not self._overflows
@@ -205,7 +288,7 @@ class HeadwiseBudgets:
         return longer / beyond if longer > beyond >= _LEAST_FORESIGHT else 1.0
 
     def observe(self, n_tokens: int) -> bool:
-        """Record what the micro-batch has shown; returns whether to share the budget again."""
+        """Record what the micro-batch has shown; returns whether to share the budget at once."""
         if self._online is None:
             return False
         if n_tokens == 0:
@@ -214,7 +297,7 @@ class HeadwiseBudgets:
         if not is_observed(n_tokens, self._config.n_ubatch):
             return False
         self._online.observe(n_tokens, budgets_change=self._budgets_change)
-        return self._budgets_change
+        return self._budgets_change and self._losses is None
 
     def loss_curve(self) -> LossCurve | None:
         """Return what the text loses with fewer pages, if that was measured."""
