@@ -21,6 +21,7 @@ from entropykv.calibration.comparing import (
     as_if,
     compare_ways,
     comparison_tokens,
+    learn,
     passages_of,
     try_ways,
     ways_of,
@@ -68,7 +69,8 @@ def test_what_is_compared_is_what_the_definition_says(
     right = [int(whole[-1].argmax())]
     wrong = [(right[0] + 1) % 300 + 5]
     asked = (tuple(question), tuple(right), tuple(question), tuple(wrong))
-    passage = PlantedPassage(tuple(read), tuple(following), tuple(request), asked)
+    taught = tuple(tokens_for(600, seed=3))
+    passage = PlantedPassage(tuple(read), tuple(following), tuple(request), taught, asked)
     settings = StepSettings.of(tiny_llama, n_ctx=0, n_threads=2, profile=profile)
     n_read: list[int] = []
     ((*divergences, weight, known, found),) = try_ways(settings, [passage.work], n_read.append)
@@ -83,14 +85,16 @@ def test_what_is_compared_is_what_the_definition_says(
     predicted = wholes[1][:-1].argmax(axis=1) == np.array(repeated[1:])
     assert weight == pytest.approx(predicted.mean(), abs=0.02)
     n_bytes = 2 * read_geometry(tiny_llama).cached_values * len(read)
+    learnt = learn(settings, profile, taught)
     for i, way in enumerate(WAYS):
+        used = as_if(profile, way, learnt)
         for j, fraction in enumerate(BUDGETS):
             with Session(
                 tiny_llama,
                 n_ctx=640 + len(request) + len(repeated),
                 kv_budget=f"{int(fraction * n_bytes)}B",
-                policy=policy_named("auto", as_if(profile, way), "headwise").name,
-                entropy_config=as_if(profile, way),
+                policy=policy_named("auto", used, "headwise").name,
+                entropy_config=used,
                 learn=False,
                 n_threads=2,
             ) as session:
@@ -131,9 +135,9 @@ def test_a_profile_goes_each_way_that_is_compared(profile: EntropyProfile) -> No
 def test_figures_are_means_and_sums_over_the_passages(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile
 ) -> None:
-    kl = 0.8 - np.arange(8.0).reshape(4, 2) / 10
+    kl = 1.0 - np.arange(10.0).reshape(5, 2) / 10
     known = np.array([True, False, True, True, False, True])
-    right = np.zeros((4, 2, 6), bool)
+    right = np.zeros((5, 2, 6), bool)
     right[2] = True
 
     def step(*_: object) -> list[tuple[np.ndarray, ...]]:
@@ -142,10 +146,10 @@ def test_figures_are_means_and_sums_over_the_passages(
     monkeypatch.setattr(comparing, "try_ways", step)
     step.__name__ = "step"
     settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
-    passages = [PlantedPassage((1,) * n, (1,), (1,), ()) for n in (300, 400)]
+    passages = [PlantedPassage((1,) * n, (1,), (1,), (), ()) for n in (300, 400)]
     found = compare_ways(Spread(), settings, passages)
     assert (found.n_texts, found.n_tokens, found.n_facts) == (2, 400, 6)
-    assert [each.facts for each in found.compared] == [(0, 0), (0, 0), (6, 6), (0, 0)]
+    assert [each.facts for each in found.compared] == [(0, 0), (0, 0), (6, 6), (0, 0), (0, 0)]
     np.testing.assert_allclose([each.divergences for each in found.compared], 2 * kl)
     np.testing.assert_allclose([each.repetitions for each in found.compared], 4 * kl)
     assert found.repeats == 0.5

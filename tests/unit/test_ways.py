@@ -22,7 +22,7 @@ from entropykv.profile.ways import (
 )
 from tests.support.profiles import example
 
-CURVES, PREDICTED = WAYS[2:]
+CURVES, PREDICTED, CURVES_ALONE = WAYS[2:]
 QWEN = {NO_PROFILE: 0.11, PREDICTOR_ONLY: 0.0957, CURVES: 0.1374, PREDICTED: 0.1653}
 """KL of Qwen2.5-Coder-0.5B, with which the budgets of its profile lose."""
 
@@ -55,7 +55,10 @@ def compared(
         ({**QWEN, PREDICTOR_ONLY: 0.12, CURVES: 0.08}, {}, CURVES),
         ({**QWEN, PREDICTOR_ONLY: 0.12, CURVES: 0.107}, {}, NO_PROFILE),
         (QWEN, {PREDICTOR_ONLY: 5}, NO_PROFILE),
-        (QWEN, {CURVES: 12, PREDICTOR_ONLY: 9}, PREDICTOR_ONLY),
+        (QWEN, {CURVES: 12, PREDICTOR_ONLY: 9}, NO_PROFILE),
+        (QWEN, {CURVES: 12, PREDICTOR_ONLY: 10}, PREDICTOR_ONLY),
+        ({**QWEN, CURVES_ALONE: 0.05}, {CURVES_ALONE: 9}, PREDICTOR_ONLY),  # It forgets a fact.
+        ({**QWEN, CURVES_ALONE: 0.05}, {CURVES_ALONE: 10}, CURVES_ALONE),
         ({**QWEN, CURVES: 0.092}, {CURVES: 12}, CURVES),
         ({NO_PROFILE: 0.1, CURVES: 0.12}, {}, NO_PROFILE),
         ({NO_PROFILE: 0.1, CURVES: 0.08}, {}, CURVES),
@@ -105,6 +108,7 @@ def test_policy_auto_goes_the_way_that_the_profile_names() -> None:
         (PREDICTOR_ONLY, "adaptive"),
         (CURVES, "guided"),
         (PREDICTED, "guided"),
+        (CURVES_ALONE, "profile"),
     ):
         profile = with_best(best)
         assert policy_named("auto", profile, "headwise") == policy_named(best, profile, "headwise")
@@ -145,7 +149,11 @@ def test_the_table_says_what_was_lost_and_what_auto_does() -> None:
         assert way == NO_PROFILE or way in text
     assert f"* {PREDICTOR_ONLY}" in text
     assert "budgets by loss curves gain nothing" in text
-    for best, said in ((NO_PROFILE, "policy auto does not use it"), (CURVES, f"auto is {CURVES}")):
+    for best, said in (
+        (NO_PROFILE, "policy auto does not use it"),
+        (CURVES, f"auto is {CURVES}"),
+        (CURVES_ALONE, f"auto is {CURVES_ALONE}"),
+    ):
         other = with_best(best).comparison
         assert other is not None
         assert said in comparison_lines(other)[-1]

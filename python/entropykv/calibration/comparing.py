@@ -21,6 +21,7 @@ from entropykv.evaluation.passkeys import plant
 from entropykv.evaluation.shipped_texts import Text
 from entropykv.llamacpp.distributions import Logits, mean_divergence
 from entropykv.model.geometry import read_geometry
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import (
     NO_PROFILE,
@@ -64,13 +65,16 @@ class PlantedPassage:
     """How the text continues."""
     request: tuple[int, ...]
     """A request to repeat the passage."""
+    taught: tuple[int, ...]
+    """Another text, from which the model learns a predictor if there is no profile."""
     asked: tuple[tuple[int, ...], ...]
     """The tokens of a question about each fact, and those of its answer, in turns."""
 
     @property
     def work(self) -> TextWork:
         """Return the piece of work of try_ways()."""
-        return TextWork("ways", (self.tokens, self.following, self.request, *self.asked))
+        first = (self.tokens, self.following, self.request, self.taught)
+        return TextWork("ways", (*first, *self.asked))
 
     @property
     def repeated(self) -> tuple[int, ...]:
@@ -85,12 +89,18 @@ class PlantedPassage:
 
 
 def passages_of(
-    texts: Sequence[Text], tokenize: Tokenize, tokenize_plainly: Tokenize, length: int, seed: int
+    texts: Sequence[Text],
+    tokenize: Tokenize,
+    tokenize_plainly: Tokenize,
+    length: int,
+    seed: int,
+    taught: Sequence[int] = (),
 ) -> list[PlantedPassage]:
     """Return a passage of every text that is long enough.
 
     `tokenize` adds BOS if the model wants it, `tokenize_plainly` does not. `length`: the most
-    tokens that a passage and what is read after it may have together.
+    tokens that a passage and what is read after it may have together. `taught`: the tokens of
+    another text, of which as many teach as a passage has.
     """
     passages = []
     for number, text in enumerate(texts):
@@ -120,7 +130,13 @@ def passages_of(
             following, asked = whole[n_tokens:][:n_following], []
         request = tokenize_plainly(REQUEST)
         passages.append(
-            PlantedPassage(tuple(tokens), tuple(following), tuple(request), tuple(asked))
+            PlantedPassage(
+                tuple(tokens),
+                tuple(following),
+                tuple(request),
+                tuple(taught[: min(PASSAGE, length)]),
+                tuple(asked),
+            )
         )
     return passages
 
@@ -140,7 +156,9 @@ def possible_ways(predictable: bool) -> list[str]:
 def comparison_tokens(passages: Sequence[PlantedPassage], predictable: bool) -> int:
     """Return how many tokens compare_ways() reads; `predictable`: profiles have a predictor."""
     n_readings = 1 + len(possible_ways(predictable)) * len(BUDGETS)
-    return n_readings * sum(passage.n_read for passage in passages)
+    n_taught = len({passage.taught for passage in passages if passage.taught and predictable})
+    n_learnt = n_taught * max((len(passage.taught) for passage in passages), default=0)
+    return n_readings * sum(passage.n_read for passage in passages) + n_learnt
 
 
 def compare_ways(
@@ -202,9 +220,14 @@ def try_ways(
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
     ways = ways_of(settings.profile)
+    taught: tuple[int, ...] = ()
+    learnt: ScorePredictor | None = None
     for each in work:
-        tokens, following, request, *asked = each.texts
-        passage = PlantedPassage(tokens, following, request, tuple(asked))
+        tokens, following, request, other, *asked = each.texts
+        passage = PlantedPassage(tokens, following, request, other, tuple(asked))
+        if settings.profile.predictor is not None and other != taught:
+            taught, learnt = other, learn(settings, settings.profile, other)
+            on_progress(len(other))
         reader = _Reader(settings, passage, on_progress)
         whole = reader.read_whole(settings.profile)
         shape = (len(ways), len(BUDGETS))
@@ -212,7 +235,8 @@ def try_ways(
         right = np.zeros((*shape, len(whole.right)), bool)
         for i, way in enumerate(ways):
             for j, fraction in enumerate(BUDGETS):
-                inside = reader.read_inside(as_if(settings.profile, way), fraction)
+                profile = as_if(settings.profile, way, learnt)
+                inside = reader.read_inside(profile, fraction)
                 continuing[i, j] = mean_divergence(whole.continuing, inside.continuing)
                 repeating[i, j] = mean_divergence(whole.repeating, inside.repeating)
                 right[i, j] = inside.right
@@ -220,11 +244,41 @@ def try_ways(
         yield continuing, repeating, predicted.mean(), whole.right, right
 
 
-def as_if(profile: EntropyProfile, way: str) -> EntropyProfile:
-    """Return the profile with a comparison that makes policy auto use it in this way."""
+def as_if(
+    profile: EntropyProfile, way: str, learnt: ScorePredictor | None = None
+) -> EntropyProfile:
+    """Return the profile with a comparison that makes policy auto use it in this way.
+
+    Without a profile, `learnt` is the predictor that the model has; None: it learns from the text.
+    """
     if way == NO_PROFILE:
-        return replace(profile, curves=None, predictor=None, comparison=None)
+        return replace(profile, curves=None, predictor=learnt, comparison=None)
     return replace(profile, comparison=going(way))
+
+
+def learn(
+    settings: StepSettings, profile: EntropyProfile, tokens: Sequence[int]
+) -> ScorePredictor | None:
+    """Return the predictor that a session without the profile learns from a text; None if the text
+    teaches too little.
+    """
+    if len(tokens) < LEAST_PASSAGE:
+        return None
+    full_bytes = 2 * read_geometry(settings.path).cached_values * len(tokens)
+    with Session(
+        settings.path,
+        n_ctx=len(tokens),
+        kv_budget=Budget("bytes", max(1, int(BUDGETS[0] * full_bytes))),
+        policy="auto",
+        store="headwise",
+        entropy_config=as_if(profile, NO_PROFILE),
+        learn=False,
+        n_threads=settings.n_threads,
+        n_threads_batch=settings.n_threads,
+    ) as session:
+        session.decode(tokens)
+        fit = session.cache.predictor_fit
+        return None if fit is None else fit.predictor
 
 
 class _Predictions(NamedTuple):

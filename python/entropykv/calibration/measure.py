@@ -141,7 +141,8 @@ def calibrate(
             settings.seed,
         )
         long_texts = _long_texts(kept, observer, settings, trained)
-        passages = _passages(held_back, observer, settings, trained) if long_texts else []
+        taught = long_texts[0] if long_texts else ()
+        passages = _passages(held_back, observer, settings, trained, taught) if taught else []
         on_start(_extent_of(observer, excerpts, long_texts, passages))
         predictable = observer.predictable
         shape = (observer.n_layer, observer.n_head, observer.n_head_kv)
@@ -271,15 +272,22 @@ def _long_texts(
 
 
 def _passages(
-    held_back: Sequence[Text], observer: Observer, settings: CalibrationSettings, trained: int
+    held_back: Sequence[Text],
+    observer: Observer,
+    settings: CalibrationSettings,
+    trained: int,
+    taught: Sequence[int],
 ) -> list[PlantedPassage]:
-    """Return the passages that the ways to use the profile are compared on."""
+    """Return the passages that the ways to use the profile are compared on; `taught`: a text that
+    teaches the model if there is no profile.
+    """
     passages = passages_of(
         held_back,
         observer.tokenize,
         observer.tokenize_plainly,
         trained,
         settings.seed,
+        taught,
     )
     return passages[: settings.compared_texts]
 

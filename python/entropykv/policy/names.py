@@ -17,15 +17,15 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
-"""The default policy. It is what the comparison in the model's profile has chosen: `adaptive`, or
-`guided`, also by the profile's curves. Without a comparison it is `profile` if there are curves,
-and without a profile `adaptive`. Entries are ranked by a predictor, with the measure that the
-profile names: the profile's predictor, or one that was learnt from the model's first texts, which
-are read twice for it. If a model's keys before RoPE are not known, nothing can be predicted, and
-all texts are read twice. With frozen entries it is `uniform`, because needed entries return and
-every head needs room for them; on the flat store it is `recency`. On the device store it is
-`profile` or `uniform`, and only the queries of the text rank entries if no predictor is known,
-since no text is read twice there.
+"""The default policy. It is what the comparison in the model's profile has chosen: `adaptive`,
+`guided`, which also follows the profile's curves, or `profile`, which follows them alone. Without a
+comparison it is `profile` if there are curves, and without a profile `adaptive`. Entries are ranked
+by a predictor, with the measure that the profile names: the profile's predictor, or one that was
+learnt from the model's first texts, which are read twice for it. If a model's keys before RoPE are
+not known, nothing can be predicted, and all texts are read twice. With frozen entries it is
+`uniform`, because needed entries return and every head needs room for them; on the flat store it is
+`recency`. On the device store it is `profile` or `uniform`, and only the queries of the text rank
+entries if no predictor is known, since no text is read twice there.
 """
 FAST = "fast"
 """The default without predictions and echoes: only the queries of the text rank entries."""
@@ -259,7 +259,7 @@ def _chosen(
     else:
         name = "adaptive" if curves is None else "profile"
         if compared is not None:
-            name = "guided" if compared.uses_curves else "adaptive"
+            name = compared.policy
     if not foresees:
         return name
     if compared is not None:

@@ -20,12 +20,17 @@ from entropykv.profile.json_fields import (
 )
 
 NO_PROFILE = "none"
-"""The way of policy auto without any profile: budgets follow the text, and a predictor is learnt
-from it.
+"""The way of policy auto without any profile, once it has learnt: budgets follow the text, and the
+predictor is one that was learnt from another text.
 """
 PREDICTOR_ONLY = f"adaptive:{IMPORTANCES[0]}"
 """The way that uses only the predictor of a profile: budgets follow the text."""
-WAYS = (NO_PROFILE, PREDICTOR_ONLY, *(f"guided:{importance}" for importance in IMPORTANCES))
+WAYS = (
+    NO_PROFILE,
+    PREDICTOR_ONLY,
+    *(f"guided:{importance}" for importance in IMPORTANCES),
+    f"profile:{IMPORTANCES[0]}",
+)
 """The ways in which policy auto can use a profile, the simplest first."""
 
 MARGIN = 0.05
@@ -92,7 +97,13 @@ class WayComparison:
     @property
     def uses_curves(self) -> bool:
         """Tell whether the loss curves of the profile count when budgets are shared."""
-        return self.best.partition(":")[0] == "guided"
+        return self.policy != PREDICTOR_ONLY.partition(":")[0]
+
+    @property
+    def policy(self) -> str:
+        """Return the policy that shares the budget in the best way, without its measure."""
+        best = PREDICTOR_ONLY if self.best == NO_PROFILE else self.best
+        return best.partition(":")[0]
 
     @property
     def importance(self) -> str:
@@ -193,13 +204,16 @@ def best_way(comparison: WayComparison) -> str:
     """Return the way that loses least; a simpler one (earlier in WAYS) unless the gain exceeds
     MARGIN.
 
-    A predictor alone is chosen if it loses no more than no profile: with it, texts are read once.
-    Nothing is chosen that loses more than no profile.
+    A predictor alone is chosen if it loses no more than no profile: with it, first texts are read
+    once, too. Nothing is chosen that loses more than no profile, or that knows fewer facts,
+    whatever else it gains.
     """
     by_name = {each.way: each for each in comparison.compared}
     none = best = by_name[NO_PROFILE]
     for way in WAYS[1:]:
         if way not in by_name or loss_relative_to(none, by_name[way], comparison) > 0.0:
+            continue
+        if comparison.n_facts >= _FEW_FACTS and sum(by_name[way].facts) < sum(none.facts):
             continue
         least = 0.0 if way == PREDICTOR_ONLY else MARGIN
         if -loss_relative_to(best, by_name[way], comparison) >= least:
