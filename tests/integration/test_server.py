@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from entropykv import system
 from entropykv.server import ModelOptions, ServerOptions, create_app
@@ -193,13 +194,17 @@ def test_metrics_are_what_prometheus_reads(server: Server) -> None:
     answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert answer.text.endswith("\n")
-    kinds = dict(re.findall(r"^# TYPE (\S+) (counter|gauge)$", answer.text, re.MULTILINE))
-    helps = re.findall(r"^# HELP (\S+) \S.+$", answer.text, re.MULTILINE)
-    sample = r"^([a-z_]+)(?:\{[a-z]+=\"[a-z]+\"\})? [0-9.e+-]+$"
-    samples = re.findall(sample, answer.text, re.MULTILINE)
-    assert list(kinds) == helps
-    assert set(samples) == set(kinds)
-    assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
+    metrics = list(text_string_to_metric_families(answer.text))
+    assert all(metric.documentation for metric in metrics)
+    for metric in metrics:
+        kind, names = metric.type, {sample.name for sample in metric.samples}
+        assert names == {f"{metric.name}_total" if kind == "counter" else metric.name}
+        assert kind in ("counter", "gauge")
+        assert all(name.startswith("entropykv_") for name in names)
+    names = [metric.name for metric in metrics]
+    assert len(names) == len(set(names)) > 20
+    assert "entropykv_kv_bytes" in names
+    assert not any(name.startswith(("python_", "process_")) for name in names)
 
 
 def test_memory_does_not_grow(client: openai.OpenAI, server: Server) -> None:

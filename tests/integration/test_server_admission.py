@@ -334,7 +334,7 @@ def test_who_waits_for_room_can_leave() -> None:
                 client = stack.enter_context(Raw(server, asks))
                 time.sleep(0.5)
             assert server.kv()["requests"]["waiting"] == 2
-            assert "entropykv_conversations_live 1\n" in server.get("/metrics").text
+            assert "entropykv_conversations_live 1.0\n" in server.get("/metrics").text
             client.close()
             deadline = time.monotonic() + 5
             while server.kv()["requests"]["waiting"] == 2:

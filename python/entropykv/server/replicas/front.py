@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from entropykv.server.engine.admission import Admission, Limits
 from entropykv.server.engine.turns import SESSION_HEADER
 from entropykv.server.http.bodies import Bodies
+from entropykv.server.http.client_presence import unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.server.replicas.affinity import affinity_of
 
@@ -45,16 +46,7 @@ class Front:
             await _live(receive, send)
         elif scope["type"] == "http":
             body = await _body_of(scope, receive)
-            work = asyncio.ensure_future(self._pass(scope, body, send))
-            gone = asyncio.ensure_future(_gone(receive))
-            try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
-            finally:
-                for task in (work, gone):
-                    task.cancel()
-                await asyncio.gather(work, gone, return_exceptions=True)
+            await unless_gone(receive, self._pass(scope, body, send))
 
     async def _pass(self, scope: Scope, body: bytes, send: Send) -> None:
         passed = {name: scope[name] for name in _PASSED if name in scope}
@@ -139,11 +131,6 @@ async def _body_of(scope: Scope, receive: Receive) -> bytes:
     message = await receive()
     body: bytes = message.get("body", b"")
     return body
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _nothing() -> Message:
