@@ -45,12 +45,17 @@ def main(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "code", ["import entropykv", main("--help"), main(), main("rnu"), main("--version")]
+    "code",
+    [
+        *("import entropykv", main("--help"), main(), main("rnu"), main("--version")),
+        *(main("run", "--help"), main("serve", "-h"), main("run", "-m", "x.gguf", "--usage")),
+    ],
 )
 def test_nothing_heavy_is_loaded_at_the_start(code: str) -> None:
     loaded = loaded_by(code)
     assert not loaded & {*HEAVY, "entropykv._core"}
     assert not [name for name in loaded if name.startswith("entropykv.session")]
+    assert len(loaded) < 200  # Python itself has 60 of them, argparse and what it needs 40.
 
 
 def test_only_the_command_that_was_asked_for_is_loaded() -> None:
@@ -104,6 +109,15 @@ def test_help_is_one_screen_with_an_example_and_help_all_is_everything(
     shown = re.findall(r"^  (-\S+?),? ", first.stdout, re.MULTILINE)
     assert len(shown) > 10
     assert {*shown} <= {*options}
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_the_first_options_of_run_are_those_that_it_has(
+    width: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    shown = entropykv("run", "--help").stdout
+    assert shown == parsers_of(["run"])["run"]._format_first()
 
 
 def test_serve_shows_its_help_without_its_extra() -> None:

@@ -10,18 +10,23 @@ import json
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from entropykv import (
     CacheOptions,
     ContextError,
     EntropyLlama,
+    EntropyProfile,
     Freezing,
+    OwnPolicy,
     Pool,
     Recovery,
     Rung,
     Session,
     SettingsError,
+    _core,
     attach,
 )
 from entropykv.cli import main, parsers_of
@@ -33,16 +38,22 @@ from entropykv.settings.cache_options import (
     SessionArguments,
 )
 from entropykv.settings.declared import declared
-from entropykv.settings.options import Budget
+from entropykv.settings.options import KV_TYPES, Budget
 
 NAMES = {each.name for each in dataclasses.fields(CacheOptions) if each.init}
 
 
 def test_the_names_of_arguments_are_those_of_the_fields() -> None:
     """PoolArguments is written by hand, for type checkers: it has all fields with their types."""
-    fields = get_type_hints(CacheOptions)
-    arguments = get_type_hints(PoolArguments)
+    # Their module loads these for type checkers alone.
+    types = {"EntropyProfile": EntropyProfile, "OwnPolicy": OwnPolicy, "np": np, "npt": npt}
+    fields = get_type_hints(CacheOptions, localns=types)
+    arguments = get_type_hints(PoolArguments, localns=types)
     assert arguments == {name: fields[name] for name in NAMES}
+
+
+def test_the_types_are_those_of_the_extension() -> None:
+    assert list(KV_TYPES) == _core.kv_types()
 
 
 def test_every_field_declares_its_help() -> None:

@@ -18,7 +18,6 @@ from entropykv.policy.names import (
     FAST,
     POLICIES,
     learns_predictor,
-    policy_help,
     policy_named,
     schedules,
     takes_profile,
@@ -28,6 +27,8 @@ from entropykv.profile.curves import IMPORTANCES, LossCurves
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.declared import declared
 
 
 def named(text: str) -> Policy:
@@ -196,7 +197,10 @@ def test_profiles_are_looked_for_where_a_policy_takes_one(name: str, *, takes: b
 
 
 def test_help_names_every_policy_in_five_lines() -> None:
-    names = re.findall("[a-z-]+", policy_help())
+    text = declared(CacheOptions)["policy"].help
+    names = re.findall("[a-z-]+", text)
     assert {AUTO, FAST, *POLICIES} <= set(names)
-    shown = textwrap.wrap(f"{policy_help()} (default: auto)", 80 - 24 - 2)
+    newest = text.partition("the newest: ")[2].partition(";")[0].split(", ")
+    assert newest == [p.name for p in POLICIES.values() if p.importance.by_position]
+    shown = textwrap.wrap(f"{text} (default: auto)", 80 - 24 - 2)
     assert len(shown) == 5

@@ -15,7 +15,7 @@ from typing import Any
 from entropykv import _version, system
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, orderly_termination
 from entropykv.cli.notes import say
-from entropykv.cli.parser import CommandParser, did_you_mean
+from entropykv.cli.parser import HELP, CommandParser, did_you_mean
 from entropykv.errors import EntropyKVError, SettingsError
 
 EXIT_BAD_INPUT = 2
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     system.prepare_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _show_first_options(given)
         parser, _ = parser_with(_commands_in(given))
         if not given:
             parser.print_help()
@@ -77,11 +78,22 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 
+def _show_first_options(given: Sequence[str]) -> None:
+    """Print the first options of a command and exit, if they are asked for, and its module takes
+    long to load.
+    """
+    if any(word in HELP for word in given[1:]):
+        from entropykv.cli.first_options import FIRST  # noqa: PLC0415  (only here)
+
+        if given[0] in FIRST:
+            FIRST[given[0]].parser(f"entropykv {given[0]}").parse_args(["--help"])
+
+
 def _commands_in(given: Sequence[str]) -> list[str]:
     """Return the command of a command line, if there is one; raises SettingsError for another
     word.
     """
-    if not given or given[0] in ("-h", "--help", "--usage", "--version"):
+    if not given or given[0] in (*HELP, "--version"):
         return []
     if given[0].startswith("-"):
         raise SettingsError(

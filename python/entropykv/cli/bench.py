@@ -32,7 +32,7 @@ from entropykv.evaluation.draft_bench import bench_drafts
 from entropykv.evaluation.metrics import disagreement_note
 from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.names import POLICY_SYNTAX, policy_named
+from entropykv.policy.names import policy_named
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES
 
@@ -70,7 +70,7 @@ def add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
         metavar="T,...",
         help=f"of {', '.join(KV_TYPES)} (default: all)",
     )
-    add_option(parser, CacheOptions, "policy", metavar=POLICY_SYNTAX)
+    add_option(parser, CacheOptions, "policy")
     parser.add_argument(
         "-n", "--generate", type=integer(16), default=64, help="tokens (default: %(default)s)"
     )

@@ -12,7 +12,6 @@ from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
 from entropykv.files import NOT_UTF8
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
-from entropykv.policy.names import POLICY_SYNTAX, policy_help
 from entropykv.settings.cache_options import SWITCH, CacheOptions
 from entropykv.settings.declared import declared as declared_options
 from entropykv.settings.freezing import Freezing
@@ -194,7 +193,7 @@ def add_budget_options(
         add_option(parser, CacheOptions, "n_ctx")
     group = parser.add_argument_group("KV budget")
     add_option(group, CacheOptions, "kv_budget", default=kv_budget)
-    add_option(group, CacheOptions, "policy", metavar=POLICY_SYNTAX, help=policy_help())
+    add_option(group, CacheOptions, "policy")
     add_option(group, CacheOptions, "entropy_config")
     add_option(group, CacheOptions, "kv_type")
     add_protection_options(group)

@@ -16,7 +16,8 @@ from entropykv.cli.llama_flags import LlamaFlag, Treatment, Use, flag_named
 from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
 
-_HELP = ("-h", "--help", "--usage")
+HELP = ("-h", "--help", "--usage")
+"""The words that ask for the first options of a command."""
 _IN_MEMORY = "all weights are in main memory: this llama-cpp-python is built without a GPU"
 
 
@@ -52,7 +53,6 @@ class CommandParser(argparse.ArgumentParser):
         self._first: tuple[str, ...] = ()
         self._example = ""
         self._later: Callable[[argparse.ArgumentParser], None] | None = None
-        self._until_then = self
         self.add_argument("--usage", action="help", help=argparse.SUPPRESS)
         self.add_argument(
             "--version",
@@ -70,13 +70,11 @@ class CommandParser(argparse.ArgumentParser):
         """Add --help-all."""
         self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
 
-    def add_later(
-        self, add: Callable[[argparse.ArgumentParser], None], until_then: CommandParser
-    ) -> None:
+    def add_later(self, add: Callable[[argparse.ArgumentParser], None]) -> None:
         """Let `add` add the options when a command line is parsed, because it takes long, or needs
-        an extra. --help needs it not: it shows the options of `until_then`.
+        an extra; --help needs it not: see first_options.py.
         """
-        self._later, self._until_then = add, until_then
+        self._later = add
 
     def add_now(self) -> None:
         """Add the options of add_later()."""
@@ -86,11 +84,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Print the options of show_first() and the example, or all options without them."""
-        if self._until_then is not self:
-            self._until_then.print_help(file)
-        else:
-            text = self._format_first() if self._first else self.format_help()
-            print(text, end="", file=file)
+        text = self._format_first() if self._first else self.format_help()
+        print(text, end="", file=file)
 
     def _format_first(self) -> str:
         formatter = self._get_formatter()
@@ -110,9 +105,6 @@ class CommandParser(argparse.ArgumentParser):
 
         Raises SettingsError for a flag of several letters that this command does not have.
         """
-        if self._later is not None and any(word in _HELP for word in args or ()):
-            self.print_help()
-            self.exit()
         self.add_now()
         notes: dict[str, str] = {}
         kept = self._without_noted(list(args or ()), notes)

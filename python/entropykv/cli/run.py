@@ -17,6 +17,7 @@ from entropykv.cli.engine import (
     say_learnt,
     say_reading_twice,
 )
+from entropykv.cli.first_options import RUN
 from entropykv.cli.image_options import (
     add_image_options,
     image_files,
@@ -55,12 +56,7 @@ from entropykv.session.stats import format_rows, stats_rows
 
 def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
-    parser = commands.add_parser(
-        "run",
-        usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
-        description="Read a prompt and generate text inside a KV budget. The text goes to stdout, "
-        "progress and the final table to stderr.",
-    )
+    parser = commands.add_parser("run", usage=RUN.usage, description=RUN.description)
     add_budget_options(parser)
     _add_prompt_options(parser)
     add_sampling_options(parser, n_predict=None)
@@ -75,11 +71,7 @@ def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     sessions = add_session_options(parser)
     add_prompt_cache(sessions)
     add_document_option(parser, sessions)
-    parser.show_first(
-        *("-m", "-hf", "--demo", "-p", "-f", "-sys", "-n", "--temp", "-c", "--kv-budget"),
-        *("--policy", "--freeze", "-t", "-ngl", "--document", "--save-session", "--stats-json"),
-        example='entropykv run -m model.gguf -f long.txt -p "What happened?" --kv-budget 20%',
-    )
+    RUN.show_in(parser)
     parser.set_defaults(command=run)
 
 

@@ -6,12 +6,12 @@ import argparse
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from entropykv.cli.first_options import SERVE
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_fixed_threads_option,
     add_freeze_options,
     add_learn_option,
-    add_model_option,
     add_option,
     add_protection_options,
     add_recovery_options,
@@ -21,7 +21,6 @@ from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
 from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
-from entropykv.policy.names import POLICY_SYNTAX, policy_help
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import too_many_threads
 
@@ -32,49 +31,13 @@ _OF_REPLICAS = ("max_replicas", "scale_up_seconds", "scale_down_seconds", "sessi
 """The options that only replicas have, by their names in ReplicaOptions."""
 
 
-_USAGE = "%(prog)s (-m MODEL | -hf USER/MODEL | --models-preset FILE) [options]"
-_DESCRIPTION = (
-    "Serve models to OpenAI's clients inside a KV budget, and a page to chat with them: "
-    "llama_cpp.server's options, also as llama-server spells them, and the budget's. Every option "
-    "may also come from an environment variable such as ENTROPYKV_API_KEY."
-)
-
-
 def add_serve(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command, whose options include those of llama_cpp.server: its packages take long
     to load, and may not be installed.
     """
-    parser = commands.add_parser("serve", usage=_USAGE, description=_DESCRIPTION)
+    parser = commands.add_parser("serve", usage=SERVE.usage, description=SERVE.description)
     parser.set_defaults(command=run)
-    parser.add_later(_add_options, _first_options(parser.prog))
-
-
-def _first_options(prog: str) -> CommandParser:
-    """Return the options that --help shows, which it does also without the extra `server`."""
-    parser = CommandParser(prog=prog, usage=_USAGE, description=_DESCRIPTION)
-    add_model_option(parser, parser.add_mutually_exclusive_group())
-    add_option(parser, CacheOptions, "kv_budget")
-    add_option(parser, CacheOptions, "n_ctx")
-    add_option(parser, CacheOptions, "n_sequences", default=1)
-    add_option(parser, CacheOptions, "policy", metavar=POLICY_SYNTAX, help=policy_help())
-    for name in ("freeze", "n_threads", "n_gpu_layers"):
-        add_option(parser, CacheOptions, name)
-    for flags, metavar, text in (
-        (("-a", "--alias"), "NAME", "the model's name for clients (default: its file's name)"),
-        (("--host",), "ADDRESS", "where to listen (default: 127.0.0.1, this machine alone)"),
-        (("--port",), "N", "0: any free one (default: 8000)"),
-        (("--api-key",), "KEY", "every request must bear it (also: ENTROPYKV_API_KEY)"),
-        (("--documents",), "DIR", "documents that are read once, and asked by name"),
-        (("--models-preset",), "FILE", "several models, each with its options (INI)"),
-        (("--replicas",), "N", "so many processes under Ray Serve (needs the extra ray)"),
-    ):
-        parser.add_argument(*flags, metavar=metavar, help=text)
-    parser.show_first(
-        *("-m", "-hf", "--kv-budget", "-c", "-np", "--policy", "--freeze", "-t", "-ngl", "-a"),
-        *("--host", "--port", "--api-key", "--documents", "--models-preset", "--replicas"),
-        example="entropykv serve -m model.gguf --kv-budget 512MiB --parallel 4",
-    )
-    return parser
+    parser.add_later(_add_options)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +47,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     budget = parser.add_argument_group("KV budget")
     # An option that is not given is None, because an environment variable may set it.
     for name in ("kv_budget", "policy", "kv_type", "store", "entropy_config"):
-        more = {"metavar": POLICY_SYNTAX, "help": policy_help()} if name == "policy" else {}
-        add_option(budget, CacheOptions, name, default=None, **more)
+        add_option(budget, CacheOptions, name, default=None)
     add_learn_option(budget)
     add_protection_options(budget, default=None)
     add_freeze_options(parser)

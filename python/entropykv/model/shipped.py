@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +47,11 @@ def smollm2() -> LocalModel:
 
     Raises ModelFileError if the package is missing.
     """
+    from importlib import metadata  # noqa: PLC0415  (it takes longer to load than all of --help)
+
     try:  # Do not import the package, because that would need the package llm.
-        files = importlib.metadata.files(_SMOLLM2) or []
-    except importlib.metadata.PackageNotFoundError:
+        files = metadata.files(_SMOLLM2) or []
+    except metadata.PackageNotFoundError:
         files = []
     for file in files:
         path = Path(str(file.locate()))

@@ -71,20 +71,6 @@ POLICIES = {
     )
 }
 
-POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
-
-
-def policy_help() -> str:
-    """Return the names of the policies in five lines of --help; docs/reference/policies.md says
-    more.
-    """
-    measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
-    by_position = ", ".join(p.name for p in POLICIES.values() if p.importance.by_position)
-    return (
-        f"{AUTO} (the best known for the model) or {FAST}; what gets most attention: {measured}; "
-        f"the newest: {by_position}; measures and more: docs/reference/policies.md"
-    )
-
 
 def policy_named(
     name: str | OwnPolicy,

@@ -10,13 +10,9 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from entropykv.errors import SettingsError
-from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.declared import check_declared, option
 from entropykv.settings.freezing import WHERE, Freezing
@@ -29,8 +25,14 @@ from entropykv.settings.options import (
     at_least,
     is_number,
 )
-from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import RUNGS, Recovery
+
+if TYPE_CHECKING:  # --help needs not wait for numpy.
+    import numpy as np
+    import numpy.typing as npt
+
+    from entropykv.profile.profile import EntropyProfile
+    from entropykv.settings.own_policy import OwnPolicy
 
 MICRO_BATCH = 512
 MICRO_BATCH_OF_POOL = 128
@@ -39,6 +41,7 @@ token.
 """
 SEQUENCES_OF_POOL = 4
 CHECKPOINTS = "64MiB"
+POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 SPEC_TYPES = ("none", "ngram", "draft", "auto")
 MOST_DRAFTS = 63
 LEARN_VARIABLE = "ENTROPYKV_LEARN"
@@ -49,7 +52,7 @@ MOST_SEQUENCES = 256
 """The most sequences that a llama_context accepts."""
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-DraftFunction = Callable[..., npt.NDArray[np.intc]]
+DraftFunction = Callable[..., "npt.NDArray[np.intc]"]
 """Returns the tokens that may follow a text, (n,), int32, called with `input_ids`, the text's
 tokens, int32: an object of llama_cpp's LlamaDraftModel is one.
 """
@@ -116,8 +119,11 @@ class CacheOptions:
     )
     policy: str | OwnPolicy = option(
         "auto",
-        "which entries are kept: see docs/reference/policies.md",
+        "auto (the best known for the model) or fast; what gets most attention: uniform, entropy, "
+        "profile, adaptive, guided, layer, layer-range, rolling-freeze; the newest: streaming, "
+        "recency; measures and more: docs/reference/policies.md",
         "--policy",
+        metavar=POLICY_SYNTAX,
     )
     kv_type: str = option(
         "auto",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from entropykv import _core
 from entropykv.errors import BudgetError, SettingsError
 
-KV_TYPES = tuple(_core.kv_types())
+KV_TYPES = ("f16", "q8_0")
+"""The types that the extension stores; --help needs not wait for it."""
 KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "device", "flat")
 
