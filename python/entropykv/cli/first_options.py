@@ -57,7 +57,7 @@ def _add_those_of_run(parser: CommandParser) -> None:
             "N",
             "most tokens of an answer (-1 or -2: until the model or the context ends; default: -1)",
         ),
-        (("--temp",), "X", "temperature; 0 is greedy (default: 0.8)"),
+        (("--temp", "--temperature"), "X", "0: greedy (default: 0.8)"),
         (
             ("--document",),
             "FILE",
