@@ -30,8 +30,8 @@ GONE = "net::ERR_"
 REFUSED = "status of 401"
 LOADING = "status of 503"
 ENDLESS = 1 << 20
-"""The context of a server whose answer must not end by itself: the model writes 750 tokens a second,
-and a page on a busy machine may need minutes until it shows what a test waits for.
+"""The context of a server whose answer must not end by itself: the model writes 750 tokens a
+second, and a busy machine may need minutes to show what a test waits for.
 """
 
 
@@ -43,7 +43,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    yield from served("--freeze", "ram", "--n_ctx", ENDLESS)
+    usual = ("--kv-budget", 256, "--n_ctx", ENDLESS, "-t", 1)
+    yield from served("--freeze", "ram", usual=usual)
 
 
 @pytest.fixture
@@ -388,6 +389,37 @@ def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server
     }""")
     assert painted, "nothing was drawn"
     assert not set(painted) & set(range(8, 16)), painted
+
+
+def test_a_page_that_is_slower_than_its_server_does_not_fall_behind(
+    page: Watched, server: Server
+) -> None:
+    """Of pictures that have all come, it shows the newest, and not each in turn."""
+    server.post("/v1/completions", json.dumps({"prompt": "The old garden", "max_tokens": 1}))
+    (_, _, model), (_, _, now) = events(server, most=2)
+    assert now["map"] is not None
+    each = next(holder for holder in now["conversations"] if holder["id"] == now["map"]["id"])
+
+    def picture(i: int) -> str:
+        holder = each | {"position": 10_000 + i, "generated_tokens": i}
+        data = now | {"time": now["time"] + i / 4, "conversations": [holder]}
+        return f"event: kv\ndata: {json.dumps(data)}\n\n"
+
+    body = f"event: model\ndata: {json.dumps(model)}\n\n" + "".join(map(picture, range(2000)))
+
+    def send(route: Any) -> None:
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.page.route("**/v1/kv/stream*", send)
+    page.page.add_init_script("""
+        window.shown = new Set();
+        const note = () => window.shown.add(document.querySelector(".budget dd")?.textContent);
+        const watched = { subtree: true, childList: true, characterData: true };
+        new MutationObserver(note).observe(document, watched);
+    """)
+    page.page.reload()
+    page.page.locator(".budget dd", has_text="11,999").first.wait_for()
+    assert page.page.evaluate("window.shown.size") < 200
 
 
 def test_a_stream_that_ends_is_followed_by_the_next_without_a_gap(page: Watched) -> None:

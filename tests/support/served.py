@@ -10,16 +10,18 @@ from typing import Any
 import openai
 
 from entropykv import EntropyLlama
-from tests.support.running_server import MODEL, N_CTX, Server
+from tests.support.running_server import MODEL, N_CTX, OPTIONS, Server
 
 PROMPT = "The old garden"
 MESSAGES: list[Any] = [{"role": "user", "content": "Where is the garden?"}]
 LONG = {"max_tokens": N_CTX - 100, "extra_body": {"min_tokens": N_CTX}}
 
 
-def served(*options: object, **environment: str) -> Iterator[Server]:
+def served(
+    *options: object, usual: tuple[object, ...] = OPTIONS, **environment: str
+) -> Iterator[Server]:
     """Run a server for the tests of a module, and check that it ends without an error."""
-    running = Server(*options, **environment)
+    running = Server(*options, usual=usual, **environment)
     yield running
     code, errors = running.end()
     assert code == 0

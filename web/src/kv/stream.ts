@@ -181,13 +181,14 @@ export async function watch(
     const begun = performance.now();
     try {
       const response = await request(`v1/kv/stream?${query}`, { headers: named(), signal });
+      const newest = new Newest();
       for await (const event of eventsOf(response)) {
         if (signal.aborted) return;
         const data = JSON.parse(event.data);
         if (event.name === "model") {
           about.set(data);
           absence.set("unknown");
-        } else await show(data);
+        } else newest.take(data, signal);
       }
     } catch (error) {
       if (signal.aborted) return;
@@ -208,19 +209,48 @@ export function forget(why: "unknown" | "unloaded"): void {
   about.set(null);
   picture.set(null);
   history.set([]);
+  noted = null;
 }
 
-async function show(sent: Sent): Promise<void> {
-  const before = picture.value;
-  const now = { ...sent, received: performance.now(), map: await mapOf(sent) };
+// Shows the newest picture that has come, and has a point of the history for each: a page that is
+// slower than its server would otherwise fall behind by more and more.
+class Newest {
+  private waiting: Sent | null = null;
+  private shows = false;
+
+  take(sent: Sent, signal: AbortSignal): void {
+    note(sent);
+    this.waiting = sent;
+    if (!this.shows) void this.showAll(signal);
+  }
+
+  private async showAll(signal: AbortSignal): Promise<void> {
+    this.shows = true;
+    try {
+      while (this.waiting !== null && !signal.aborted) {
+        const sent = this.waiting;
+        this.waiting = null;
+        const map = await mapOf(sent);
+        if (!signal.aborted) picture.set({ ...sent, received: performance.now(), map });
+      }
+    } finally {
+      this.shows = false;
+    }
+  }
+}
+
+// What the last point of the history was made of.
+let noted: Sent | null = null;
+
+function note(now: Sent): void {
   const points = history.value.slice(2 - MOST_POINTS);
   const [last, lastButOne] = [points.at(-1), points.at(-2)];
   const usual = last && lastButOne ? last.time - lastButOne.time : 0;
   // What was held stays as it was while nothing happens; what moves stands still.
   if (last && now.time - last.time > Math.max(REST_SECONDS, REST_TIMES * usual))
     points.push(restOf(last, now.time - LOOK_SECONDS));
-  history.set([...points, pointOf(now, before, points)]);
-  picture.set(now);
+  history.set([...points, pointOf(now, noted, points)]);
+  noted = now;
 }
 
 const restOf = (last: Point, time: number): Point => ({
@@ -237,7 +267,7 @@ const restOf = (last: Point, time: number): Point => ({
 type Count = Exclude<keyof Holder, "id" | "name" | "document" | "state" | "swapped_out">;
 
 // What happened since the last of the `points`; speeds only where something was read or written.
-function pointOf(now: Picture, before: Picture | null, points: Point[]): Point {
+function pointOf(now: Sent, before: Sent | null, points: Point[]): Point {
   const former = new Map(before?.conversations.map((each) => [each.id, each]));
   const of = (each: Holder, name: Count): number =>
     Math.max(0, each[name] - (former.get(each.id)?.[name] ?? each[name]));
