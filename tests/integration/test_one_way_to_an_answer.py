@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from entropykv import EntropyLlama, Session
+from entropykv import EntropyLlama, Pool, Session
 from entropykv.cli import main
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from tests.support.running_server import MODEL
@@ -128,6 +128,40 @@ def test_penalties_consider_the_prompt_at_every_door_but_llama_cpp_s_own(tmp_pat
     for door, tokens in doors.items():
         assert tokens == expected[: len(tokens)], door
     assert expected != of_command_line(tmp_path, TEMPLATE, {"temperature": 0.0})
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> None:
+    """It knows how long the prompt is before it reads its beginning, and cuts it in no other
+    places.
+    """
+    text = "The old garden was heavy all morning. Simon likes walnuts. " * 12
+    cache = {**CACHE, "kv_budget": str(48 * parallel), "kv_type": "q8_0", "learn": False}
+    with Pool(MODEL, n_sequences=parallel, **cache) as pool:
+        session = pool.session()
+        tokens = session.tokenize(text)
+        assert len(tokens) > 4 * 48
+        written = list(session.generate(tokens, N, temperature=0.0))
+        expected = [*tokens, *written][:-1], session.stats().evictions
+
+    async def talk() -> tuple[list[int], int]:
+        app = create_app(
+            ModelOptions(model=str(MODEL), parallel=parallel, **cache), ServerOptions()
+        )
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"prompt": text, "max_tokens": N, "min_tokens": N, "temperature": 0.0}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            engine = app.state.engine
+            found = engine.slots[0].latest.tokens, engine.stats.evictions
+        engine.close()
+        return found
+
+    tokens_read, n_evicted = asyncio.run(talk())
+    assert tokens_read == expected[0][: len(tokens_read)]
+    assert n_evicted == expected[1]
+    assert n_evicted > 0
 
 
 def test_seeds_give_other_tokens(tmp_path: Path) -> None:
