@@ -135,7 +135,7 @@ def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> 
     """It knows how long the prompt is before it reads its beginning, and cuts it in no other
     places.
     """
-    text = "The old garden was heavy all morning. Simon likes walnuts. " * 12
+    text = "The old garden was heavy all morning. Simon likes walnuts. " * 24
     cache = {**CACHE, "kv_budget": str(48 * parallel), "kv_type": "q8_0", "learn": False}
     with Pool(MODEL, n_sequences=parallel, **cache) as pool:
         session = pool.session()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from entropykv import Session
+from entropykv import EntropyLlama, Session
 from entropykv.llamacpp.stock import StockSession
 from tests.support.architecture_reading import decided, greedy, next_logits, read, stock
 from tests.support.logits import relative_error, tokens_for
@@ -64,6 +66,21 @@ def test_logits_and_text_are_those_of_stock(path: Path, weight_type: str) -> Non
     sure = decided(rows, rounding)
     assert sure.mean() > 0.6
     assert np.array_equal(np.array(chosen)[sure], np.array(text)[sure])
+
+
+@pytest.mark.parametrize("architecture", ["llama"])
+@pytest.mark.parametrize("weight_type", ["Q4_0", "Q4_K", "Q6_K", "Q8_0"])
+def test_entropy_llama_computes_what_a_session_computes(path: Path) -> None:
+    """llama.cpp repacks these types where it may, and then computes other sums."""
+    with Session(path, n_ctx=256, kv_type="f16", n_threads=1, learn=False) as session:
+        expected = [next_logits(session, part) for part in (TOKENS[:64], TOKENS[64:65])]
+    arguments: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with closing(EntropyLlama(path, n_ctx=256, kv_type="f16", learn=False, **arguments)) as llama:
+        found = []
+        for part in (TOKENS[:64], TOKENS[64:65]):
+            llama.eval(part)
+            found.append(np.array(llama._session.logits).ravel())
+    assert all(map(np.array_equal, found, expected))
 
 
 @every_type

@@ -49,6 +49,7 @@ from entropykv.errors import (
 from entropykv.generation.spelling import continuing, control_symbol, spelling
 from entropykv.llamacpp.foreign_text import MARK, without_names
 from entropykv.llamacpp.model import captured_log, last_error
+from entropykv.llamacpp.products import reads_blocks
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
 from entropykv.session.file import SavedContents
@@ -179,6 +180,18 @@ class EntropyLlama(llama_cpp.Llama):
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def model_params(self) -> Any:
+        """Return llama.cpp's llama_model_params, with which Llama loads the model."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, parameters: Any) -> None:
+        # Llama has no argument for it: what llama.cpp repacks while it loads, nobody else can read.
+        # Sums of one token would differ from those of several, and from those of a Session.
+        parameters.use_extra_bufts = not reads_blocks()
+        self._model_params = parameters
 
     @classmethod
     def from_pretrained(
