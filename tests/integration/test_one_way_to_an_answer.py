@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,11 @@ def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> 
     """
     text = "The old garden was heavy all morning. Simon likes walnuts. " * 24
     cache = {**CACHE, "kv_budget": str(48 * parallel), "kv_type": "q8_0", "learn": False}
-    with Pool(MODEL, n_sequences=parallel, **cache) as pool:
-        session = pool.session()
+    with contextlib.ExitStack() as stack:
+        if parallel == 1:
+            session = stack.enter_context(Session(MODEL, **cache))
+        else:
+            session = stack.enter_context(Pool(MODEL, n_sequences=parallel, **cache)).session()
         tokens = session.tokenize(text)
         assert len(tokens) > 4 * 48
         written = list(session.generate(tokens, N, temperature=0.0))
