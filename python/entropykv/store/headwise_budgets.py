@@ -96,7 +96,10 @@ class HeadwiseBudgets:
 
     @contextmanager
     def expecting(self, n_tokens: int) -> Iterator[None]:
-        """Replace the text by one of n_tokens in the `with` block; an error restores the plan."""
+        """Choose the budgets for a text of n_tokens that the `with` block puts in place of the
+        current one. If the block raises, the plan and the expected length are again those of
+        before.
+        """
         before = self._expected, self.plan
         self._expected = n_tokens
         if self._of_policy:
@@ -131,8 +134,8 @@ class HeadwiseBudgets:
             self._online.expect(plan)
 
     def await_share(self, plan: HeadwisePlan, budget: Budget) -> None:
-        """Hold nothing yet: `budget` belongs to a pool, and `plan` is what it means for
-        one text.
+        """Follow a plan until a pool that `budget` belongs to gives this store its share of it;
+        `plan` is what the budget means for one text.
         """
         self.plan = plan
         self._least_sure = self._sure_in_company(budget)

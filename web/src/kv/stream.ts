@@ -199,7 +199,8 @@ export async function watch(
   }
 }
 
-// Whether several conversations share the pool now: a document and the only one that asks it are one.
+// Whether several conversations share the pool at the moment. A document and the only conversation
+// about it count as one.
 export const hasSeveral = ({ shared }: About, { conversations, pool }: Picture): boolean =>
   shared && (pool.others || conversations.filter((each) => !each.document).length > 1);
 
