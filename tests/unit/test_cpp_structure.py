@@ -20,7 +20,7 @@ BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
 times.
 """
 
-WRAPPED = {"Checkpoint", "DeviceStore", "FlatStore", "HeadwiseStore"}
+WRAPPED = {"DeviceStore", "FlatStore", "HeadwiseStore"}
 """Python classes that wrap the C++ class of the same name."""
 
 FILES = sorted([*CPP.rglob("*.hpp"), *CPP.rglob("*.cpp")])
