@@ -111,7 +111,7 @@ private:
     std::vector<std::size_t> first_units_;  // index in units_, for each layer
     std::vector<float> partials_;           // partial results of the current layer
     std::atomic<int> recalled_heads_{0};
-    std::atomic<int> next_head_{0};   // of a run with drafts
+    std::atomic<int> next_head_{0};   // whom a run with drafts attends to next
     std::atomic<bool> ready_{false};  // whether the units of the current layer are made
 };
 

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "attention/attention_params.hpp"
+#include "attention/step.hpp"
 #include "store/layer_shape.hpp"
 
 namespace entropykv {

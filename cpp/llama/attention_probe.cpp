@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "llama/cache_tensors.hpp"
-#include "llama/cpu_nodes.hpp"
+#include "llama/custom_op.hpp"
 #include "llama/device.hpp"
 
 namespace entropykv {

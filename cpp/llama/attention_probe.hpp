@@ -72,7 +72,7 @@ private:
 
     bool on_devices_;
     std::vector<AttentionNode> nodes_;
-    std::vector<const ggml_tensor*> masks_;  // of nodes_
+    std::vector<const ggml_tensor*> masks_;  // the mask of each of nodes_
     std::vector<Keys> keys_;
     DeviceCopies copies_;
     NodeOrder order_;

@@ -1,6 +1,6 @@
 // Turns nodes of llama.cpp's graphs into custom ops: functions of ours, which run on ggml's threads
-// and find the sources of the node unchanged. Only the CPU backend can run them. When llama.cpp
-// reuses a graph, changed nodes stay changed.
+// and find the sources of the node unchanged. Only the CPU backend can run them; if another device
+// got one, the process would abort. When llama.cpp reuses a graph, changed nodes stay changed.
 #pragma once
 
 #include <ggml.h>
@@ -31,5 +31,11 @@ inline CustomOp custom_op_of(const ggml_tensor* node) {
     std::memcpy(&op, node->op_params, sizeof op);
     return op;
 }
+
+// Tells whether the CPU backend will compute a node: no other device supports it and can use its
+// memory. ggml's scheduler gives nodes to other devices, too, and some of these work in plain
+// memory like the CPU (BLAS, ZenDNN, OpenVINO), so the buffer of a node does not tell. Must be
+// called before the node is changed.
+bool is_of_cpu(const ggml_tensor* node);
 
 }  // namespace entropykv

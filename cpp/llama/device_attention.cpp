@@ -5,7 +5,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "attention/attention_params.hpp"
+#include "attention/step.hpp"
 #include "llama/device_graph.hpp"
 #include "llama/step_input.hpp"
 

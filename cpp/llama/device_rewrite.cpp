@@ -1,7 +1,7 @@
 #include "llama/device_rewrite.hpp"
 
 #include "llama/cache_tensors.hpp"
-#include "llama/cpu_nodes.hpp"
+#include "llama/custom_op.hpp"
 #include "llama/device_batch.hpp"
 
 namespace entropykv {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "llama/attention_probe.hpp"
-#include "llama/graph_rewrite.hpp"
+#include "llama/graph_hook.hpp"
 #include "llama/node_changes.hpp"
 #include "llama/node_order.hpp"
 #include "llama/node_times.hpp"

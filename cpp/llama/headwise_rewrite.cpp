@@ -1,7 +1,6 @@
 #include "llama/headwise_rewrite.hpp"
 
 #include "llama/cache_tensors.hpp"
-#include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
 
 namespace entropykv {

@@ -6,7 +6,7 @@
 
 #include "attention/attention_batch.hpp"
 #include "llama/attention_probe.hpp"
-#include "llama/graph_rewrite.hpp"
+#include "llama/graph_hook.hpp"
 
 namespace entropykv {
 

@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
 #include "llama/product_hook.hpp"
 

@@ -39,7 +39,7 @@ private:
     int n_ = 0;
     std::atomic<int> next_{0};
     int working_ = 0;      // threads that have not ended this run
-    unsigned number_ = 0;  // of the run
+    unsigned number_ = 0;  // counts the runs
     bool closing_ = false;
     std::exception_ptr error_;  // the first one of this run
 };

@@ -1,4 +1,4 @@
-#include "attention/worker.hpp"
+#include "attention/attention_call.hpp"
 
 #include "platform/scratch.hpp"
 #include "store/recall.hpp"

@@ -1,7 +1,6 @@
-#include "llama/cpu_nodes.hpp"
+#include "llama/custom_op.hpp"
 
 #include <ggml-backend.h>
-#include <ggml.h>
 
 #include <cstddef>
 

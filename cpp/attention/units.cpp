@@ -1,4 +1,4 @@
-#include "attention/split.hpp"
+#include "attention/units.hpp"
 
 #include <algorithm>
 
