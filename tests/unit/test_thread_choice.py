@@ -208,6 +208,23 @@ def test_a_core_that_others_take_is_left_to_them_at_once(tells: bool) -> None:
     assert machine.choice.way == Way(1)
 
 
+def test_cores_that_others_leave_are_searched_again_soon() -> None:
+    """Somebody may have used them for a moment."""
+    choice = ThreadChoice(2, 2)
+    choice.note_others(1.0)
+    choice.add(1, 0.2)
+    seconds, searches = 0.0, 0
+    while not choice.tries:
+        choice.note_others(0.0)
+        choice.add(1, 0.1)
+        seconds += 0.1
+        if choice.cores_asked:
+            searches += 1
+            choice.note_free(searches == 4)
+    assert choice.way == Way(2)
+    assert seconds < 6.0
+
+
 def test_steps_during_a_search_for_cores_do_not_count() -> None:
     choice = ThreadChoice(2, 2)
     choice.note_others(1.0)

@@ -34,6 +34,8 @@ LOST = 0.02
 """The share of the time that trials may lose; it makes pauses longer after those that lost much."""
 SHORTEST_PAUSE = 0.5
 """Seconds of steps between trials if others have just begun or ended to use cores."""
+SEARCH_PAUSE = 1.0
+"""Seconds of steps after which cores are searched again that others seem to leave free."""
 WANTED = 0.5
 """Cores that other processes want, from which on fewer threads are tried."""
 
@@ -129,6 +131,8 @@ class ThreadChoice:
         (way, pace), self._asked, self._steps = self._asked, None, Steps()
         if free:
             self._before, self.way = (self.way, pace), way
+        elif way == self._hint:
+            self._waited, self._pause = 0.0, SEARCH_PAUSE
         else:
             self._reject(way, 0.0)
 
