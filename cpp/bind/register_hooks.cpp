@@ -7,8 +7,6 @@
 #include "bind/hooks.hpp"
 #include "llama/device_batch.hpp"
 #include "llama/graph_hook.hpp"
-#include "llama/squared_relu_hook.hpp"
-#include "llama/stock_hook.hpp"
 #include "llama/weight_hook.hpp"
 
 namespace entropykv::bind {
@@ -25,15 +23,8 @@ void register_hooks(py::module_& m) {
         .def_property_readonly("on_device", [](const AttentionNode& self) {
             return !ggml_backend_buft_is_host(self.memory);
         });
-    py::class_<SquaredReluHook> squared_relu_hook(m, "SquaredReluHook");
-    squared_relu_hook.def(py::init<int>(), py::arg("n_layers"));
-    register_hook(squared_relu_hook);
-    py::class_<StockHook> stock_hook(m, "StockHook");
-    stock_hook.def(py::init<int>(), py::arg("relu2_layers"));
-    register_callback(stock_hook);
-    register_times(stock_hook);
     py::class_<WeightHook> weight_hook(m, "WeightHook");
-    weight_hook.def(py::init<int, int, int>(), py::arg("relu2_layers"), py::arg("n_threads"),
+    weight_hook.def(py::init<int, int, int>(), py::arg("relu2_layers"), py::arg("n_threads") = 0,
                     py::arg("few_tokens") = 1);
     register_hook(weight_hook);
     register_products(weight_hook);

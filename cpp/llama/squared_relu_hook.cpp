@@ -89,12 +89,6 @@ const char* obstacle(const ggml_tensor* node) {
 SquaredReluHook::SquaredReluHook(int n_layers)
     : changed_(static_cast<std::size_t>(std::max(n_layers, 0))) {}
 
-bool SquaredReluHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
-    if (!ask) return true;
-    static_cast<SquaredReluHook*>(user_data)->change(node);
-    return false;
-}
-
 void SquaredReluHook::refuse(const char* why) {
     if (refusal_ == nullptr) refusal_ = why;
 }

@@ -14,10 +14,7 @@ public:
     SquaredReluHook(const SquaredReluHook&) = delete;
     SquaredReluHook& operator=(const SquaredReluHook&) = delete;
 
-    // Serves as llama_context_params.cb_eval, with this object as cb_eval_user_data. The object
-    // must outlive the context.
-    static bool on_node(ggml_tensor* node, bool ask, void* user_data);
-    // Changes the node if it is a layer's gate. For callbacks that do more than on_node().
+    // Changes the node if it is a layer's gate.
     void change(ggml_tensor* node);
 
     void begin_step();

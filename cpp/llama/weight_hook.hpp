@@ -14,9 +14,10 @@ namespace entropykv {
 class WeightHook {
 public:
     // relu2_layers: the number of layers of a model with squared ReLU, or 0. n_threads: the most
-    // threads of an op. few_tokens, kernels: see ProductHook.
+    // threads of an op; 0: products and their scales are left to llama.cpp, for comparisons.
+    // few_tokens, kernels: see ProductHook.
     WeightHook(int relu2_layers, int n_threads, int few_tokens = 1, const std::string& kernels = "")
-        : products_(n_threads, few_tokens, kernels) {
+        : multiplies_(n_threads > 0), products_(n_threads, few_tokens, kernels) {
         if (relu2_layers > 0) gates_.emplace(relu2_layers);
     }
 
@@ -30,6 +31,7 @@ public:
     }
     void change(ggml_tensor* node) {
         change_gate(node);
+        if (!multiplies_) return;
         products_.change(node);
         change_scaling(node);
     }
@@ -50,6 +52,7 @@ public:
     NodeTimes& times() { return times_; }
 
 private:
+    bool multiplies_;
     std::optional<SquaredReluHook> gates_;
     ProductHook products_;
     NodeTimes times_;

@@ -238,68 +238,22 @@ class WindowProbe:
         """
     def clear(self) -> None: ...
 
-class SquaredReluHook:
-    """Change the SwiGLU gates in the graphs of one llama_context to squared ReLU."""
-
-    def __init__(self, n_layers: int) -> None: ...
-    @property
-    def callback(self) -> int:
-        """Return the address for llama_context_params.cb_eval."""
-
-    @property
-    def user_data(self) -> int:
-        """Return the address for llama_context_params.cb_eval_user_data."""
-
-    def begin_step(self) -> None: ...
-    def check_step(self) -> None:
-        """Raise RuntimeError unless the gate of every layer was changed once since begin_step()."""
-
-class StockHook:
-    """Leave a context's graphs as they are, except for squared ReLU; can measure the time
-    of nodes.
-    """
-
-    def __init__(self, relu2_layers: int) -> None:
-        """Make a hook; `relu2_layers`: number of layers whose gates become squared ReLU,
-        all or 0.
-        """
-
-    @property
-    def callback(self) -> int:
-        """Return the address for llama_context_params.cb_eval."""
-
-    @property
-    def user_data(self) -> int:
-        """Return the address for llama_context_params.cb_eval_user_data."""
-
-    def measure_work(self, on: bool) -> None:
-        """Start to measure every node separately, from 0; False: stop, so that graphs run as a
-        whole again.
-        """
-
-    @property
-    def work(self) -> dict[str, tuple[float, float, float]]:
-        """Return (seconds, operations, bytes) of weights, attention and the rest since
-        measure_work(True).
-
-        Operations and bytes are those of products with weights. The overhead of computing nodes
-        separately is subtracted from the seconds.
-        """
-
 def product_kernels() -> list[str]:
     """Return the names of the kernels for products that this machine can run; the last one
     is used.
     """
 
 class WeightHook:
-    """Compute the products with quantized weights in the graphs of one llama_context."""
+    """Change what uses weights in the graphs of one llama_context: gates become squared ReLU, and
+    our kernels compute products with quantized weights. It can also measure the time of nodes.
+    """
 
-    def __init__(self, relu2_layers: int, n_threads: int, few_tokens: int = 1) -> None:
+    def __init__(self, relu2_layers: int, n_threads: int = 0, few_tokens: int = 1) -> None:
         """Make a hook.
 
         `relu2_layers`: number of layers whose gates become squared ReLU, all or 0. `n_threads`: the
-        most threads of the context. `few_tokens`: products of up to so many tokens are left to
-        llama.cpp's kernel where that is faster for one; 0: none are.
+        most threads of the context; 0: products stay llama.cpp's. `few_tokens`: products of up to
+        so many tokens are left to llama.cpp's kernel where that is faster for one; 0: none are.
         """
 
     @property
@@ -321,11 +275,18 @@ class WeightHook:
         """Return the bytes of working memory of all threads."""
 
     def measure_work(self, on: bool) -> None:
-        """Start or stop measuring, as StockHook.measure_work() does."""
+        """Start to measure every node separately, from 0; False: stop, so that graphs run as a
+        whole again.
+        """
 
     @property
     def work(self) -> dict[str, tuple[float, float, float]]:
-        """Return the measurements, as StockHook.work does."""
+        """Return (seconds, operations, bytes) of weights, attention and the rest since
+        measure_work(True).
+
+        Operations and bytes are those of products with weights. The overhead of computing nodes
+        separately is subtracted from the seconds.
+        """
 
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
@@ -385,11 +346,11 @@ class GraphHook:
         """Return the bytes of working memory of all threads."""
 
     def measure_work(self, on: bool) -> None:
-        """Start or stop measuring, as StockHook.measure_work() does."""
+        """Start or stop measuring, as WeightHook.measure_work() does."""
 
     @property
     def work(self) -> dict[str, tuple[float, float, float]]:
-        """Return the measurements, as StockHook.work does."""
+        """Return the measurements, as WeightHook.work does."""
 
     def serve(self, batch: AttentionBatch) -> None:
         """Begin to replace attention in graphs; the batch tells whose tokens the graphs read."""

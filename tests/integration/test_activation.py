@@ -119,10 +119,10 @@ def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
 
 
 class HookedContext:
-    """Hold a llama_context with an f32 cache, under a SquaredReluHook."""
+    """Hold a llama_context with an f32 cache, under a WeightHook."""
 
     def __init__(self, path: Path, n_layers: int, n_threads: int = 2) -> None:
-        self.hook = _core.SquaredReluHook(n_layers)
+        self.hook = _core.WeightHook(n_layers)
         self.model = Model(path, n_gpu_layers=0, verbose=False)
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = 256, 64, 32

@@ -31,7 +31,7 @@ def exact_logits(path: Path, tokens: list[int] = TOKENS, *, n_threads: int = 2) 
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     hook = None
     if model.geometry.activation == "relu2":
-        hook = _core.SquaredReluHook(model.geometry.n_layer)
+        hook = _core.WeightHook(model.geometry.n_layer)
         let_hook_change(parameters, hook)
         hook.begin_step()
     context = model.new_context(parameters)

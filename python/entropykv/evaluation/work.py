@@ -19,7 +19,7 @@ and all other nodes.
 
 
 class Hook(Protocol):
-    """Define what times the graph nodes of a context: _core.StockHook or _core.GraphHook."""
+    """Define what times the graph nodes of a context: _core.WeightHook or _core.GraphHook."""
 
     def measure_work(self, on: bool) -> None:
         """Start timing if `on` is true, else stop it."""

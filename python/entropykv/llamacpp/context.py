@@ -88,11 +88,7 @@ def relu2_layers(model: Model, options: CacheOptions) -> int:
 
 def let_hook_change(
     parameters: Any,
-    hook: _core.GraphHook
-    | _core.WeightHook
-    | _core.StockHook
-    | _core.KShiftProbe
-    | _core.WindowProbe,
+    hook: _core.GraphHook | _core.WeightHook | _core.KShiftProbe | _core.WindowProbe,
 ) -> None:
     """Set a hook that reads or changes a context's graphs; the hook must live as long as the
     context.

@@ -54,7 +54,7 @@ class StockSession:
                 if flash
                 else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
             )
-            self.hook = _core.StockHook(relu2_layers(self.model, options))
+            self.hook = _core.WeightHook(relu2_layers(self.model, options))
             let_hook_change(parameters, self.hook)
             self._context = self.model.new_context(parameters)
         except BaseException:
