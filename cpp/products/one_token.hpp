@@ -173,7 +173,7 @@ inline RowFloats add_unit<Q6_K>(RowFloats acc, const RowPointers& units, const T
 
 template <class Type, bool kNear>
 void multiply_one(const WeightRows& w, const std::byte* token, float* out) {
-    const std::size_t ahead_by = std::max(kAhead, kRows * w.stride);
+    const std::size_t ahead_by = std::max(kNear ? kAhead : kFarAhead, kRows * w.stride);
     for (int first = 0; first < w.n_rows; first += kRows) {
         const std::byte* units[kRows];
         for (int r = 0; r < kRows; ++r) {
@@ -194,9 +194,14 @@ void multiply_one(const WeightRows& w, const std::byte* token, float* out) {
     }
 }
 
+// Units of the K types have more lines than the L1 cache takes requests at a time, and weights of 8
+// bits are read faster than it takes them.
+template <class Type>
+constexpr bool kGoesNear = kRows * Type::kUnitBytes <= 1024 && Type::kBits < 8;
+
 template <class Type>
 void one_token(const WeightRows& w, const std::byte* token, float* out) {
-    if (kRows * w.stride <= kMostNear)
+    if (kGoesNear<Type> && kRows * w.stride <= kMostNear)
         multiply_one<Type, true>(w, token, out);
     else
         multiply_one<Type, false>(w, token, out);

@@ -36,8 +36,10 @@ private:
 };
 
 // One token's product takes a piece of several rows in turn. What is prefetched meanwhile are the
-// rows after them, all of which are needed at once, or what is at least kAhead bytes away.
+// rows after them, all of which are needed at once, or what is at least so many bytes away: into
+// the L1 cache, and into the L2 cache.
 constexpr std::size_t kAhead = 8192;
+constexpr std::size_t kFarAhead = 16384;
 // The L1 cache holds as much beside the rows that are multiplied.
 constexpr std::size_t kMostNear = 12288;
 
