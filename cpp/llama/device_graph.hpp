@@ -59,7 +59,7 @@ public:
     // Returns an operation that keeps the queries that are observed for add_observation().
     ggml_tensor* copy_of_queries();
 
-    // Adds what the kept queries gave to all rows.
+    // Adds operations that add up what the kept queries gave to every row.
     void add_observation();
 
     // Adds what add_step() finds out about K and V of tokens, for n tokens whose rows are given.

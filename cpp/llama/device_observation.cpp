@@ -20,7 +20,7 @@ void sum_in_f32(Tensor* product, long) {
 // most.
 constexpr int kObservedBlock = 64;
 constexpr int kObservedWeights = 1 << 24;
-// So many tensors at most observe such a block of a group, and a group besides its blocks.
+// The most tensors that observe a block of queries of a group, and a group besides its blocks.
 constexpr int kTensorsOfBlock = 40;
 constexpr int kTensorsOfGroup = 16;
 

@@ -60,7 +60,7 @@ void handle_bus_errors() {
     });
 }
 
-// Returns the number of a place for a range, or -1 if there is none.
+// Takes a free one of the ranges that are watched, and returns its number; -1: all are taken.
 int watch() {
     for (int i = 0; i < MappedFile::kMost; ++i)
         if (!watched[static_cast<std::size_t>(i)].taken.exchange(true)) return i;

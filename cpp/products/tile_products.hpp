@@ -58,7 +58,7 @@ struct PackedCodes {
     }
 };
 
-// Returns 4 values of every token.
+// Finds 4 consecutive codes of any token of a panel.
 struct TokenCodes {
     const std::byte* data;
     std::size_t stride;
