@@ -184,14 +184,14 @@ class EntropyLlama(llama_cpp.Llama):
     @property
     def model_params(self) -> Any:
         """Return llama.cpp's llama_model_params, with which Llama loads the model."""
-        return self._model_params
+        return self.__dict__["model_params"]  # attach() takes the one of a loaded Llama.
 
     @model_params.setter
     def model_params(self, parameters: Any) -> None:
         # Llama has no argument for it: what llama.cpp repacks while it loads, nobody else can read.
         # Sums of one token would differ from those of several, and from those of a Session.
         parameters.use_extra_bufts = not reads_blocks()
-        self._model_params = parameters
+        self.__dict__["model_params"] = parameters
 
     @classmethod
     def from_pretrained(
