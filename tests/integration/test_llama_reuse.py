@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import llama_cpp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -215,32 +214,6 @@ def test_the_same_prompt_again_is_sampled_at_once(llm: EntropyLlama) -> None:
     reads = Reads(llm)
     llm(prompt, temperature=0.0, max_tokens=1)
     assert reads.count() == 0
-
-
-def test_a_llama_that_reads_the_last_token_again_is_given_none(
-    llm: EntropyLlama, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Llama before 0.3.32 goes back by one token even if the prompt is what was read."""
-    given: list[tuple[list[int], bool]] = []
-
-    def generate(
-        self: llama_cpp.Llama,
-        tokens: list[int],
-        *,
-        reset: bool = True,
-        **_: object,
-    ) -> Iterator[int]:
-        given.append((list(tokens), reset))
-        yield self.n_tokens
-
-    monkeypatch.setattr(llama_cpp.Llama, "generate", generate)
-    prompt = tokens_for(150)
-    assert next(llm.generate(prompt)) == 0
-    llm.eval(prompt)
-    assert next(llm.generate(prompt)) == 150
-    assert next(llm.generate([*prompt, 5])) == 150
-    assert next(llm.generate(prompt, reset=False)) == 150
-    assert given == [(prompt, True), ([], False), ([*prompt, 5], True), (prompt, False)]
 
 
 def test_going_back_by_hand(llm: EntropyLlama) -> None:

@@ -165,31 +165,31 @@ def with_draft_model(budget: BudgetArguments, draft_model: Any) -> BudgetArgumen
 
 
 def sampling_of(given: Mapping[str, Any], seed: int, last_n_tokens: int) -> Sampling:
-    """Return how tokens are chosen, from the arguments of llama_cpp.Llama._init_sampler().
+    """Return how tokens are chosen, from the arguments of llama_cpp.Llama's methods by name.
 
     As there, mirostat is told no temperature, and one below 0 samples from all tokens. Raises
     SettingsError for what cannot be used.
     """
-    temperature, grammar = given["temp"], given["grammar"]
+    temperature = given["temperature"] if "temperature" in given else given["temp"]
+    grammar = given["grammar"]
     if isinstance(grammar, LlamaGrammar):
         grammar = Constraint.gbnf(grammar._grammar, grammar._root)
     samplers = ("penalties",) if temperature < 0.0 else SAMPLERS
     if temperature < 0.0 or (temperature > 0.0 and given["mirostat_mode"]):
         temperature = 1.0
+    same = ("top_p", "min_p", "typical_p", "repeat_penalty", "frequency_penalty")
+    biases = given.get("logit_bias") or {}
     return Sampling(
         temperature=temperature,
         top_k=max(-1, given["top_k"]),
-        top_p=given["top_p"],
-        min_p=given["min_p"],
-        typical_p=given["typical_p"],
-        repeat_penalty=given["repeat_penalty"],
-        frequency_penalty=given["frequency_penalty"],
         presence_penalty=given["presence_penalty"],
         mirostat=given["mirostat_mode"],
         mirostat_tau=given["mirostat_tau"],
         mirostat_eta=given["mirostat_eta"],
         repeat_last_n=last_n_tokens,
+        logit_bias=tuple((int(token), float(bias)) for token, bias in biases.items()),
         seed=seed,
         grammar=grammar,
         samplers=samplers,
+        **{name: given[name] for name in same},
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 import llama_cpp
+import numpy as np
 from llama_cpp import _internals as internals
 from llama_cpp.llama_speculative import LlamaDraftModel
 from typing_extensions import Unpack
@@ -18,7 +19,7 @@ from entropykv.drop_in.arguments import (
     check_kind,
 )
 from entropykv.drop_in.context import BudgetContext
-from entropykv.drop_in.entropy_llama import EntropyLlama, start_over
+from entropykv.drop_in.entropy_llama import EntropyLlama
 from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.llamacpp.model_options import apply_adapters
@@ -26,6 +27,9 @@ from entropykv.model.geometry import read_geometry
 from entropykv.session.recovery import Climb
 from entropykv.settings.cache_options import CacheArguments, shows
 from entropykv.settings.options import Budget
+
+_OURS = ("_image_prompt", "_draws_seeds", "_tags", "_n_kept", "_scored", "_sampled", "_watch")
+"""The attributes of an EntropyLlama that a stock Llama does not have."""
 
 
 @shows(CacheArguments)
@@ -78,22 +82,26 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
         raise SettingsError("a model of a pool cannot be detached; load a llama_cpp.Llama")
     with llm._alone():
         context, batch = _stock_context(llm)
+        llm._guard.leave()
         llm._ctx.close_session()
         if isinstance(llm.chat_handler, BudgetImageHandler):
             llm.chat_handler = llm.chat_handler.handler
-        for name in ("_image_prompt", "_draws_seeds", "_tags"):
+        for name in _OURS:
             llm.__dict__.pop(name, None)
         drafts = llm._budget.cache.spec_draft_model
         if callable(drafts):
             llm.draft_model = cast(LlamaDraftModel, drafts)
             llm._logits_all = True  # Llama.generate() needs them to check drafts.
-        del llm._budget, llm._guard, llm._reader, llm._alike
+        del llm._budget, llm._guard, llm._alike
         stock = cast(llama_cpp.Llama, llm)
         stock.__class__ = llama_cpp.Llama
     stock._ctx = stock._stack.enter_context(contextlib.closing(context))
     stock._batch = stock._stack.enter_context(contextlib.closing(batch))
     n_ctx = stock.context_params.n_ctx
-    start_over(stock, n_ctx, n_ctx if stock._logits_all else stock.n_batch)
+    stock.n_tokens, stock._requires_eval = 0, True
+    stock.input_ids = np.zeros(n_ctx, np.intc)
+    rows = n_ctx if stock._logits_all else stock.n_batch
+    stock.scores = np.empty((rows, stock._n_vocab), np.single)
     stock._n_ctx = context.n_ctx()
     return stock
 

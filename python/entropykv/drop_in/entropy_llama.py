@@ -1,4 +1,4 @@
-"""Run a llama_cpp.Llama inside a KV budget: EntropyLlama, attach() and detach()."""
+"""Run a llama_cpp.Llama inside a KV budget: EntropyLlama."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import contextlib
 import functools
 import inspect
 import os
-import re
+import random
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama import LlamaState
-from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 from typing_extensions import Self
 
-from entropykv.constraint.constraint import Constraint
 from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
@@ -33,12 +31,16 @@ from entropykv.drop_in.arguments import (
     with_draft_model,
 )
 from entropykv.drop_in.call_guard import CallGuard
-from entropykv.drop_in.chat_constraints import makes_grammars, with_constraint
-from entropykv.drop_in.completion_logprobs import CompletionLogprobs
+from entropykv.drop_in.chats import (
+    answer_chat,
+    formatter_of,
+    stops_of,
+    with_constraint,
+    with_content,
+)
+from entropykv.drop_in.completions import CompletionWriter
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
 from entropykv.drop_in.image_handlers import BudgetImageHandler
-from entropykv.drop_in.reading import PromptReader
-from entropykv.drop_in.sampler import SamplerOfSequence
 from entropykv.errors import (
     ContextError,
     EntropyKVError,
@@ -46,30 +48,39 @@ from entropykv.errors import (
     SessionFileError,
     SettingsError,
 )
-from entropykv.generation.spelling import continuing, control_symbol, spelling
+from entropykv.generation.events import AnswerPiece, Ended, Event, generate
+from entropykv.generation.prompt import Prompt, infill_prompt
+from entropykv.generation.request import GenerationRequest
+from entropykv.generation.resuming import as_held, resume
 from entropykv.llamacpp.foreign_text import MARK, without_names
 from entropykv.llamacpp.model import captured_log, last_error
 from entropykv.llamacpp.products import reads_blocks
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
 from entropykv.session.file import SavedContents
-from entropykv.session.generate import Chooser, Companions
+from entropykv.session.generate import Chooser, Companions, StepHooks
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, ImagePrompt, Images
-from entropykv.session.logprobs import LogprobRecorder
+from entropykv.session.logprobs import CompletionLogprobs
 from entropykv.session.pool import Pool
-from entropykv.session.recovery import Climb
-from entropykv.session.reuse import Demand, reuse_of
-from entropykv.session.sampling import is_random_seed, new_seed
+from entropykv.session.recovery import Climb, Watch
+from entropykv.session.reuse import LEAST_SPARED
+from entropykv.session.sampling import Sampling, is_random_seed, new_seed
 from entropykv.session.session import Session
 from entropykv.session.session_files import document_header
 from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
+from entropykv.store.protocol import Logits
 from entropykv.thinking.tags import tags_of
 
-_GENERATE = inspect.signature(llama_cpp.Llama.generate)
-_SAMPLE = inspect.signature(llama_cpp.Llama._init_sampler)
-_COMPLETE = inspect.signature(llama_cpp.Llama._create_completion)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _as_in_llama(method: _Method) -> _Method:
+    """Give a method the signature of llama_cpp.Llama's method of the same name."""
+    stock = getattr(llama_cpp.Llama, method.__name__)
+    cast(Any, method).__signature__ = inspect.signature(stock)
+    return method
 
 
 class EntropyLlama(llama_cpp.Llama):
@@ -113,22 +124,20 @@ class EntropyLlama(llama_cpp.Llama):
     _budget: BudgetArguments
     _guard: CallGuard
     """Allows one call at a time."""
-    _reader: PromptReader
-    """Reads prompts into the session."""
-    _pieces: dict[int, bytes] | None = None
-    """Cached texts of tokens, shared by all objects with the same vocabulary; None while the model
-    loads.
-    """
     _pool: Pool | None = None
     _document: Sequence[int] = ()
     """The tokens of the document that was opened."""
     _document_path: str | os.PathLike[str] = ""
     _draws_seeds: bool = True
     """Whether an answer without a seed gets a random one: the model was given none, or -1."""
-    _logprobs: LogprobRecorder | None = None
-    """Collects the log probabilities of the current answer's tokens, if they were requested."""
-    _of_tools: Mapping[str, Constraint] = MappingProxyType({})
-    """The constraints of the tools of a chat, by the grammars that llama-cpp-python makes."""
+    _n_kept: int | None = None
+    """The n_tokens that the caller has set; None: all tokens of the session."""
+    _scored: Sequence[int] = ()
+    """The tokens whose logits `scores` has, with logits_all."""
+    _sampled: int | None = None
+    """The last token of sample(), until it is read."""
+    _watch: Watch | None = None
+    """The recovery ladder of tokens that the caller samples and reads one by one."""
     _image_prompt: ImagePrompt | None = None
     """The last prompt with images; it keeps the images alive until they are read."""
     _alike: weakref.WeakSet[EntropyLlama]
@@ -261,7 +270,6 @@ class EntropyLlama(llama_cpp.Llama):
             # tokens because of a draft model, whether that was asked for or not.
             self.draft_model = None
             self._logits_all = self._logits_all and self.scores.shape[0] == session.config.n_ctx
-        self._pieces = {}
         self._take(session)
 
     def _session_of(self, model: BorrowedModel, budget: BudgetArguments) -> Session:
@@ -283,8 +291,11 @@ class EntropyLlama(llama_cpp.Llama):
         """Use a session that has read nothing."""
         self._guard = CallGuard()
         self._ctx = BudgetContext(self, session)
-        self._reader = PromptReader(self._ctx, self._budget)
-        start_over(self, session.config.n_ctx, session.config.n_ctx if self._logits_all else 1)
+        self._n_ctx = session.config.n_ctx
+        self._n_kept, self._scored, self._sampled, self._watch = None, (), None, None
+        self.scores = np.empty(
+            (session.config.n_ctx if self._logits_all else 1, self._n_vocab), np.single
+        )
 
     @property
     def _parse_special(self) -> bool:
@@ -330,6 +341,7 @@ class EntropyLlama(llama_cpp.Llama):
             return
         context.refuse()
         with self._guard.lock:
+            self._guard.leave()
             context.close_session()
             self._alike.discard(self)
             if not self._alike:
@@ -408,21 +420,37 @@ class EntropyLlama(llama_cpp.Llama):
     def detokenize(
         self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
     ) -> bytes:
-        """Return the text of tokens, as llama_cpp.Llama does.
-
-        Texts of tokens are kept: Llama asks for all of an answer with every token of it, and each
-        call of llama.cpp would let the threads of a pool take turns.
-        """
+        """Return the text of tokens, as llama_cpp.Llama does."""
         tokens = [token for token in tokens if not is_placeholder(token)]
-        pieces = self._pieces
-        if special or pieces is None or not isinstance(self.tokenizer_, LlamaTokenizer):
-            return super().detokenize(tokens, prev_tokens, special)
-        for token in tokens:
-            if token not in pieces:
-                pieces[token] = self._model.detokenize([token])
-        text = b"".join([pieces[token] for token in tokens])
-        begins = len(tokens) > 0 and tokens[0] == self.token_bos()
-        return text[1:] if begins and text.startswith(b" ") else text
+        return super().detokenize(tokens, prev_tokens, special)
+
+    @property
+    def n_tokens(self) -> int:
+        """Return how many tokens were read.
+
+        Whoever sets a smaller number goes back: later calls read behind that many of them.
+        """
+        position = self._session.position
+        return position if self._n_kept is None else min(self._n_kept, position)
+
+    @n_tokens.setter
+    def n_tokens(self, n_tokens: int) -> None:
+        self._n_kept = n_tokens
+
+    @property
+    def input_ids(self) -> npt.NDArray[np.intc]:
+        """Return the tokens that were read, and zeros behind them, n_ctx in all: a copy."""
+        ids, read = np.zeros(self._n_ctx, np.intc), self._input_ids
+        ids[: len(read)] = read
+        return ids
+
+    @input_ids.setter
+    def input_ids(self, _: Any) -> None:
+        """Do nothing: llama_cpp.Llama makes an array, but here the session has the tokens."""
+
+    @property
+    def _input_ids(self) -> npt.NDArray[np.intc]:
+        return np.array(self._session.tokens[: self.n_tokens], np.intc)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Read tokens after the first n_tokens of input_ids, which are read again if necessary.
@@ -430,175 +458,330 @@ class EntropyLlama(llama_cpp.Llama):
         Raises ContextError for more than n_ctx tokens.
         """
         with self._alone():
-            self._reader.eval(self, [int(token) for token in tokens])
+            self._guard.leave()
+            self._read([int(token) for token in tokens])
+
+    def _read(self, ids: list[int]) -> None:
+        """Read tokens of a prompt, or the one that was sampled last, and keep their logits."""
+        session, written = self._session, ids == [self._sampled]
+        self._sampled = None
+        ids = [*self._back(), *ids]
+        if not ids:
+            return
+        start, written = time.perf_counter(), written and len(ids) == 1
+        with self._telling():
+            for logits in session.reader.read(ids, self._logits_all, writes=written):
+                if self._logits_all and logits is not None:
+                    self._scored = session.tokens
+                    self.scores[session.position - len(logits) : session.position] = logits
+                elif logits is not None:
+                    self.scores[:1] = logits[-1:]
+            count = session.counts.add_generated if written else session.counts.add_prompt
+            count(0 if written else len(ids), time.perf_counter() - start)
+            self._recover(written=written)
+
+    def _recover(self, *, written: bool) -> None:
+        """Let the recovery ladder see the logits behind a token that the caller has sampled."""
+        session = self._session
+        if not written or session.recovery is None or session.logits is None:
+            self._watch = None
+            return
+        if self._watch is None:
+            self._watch = Watch(session, session.recovery, self._n_vocab)
+        self._watch.wants_rewalk(session.logits, session.position)
+
+    def _back(self) -> list[int]:
+        """Go back to n_tokens; returns the tokens before that must be read again.
+
+        Those are all of them, or what a checkpoint leaves, where the session holds too little.
+        """
+        session, kept = self._session, self.n_tokens
+        self._n_kept = None
+        if session.text.held().can_return_to(kept):
+            if session.position == kept > 0:
+                return []
+            with contextlib.suppress(ContextError):  # Its pool may give it a smaller share now.
+                session.text.truncate(kept)
+                return []
+        tokens, beyond = session.tokens[:kept], LEAST_SPARED - 1
+        if self._logits_all or not session.text.return_to_checkpoint(
+            tokens[:-1], beyond, repeatable=self._budget.repeatable
+        ):
+            session.text.truncate(0)
+        return tokens[session.position :]
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Call on_evict if entries are evicted in the `with` block."""
+        session, on_evict = self._session, self._budget.on_evict
+        before = session.cache.evicted
+        yield
+        if on_evict is not None and session.cache.evicted != before:
+            kept = session.stats().entries_kept
+            on_evict(EvictionEvent(session.cache.evicted - before, kept, session.position))
 
     def reset(self) -> None:
         """Remove all tokens; kv_stats() continues to count."""
         with self._alone():
-            self.n_tokens = 0
-            self._requires_eval = True
+            self._guard.leave()
+            self._n_kept = None
             self._session.text.truncate(0)
 
+    @_as_in_llama
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample()."""
-        start = time.perf_counter()
+        """Sample a token from the logits of a token that was read, by default the last one; see
+        llama_cpp.Llama.sample().
+        """
+        given, start = self._given("sample", arguments, options), time.perf_counter()
         with self._alone():
-            ahead = self._reader.sampled_ahead()
-            token: int = super().sample(*arguments, **options) if ahead is None else ahead
-            if self._logprobs is not None:
-                known = self._logits_all or ahead is None
-                row = self._reader.logits_at(self, -1) if known else self.scores[0]
-                self._logprobs.write(token, row)
-            self._reader.note_sampled(token, time.perf_counter() - start)
-        return token
+            session, row = self._session, given["idx"]
+            companions = Companions(processors=self._processors(given))
+            with Chooser(self._sampling(given), session, companions) as chooser:
+                chosen = chooser.choose(self._logits_at(-1 if row is None else row - self.n_tokens))
+            # Where a constraint allows no token, it allows the end.
+            token = self.token_eos() if chosen is None else chosen
+            self._sampled = token
+            if not session.model.is_end(token):
+                session.counts.add_generated(1, time.perf_counter() - start)
+        return int(token)
 
-    def generate(self, tokens: Sequence[int], *arguments: Any, **options: Any) -> Any:
-        """Yield tokens that follow `tokens`; see llama_cpp.Llama.generate().
+    def _logits_at(self, row: int) -> Logits:
+        """Return the logits of a token, (n_vocab,): row -1 is the last one."""
+        logits = self.scores[self.n_tokens + row] if self._logits_all else self._session.logits
+        if logits is None or not self.n_tokens:
+            raise EntropyKVError("there are no logits to sample from; eval() a token first")
+        return cast(Logits, logits)
+
+    # --- answer -----------------------------------------------------------------------------------
+
+    def _given(
+        self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of a method of llama_cpp.Llama by name, with its defaults."""
+        signature = inspect.signature(getattr(llama_cpp.Llama, name))
+        bound = signature.bind(self, *arguments, **options)
+        bound.apply_defaults()
+        return {name: value for name, value in bound.arguments.items() if name != "self"}
+
+    def _sampling(self, given: Mapping[str, Any]) -> Sampling:
+        return sampling_of(given, self._seed, self.last_n_tokens_size)
+
+    def _processors(self, given: Mapping[str, Any]) -> list[Callable[[Logits], object]]:
+        """Return the caller's functions that change logits, and what keeps rows with logits_all.
+
+        They refer to this object weakly, because an answer that was left belongs to it.
+        """
+        itself = weakref.ref(self)
+
+        def changed_by(process: Callable[[Any, Any], Any]) -> Callable[[Logits], object]:
+            def change(logits: Logits) -> None:
+                logits[:] = process(_living(itself)._input_ids, logits)
+
+            return change
+
+        def keep(logits: Logits) -> None:
+            llama = _living(itself)
+            llama._scored = llama._session.tokens
+            llama.scores[len(llama._scored) - 1] = logits
+
+        changing = [changed_by(each) for each in given["logits_processor"] or ()]
+        return [keep, *changing] if self._logits_all else changing
+
+    def _hooks(self, given: Mapping[str, Any]) -> StepHooks:
+        """Return what asks the caller's stopping_criteria before every token."""
+        criteria, itself = given["stopping_criteria"], weakref.ref(self)
+        if criteria is None:
+            return StepHooks()
+
+        def ends() -> bool:
+            llama = _living(itself)
+            return bool(criteria(llama._input_ids, llama._session.logits))
+
+        return StepHooks(ends=ends)
+
+    def _begun(self, tokens: list[int], *, resets: bool) -> list[int]:
+        """Return the tokens of a prompt for _events(), after going back to n_tokens.
+
+        With `resets`, they are those that were read of its text, unless rows of `scores` belong to
+        its own; without, those that must be read again come first.
+        """
+        with self._alone():
+            self._guard.leave()
+            again = self._back()
+            if not resets:
+                return [*again, *tokens]
+            return tokens if self._logits_all else as_held(self._session, Prompt(tokens))
+
+    def _events(
+        self, request: GenerationRequest, given: Mapping[str, Any], *, resets: bool = True
+    ) -> Generator[Event, None, None]:
+        """Yield the events of an answer; between two of them, another call may end it.
+
+        With `resets`, the prompt goes on from what was read of it; else it follows the text.
+        """
+        guard = self._guard
+        with self._alone():
+            guard.leave()
+            self._back()
+            n_cached = self._resumed(request) if resets else 0
+            if self._logits_all and not request.prompt_logprobs:
+                self._read(request.prompt.tokens[n_cached:])
+                n_cached = len(request.prompt.tokens)
+            answer = generate(
+                self._session,
+                request,
+                n_cached=n_cached,
+                hooks=self._hooks(given),
+                processors=self._processors(given),
+            )
+            guard.begin(answer)
+        try:
+            while True:
+                _check_attached(self)
+                with self._alone():
+                    guard.check_goes_on(answer)
+                    with self._telling():
+                        event = next(answer, None)
+                if event is None:
+                    return
+                yield event
+        finally:
+            guard.end(answer)
+
+    def _resumed(self, request: GenerationRequest) -> int:
+        """Go back to where a prompt can continue; returns how many of its tokens are read then."""
+        session, tokens, document = self._session, request.prompt.tokens, self._document
+        n_cached = resume(session, request, repeatable=self._budget.repeatable)
+        if self._logits_all and [*self._scored[:n_cached]] != tokens[:n_cached]:
+            session.text.truncate(0)  # Otherwise `scores` would lack rows.
+            return 0
+        is_about = tokens[: len(document)] == [*document] and not request.prompt_logprobs
+        if n_cached < len(document) and is_about:
+            # Otherwise all of its text would be read, as it is if its file is gone.
+            with contextlib.suppress(SessionFileError):
+                n_cached = session.files.load(self._document_path).position
+        return n_cached
+
+    @_as_in_llama
+    def generate(self, *arguments: Any, **options: Any) -> Generator[int, Any, None]:
+        """Yield tokens that follow `tokens`, also behind one that ends a text, until the context is
+        full; see llama_cpp.Llama.generate(). Tokens that are sent to it are read next.
 
         If `tokens` begin with the text that was read, in other tokens, that text is not read again.
         This does not apply with logits_all, because the rows of `scores` belong to `tokens`.
         """
-        bound = _GENERATE.bind(self, tokens, *arguments, **options)
-        with self._alone():
-            answer = self._guard.begin_answer()
-            resets = bound.arguments.get("reset", True)
-            prompt = self._prepared(list(tokens), resets=resets)
-            if resets and self._has_logits_of(prompt):
-                # Llama before 0.3.32 would go back by one token, and read all of the prompt again
-                # because entries were evicted since.
-                prompt, bound.arguments["reset"] = [], False
-        bound.arguments["tokens"] = prompt
-        stream: Generator[int, Any, None] = super().generate(*bound.args[1:], **bound.kwargs)
-        sent = None
-        with closing(stream), self._resting():
-            while True:
-                _check_attached(self)
-                with self._alone():
-                    _ = self._session  # Raises if it is closed.
-                    self._guard.check_goes_on(answer)
-                    try:
-                        token = stream.send(sent)
-                    except StopIteration:
-                        return
-                sent = yield token
+        given = self._given("generate", arguments, options)
+        resets, sampling, count = given["reset"], self._sampling(given), 0
+        tokens = self._begun([int(token) for token in given["tokens"]], resets=resets)
+        while True:
+            # The same seed would give the same random numbers again.
+            seed = None if sampling.seed is None else sampling.seed + count
+            request = GenerationRequest(
+                Prompt(tokens), replace(sampling, seed=seed), penalizes_prompt=False
+            )
+            tokens = []
+            with closing(self._events(request, given, resets=resets)) as events:
+                for event in events:
+                    token = event.token if isinstance(event, AnswerPiece | Ended) else None
+                    if token is None:
+                        continue
+                    count += 1
+                    sent = yield token
+                    if sent is not None or isinstance(event, Ended):
+                        tokens = [token, *map(int, sent or ())]
+                        break
+            resets = False
+            if not tokens:
+                return
 
-    @contextmanager
-    def _resting(self) -> Iterator[None]:
-        """At the end, tell the pool not to wait for more tokens of this sequence."""
-        try:
-            yield
-        finally:
-            if isinstance(self._ctx, BudgetContext):
-                self._ctx.rest()
+    @_as_in_llama
+    def create_completion(self, *arguments: Any, **options: Any) -> Any:
+        """Complete as llama_cpp.Llama does; `grammar` may also be a Constraint.
 
-    def _prepared(self, prompt: list[int], *, resets: bool) -> list[int]:
-        """Return the tokens that must be read for a prompt, after removing the text that it does
-        not continue.
+        If the prompt begins with the text that was read, in other tokens, usage and the limit of
+        n_ctx refer to those. `logprobs` need no logits_all. `suffix` is what follows the text that
+        is asked for; for a model that was not trained for that, SettingsError is raised.
         """
-        self._reader.begin_answer(self)
-        if self._logprobs is not None and self._logprobs.of_prompt:
-            self.reset()
-            return prompt
-        if resets and not self._logits_all:
-            prompt = self._continuing(prompt) or prompt
-        if resets:
-            self._return_to_document(prompt)
-        if resets and self._budget.repeatable:
-            self._reader.go_back_for(self, prompt)
-        return prompt
+        given = self._given("create_completion", arguments, options)
+        parts = self._completed(given)
+        if given["stream"]:
+            return parts
+        with closing(parts):
+            return next(parts)
 
-    def _return_to_document(self, prompt: list[int]) -> None:
-        """Load the document again for a prompt about it, if its text would be read instead.
+    def _completed(self, given: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """Yield the chunks of a completion, or all of it at once."""
+        echoes, n_logprobs, limit = given["echo"], given["logprobs"], given["max_tokens"] or 0
+        tells_prompt = bool(echoes) and n_logprobs is not None
+        tokens = self._tokens_of(given["prompt"], given["suffix"])
+        self._load_cached(tokens)
+        if not tells_prompt:
+            tokens = self._begun(tokens, resets=True)
+        room = self._n_ctx - len(tokens)
+        if room <= 0:
+            raise ContextError(
+                f"Requested tokens ({len(tokens)}) exceed context window of {self._n_ctx}; shorten "
+                "the prompt or raise n_ctx"
+            )
+        self._draw_seed(given["seed"])
+        request = GenerationRequest(
+            Prompt(tokens),
+            self._sampling(given),
+            min(limit, room) if limit > 0 else room,
+            tuple(stops_of(given["stop"])),
+            n_logprobs=n_logprobs,
+            prompt_logprobs=tells_prompt,
+            penalizes_prompt=False,
+            errors="ignore",
+        )
+        text, shown = self._prompt_text(given["prompt"]), None
+        if n_logprobs is not None:
+            shown = CompletionLogprobs(self._name_of, 0 if echoes else len(text))
+        writer = CompletionWriter(given["model"] or self.model_path, text if echoes else "", shown)
+        with closing(self._events(request, given)) as events:
+            if given["stream"]:
+                yield from writer.chunks(events)
+                self._store_cached([*tokens, *writer.tokens])
+            else:
+                whole = writer.whole(events)
+                self._store_cached([*tokens, *writer.tokens])
+                yield whole
 
-        That is so after an eviction; in a pool, a checkpoint leads back.
+    def _tokens_of(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
+        """Return the tokens of a prompt: a text gets those that texts of the model begin and end
+        with.
         """
-        n_document = len(self._document)
-        if not n_document or self._pool is not None or prompt[:n_document] != [*self._document]:
-            return
-        end = self._n_ctx if self._budget.repeatable else None
-        demand = Demand(is_cut=self._budget.repeatable, end=end, needs_logits=False)
-        held = self._session.text.held().until(self.n_tokens)
-        if reuse_of(held, prompt, demand).position >= n_document:
-            return
-        with contextlib.suppress(SessionFileError):  # The text is read if the file is gone.
-            self._go_on_from(self._session.files.load(self._document_path))
-
-    def _has_logits_of(self, prompt: list[int]) -> bool:
-        """Tell whether a prompt is the text that was read, and can be sampled from at once."""
-        is_text = self.n_tokens > 0 and np.array_equal(self._input_ids, prompt)
-        return is_text and not self._requires_eval
-
-    def _continuing(self, prompt: list[int]) -> list[int] | None:
-        """Return the prompt as tokens that begin with those read; None if it already begins with
-        them.
-        """
-        cached = self._input_ids
-        if len(cached) == 0 or np.array_equal(cached, prompt[: len(cached)]):
-            return None
-        found = continuing(cached.tolist(), prompt, self._spell, self._tokenize_text)
-        return found if found and len(found) < self._n_ctx else None
-
-    def _spell(self, token: int) -> str:
-        piece = self._session.token_bytes(token)
-        return spelling(piece) if piece else control_symbol(token)
-
-    def _tokenize_text(self, text: bytes) -> list[int]:
-        return self.tokenize(text, add_bos=False, special=False)
-
-    # --- complete ---------------------------------------------------------------------------------
-
-    def _create_completion(self, *arguments: Any, **options: Any) -> Iterator[Any]:
-        """Complete as Llama does; the objects in use are kept meanwhile."""
-        with closing(self._completion(*arguments, **options)) as stream:
-            while True:
-                with self._ctx.weights:
-                    response = next(stream, None)
-                if response is None:
-                    return
-                yield response
-
-    def _completion(self, *given: Any, **named: Any) -> Generator[Any, None, None]:
-        """Complete as Llama does, and pass tokens instead of text if the tokens already read can be
-        kept.
-
-        Then usage, positions of logprobs and the limit of n_ctx refer to the tokens that are read.
-        What is echoed, and the log probabilities of tokens, are added here: Llama would need the
-        logits of all tokens, and echoes only texts.
-        """
-        options = dict(_COMPLETE.bind(self, *given, **named).arguments)
-        del options["self"]
-        prompt, suffix = options["prompt"], options.get("suffix")
-        echoes, n_top = bool(options.pop("echo", False)), options.pop("logprobs", None)
-        options["stop"] = stops_of(options.get("stop"))
-        seed = options.get("seed")
-        if (self._draws_seeds and seed is None) or (seed is not None and is_random_seed(seed)):
-            options["seed"] = new_seed()
-        limit = options.get("max_tokens")
-        reader = self._reader
-        reader.max_tokens = limit if limit and limit > 0 else None
-        recorder = None if n_top is None else LogprobRecorder(n_top, of_prompt=echoes)
-        self._logprobs = recorder
-        text = "" if recorder is None and not echoes else self._prompt_text(prompt)
-        # With logits_all, rows of `scores` belong to the prompt's own tokens.
-        as_given = recorder is not None and (echoes or self._logits_all)
-        if suffix is None and not as_given:
-            options["prompt"] = self._continuing(self._tokens_of(prompt)) or prompt
-        values = None if recorder is None else self._values_of(recorder, text)
-        echo = text if echoes else ""
-        try:
-            for response in super()._create_completion(**options):
-                choice: Any = response["choices"][0]
-                if values is not None:
-                    choice["logprobs"] = values.take(choice["text"], choice["finish_reason"])
-                choice["text"], echo = echo + choice["text"], ""
-                yield response
-        except ValueError as error:
-            if "exceed context window" not in str(error):
-                raise
-            text = re.sub(r"window of \d+", f"window of {self._n_ctx}", str(error))
-            raise ContextError(f"{text}; shorten the prompt or raise n_ctx") from None
-        finally:
-            reader.max_tokens = self._logprobs = None
+        model, is_text = self._model, isinstance(prompt, str)
+        if isinstance(prompt, str):
+            tokens = self.tokenize(prompt.encode("utf-8"), add_bos=False, special=not suffix)
+        else:
+            tokens = [int(token) for token in prompt]
+        if suffix:
+            after = self.tokenize(suffix.encode("utf-8"), add_bos=False, special=False)
+            found = infill_prompt(self._session.model, tokens, after)
+            if found is None:
+                raise SettingsError(
+                    "suffix: the model was not trained to write a text between two others; leave "
+                    "it out, or use a model for code, such as Qwen2.5-Coder"
+                )
+            return found.tokens
+        if is_text:
+            separator = model.token_sep()
+            begins = model.token_cls() if model.token_cls() != -1 else self.token_bos()
+            if model.add_bos_token() and begins != -1:
+                tokens.insert(0, begins)
+            if model.add_eos_token() or separator != -1:
+                tokens.append(separator if separator != -1 else self.token_eos())
+        if not tokens:
+            raise ContextError("the prompt is empty; give a text, or tokens")
+        if tokens[:2] == [self.token_bos()] * 2:
+            warnings.warn(
+                "the prompt begins with two tokens that begin a text, which may make answers "
+                "worse; leave the one in its text out",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return tokens
 
     def _prompt_text(self, prompt: str | list[int]) -> str:
         """Return the text of a prompt, without a token that only begins it."""
@@ -607,90 +790,61 @@ class EntropyLlama(llama_cpp.Llama):
         shown = prompt[1:] if prompt[:1] == [self.token_bos()] else prompt
         return self.detokenize(shown, special=True).decode("utf-8", errors="replace")
 
-    def _values_of(self, recorder: LogprobRecorder, prompt: str) -> CompletionLogprobs:
-        """Return what puts log probabilities into an answer; `prompt` is the text of the prompt."""
-        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
-        return CompletionLogprobs(
-            recorder,
-            lambda token: self.detokenize([token]),
-            lambda token: bool(llama_cpp.llama_vocab_is_eog(vocabulary, token)),
-            bos=self.token_bos(),
-            offset=len(prompt),
-        )
+    def _name_of(self, token: int) -> str:
+        """Return the text of a token; bytes that are only a part of a character are left out."""
+        piece = b"" if is_placeholder(token) else self._session.token_bytes(token)
+        return piece.decode("utf-8", errors="ignore")
 
-    def _tokens_of(self, prompt: str | list[int]) -> list[int]:
-        """Return the tokens that Llama makes from a prompt; [] if it appends to them."""
-        model = self._model
-        if not isinstance(prompt, str):
-            return prompt
-        if model.add_eos_token() or model.token_sep() != -1 or not prompt:
-            return []
-        begins = [self.token_bos()] if model.add_bos_token() and self.token_bos() != -1 else []
-        return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
-
-    def _init_sampler(self, *arguments: Any, **options: Any) -> Any:
-        """Make what samples, from the logits of this sequence.
-
-        Penalties consider the tokens of the answer alone, as in llama_cpp.Llama.
+    def _draw_seed(self, seed: int | None) -> None:
+        """Set the seed of an answer, as llama_cpp.Llama does; a random one if the answer, or the
+        model, was given none or -1.
         """
-        given = _SAMPLE.bind(self, *arguments, **options)
-        given.apply_defaults()
-        sampling = sampling_of(given.arguments, self._seed, self.last_n_tokens_size)
-        itself = weakref.ref(self)  # The sampler is a part of this object.
+        if self._draws_seeds if seed is None else is_random_seed(seed):
+            seed = new_seed()
+        if seed is None:  # With the random numbers of llama_cpp.Llama, its seeds give its answers.
+            seed = random.Random(self._seed).randint(0, 2**32)  # noqa: S311
+        self.set_seed(seed)
 
-        def llama() -> EntropyLlama:
-            found = itself()
-            if found is None:
-                raise EntropyKVError("the model is closed; make a new one")
-            return found
+    def _load_cached(self, tokens: list[int]) -> None:
+        """Load the state in the cache that has more of a prompt than the text that was read."""
+        if self.cache is None:
+            return
+        with contextlib.suppress(KeyError):
+            found = self.cache[tokens]
+            texts = (found.input_ids, self._input_ids)
+            saved, read = (self.longest_token_prefix(ids.tolist(), tokens) for ids in texts)
+            if saved > read:
+                self.load_state(found)
 
-        def changed_by(process: Callable[[Any, Any], Any]) -> Callable[[Any], object]:
-            def change(logits: npt.NDArray[np.float32]) -> None:
-                logits[:] = process(llama()._input_ids, logits)
+    def _store_cached(self, tokens: list[int]) -> None:
+        """Save the state behind an answer in the cache."""
+        if self.cache is not None:
+            self.cache[tokens] = self.save_state()
 
-            return change
-
-        processors = [changed_by(each) for each in given.arguments["logits_processor"] or ()]
-        chooser = Chooser(sampling, self._session, Companions(processors=processors))
-
-        def logits_at(row: int) -> npt.NDArray[np.float32]:
-            return llama()._reader.logits_at(llama(), row)
-
-        has_processors = bool(processors)
-        return SamplerOfSequence(
-            chooser, logits_at, self.token_eos(), has_processors=has_processors
-        )
-
-    def create_completion(self, *arguments: Any, **options: Any) -> Any:
-        """Complete as llama_cpp.Llama does; `grammar` may also be a Constraint."""
-        grammar = options.get("grammar")
-        if isinstance(grammar, LlamaGrammar):
-            options["grammar"] = self._of_tools.get(grammar._grammar, grammar)
-        return super().create_completion(*arguments, **options)
-
+    @_as_in_llama
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
         """Answer a chat as llama_cpp.Llama does; `grammar` may also be a Constraint.
 
-        With one of llama-cpp-python's image handlers, images are read inside the budget. Raises
-        ImageError for an image that cannot be read, SettingsError for a JSON schema that cannot be
-        enforced. Content that is null is empty. Control tokens are those of the chat template:
-        names of such tokens in messages and tools are plain text, unless the model was made with
-        `parse_special`.
+        The prompt is that of the model's chat template, or of the `chat_format` or `chat_handler`
+        that was chosen instead. With one of llama-cpp-python's image handlers, images are read
+        inside the budget. Raises ImageError for an image that cannot be read, SettingsError for a
+        JSON schema that cannot be enforced. Content that is null is empty. Control tokens are those
+        of the chat template: names of such tokens in messages and tools are plain text, unless the
+        model was made with `parse_special`.
         """
         self.chat_handler = BudgetImageHandler.of(self.chat_handler)
-        given, self._of_tools = with_constraint(self, self.said, *arguments, **options)
+        given = with_constraint(self._given("create_chat_completion", arguments, options))
         given["messages"] = [
             self.said(with_content(each), tags=each.get("role") == "assistant")
             for each in given["messages"]
         ]
+        formatter = formatter_of(self, self._session.model)
+        if formatter is not None:
+            return answer_chat(self, formatter, given)
         for name in ("tools", "functions"):
-            if given.get(name):
+            if given[name]:
                 given[name] = self.said(given[name])
-        try:
-            return super().create_chat_completion(**given)
-        finally:
-            if not makes_grammars(self):  # Such a format may ask for texts later, in a stream.
-                self._of_tools = {}
+        return super().create_chat_completion(**given)
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error, because embeddings need no KV cache."""
@@ -709,7 +863,7 @@ class EntropyLlama(llama_cpp.Llama):
         """Return the current state with the entries of the budget, for load_state() and
         LlamaRAMCache.
         """
-        self.eval([])
+        self._settle()
         data = self._session.files.save_state()
         return LlamaState(
             input_ids=self._input_ids.copy(),
@@ -722,19 +876,30 @@ class EntropyLlama(llama_cpp.Llama):
 
     def load_state(self, state: LlamaState) -> None:
         """Load a state that save_state() of an EntropyLlama with this model has returned."""
-        self._session.files.load_state(state.llama_state)
-        self._requires_eval = True
-        self.n_tokens = state.n_tokens
-        self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+        self._load(lambda: self._session.files.load_state(state.llama_state))
         if self._logits_all:
             self.scores[: len(state.scores)] = state.scores
+            self._scored = self._session.tokens[: len(state.scores)]
         self._seed = state.seed
+
+    def _load(self, load: Callable[[], SavedContents]) -> SavedContents:
+        """Continue from the text that `load` gives to the session."""
+        with self._alone():
+            self._guard.leave()
+            contents = load()
+            self._n_kept = self._sampled = None
+        return contents
+
+    def _settle(self) -> None:
+        """Go back to the n_tokens that the caller has set."""
+        if self._n_kept is not None:
+            self.eval([])
 
     # --- sessions on disk -------------------------------------------------------------------------
 
     def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
         """Write the current state to a file, as SessionFiles.save(); raises SessionFileError."""
-        self.eval([])
+        self._settle()
         return self._session.files.save(path)
 
     def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
@@ -748,7 +913,7 @@ class EntropyLlama(llama_cpp.Llama):
                 "a saved session has the logits of its last token only; use logits_all=False, or "
                 "save_state() and load_state()"
             )
-        return self._go_on_from(self._session.files.load(path))
+        return self._load(lambda: self._session.files.load(path))
 
     def open_document(self, path: str | os.PathLike[str]) -> SavedContents:
         """Continue from a document that `entropykv read` has written: see question().
@@ -773,14 +938,6 @@ class EntropyLlama(llama_cpp.Llama):
             raise ContextError("there is no document to ask about; call open_document() first")
         return [*self._document, *self._session.question(text)]
 
-    def _go_on_from(self, contents: SavedContents) -> SavedContents:
-        """Let Llama know the text of a session that was loaded."""
-        self._requires_eval = True
-        self._reader.forget_sampled()
-        self.n_tokens = contents.position
-        self.input_ids[: contents.position] = self._session.tokens[: contents.position]
-        return contents
-
     def __getstate__(self) -> dict[str, Any]:
         """Return arguments that make an equal object that has read nothing."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -793,26 +950,8 @@ def _check_attached(llm: llama_cpp.Llama) -> None:
         raise EntropyKVError("the model was detached before this answer was complete; ask again")
 
 
-def start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:
-    """Discard the text, and make room for n_ctx tokens."""
-    llm._n_ctx = n_ctx
-    llm.n_tokens = 0
-    llm._requires_eval = True
-    llm.input_ids = np.zeros(n_ctx, dtype=np.intc)
-    llm.scores = np.empty((score_rows, llm._n_vocab), dtype=np.single)
-
-
-def with_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is empty if it is null, unless there are calls beside it."""
-    calls = message.get("tool_calls") or message.get("function_call")
-    if message.get("content") is None and not calls:
-        return {**message, "content": ""}
-    return dict(message)
-
-
-def stops_of(stop: str | Sequence[str] | None) -> list[str]:
-    """Return the texts that end an answer; an empty text would end every answer before it
-    begins.
-    """
-    given = [stop] if isinstance(stop, str) else stop or ()
-    return [each for each in given if each]
+def _living(itself: weakref.ref[EntropyLlama]) -> EntropyLlama:
+    found = itself()
+    if found is None:
+        raise EntropyKVError("the model is closed; make a new one")
+    return found

@@ -16,6 +16,7 @@ from entropykv.session.generate import Chooser, Companions, StepHooks, read_prom
 from entropykv.session.logprobs import LogprobRecorder, TokenLogprob
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
+from entropykv.store.protocol import Logits
 from entropykv.thinking.counter import ThoughtCounter
 from entropykv.thinking.grammar import before_answer
 from entropykv.thinking.reader import Parts, ThoughtReader, reader_of
@@ -68,6 +69,8 @@ class Ended:
     """How many seconds writing took."""
     stop: str | None = None
     """The text of `stops` that has ended the answer; None: something else has."""
+    token: int | None = None
+    """The token that has ended it; None: something else has."""
 
 
 Event = PromptRead | AnswerPiece | Ended
@@ -80,15 +83,17 @@ def generate(
     n_cached: int = 0,
     hooks: StepHooks = GO_ON,
     on_prompt: Callable[[int], None] | None = None,
+    processors: Sequence[Callable[[Logits], object]] = (),
 ) -> Generator[Event, None, None]:
     """Read a prompt behind the text of a session, and yield the events of its answer.
 
     The session has read the first `n_cached` tokens of the prompt already. `hooks` are called
-    before every step, and `on_prompt` with the number of tokens of the prompt that were read. The
-    session has not read the last token of the answer; a consumer that stops early must close() the
-    generator before it uses the session. Raises the errors of Session.generate().
+    before every step, and `on_prompt` with the number of tokens of the prompt that were read;
+    `processors` change the logits, (n_vocab,), before each token is chosen. The session has not
+    read the last token of the answer; a consumer that stops early must close() the generator before
+    it uses the session. Raises the errors of Session.generate().
     """
-    answer = _Answer(session, request, hooks)
+    answer = _Answer(session, request, hooks, processors)
     try:
         # What cannot be sampled is refused before the prompt is read.
         with answer.chooser() as chooser:
@@ -104,7 +109,13 @@ def generate(
 class _Answer:
     """Hold what changes while one request is answered."""
 
-    def __init__(self, session: Session, request: GenerationRequest, hooks: StepHooks) -> None:
+    def __init__(
+        self,
+        session: Session,
+        request: GenerationRequest,
+        hooks: StepHooks,
+        processors: Sequence[Callable[[Logits], object]],
+    ) -> None:
         self._session = session
         self._request = request
         thought = request.prompt.thought
@@ -122,8 +133,8 @@ class _Answer:
         self._recorder: LogprobRecorder | None = None
         if request.n_logprobs is not None:
             self._recorder = LogprobRecorder(request.n_logprobs, request.prompt_logprobs)
-        self._with = Companions(self._counter, self._recorder, hooks)
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._with = Companions(self._counter, self._recorder, hooks, processors)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors=request.errors)
         self._stops = StopFinder(request.stops)
         self._values: deque[tuple[int, TokenLogprob]] = deque()
         """The values that were not told yet, each with the byte where its token begins."""
@@ -171,23 +182,30 @@ class _Answer:
 
     def write(self, chooser: Chooser) -> Iterator[Event]:
         """Yield the pieces of the answer, and its end."""
-        request, start = self._request, time.perf_counter()
+        session, request, start = self._session, self._request, time.perf_counter()
+        first = 0 if request.penalizes_prompt else session.position
+        ends = self._with.hooks.ends
         # Close the generator at once; otherwise it would read tokens that nobody saw.
-        with closing(write_tokens(self._session, chooser, request.max_tokens)) as tokens:
+        with closing(
+            write_tokens(session, chooser, request.max_tokens, penalised_from=first)
+        ) as tokens:
             for token in tokens:
+                if ends():
+                    break
                 yield self._piece_of(token)
                 if self._stops.found is not None:
                     break
         stopped = self._stops.found is not None
-        is_cut = not stopped and (
-            self._n_tokens == request.max_tokens
-            or self._session.position >= self._session.config.n_ctx
+        is_cut = (
+            not stopped
+            and (self._n_tokens == request.max_tokens or session.position >= session.config.n_ctx)
+            and not ends()
         )
         if (rest := self._rest(stopped=stopped)) is not None:
             yield rest
         seconds = time.perf_counter() - start
         reason: Reason = "length" if is_cut else "stop"
-        yield Ended(reason, self._n_tokens, self.n_thought, seconds, self._stops.found)
+        yield Ended(reason, self._n_tokens, self.n_thought, seconds, self._stops.found, chooser.end)
 
     def _sampling(self) -> Sampling:
         """Return the sampling of the request; its grammar describes what comes behind a thought."""

@@ -93,6 +93,22 @@ def text_prompt(
     return Prompt(tokens, text, images, thought=thought)
 
 
+def infill_prompt(
+    model: Model, before: Sequence[int], after: Sequence[int], extra: Sequence[int] = ()
+) -> Prompt | None:
+    """Return the prompt of a text between two others, which are tokens, in the form that the model
+    was trained on; None for a model that was not.
+
+    `extra`: tokens of further texts, which stand before.
+    """
+    marks = model.infill_marks
+    if marks is None:
+        return None
+    first, second, between = marks
+    begins = [model.bos] if model.adds_bos else []
+    return Prompt([*begins, *extra, first, *before, second, *after, between])
+
+
 def thought_of(
     model: Model, text: str, tokens: Sequence[int], arguments: Mapping[str, Any] | None = None
 ) -> PromptThought | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from entropykv.generation.prompt import Prompt
 from entropykv.session.sampling import Sampling
@@ -32,5 +33,9 @@ class GenerationRequest:
     """Whether the log probabilities of the prompt's tokens are returned, too; then all of it must
     be read.
     """
+    penalizes_prompt: bool = True
+    """Whether penalties consider the tokens of the prompt, too."""
+    errors: Literal["replace", "ignore"] = "replace"
+    """What becomes of bytes that are no character, as in bytes.decode()."""
     reads_anew: bool = False
     """Whether all of the prompt is read, whatever of it was read before."""

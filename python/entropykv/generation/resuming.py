@@ -16,32 +16,45 @@ from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session
 
 
-def resume(session: Session, request: GenerationRequest, *, reads_question: bool = False) -> int:
+def resume(
+    session: Session,
+    request: GenerationRequest,
+    *,
+    reads_question: bool = False,
+    repeatable: bool = True,
+) -> int:
     """Go back in a session's text to where a prompt can continue; returns how many tokens of the
     prompt it has read then.
 
     So the answer is as if the prompt had been read from its start. If the prompt begins with what
     was read, all of that is kept; otherwise the text is cut where a reading from the start would
     also begin a micro-batch, and only if nothing was evicted since, nor is before the answer ends.
-    A checkpoint leads back whatever was evicted. `reads_question`: see Demand.
+    A checkpoint leads back whatever was evicted. `reads_question`: see Demand. Without
+    `repeatable`, the text is cut where the prompt departs from it, so that less is read again, and
+    the same prompt may get another answer.
     """
     tokens, most = request.prompt.tokens, request.max_tokens
     if request.prompt_logprobs:  # Log probabilities of every token were requested.
         session.text.truncate(0)
         return 0
     end = session.config.n_ctx if most < 0 else len(tokens) + most
-    demand = Demand(end=end, knows_prompt=True, reads_question=reads_question)
+    demand = Demand(
+        is_cut=repeatable,
+        end=end if repeatable else None,
+        knows_prompt=True,
+        reads_question=reads_question,
+    )
     held = session.text.held()
     reuse = reuse_of(held, tokens, demand)
     if reuse.source is ReuseSource.PROMPT:
-        if session.text.return_to_prompt(reuse.position, end):
+        if session.text.return_to_prompt(reuse.position, end if repeatable else reuse.position):
             return reuse.position
         reuse = reuse_of(held, tokens, replace(demand, knows_prompt=False))
     if reuse.source is ReuseSource.WHOLE:
         return reuse.position
     beyond = max(reuse.position, LEAST_SPARED - 1)
     found = session.text.return_to_checkpoint(
-        tokens, beyond, repeatable=True, reads_question=reads_question
+        tokens, beyond, repeatable=repeatable, reads_question=reads_question
     )
     if not found:
         # A checkpoint for which there is no room leaves the session empty.

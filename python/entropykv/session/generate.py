@@ -80,8 +80,8 @@ class Decoder(Protocol):
         """Record a climb of the ladder."""
 
 
-def _go_on(_: object) -> bool:
-    """Let every step begin, and make no room."""
+def _go_on(*_: object) -> bool:
+    """Let every step begin, make no room, and end no answer."""
     return False
 
 
@@ -95,6 +95,8 @@ class StepHooks:
     """Returns whether there may be room now, so that the step is tried again."""
     gives_way: bool = False
     """Whether prompts of other sessions that arrive meanwhile are read between two steps."""
+    ends: Callable[[], bool] = _go_on
+    """Asked before every token of an answer whether the answer ends before it."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ class Companions:
     hooks: StepHooks = StepHooks()
     processors: Sequence[Callable[[Logits], object]] = ()
     """Functions that change the logits before a token is chosen."""
+
+    @property
+    def see_the_text(self) -> bool:
+        """Tell whether functions of a caller see the session before every token of the answer."""
+        return bool(self.processors) or self.hooks.ends is not _go_on
 
 
 ALONE = Companions()
@@ -141,10 +148,15 @@ def generate(
         yield from write_tokens(session, chooser, max_tokens)
 
 
-def write_tokens(session: Decoder, chooser: Chooser, max_tokens: int) -> Generator[int, None, None]:
-    """Yield tokens that follow what a session has read: see generate()."""
-    chooser.remember(session)
-    yield from _Generation(session, chooser, max_tokens).run()
+def write_tokens(
+    session: Decoder, chooser: Chooser, max_tokens: int, *, penalised_from: int = 0
+) -> Generator[int, None, None]:
+    """Yield tokens that follow what a session has read: see generate().
+
+    Penalties consider the tokens of the text from the position `penalised_from` on.
+    """
+    chooser.remember(session, penalised_from)
+    yield from _Generation(session, chooser, max_tokens, penalised_from).run()
 
 
 def read_prompt(
@@ -185,7 +197,9 @@ def _micro_batches(
 ) -> Iterator[Any]:
     """Read tokens one micro-batch after the other, and ask before each whether to go on."""
     n_before = session.position
-    steps = session.reader.read(tokens, all_logits=all_logits, gives_way=hooks.gives_way)
+    steps = session.reader.read(
+        tokens, all_logits=all_logits, writes=False, gives_way=hooks.gives_way
+    )
     while True:
         left = len(tokens) - (session.position - n_before)
         if left > 0:
@@ -205,10 +219,13 @@ class _Generation:
     Chosen tokens are held back for a while, so that a rewalk can replace them.
     """
 
-    def __init__(self, session: Decoder, chooser: Chooser, max_tokens: int) -> None:
+    def __init__(
+        self, session: Decoder, chooser: Chooser, max_tokens: int, penalised_from: int
+    ) -> None:
         self._session = session
         self._chooser = chooser
-        self._hooks = chooser.hooks
+        self._penalised_from = penalised_from
+        self._hooks = chooser.companions.hooks
         self._max_tokens = max_tokens
         self._start = session.position
         self._n_yielded = 0
@@ -220,7 +237,8 @@ class _Generation:
         if session.recovery is not None:
             self._hold = session.recovery.held_back
             self._watch = Watch(session, session.recovery, session.model.n_vocab)
-        self._drafts = self._watch is None and session.reader.drafting is not None
+        is_plain = self._watch is None and not chooser.companions.see_the_text
+        self._drafts = is_plain and session.reader.drafting is not None
 
     def run(self) -> Iterator[int]:
         """Yield tokens; if it is closed or fails, the session has not read the last one."""
@@ -320,7 +338,7 @@ class _Generation:
         self._held.clear()
         for _ in session.reader.read([token], all_logits=False):
             pass
-        self._chooser.remember(session)
+        self._chooser.remember(session, self._penalised_from)
 
     def _forget_unyielded(self) -> None:
         """Remove tokens that were read but not yielded, unless the session was changed
@@ -357,9 +375,11 @@ class Chooser:
 
     def __init__(self, sampling: Sampling, session: Decoder, companions: Companions) -> None:
         """Make the samplers; raises SettingsError for what cannot be used."""
+        self.companions = companions
         self._thought = thought = companions.thought
-        self.hooks = companions.hooks
         self._recorder, self._processors = companions.recorder, companions.processors
+        self.end: int | None = None
+        """The token that has ended the text, once one has."""
         self._is_end = session.model.is_end
         self._n_barred = sampling.min_tokens
         """Before so many more tokens, none may end the text."""
@@ -403,10 +423,13 @@ class Chooser:
         if self._thought is not None:
             self._thought.accept(token)
 
-    def remember(self, session: Decoder) -> None:
-        """Apply penalties to exactly the last tokens that the session has read."""
+    def remember(self, session: Decoder, first: int = 0) -> None:
+        """Apply penalties to exactly the last tokens that the session has read, from the position
+        `first` on.
+        """
         if self._chain.remembers:  # Without penalties, copying a long text would be useless.
-            last = session.tokens[-self._chain.looks_back :]
+            first = max(first, session.position - self._chain.looks_back)
+            last = session.tokens[first:]
             self._chain.remember([token for token in last if not is_placeholder(token)])
 
     def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
@@ -417,6 +440,7 @@ class Chooser:
         """
         token = self._chosen(logits)
         if token is None or self._is_end(token):
+            self.end = token
             return token
         self._n_barred -= 1
         if self._recorder is not None and logits is not None:

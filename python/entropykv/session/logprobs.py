@@ -127,25 +127,43 @@ class HeldValues:
         _check_number(self._n_values)
 
 
-def completion_logprobs(
-    values: Sequence[TokenLogprob], name: Callable[[int], str], offset: int
-) -> dict[str, Any]:
-    """Return log probabilities as the field `logprobs` of OpenAI's completions has them.
-
-    `name` returns the text of a token, and `offset` is where the first one begins in the text of
-    prompt and answer, in characters.
+class CompletionLogprobs:
+    """Show log probabilities as the field `logprobs` of OpenAI's completions has them, part by
+    part.
     """
-    texts, offsets, tops = [], [], []
-    for each in values:
-        text = name(each.token)
-        texts.append(text)
-        offsets.append(offset)
-        offset += len(text)
-        top = {name(token): value for token, value in each.top}
-        tops.append(None if each.logprob is None else {**top, text: each.logprob})
-    return {
-        "tokens": texts,
-        "text_offset": offsets,
-        "token_logprobs": [each.logprob for each in values],
-        "top_logprobs": tops,
-    }
+
+    def __init__(self, name: Callable[[int], str], offset: int) -> None:
+        """Show tokens by their texts, which `name` returns.
+
+        `offset` is where the first one begins in the text of prompt and answer, in characters.
+        """
+        self._name = name
+        self._offset = offset
+
+    def of_prompt(self, values: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+        """Return the log probabilities of a prompt: a token that only begins it is left out, and the first one
+        has none, as at OpenAI.
+        """
+        shown = list(values)
+        if shown and not self._name(shown[0].token):
+            del shown[0]
+        return [*(TokenLogprob(each.token, None) for each in shown[:1]), *shown[1:]]
+
+    def shown(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Return the field for the next tokens; None if there are none."""
+        if not values:
+            return None
+        texts, offsets, tops = [], [], []
+        for each in values:
+            text = self._name(each.token)
+            texts.append(text)
+            offsets.append(self._offset)
+            self._offset += len(text)
+            top = {self._name(token): value for token, value in each.top}
+            tops.append(None if each.logprob is None else {**top, text: each.logprob})
+        return {
+            "tokens": texts,
+            "text_offset": offsets,
+            "token_logprobs": [each.logprob for each in values],
+            "top_logprobs": tops,
+        }

@@ -18,7 +18,7 @@ from entropykv.server.chat.tool_calls import AnswerPart, CallReader, ToolUse, as
 from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.image_spans import is_placeholder
-from entropykv.session.logprobs import HeldValues, TokenLogprob, completion_logprobs
+from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob
 from entropykv.thinking.options import ThoughtFormat
 
 Chunk = dict[str, Any]
@@ -163,12 +163,12 @@ class CompletionWriter:
         """
         self._job, self._timed = job, timed
         self._head = AnswerHead("text_completion", "cmpl", name)
-        self._names = TokenNames(job.model.model)
-        self._has_logprobs = logprobs
         self._echo = shown_prompt(job.model.model, prompt) if echoes or logprobs else ""
         self._echoes = echoes
-        self._offset = 0 if echoes else len(self._echo)
-        """Where the next token begins in the text of prompt and answer."""
+        self._logprobs: CompletionLogprobs | None = None
+        if logprobs:
+            names = TokenNames(job.model.model)
+            self._logprobs = CompletionLogprobs(names.of, 0 if echoes else len(self._echo))
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
@@ -210,27 +210,14 @@ class CompletionWriter:
             self._job.tell({**chunk, **progress_of(self._job, n_read)})
 
     def _of_prompt(self, event: PromptRead) -> Sequence[TokenLogprob]:
-        """Return the log probabilities of the prompt's tokens: the first of its text has none, as
-        at OpenAI.
-        """
-        values = list(event.logprobs)
-        if values and not self._names.of(values[0].token):  # A BOS token only begins the prompt.
-            del values[0]
-        return [*(TokenLogprob(each.token, None) for each in values[:1]), *values[1:]]
+        return () if self._logprobs is None else self._logprobs.of_prompt(event.logprobs)
 
     def _choice(
         self, text: str, values: Sequence[TokenLogprob], reason: str | None
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(values) if self._has_logprobs and (values or reason) else None
+        logprobs = None if self._logprobs is None else self._logprobs.shown(values)
         choice = {"text": text, "logprobs": logprobs, "finish_reason": reason}
         return choice if reason is None else with_passages(choice, self._job)
-
-    def _logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not values:
-            return None
-        shown = completion_logprobs(values, self._names.of, self._offset)
-        self._offset += sum(map(len, shown["tokens"]))
-        return shown
 
 
 def shown_prompt(model: Model, prompt: Prompt) -> str:

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from typing_extensions import Self
 
 from entropykv.errors import ImageError
-from entropykv.generation.prompt import Prompt, ShownImages, text_prompt
+from entropykv.generation.prompt import Prompt, ShownImages, infill_prompt, text_prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.server.chat.constraints import single
 from entropykv.server.dialects.answers import written
@@ -275,27 +275,20 @@ class InfillRequest(LlamaServerRequest):
         if job.document is not None:
             raise RequestError(400, "document: texts are filled in alone", param="document")
         model = job.model
-        marks = model.model.infill_marks
-        if marks is None:
+        prompt = infill_prompt(
+            model.model,
+            model.tokenize(self.input_prefix + self.prompt, special=False),
+            model.tokenize(self.input_suffix, special=False),
+            [*self._extra_tokens(model)],
+        )
+        if prompt is None:
             raise RequestError(
                 400,
                 "the model was not trained to write a text between two others; use a model for "
                 "code, such as Qwen2.5-Coder",
                 param="input_prefix",
             )
-        before, after, between = marks
-        begins = [model.model.bos] if model.model.adds_bos else []
-        return Prompt(
-            [
-                *begins,
-                *self._extra_tokens(model),
-                before,
-                *model.tokenize(self.input_prefix + self.prompt, special=False),
-                after,
-                *model.tokenize(self.input_suffix, special=False),
-                between,
-            ]
-        )
+        return prompt
 
     def _extra_tokens(self, model: LoadedModel) -> Iterator[int]:
         """Yield the tokens of the further texts, each behind its name if the model has a token for

@@ -1,0 +1,146 @@
+"""Answer chats of an EntropyLlama: a template or chat format makes the prompt."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llama_cpp
+from llama_cpp import llama_chat_format
+from llama_cpp.llama_chat_format import ChatFormatterResponse
+
+from entropykv.chat.chat_template import TemplateError
+from entropykv.constraint.constraint import Constraint
+from entropykv.errors import SettingsError
+from entropykv.llamacpp.model import Model
+
+_OF_PROMPT = ("messages", "functions", "function_call", "tools", "tool_choice")
+"""The arguments of a chat that its format shows to the model."""
+_OTHERS = ("response_format", "logprobs", "top_logprobs")
+
+
+def formatter_of(llama: llama_cpp.Llama, model: Model) -> Any:
+    """Return the function that makes the prompt of a chat; None if a handler does more than that.
+
+    It is the template of the model's file, unless another format was chosen: then it is the one
+    that llama-cpp-python has made a handler of.
+    """
+    handler, name = llama.chat_handler, str(llama.chat_format)
+    if handler is None:
+        own = llama_chat_format.guess_chat_format_from_gguf_metadata(llama.metadata)
+        if name in ("chat_template.default", own) and model.chat_template is not None:
+            return _TemplateFormatter(model)
+        handler = llama._chat_handlers.get(name) or llama_chat_format.get_chat_completion_handler(
+            name
+        )
+    maker = llama_chat_format.chat_formatter_to_chat_completion_handler.__name__
+    if not getattr(handler, "__qualname__", "").startswith(f"{maker}."):
+        return None
+    return inspect.getclosurevars(handler).nonlocals["chat_formatter"]
+
+
+class _TemplateFormatter:
+    """Make prompts with the chat template of a model, as every other door does."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Any] | None,
+        tools: Sequence[Any] | None,
+        **_: Any,
+    ) -> ChatFormatterResponse:
+        try:
+            text = self._model.chat_text(messages, tools=tools or _as_tools(functions))
+        except (TemplateError, ValueError, TypeError) as error:
+            raise SettingsError(
+                f"messages: the model's chat template refuses them ({error}); change them, or "
+                "choose another chat_format"
+            ) from None
+        return ChatFormatterResponse(prompt=text, added_special=True)
+
+
+def answer_chat(llama: Any, formatter: Any, given: Mapping[str, Any]) -> Any:
+    """Complete the prompt that a formatter makes of a chat, and return it as a chat.
+
+    `given`: the arguments of create_chat_completion() by name. An answer that calls the tool that
+    was chosen is its arguments.
+    """
+    said = {name: llama.said(given[name]) for name in ("tools", "functions")}
+    made = formatter(**{name: {**given, **said}[name] for name in _OF_PROMPT})
+    rest = {name: each for name, each in given.items() if name not in (*_OF_PROMPT, *_OTHERS)}
+    tool = _chosen_tool(given)
+    if tool is not None:
+        rest["grammar"] = Constraint.json_schema(tool.get("parameters") or {"type": "object"})
+    answer = llama.create_completion(
+        prompt=llama.tokenize(
+            made.prompt.encode("utf-8"), add_bos=not made.added_special, special=True
+        ),
+        logprobs=(given["top_logprobs"] or 0) if given["logprobs"] else None,
+        stopping_criteria=made.stopping_criteria,
+        **{**rest, "stop": [*stops_of(given["stop"]), *stops_of(made.stop)]},
+    )
+    if tool is None:
+        return llama_chat_format._convert_completion_to_chat(answer, stream=given["stream"])
+    return llama_chat_format._convert_completion_to_chat_function(
+        tool["name"], answer, given["stream"]
+    )
+
+
+def with_constraint(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a chat with a constraint in the place of its response_format.
+
+    Raises SettingsError for a format without a schema.
+    """
+    asked = given["response_format"]
+    if asked is None or asked.get("type") == "text":
+        return given
+    kind = asked.get("type")
+    if kind == "json_object" and asked.get("schema") is None:
+        return {**given, "response_format": None, "grammar": Constraint.json_object()}
+    where = {"json_object": asked, "json_schema": asked.get("json_schema") or {}}
+    schema = where.get(kind, {}).get("schema")
+    if schema is None:
+        raise SettingsError(
+            f"response_format has the type {kind!r}, or no schema; use json_object, or json_schema "
+            'with {"schema": ...}'
+        )
+    return {**given, "response_format": None, "grammar": Constraint.json_schema(schema)}
+
+
+def with_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is empty if it is null, unless there are calls beside it."""
+    calls = message.get("tool_calls") or message.get("function_call")
+    if message.get("content") is None and not calls:
+        return {**message, "content": ""}
+    return dict(message)
+
+
+def stops_of(stop: str | Sequence[str] | None) -> list[str]:
+    """Return the texts that end an answer."""
+    return [stop] if isinstance(stop, str) else [*(stop or ())]
+
+
+def _as_tools(functions: Sequence[Any] | None) -> list[Any] | None:
+    """Return functions, OpenAI's older name of tools, as tools."""
+    return [{"type": "function", "function": each} for each in functions] if functions else None
+
+
+def _chosen_tool(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the function that must be called; None if none must be.
+
+    Raises SettingsError for one that is not among the tools.
+    """
+    choice = given["tool_choice"] or given["function_call"]
+    if not isinstance(choice, dict):
+        return None
+    name = choice.get("function", choice).get("name")
+    tools = given["tools"] or _as_tools(given["functions"]) or ()
+    found = next((each["function"] for each in tools if each["function"]["name"] == name), None)
+    if found is None:
+        raise SettingsError(f"tool_choice: there is no tool {name!r} in tools")
+    return dict(found)
