@@ -19,7 +19,7 @@ from entropykv import (
 )
 from entropykv.model import shipped
 from tests.support.constraints import schema_takes
-from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, both, content
+from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, as_long, both, content
 
 
 def penalise_e(_: Any, scores: Any) -> Any:
@@ -61,14 +61,6 @@ def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
 
 
 # --- the same answers -----------------------------------------------------------------------------
-
-
-def as_long(options: dict[str, Any], whole: Any) -> dict[str, Any]:
-    """Return options that ask for as many tokens as stock has written: it may exceed max_tokens to
-    complete a character.
-    """
-    cut = whole["choices"][0]["finish_reason"] == "length"
-    return {**options, "max_tokens": whole["usage"]["completion_tokens"]} if cut else options
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -24,7 +24,7 @@ from entropykv import (
     attach,
     detach,
 )
-from tests.support.llamas import PROMPT, QUIET, STORES, content
+from tests.support.llamas import PROMPT, QUIET, STORES, as_long, content
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -40,7 +40,8 @@ def store(request: pytest.FixtureRequest) -> str:
 def test_attach_in_place_and_back(tiny_llama: Path, store: str) -> None:
     stock = Llama(str(tiny_llama), n_ctx=200, **QUIET)
     handle = stock.model
-    before = content(stock(PROMPT, max_tokens=20, temperature=0.0))
+    options: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0}
+    before = content(stock(PROMPT, **options))
     old_context = stock._ctx
     llm = attach(stock, kv_budget=0.5, kv_type="f16", store=store, n_sinks=2, recent_window=20)
     assert llm is stock
@@ -49,13 +50,13 @@ def test_attach_in_place_and_back(tiny_llama: Path, store: str) -> None:
     assert stock.model == handle  # The model was not loaded again.
     assert stock.n_tokens == 0
     assert stock.n_ctx() == 200
-    assert content(stock(PROMPT, max_tokens=20, temperature=0.0)) == before
+    assert content(stock(PROMPT, **as_long(options, before))) == before
     assert llm.kv_stats().kv_budget == "0.5"
     assert llm.kv_stats().store == store
     assert detach(llm) is stock
     assert type(stock) is Llama
     assert stock.n_tokens == 0
-    assert content(stock(PROMPT, max_tokens=20, temperature=0.0)) == before
+    assert content(stock(PROMPT, **options)) == before
     again = attach(stock, kv_budget=64)
     assert again(PROMPT, max_tokens=5, temperature=0.0)["usage"]["completion_tokens"] > 0
     stock.close()

@@ -16,7 +16,7 @@ from llama_cpp.llama_chat_format import (
 
 from entropykv import EntropyLlama, attach, detach
 from entropykv.errors import ContextError, ImageError
-from tests.support.llamas import QUIET, answer
+from tests.support.llamas import QUIET, answer, as_long
 from tests.support.tiny_vision import png
 from tests.support.vision_models import KINDS, VisionModel, write_vision
 
@@ -72,7 +72,7 @@ def test_answers_are_those_of_the_stock_model(
     llama = ours(model, handler)
     for messages in (question(png(64, 40)), question(png(seed=1), png(seed=2), text="and these")):
         expected: Any = stock.create_chat_completion(messages, **GREEDY)
-        found: Any = llama.create_chat_completion(messages, **GREEDY)
+        found: Any = llama.create_chat_completion(messages, **as_long(GREEDY, expected))
         assert answer(found) == answer(expected)
         assert found["usage"] == expected["usage"]
     llama.close()

@@ -90,5 +90,5 @@ def test_what_has_no_pool_has_no_other(model: Path) -> None:
     thread = threading.Thread(target=second.close)
     thread.start()
     thread.join()
-    assert first("the king", max_tokens=3)["choices"][0]["text"]
+    assert first("the king", max_tokens=3)["usage"]["completion_tokens"]
     first.close()

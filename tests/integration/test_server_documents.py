@@ -325,6 +325,26 @@ def test_requests_that_cannot_ask_are_refused(asker: Asker) -> None:
     assert asker.client.post("/v1/chat/completions", json=late).status_code == 400
 
 
+def test_a_document_is_asked_with_the_template_that_it_was_read_with(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    said = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+    for given, status in ((("--chat-template", template), 200), ((), 409)):
+        running = Server("--documents", tmp_path, *given, usual=USUAL)
+        try:
+            asker = Asker(running)
+            if status == 200:
+                asker.read("book")
+            for path, body in (("chat/completions", said), ("completions", {"prompt": QUESTION})):
+                answer = asker.client.post(f"/v1/{path}", json={**body, "document": "book"})
+                assert answer.status_code == status, answer.text
+            if status == 200:
+                assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+            else:
+                assert "read with another chat template" in message_of(answer)
+        finally:
+            running.end()
+
+
 def test_a_server_without_a_directory_says_how_to_get_one(tmp_path: Path) -> None:
     running = Server(usual=("-c", 512, "-t", 1))
     try:

@@ -23,6 +23,14 @@ def answer(response: Any) -> str:
     return str(response["choices"][0]["message"]["content"])
 
 
+def as_long(options: dict[str, Any], whole: Any) -> dict[str, Any]:
+    """Return options that ask for as many tokens as stock has written: it may exceed max_tokens to
+    complete a character.
+    """
+    cut = whole["choices"][0]["finish_reason"] == "length"
+    return {**options, "max_tokens": whole["usage"]["completion_tokens"]} if cut else options
+
+
 PROMPT = "the winding road to the land of "
 GRAMMAR = 'root ::= [a-z]{3} " " [0-9]{2}'
 

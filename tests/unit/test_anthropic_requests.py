@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from entropykv.server.dialects.anthropic_events import events
+from entropykv.server.dialects.answers import SaidPart
+from entropykv.server.dialects.anthropic_events import MessageWriter
 from entropykv.server.dialects.anthropic_requests import MessagesRequest
 
 
@@ -73,26 +74,13 @@ def test_thinking_is_told_to_the_template() -> None:
 
 def test_every_block_of_a_stream_has_a_number_and_ends() -> None:
     call = {"id": "7", "function": {"name": "look", "arguments": '{"at": 1}'}}
-    deltas: list[dict[str, Any]] = [
-        {"role": "assistant"},
-        {"reasoning_content": "H"},
-        {"reasoning_content": "m."},
-        {"content": "Yes"},
-        {"tool_calls": [{"index": 0, **call}]},
-        {"tool_calls": [{"index": 1, **call}]},
+    parts = [
+        *(SaidPart(), SaidPart("H"), SaidPart("m."), SaidPart(text="Yes")),
+        *(SaidPart(calls=[call]), SaidPart(calls=[call]), SaidPart(reason="tool_calls")),
     ]
-    chunks: list[dict[str, Any]] = [
-        {"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas
-    ]
-    usage = {
-        "prompt_tokens": 9,
-        "completion_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 4},
-    }
-    chunks.append({"choices": [{"delta": {}, "finish_reason": "tool_calls"}]})
-    chunks.append({"choices": [], "usage": usage})
-    job = cast(Any, SimpleNamespace(n_prompt=9, n_cached=4, stop=None))
-    found = list(events({"id": "m"}, iter(chunks), job))
+    job = SimpleNamespace(n_prompt=9, n_cached=4, n_written=5, stop=None)
+    form = cast(Any, SimpleNamespace(job=job, parts=iter))
+    found = list(MessageWriter({"id": "m"}, form).chunks(cast(Any, parts)))
     assert found[0]["message"]["usage"]["input_tokens"] == 5
     begun = [e for e in found if e["type"] == "content_block_start"]
     kinds = ["thinking", "text", "tool_use", "tool_use"]

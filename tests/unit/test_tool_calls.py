@@ -22,7 +22,7 @@ from entropykv.server.chat.chat_request import ChatRequest
 from entropykv.server.chat.image_parts import ImageParts
 from entropykv.server.chat.messages import Message, template_messages
 from entropykv.server.chat.tool_calls import CallReader, NamedTool, Tool, ToolUse
-from entropykv.server.dialects.answers import ChatWriter
+from entropykv.server.dialects.answers import AnswerForm, ChatWriter
 from entropykv.server.http.errors import RequestError
 from tests.support.constraints import takes
 
@@ -271,7 +271,8 @@ def test_streams_have_calls_by_their_older_name_where_functions_were_sent(legacy
         **dict.fromkeys(("n_drafted", "prompt_seconds", "answer_seconds"), 0),
         n_thought=None,
     )
-    writer = ChatWriter(job, Prompt([1, 2, 3]), name="m", use=USE, legacy_calls=legacy)
+    form = AnswerForm(job, Prompt([1, 2, 3]), "m", use=USE, legacy_calls=legacy)
+    writer = ChatWriter(form)
     chunks = [*writer.chunks(iter(events))]
     assert chunks.pop()["choices"] == []
     shown = [each["choices"][0] for each in chunks]

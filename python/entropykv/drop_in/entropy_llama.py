@@ -67,7 +67,7 @@ from entropykv.session.recovery import Climb, Watch
 from entropykv.session.reuse import LEAST_SPARED
 from entropykv.session.sampling import Sampling, is_random_seed, new_seed
 from entropykv.session.session import Session
-from entropykv.session.session_files import document_header
+from entropykv.session.session_files import check_template, document_header
 from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 from entropykv.store.protocol import Logits
@@ -922,7 +922,7 @@ class EntropyLlama(llama_cpp.Llama):
         `checkpoints` they go back to one, and otherwise its file is loaded again. Raises
         SessionFileError, and leaves the state unchanged.
         """
-        document_header(path)
+        check_template(self._session.model, document_header(path))
         contents = self.load_session(path)
         self._session.text.keep_checkpoint()
         self._document, self._document_path = self._session.tokens, path

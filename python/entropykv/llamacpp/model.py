@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -297,6 +298,18 @@ class Model:
             return ChatTemplate(source, arguments=arguments, named=named, **texts)
         except TemplateError as error:
             raise self._unusable(error) from None
+
+    @functools.cached_property
+    def other_template(self) -> str | None:
+        """Return the first digits of the SHA-256 of a chat template that was given in the place of
+        the model's own; None: it has its own.
+        """
+        given = self._options.chat_template
+        with self._weights:
+            own = llama_cpp.llama_model_chat_template(self.handle, None)
+        if given is None or given.encode() == own:
+            return None
+        return hashlib.sha256(given.encode()).hexdigest()[:32]
 
     def _unusable(self, error: Exception) -> EntropyKVError:
         """Return the error for a template that cannot be compiled, or refuses a chat."""

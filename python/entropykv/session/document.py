@@ -106,7 +106,8 @@ def _note_of(
     session: Session, text: str, tokens: Sequence[int], names: Sequence[str], system: str | None
 ) -> DocumentNote:
     full_bytes = len(tokens) * session.cache.bytes_full_per_token
-    return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes, system)
+    template = session.model.other_template
+    return DocumentNote([*names][:MOST_NAMES], text, len(tokens), full_bytes, system, template)
 
 
 def _lock_of(path: Path) -> Path:

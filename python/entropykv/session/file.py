@@ -111,6 +111,10 @@ class DocumentNote:
     """The bytes that a full cache in f16 would take for these tokens."""
     system: str | None = None
     """The system message before the text; the header contains it only if there is one."""
+    template: str | None = None
+    """Names the chat template around the text, as Model.other_template does; the header contains it
+    only if it is not the model's own.
+    """
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,10 @@ class SavedContents:
             del fields["predictor"]
         if self.document is None:
             del fields["document"]
-        elif self.document.system is None:
-            del fields["document"]["system"]
+        else:
+            for name in ("system", "template"):
+                if fields["document"][name] is None:
+                    del fields["document"][name]
         return fields
 
     @property
@@ -487,7 +493,7 @@ def _is_possible_document(note: DocumentNote) -> bool:
     return (
         isinstance(note.names, list)
         and all(isinstance(text, str) for text in (note.text, *note.names))
-        and (note.system is None or isinstance(note.system, str))
+        and all(each is None or isinstance(each, str) for each in (note.system, note.template))
         and _are_counts([note.n_tokens, note.full_bytes], _MOST_BYTES)
     )
 

@@ -141,8 +141,8 @@ class CompletionLogprobs:
         self._offset = offset
 
     def of_prompt(self, values: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        """Return the log probabilities of a prompt: a token that only begins it is left out, and the first one
-        has none, as at OpenAI.
+        """Return the log probabilities of a prompt: a token that only begins it is left out, and
+        the first one has none, as at OpenAI.
         """
         shown = list(values)
         if shown and not self._name(shown[0].token):

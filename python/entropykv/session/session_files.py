@@ -242,6 +242,17 @@ def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
         return DocumentHeader(file, reader.settings, contents, note)
 
 
+def check_template(model: Model, header: DocumentHeader) -> None:
+    """Raise SessionFileError if a document was read with another chat template than the model has
+    now, so that questions would not continue it.
+    """
+    if header.note.template != model.other_template:
+        raise SessionFileError(
+            f"{header.path}: was read with another chat template; read it again with this one, or "
+            "give the same --chat-template as then"
+        )
+
+
 class SessionFiles:
     """Save one sequence to a file or to bytes, and load it again."""
 
@@ -313,8 +324,10 @@ class SessionFiles:
             each if isinstance(each, DocumentHeader) else document_header(each)
             for each in documents
         ]
-        contents = self.load(first.path)
         model = self._runner.model
+        for header in (first, *others):
+            check_template(model, header)
+        contents = self.load(first.path)
         for header in others:
             start = time.perf_counter()
             tokens = model.tokenize(

@@ -4,6 +4,7 @@ clients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from llama_cpp.server.types import CreateChatCompletionRequest
@@ -26,7 +27,12 @@ from entropykv.server.chat.tool_calls import (
     Tools,
     ToolUse,
 )
-from entropykv.server.dialects.answers import ChatWriter, written
+from entropykv.server.dialects.answers import (
+    AnswerForm,
+    ChatWriter,
+    Writer,
+    written,
+)
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_LOGPROBS,
@@ -180,8 +186,10 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         """Return the document that the request names, also in a message; raises RequestError."""
         return document_named(self.document, (message.content for message in self.messages))
 
-    def call(self, job: Answering) -> Any:
-        """Generate one choice, and return a response or its chunks; raises RequestError."""
+    def call(self, job: Answering, make: Callable[[AnswerForm], Writer] = ChatWriter) -> Any:
+        """Generate one choice, and return what a writer makes of it, or its chunks; raises
+        RequestError.
+        """
         check_passages(self.passages, job)
         model, use = job.model, self.tool_use()
         options = self.thinking_options(model)
@@ -198,11 +206,11 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
             n_logprobs=n_logprobs,
             reads_anew=not self.cache_prompt,
         )
-        writer = ChatWriter(
+        form = AnswerForm(
             job,
             prompt,
-            name=self.model or model.name,
-            form=options.format,
+            self.model or model.name,
+            thoughts=options.format,
             use=reader,
             legacy_calls=self.functions is not None,
             logprobs=bool(self.logprobs),
@@ -210,13 +218,13 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
             verbose=given(self, model, "verbose"),
         )
         return written(
-            writer,
+            make(form),
             job,
             request,
             streams=bool(self.stream),
-            tells_progress=self.return_progress,
             constrained_by=field,
             n_passages=self.passages,
+            tells_progress=self.return_progress,
         )
 
     def prompt(self, job: Answering, use: ToolUse | None) -> Prompt:

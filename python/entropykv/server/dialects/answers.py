@@ -1,4 +1,4 @@
-"""Write the events of an answer as OpenAI's completions and chats, whole or in chunks."""
+"""Read events for the writers of all dialects, and write OpenAI's completions and chats."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ class Writer(Protocol):
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
         """Yield the chunks of the answer."""
 
-    def tell_progress(self, n_read: int) -> None:
-        """Send a chunk that tells how many tokens of the prompt were read."""
-
 
 def written(
     writer: Writer,
@@ -45,19 +42,20 @@ def written(
     request: GenerationRequest,
     *,
     streams: bool,
-    tells_progress: bool,
     constrained_by: str,
     n_passages: int = 0,
+    tells_progress: bool = False,
 ) -> dict[str, Any] | Iterator[Chunk]:
     """Return the answer of a job as a client wants it: its chunks if it `streams`, else whole.
 
-    The other parameters are those of Answering.answer().
+    `tells_progress`: chunks tell how much of the prompt was read, in the forms that have some for
+    it. The other parameters are those of Answering.answer().
     """
     events = job.answer(
         request,
         constrained_by=constrained_by,
         n_passages=n_passages,
-        on_prompt=writer.tell_progress if streams and tells_progress else None,
+        on_prompt=getattr(writer, "tell_progress", None) if streams and tells_progress else None,
     )
     return writer.chunks(events) if streams else writer.whole(events)
 
@@ -123,7 +121,7 @@ class AnswerHead:
 
 
 class TokenNames:
-    """Return the texts by which answers with log probabilities name tokens."""
+    """Hold the texts by which tokens are told."""
 
     def __init__(self, model: Model) -> None:
         """Use a model's vocabulary."""
@@ -131,14 +129,101 @@ class TokenNames:
 
     def of(self, token: int) -> str:
         """Return the text of a token; bytes that are only a part of a character are left out."""
-        if is_placeholder(token):
-            return ""
-        return self._model.token_bytes(token).decode("utf-8", errors="ignore")
+        return self._bytes_of(token).decode("utf-8", errors="ignore")
 
-    def bytes_of(self, token: int) -> list[int] | None:
-        """Return the bytes of a token; None for a control token, which has no text."""
-        data = b"" if is_placeholder(token) else self._model.token_bytes(token)
-        return list(data) or None
+    def shown(self, value: TokenLogprob, *, numbered: bool = False) -> dict[str, Any]:
+        """Return a token with its log probability, and the most probable ones in its place.
+
+        `numbered`: as llama-server does it, each with its number, and without null as the bytes of
+        a control token, which has no text.
+        """
+        top = [self._named(token, logprob, numbered) for token, logprob in value.top]
+        return {**self._named(value.token, value.logprob, numbered), "top_logprobs": top}
+
+    def _named(self, token: int, logprob: float | None, numbered: bool) -> dict[str, Any]:
+        data = [*self._bytes_of(token)]
+        shown = {"token": self.of(token), "bytes": data or None, "logprob": logprob}
+        return {"id": token, **shown, "bytes": data} if numbered else shown
+
+    def _bytes_of(self, token: int) -> bytes:
+        return b"" if is_placeholder(token) else self._model.token_bytes(token)
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """Hold what a writer is told of an answer, and read its events."""
+
+    job: Answering
+    prompt: Prompt
+    name: str
+    """The name of the model."""
+    thoughts: ThoughtFormat = "none"
+    """Where thoughts are shown."""
+    use: ToolUse | None = None
+    """The tools whose calls are read from the answer; None: all of it is text."""
+    legacy_calls: bool = False
+    """Whether the first call also has OpenAI's older name."""
+    logprobs: bool = False
+    timed: bool = False
+    """Whether every chunk has the times so far."""
+    echoes: bool = False
+    """Whether the text of the prompt is repeated before the answer."""
+    verbose: bool = False
+    """Whether a whole answer has the text of its prompt."""
+
+    def parts(self, events: Iterator[Event], *, whole: bool = False) -> Iterator[SaidPart]:
+        """Yield what each event adds to an answer; that the prompt was read adds nothing.
+
+        A call is in the part in which its JSON has ended. deepseek-legacy leaves thoughts in the
+        text, and `whole` answers have them beside it, too.
+        """
+        reader = None if self.use is None else CallReader(self.use)
+        thought = self.prompt.thought
+        form: ThoughtFormat = "none" if thought is None else self.thoughts
+        is_apart, called = form in ("auto", "deepseek"), False
+        twice = whole and form == "deepseek-legacy"
+        begin = thought.tags.begin if twice and thought is not None and thought.opened else ""
+        for event in events:
+            if isinstance(event, PromptRead):
+                yield SaidPart()
+            elif isinstance(event, AnswerPiece):
+                said, begin = begin + (event.answer if is_apart else event.text), ""
+                part = AnswerPart(said) if reader is None else reader.take(said)
+                called = called or bool(part.calls)
+                shown = event.thought if is_apart or twice else ""
+                yield SaidPart(shown, part.text, part.calls, event.logprobs)
+            else:
+                part = AnswerPart() if reader is None else reader.finish()
+                called = called or bool(part.calls)
+                reason = "tool_calls" if called else event.reason
+                yield SaidPart("", part.text, part.calls, (), reason)
+
+    def whole(self, events: Iterator[Event]) -> SaidPart:
+        """Return all of an answer as one part; raises SettingsError for too many log
+        probabilities.
+        """
+        thought, text, calls, reason, held = "", "", [], "stop", HeldValues()
+        for part in self.parts(events, whole=True):
+            thought += part.thought
+            text += part.text
+            calls += part.calls
+            held.add(part.values)
+            reason = part.reason or reason
+        return SaidPart(thought, text, calls, held.values, reason)
+
+
+@dataclass(frozen=True)
+class SaidPart:
+    """Hold what a part of an answer says."""
+
+    thought: str = ""
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """The calls of tools that were completed, in OpenAI's form."""
+    values: Sequence[TokenLogprob] = ()
+    """The log probabilities of its tokens."""
+    reason: str | None = None
+    """Why the answer ends here, in OpenAI's words; None: it goes on."""
 
 
 # --- completions ----------------------------------------------------------------------------------
@@ -147,28 +232,16 @@ class TokenNames:
 class CompletionWriter:
     """Write a text that was continued."""
 
-    def __init__(
-        self,
-        job: Answering,
-        prompt: Prompt,
-        *,
-        name: str,
-        echoes: bool,
-        logprobs: bool,
-        timed: bool = False,
-    ) -> None:
-        """Write the answer to a prompt, which is repeated before it if it `echoes`.
-
-        `timed`: every chunk has the times so far.
-        """
-        self._job, self._timed = job, timed
-        self._head = AnswerHead("text_completion", "cmpl", name)
-        self._echo = shown_prompt(job.model.model, prompt) if echoes or logprobs else ""
-        self._echoes = echoes
+    def __init__(self, form: AnswerForm) -> None:
+        """Write the answer of a form."""
+        self._job, self._timed, self._echoes = form.job, form.timed, form.echoes
+        self._head = AnswerHead("text_completion", "cmpl", form.name)
+        model, shows_prompt = form.job.model.model, form.echoes or form.logprobs
+        self._echo = shown_prompt(model, form.prompt) if shows_prompt else ""
         self._logprobs: CompletionLogprobs | None = None
-        if logprobs:
-            names = TokenNames(job.model.model)
-            self._logprobs = CompletionLogprobs(names.of, 0 if echoes else len(self._echo))
+        if form.logprobs:
+            first = 0 if form.echoes else len(self._echo)
+            self._logprobs = CompletionLogprobs(TokenNames(model).of, first)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
@@ -243,144 +316,76 @@ def with_passages(choice: dict[str, Any], job: Answering) -> dict[str, Any]:
 class ChatWriter:
     """Write an answer of a chat: its thought, its text, and the calls in it."""
 
-    def __init__(
-        self,
-        job: Answering,
-        prompt: Prompt,
-        *,
-        name: str,
-        form: ThoughtFormat = "auto",
-        use: ToolUse | None = None,
-        legacy_calls: bool = False,
-        logprobs: bool = False,
-        timed: bool = False,
-        verbose: bool = False,
-    ) -> None:
-        """Write the answer to a prompt.
-
-        `form`: where thoughts are shown. `use`: the tools whose calls are read from it.
-        `legacy_calls`: the first call also has OpenAI's older name. `timed`: every chunk has the
-        times so far. `verbose`: a whole answer has the text of its prompt.
-        """
-        self._job, self._timed = job, timed
-        self._chunk_head = AnswerHead("chat.completion.chunk", "chatcmpl", name)
-        self._name = name
-        self._shown = without_marks(shown_prompt(job.model.model, prompt)) if verbose else None
-        self._thought = prompt.thought
-        self._form: ThoughtFormat = form if prompt.thought is not None else "none"
-        self._use, self._legacy = use, legacy_calls
-        self._names = TokenNames(job.model.model)
-        self._has_logprobs = logprobs
+    def __init__(self, form: AnswerForm) -> None:
+        """Write the answer of a form."""
+        self._form, self._job = form, form.job
+        self._head = AnswerHead("chat.completion.chunk", "chatcmpl", form.name)
+        self._names = TokenNames(form.job.model.model)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
-        head = AnswerHead("chat.completion", "chatcmpl", self._name)
-        text, thought, answer, reason, held = "", "", "", "stop", HeldValues()
-        for event in events:
-            if isinstance(event, AnswerPiece):
-                text += event.text
-                thought += event.thought
-                answer += event.answer
-                held.add(event.logprobs)
-            elif isinstance(event, Ended):
-                reason = event.reason
-        message: dict[str, Any] = {"role": "assistant", "content": self._said(text, answer)}
-        if thought and self._form != "none":
-            message["reasoning_content"] = thought
-        if self._use is not None:
-            said, calls = self._use.read(message["content"])
-            if calls:
-                message |= {"content": said or None, "tool_calls": calls}
-                reason = "tool_calls"
-            if calls and self._legacy:
-                message["function_call"] = calls[0]["function"]
+        form = self._form
+        head, said = AnswerHead("chat.completion", "chatcmpl", form.name), form.whole(events)
+        message: dict[str, Any] = {"role": "assistant", "content": said.text}
+        if said.thought:
+            message["reasoning_content"] = said.thought
+        if said.calls:
+            message |= {"content": said.text or None, "tool_calls": said.calls}
+        if said.calls and form.legacy_calls:
+            message["function_call"] = said.calls[0]["function"]
         choice = {
             "message": message,
-            "logprobs": self._logprobs(held.values),
-            "finish_reason": reason,
+            "logprobs": self._logprobs(said.values),
+            "finish_reason": said.reason,
         }
         whole = head.with_choice(**with_passages(choice, self._job))
-        told = {} if self._shown is None else {"__verbose": {"prompt": self._shown}}
+        told = {}
+        if form.verbose:
+            shown = without_marks(shown_prompt(self._job.model.model, form.prompt))
+            told = {"__verbose": {"prompt": shown}}
         return {**whole, **costs_of(self._job), **told}
 
-    def _said(self, text: str, answer: str) -> str:
-        """Return the content of a whole message; deepseek-legacy shows thoughts twice."""
-        if self._form == "none":
-            return text
-        if self._form == "deepseek-legacy" and self._thought is not None:
-            return self._thought.tags.begin + text if self._thought.opened else text
-        return answer
-
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
-        """Yield the chunks of the answer, and one with the numbers of tokens.
-
-        A call is sent once its JSON has ended. deepseek-legacy leaves thoughts in a stream.
-        """
-        head = self._chunk_head
-        reader = None if self._use is None else CallReader(self._use)
-        n_calls, values = 0, list[TokenLogprob]()
-        for event in events:
-            if isinstance(event, PromptRead):
+        """Yield the chunks of the answer, and one with the numbers of tokens."""
+        n_calls, values, has_begun = 0, list[TokenLogprob](), False
+        for part in self._form.parts(events):
+            if not has_begun:
                 yield self._begin()
-                continue
-            values += event.logprobs if isinstance(event, AnswerPiece) else ()
-            thought, part = self._parts(event, reader)
-            if thought:
-                yield self._chunk(head, {"reasoning_content": thought}, values)
+                has_begun = True
+            values += part.values
+            if part.thought:
+                yield self._chunk({"reasoning_content": part.thought}, values)
             if part.text:
-                yield self._chunk(head, {"content": part.text}, values)
-            for delta in as_deltas(part.calls, first=n_calls, legacy=self._legacy):
-                yield self._chunk(head, delta, values)
+                yield self._chunk({"content": part.text}, values)
+            for delta in as_deltas(part.calls, first=n_calls, legacy=self._form.legacy_calls):
+                yield self._chunk(delta, values)
             n_calls += len(part.calls)
-            if isinstance(event, Ended):
-                reason = "tool_calls" if n_calls else event.reason
-                yield with_times(self._chunk(head, {}, values, reason), self._job)
-        yield {**head.fields, "choices": [], **costs_of(self._job)}
+            if part.reason is not None:
+                yield with_times(self._chunk({}, values, part.reason), self._job)
+        yield {**self._head.fields, "choices": [], **costs_of(self._job)}
 
     def _begin(self) -> Chunk:
         """Return the first chunk, which says who speaks."""
-        return self._chunk(self._chunk_head, {"role": "assistant"}, [])
+        return self._chunk({"role": "assistant"}, [])
 
     def tell_progress(self, n_read: int) -> None:
         """Send a chunk that tells how many tokens of the prompt were read."""
         if self._job.tell is not None:
             self._job.tell({**self._begin(), **progress_of(self._job, n_read)})
 
-    def _parts(
-        self, event: AnswerPiece | Ended, reader: CallReader | None
-    ) -> tuple[str, AnswerPart]:
-        """Return what an event adds to a stream: of the thought, and of the text and its calls."""
-        is_apart = self._form in ("auto", "deepseek")
-        if isinstance(event, Ended):
-            return "", AnswerPart() if reader is None else reader.finish()
-        said = event.answer if is_apart else event.text
-        part = AnswerPart(said) if reader is None else reader.take(said)
-        return event.thought if is_apart else "", part
-
     def _chunk(
-        self,
-        head: AnswerHead,
-        delta: dict[str, Any],
-        values: list[TokenLogprob],
-        reason: str | None = None,
+        self, delta: dict[str, Any], values: list[TokenLogprob], reason: str | None = None
     ) -> Chunk:
         """Return a chunk with the log probabilities of the tokens since the last one."""
         choice = {"delta": delta, "logprobs": self._logprobs(values), "finish_reason": reason}
         values.clear()
         if reason is not None:
-            return head.with_choice(**with_passages(choice, self._job))
-        chunk = head.with_choice(**choice)
-        return with_times(chunk, self._job) if self._timed and self._job.n_written else chunk
+            return self._head.with_choice(**with_passages(choice, self._job))
+        chunk = self._head.with_choice(**choice)
+        is_timed = self._form.timed and self._job.n_written
+        return with_times(chunk, self._job) if is_timed else chunk
 
     def _logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._has_logprobs or not values:
+        if not self._form.logprobs or not values:
             return None
-        return {"content": [self._value(each) for each in values], "refusal": None}
-
-    def _value(self, value: TokenLogprob) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in value.top]
-        return {**self._named(value.token, value.logprob), "top_logprobs": top}
-
-    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
-        data = self._names.bytes_of(token)
-        return {"token": self._names.of(token), "bytes": data, "logprob": logprob}
+        return {"content": [self._names.shown(each) for each in values], "refusal": None}

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from entropykv.server.engine.answering import Answering
+from entropykv.generation.events import Event
+from entropykv.server.dialects.answers import AnswerForm
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "function_call": "tool_use"}
 """Anthropic's names for the reasons why an answer ended; the others are end_turn."""
@@ -29,66 +30,62 @@ def anthropic_error(error: dict[str, Any], status: int) -> dict[str, Any]:
     return {"type": "error", "error": {**error, "type": kind}}
 
 
-def message_of(head: dict[str, Any], answer: dict[str, Any], job: Answering) -> dict[str, Any]:
-    """Return a message with the answer of a chat completion."""
-    choice = answer["choices"][0]
-    said = choice["message"]
-    blocks: list[dict[str, Any]] = []
-    if thought := said.get("reasoning_content"):
-        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if said["content"]:
-        blocks.append({"type": "text", "text": said["content"]})
-    blocks += [_call_block(call, _input_of(call)) for call in said.get("tool_calls", [])]
-    usage = _usage(answer["usage"])
-    return {**head, "content": blocks, **_end(choice["finish_reason"], job.stop), "usage": usage}
+class MessageWriter:
+    """Write an answer as a message, whole or as events: its blocks follow each other, and each has
+    a number.
+    """
 
-
-def events(
-    head: dict[str, Any], chunks: Iterator[dict[str, Any]], job: Answering
-) -> Iterator[dict[str, Any]]:
-    """Yield the events of a message, from the chunks of a chat completion with usage."""
-    return _Events(head, job).of(chunks)
-
-
-class _Events:
-    """Make the events of one message: its blocks follow each other, and each has a number."""
-
-    def __init__(self, head: dict[str, Any], job: Answering) -> None:
-        self._head = head
-        self._job = job
+    def __init__(self, head: dict[str, Any], form: AnswerForm) -> None:
+        """Write the answer of a form; `head`: the fields that the message begins with."""
+        self._head, self._form, self._job = head, form, form.job
         self._index = -1
         self._open: str | None = None
         """The type of the block that is being written."""
 
-    def of(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        usage: dict[str, Any] = {}
-        reason: str | None = None
-        for number, chunk in enumerate(chunks):
-            if number == 0:  # The prompt has been read.
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the message."""
+        said = self._form.whole(events)
+        blocks: list[dict[str, Any]] = []
+        if said.thought:
+            blocks.append({"type": "thinking", "thinking": said.thought, "signature": ""})
+        if said.text:
+            blocks.append({"type": "text", "text": said.text})
+        blocks += [_call_block(call, _input_of(call)) for call in said.calls]
+        ended = {**self._head, "content": blocks, **_end(said.reason, self._job.stop)}
+        return {**ended, "usage": self._usage()}
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the message; the first one once the prompt was read."""
+        reason, has_begun = None, False
+        for part in self._form.parts(events):
+            if not has_begun:
                 yield self._start()
-            usage = chunk.get("usage") or usage
-            for choice in chunk["choices"]:
-                reason = choice["finish_reason"] or reason
-                delta = choice["delta"]
-                yield from self._more("thinking", delta.get("reasoning_content"))
-                yield from self._more("text", delta.get("content"))
-                for call in delta.get("tool_calls") or ():
-                    yield from self._call(call)
+                has_begun = True
+            reason = part.reason or reason
+            yield from self._more("thinking", part.thought)
+            yield from self._more("text", part.text)
+            for call in part.calls:
+                yield from self._call(call)
         yield from self._close()
-        yield {
-            "type": "message_delta",
-            "delta": _end(reason, self._job.stop),
-            "usage": _usage(usage),
-        }
+        end = _end(reason, self._job.stop)
+        yield {"type": "message_delta", "delta": end, "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def _start(self) -> dict[str, Any]:
-        n_prompt, n_cached = self._job.n_prompt, self._job.n_cached
-        usage = _tokens(n_prompt, n_cached, 0)
-        message = {**self._head, "content": [], **_end(None), "usage": usage}
+        message = {**self._head, "content": [], **_end(None), "usage": self._usage()}
         return {"type": "message_start", "message": message}
 
-    def _more(self, kind: str, text: str | None) -> Iterator[dict[str, Any]]:
+    def _usage(self) -> dict[str, int]:
+        """Return the numbers of tokens so far; those that were read before count apart."""
+        job = self._job
+        return {
+            "input_tokens": job.n_prompt - job.n_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": job.n_cached,
+            "output_tokens": job.n_written,
+        }
+
+    def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if not text:
             return
         if self._open != kind:
@@ -142,19 +139,3 @@ def _input_of(call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return given if isinstance(given, dict) else {}
-
-
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return OpenAI's numbers of tokens as Anthropic counts them."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return _tokens(usage["prompt_tokens"], cached, usage["completion_tokens"])
-
-
-def _tokens(n_prompt: int, n_cached: int, n_written: int) -> dict[str, int]:
-    """Return numbers of tokens; those read before count apart."""
-    return {
-        "input_tokens": n_prompt - n_cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": n_cached,
-        "output_tokens": n_written,
-    }

@@ -10,12 +10,13 @@ import json
 import re
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from entropykv.server.chat.chat_request import ChatRequest
-from entropykv.server.dialects.anthropic_events import events, message_of
+from entropykv.server.dialects.anthropic_events import MessageWriter
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_MESSAGES,
@@ -30,7 +31,7 @@ from entropykv.server.dialects.fields import (
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
 from entropykv.server.engine.answering import Answering
-from entropykv.server.http.errors import RequestError, invalid
+from entropykv.server.http.errors import RequestError, invalid, invalid_within
 from entropykv.thinking.options import template_switch
 
 _NOT_HERE = {
@@ -216,8 +217,7 @@ class MessagesRequest(CountedMessages):
             "role": "assistant",
             "model": self.model or job.model.name,
         }
-        answer = chat.call(job)
-        return events(head, answer, job) if self.stream else message_of(head, answer, job)
+        return chat.call(job, partial(MessageWriter, head))
 
 
 def _system_text(given: str | list[dict[str, Any]], place: str) -> str:
@@ -327,8 +327,6 @@ def _tool(given: dict[str, Any], index: int) -> dict[str, Any]:
     try:
         tool = OfferedTool.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RequestError(400, f"tools.{index}.{where}: {first['msg']}", param="tools") from None
+        raise invalid_within(f"tools.{index}", error) from None
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}

@@ -61,7 +61,9 @@ class LlamaServerWriter:
         shown = tokens if self._returns_tokens else []
         answer = {**self._end(text, ended), "content": text, "tokens": shown}
         if self._request.n_logprobs is not None:
-            answer["completion_probabilities"] = [self._value(each) for each in held.values]
+            answer["completion_probabilities"] = [
+                self._names.shown(each, numbered=True) for each in held.values
+            ]
         if not self._fields:
             return answer
         found = {path: _at(answer, path) for path in self._fields}
@@ -104,7 +106,9 @@ class LlamaServerWriter:
             "tokens_evaluated": job.n_prompt,
         }
         if self._request.n_logprobs is not None and values:
-            chunk["completion_probabilities"] = [self._value(each) for each in values]
+            chunk["completion_probabilities"] = [
+                self._names.shown(each, numbered=True) for each in values
+            ]
         return {**chunk, "timings": timings_of(job)} if self._timed else chunk
 
     def _end(self, text: str, ended: Ended | None) -> dict[str, Any]:
@@ -150,14 +154,6 @@ class LlamaServerWriter:
             "logit_bias": biases,
             "has_grammar": grammar is not None,
         }
-
-    def _value(self, value: TokenLogprob) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in value.top]
-        return {**self._named(value.token, value.logprob), "top_logprobs": top}
-
-    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
-        data = self._names.bytes_of(token) or []
-        return {"id": token, "token": self._names.of(token), "bytes": data, "logprob": logprob}
 
 
 def _at(answer: Any, path: str) -> Any:

@@ -76,7 +76,7 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> JSONResponse:
         engine = await models.use(request, body.model)
-        return await run_in_threadpool(lambda: JSONResponse({"tokens": _tokens(engine, body)}))
+        return await run_in_threadpool(lambda: JSONResponse({"tokens": tokens_of(engine, body)}))
 
     @router.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
@@ -123,7 +123,8 @@ def text_of(engine: Engine, tokens: list[int]) -> str:
     return engine.model.model.detokenize(tokens, special=False)
 
 
-def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
+def tokens_of(engine: Engine, body: TokenizeRequest) -> list[Any]:
+    """Return the tokens of a text, with their texts if they are wanted; raises RequestError."""
     model = engine.model
     ids = mixed_tokens(
         body.content,

@@ -6,13 +6,15 @@ import json
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from entropykv.generation.events import Event
 from entropykv.server.chat.chat_request import ChatRequest
+from entropykv.server.dialects.answers import AnswerForm, SaidPart
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_MESSAGES,
@@ -104,11 +106,7 @@ class OllamaRequest(Request):
         `started` and `loaded` are the times of time.monotonic() when the request arrived and when
         its model was loaded.
         """
-        asked = self.asked(job.model)
-        writer = _Writer(self, started, loaded)
-        chunks = asked.call(job)
-        lines = writer.lines(chunks)
-        return lines if self.stream else _joined(list(lines), self)
+        return self.asked(job.model).call(job, partial(_Writer, self, started, loaded))
 
     def check(self, model: LoadedModel) -> None:
         """Raise RequestError for options that the served model does not support."""
@@ -247,7 +245,7 @@ class OllamaGenerate(OllamaRequest):
         limit = model.request_defaults.get("max_tokens")
         fields = {"max_tokens": -1 if limit is None else limit, **self.options.fields()}
         fields["prompt"] = self.prompt
-        fields |= {"suffix": self.suffix, "json_schema": schema, "stream": True}
+        fields |= {"suffix": self.suffix, "json_schema": schema, "stream": self.stream}
         return _validated(CompletionRequest, fields)
 
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +265,7 @@ def _chat_of(
         fields["response_format"] = {"type": "json_object"}
     return _validated(
         ChatRequest,
-        {**fields, "model": request.model_name, "tools": tools or None, "stream": True}
+        {**fields, "model": request.model_name, "tools": tools or None, "stream": request.stream}
         | {"reasoning_format": "auto"},
     )
 
@@ -288,64 +286,55 @@ def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     return [*parts, {"type": "text", "text": text}]
 
 
-@dataclass
 class _Writer:
-    """Write the lines of one answer, and measure its tokens and durations."""
+    """Write an answer as lines, or as a single one, with its numbers of tokens and durations."""
 
-    request: OllamaRequest
-    started: float
-    loaded: float
-    _reason: str = "stop"
-    _usage: dict[str, int] = field(default_factory=dict)
+    def __init__(
+        self, request: OllamaRequest, started: float, loaded: float, form: AnswerForm
+    ) -> None:
+        """Write the answer of a form to a request; for the times see OllamaRequest.call()."""
+        self._request, self._form = request, form
+        self._started, self._loaded = started, loaded
 
-    def lines(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the answer."""
+        return self._last(self._form.whole(events))
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
         """Yield a line for every piece of text, and a last one with the totals."""
-        began = first = time.monotonic()
-        is_first = True
-        for chunk in chunks:
-            if is_first:
-                first, is_first = time.monotonic(), False
-            self._usage = chunk.get("usage") or self._usage
-            for choice in chunk["choices"]:
-                self._reason = choice["finish_reason"] or self._reason
-                texts = _texts_of(choice)
-                if texts:
-                    yield {**self._head(), **self.request.piece(texts), "done": False}
-        yield {**self._head(), **self.request.piece({}), **self._end(began, first)}
+        end = SaidPart()
+        for part in self._form.parts(events):
+            end = SaidPart(reason=part.reason)
+            if texts := _texts_of(part):
+                yield {**_head(self._request), **self._request.piece(texts), "done": False}
+        yield self._last(end)
 
-    def _head(self) -> dict[str, Any]:
-        return {"model": self.request.model, "created_at": now()}
-
-    def _end(self, began: float, first: float) -> dict[str, Any]:
-        """Return the fields of the last line, with durations in nanoseconds.
-
-        `began` and `first`: when generation began, and when its first piece came, in seconds of
-        time.monotonic().
-        """
-        ended = time.monotonic()
+    def _last(self, said: SaidPart) -> dict[str, Any]:
+        """Return a line of what was said with the totals; durations are in nanoseconds."""
+        job = self._form.job
         return {
+            **_head(self._request),
+            **self._request.piece(_texts_of(said)),
             "done": True,
-            "done_reason": "length" if self._reason == "length" else "stop",
-            "total_duration": _nanoseconds(ended - self.started),
-            "load_duration": _nanoseconds(self.loaded - self.started),
-            "prompt_eval_count": self._usage.get("prompt_tokens", 0),
-            "prompt_eval_duration": _nanoseconds(first - began),
-            "eval_count": self._usage.get("completion_tokens", 0),
-            "eval_duration": _nanoseconds(ended - first),
+            "done_reason": "length" if said.reason == "length" else "stop",
+            "total_duration": _nanoseconds(time.monotonic() - self._started),
+            "load_duration": _nanoseconds(self._loaded - self._started),
+            "prompt_eval_count": job.n_prompt,
+            "prompt_eval_duration": _nanoseconds(job.prompt_seconds),
+            "eval_count": job.n_written,
+            "eval_duration": _nanoseconds(job.answer_seconds),
         }
 
 
-def _texts_of(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return the texts that a choice of a chunk adds, with Ollama's names."""
-    delta = choice.get("delta") or {"content": choice.get("text", "")}
-    texts: dict[str, Any] = {}
-    if delta.get("reasoning_content"):
-        texts["thinking"] = delta["reasoning_content"]
-    if delta.get("content"):
-        texts["content"] = delta["content"]
-    if delta.get("tool_calls"):
-        texts["tool_calls"] = [_call_of(call["function"]) for call in delta["tool_calls"]]
-    return texts
+def _head(request: OllamaRequest) -> dict[str, Any]:
+    return {"model": request.model, "created_at": now()}
+
+
+def _texts_of(part: SaidPart) -> dict[str, Any]:
+    """Return what a part of an answer says, with Ollama's names."""
+    calls = [_call_of(call["function"]) for call in part.calls]
+    texts = {"thinking": part.thought, "content": part.text, "tool_calls": calls}
+    return {name: said for name, said in texts.items() if said}
 
 
 def _call_of(function: dict[str, Any]) -> dict[str, Any]:
@@ -357,24 +346,9 @@ def _call_of(function: dict[str, Any]) -> dict[str, Any]:
     return {"function": {"name": function["name"], "arguments": given}}
 
 
-def _joined(lines: list[dict[str, Any]], request: OllamaRequest) -> dict[str, Any]:
-    """Join the lines of an answer to a single one."""
-    texts: dict[str, Any] = {}
-    for line in lines:
-        held = line.get("message", line)
-        said = held.get("content") or held.get("response")
-        for name, text in (("content", said), ("thinking", held.get("thinking"))):
-            if text:
-                texts[name] = texts.get(name, "") + text
-        if held.get("tool_calls"):
-            texts["tool_calls"] = [*texts.get("tool_calls", []), *held["tool_calls"]]
-    return {**lines[-1], **request.piece(texts)}
-
-
 def only_loaded(request: OllamaRequest) -> dict[str, Any]:
     """Return the answer to a request without text, which has only loaded the model."""
-    head = {"model": request.model, "created_at": now()}
-    return {**head, **request.piece({}), "done": True, "done_reason": "load"}
+    return {**_head(request), **request.piece({}), "done": True, "done_reason": "load"}
 
 
 def now() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,7 +17,12 @@ from entropykv.errors import SettingsError
 from entropykv.generation.prompt import Prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.server.chat.constraints import ConstraintFields, single
-from entropykv.server.dialects.answers import CompletionWriter, written
+from entropykv.server.dialects.answers import (
+    AnswerForm,
+    CompletionWriter,
+    Writer,
+    written,
+)
 from entropykv.server.dialects.choices import seed_of
 from entropykv.server.dialects.fields import (
     MOST_LOGPROBS,
@@ -139,9 +144,9 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
         """Return how many choices all of its prompts have together."""
         return self.n * (1 if _is_one(self.prompt) else len(self.prompt))
 
-    def call(self, job: Answering) -> Any:
-        """Generate one choice of one prompt; returns a response or its chunks. Raises
-        RequestError.
+    def call(self, job: Answering, make: Callable[[AnswerForm], Writer] = CompletionWriter) -> Any:
+        """Generate one choice of one prompt; returns what a writer makes of it, or its chunks.
+        Raises RequestError.
         """
         check_passages(self.passages, job)
         (only,) = self._prompts()
@@ -155,22 +160,22 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
             prompt_logprobs=self.echo and self.logprobs is not None,
             reads_anew=not self.cache_prompt,
         )
-        writer = CompletionWriter(
+        form = AnswerForm(
             job,
             request.prompt,
-            name=self.model or job.model.name,
-            echoes=self.echo,
+            self.model or job.model.name,
             logprobs=self.logprobs is not None,
             timed=self.timings_per_token,
+            echoes=self.echo,
         )
         return written(
-            writer,
+            make(form),
             job,
             request,
             streams=bool(self.stream),
-            tells_progress=self.return_progress,
             constrained_by=field,
             n_passages=self.passages,
+            tells_progress=self.return_progress,
         )
 
     def _prompt(self, prompt: str | list[int | str], job: Answering) -> Prompt:

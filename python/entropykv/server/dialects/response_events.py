@@ -1,4 +1,4 @@
-"""Make the items of a response (Responses API), and the events of a streamed one."""
+"""Write answers as responses (Responses API), whole or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
+
+from entropykv.generation.events import Event
+from entropykv.server.dialects.answers import AnswerForm, usage_of
+from entropykv.server.dialects.timings import timings_of
 
 
 def message_item(item_id: str, text: str | None) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def call_item(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_end(
-    head: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, Any]
+    head: dict[str, Any], output: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a response with its output, and the reason why it ended."""
     details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
@@ -70,46 +74,52 @@ def with_end(
     }
 
 
-def events(head: dict[str, Any], chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the numbered events of a response, from the chunks of a chat completion with usage."""
-    for number, event in enumerate(_Events(head).of(chunks)):
-        yield {**event, "sequence_number": number}
-
-
-class _Events:
-    """Make the events of one response: first those of its texts while they are written, then its
-    calls.
+class ResponseWriter:
+    """Write an answer as a response, whole or as numbered events: first those of its texts while
+    they are written, then its calls.
     """
 
-    def __init__(self, head: dict[str, Any]) -> None:
-        self._head = head
+    def __init__(self, head: dict[str, Any], form: AnswerForm) -> None:
+        """Write the answer of a form; `head`: the fields of a response that has just begun."""
+        self._head, self._form = head, form
         self._output: list[dict[str, Any]] = []
         """The completed items."""
         self._open: _TextItem | None = None
-        self._calls: list[dict[str, Any]] = []
-        self._reason = "stop"
 
-    def of(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the response."""
+        said, job = self._form.whole(events), self._form.job
+        texts = ((thought_item, "rs", said.thought), (message_item, "msg", said.text))
+        output = [make(f"{name}_{uuid.uuid4().hex}", text) for make, name, text in texts if text]
+        output += [call_item(call) for call in said.calls]
+        ended = with_end(self._head, output, said.reason, usage_of(job))
+        return {**ended, "timings": timings_of(job)}
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the response."""
+        for number, event in enumerate(self._events(events)):
+            yield {**event, "sequence_number": number}
+
+    def _events(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
         yield {"type": "response.created", "response": self._head}
         yield {"type": "response.in_progress", "response": self._head}
-        usage: dict[str, Any] = {}
-        timings: dict[str, Any] = {}
-        for chunk in chunks:
-            usage = chunk.get("usage") or usage
-            timings = {"timings": chunk["timings"]} if "timings" in chunk else {}
-            for choice in chunk["choices"]:
-                self._reason = choice["finish_reason"] or self._reason
-                delta = choice["delta"]
-                self._calls += delta.get("tool_calls") or []
-                for kind, text in ((_Thought, "reasoning_content"), (_Said, "content")):
-                    for event in self._more(kind, delta.get(text) or ""):
-                        yield {**event, **timings}
+        calls, reason, job = list[dict[str, Any]](), "stop", self._form.job
+        for part in self._form.parts(events):
+            calls += part.calls
+            reason = part.reason or reason
+            for kind, text in ((_Thought, part.thought), (_Said, part.text)):
+                for event in self._more(kind, text):
+                    yield {**event, "timings": timings_of(job)} if self._form.timed else event
         yield from self._end_of_text()
-        for call in self._calls:
+        for call in calls:
             self._output.append(call_item(call))
             yield from _call_events(self._output[-1], len(self._output) - 1)
-        ended = with_end(self._head, self._output, self._reason, usage)
-        yield {"type": f"response.{ended['status']}", "response": ended, **timings}
+        ended = with_end(self._head, self._output, reason, usage_of(job))
+        yield {
+            "type": f"response.{ended['status']}",
+            "response": ended,
+            "timings": timings_of(job),
+        }
 
     def _more(self, kind: type[_TextItem], text: str) -> Iterator[dict[str, Any]]:
         if not text:

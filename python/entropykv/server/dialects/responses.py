@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,16 +32,10 @@ from entropykv.server.dialects.fields import (
     TokenCount,
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
-from entropykv.server.dialects.response_events import (
-    call_item,
-    events,
-    message_item,
-    thought_item,
-    with_end,
-)
+from entropykv.server.dialects.response_events import ResponseWriter
 from entropykv.server.documents.asked_document import document_named
 from entropykv.server.engine.answering import Answering
-from entropykv.server.http.errors import RequestError
+from entropykv.server.http.errors import RequestError, invalid_within
 from entropykv.server.models.loaded_model import LoadedModel
 
 _NOT_HERE = ("previous_response_id", "conversation", "prompt", "background")
@@ -118,12 +113,7 @@ class ResponsesRequest(Request):
                     "as input",
                     param=name,
                 )
-        chat = self.chat()
-        head = self._head(job.model)
-        answer = chat.call(job)
-        if self.stream:
-            return events(head, answer)
-        return _finished(head, answer)
+        return self.chat().call(job, partial(ResponseWriter, self._head(job.model)))
 
     def chat(self) -> ChatRequest:
         """Return the same request as a chat completion."""
@@ -139,14 +129,11 @@ class ResponsesRequest(Request):
             "reasoning_effort": self.reasoning.effort,
             "stream": self.stream,
             "timings_per_token": self.timings_per_token,
-            "stream_options": {"include_usage": True},
         }
         try:
             request = ChatRequest.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise RequestError(400, f"input ({place}): {first['msg']}", param="input") from None
+            raise invalid_within("input", error) from None
         request.tools = [_tool(tool, i) for i, tool in enumerate(self.tools or [])] or None
         if isinstance(self.tool_choice, NamedChoice):
             request.tool_choice = NamedTool(function=NamedFunction(name=self.tool_choice.name))
@@ -200,8 +187,7 @@ def _tool(tool: dict[str, Any], index: int) -> Tool:
     try:
         return Tool(function=Function.model_validate(tool))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise RequestError(400, f"tools.{index}: {first['msg']}", param="tools") from None
+        raise invalid_within(f"tools.{index}", error) from None
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -227,17 +213,3 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 400, f"input.{index}: items of type {kind!r} are not possible here", param="input"
             )
     return messages
-
-
-def _finished(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a response with the answer of a chat completion."""
-    choice = answer["choices"][0]
-    message = choice["message"]
-    output = []
-    if thought := message.get("reasoning_content"):
-        output.append(thought_item(f"rs_{uuid.uuid4().hex}", thought))
-    if message["content"]:
-        output.append(message_item(f"msg_{uuid.uuid4().hex}", message["content"]))
-    output += [call_item(call) for call in message.get("tool_calls", [])]
-    ended = with_end(head, output, choice["finish_reason"], answer["usage"])
-    return {**ended, "timings": answer["timings"]}

@@ -19,6 +19,7 @@ from entropykv.session.pool import Pool
 from entropykv.session.prefix_index import PrefixIndex, common_prefix
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session
+from entropykv.session.session_files import check_template, document_header
 from entropykv.session.stats import SessionStats
 
 _WORTH_WAITING = 64
@@ -335,6 +336,7 @@ class PrefixCache:
     def _load_document(self, path: Path, caller: Caller) -> None:
         version = stamp_of(path)
         self._drop(lambda each: each.document == path and each.version != version)
+        check_template(self._pool.runner.model, document_header(path))
         session = self._loaded(caller, path)
         session.name, session.is_document = path.stem, True
         session.rest()

@@ -26,7 +26,13 @@ from entropykv.server.dialects.anthropic_routes import PATH as ANTHROPIC_PATH
 from entropykv.server.dialects.anthropic_routes import anthropic_routes
 from entropykv.server.dialects.completion_routes import completion_routes
 from entropykv.server.dialects.fields import Name, Tokens
-from entropykv.server.dialects.llama_server_routes import describe, llama_server_routes, text_of
+from entropykv.server.dialects.llama_server_routes import (
+    TokenizeRequest,
+    describe,
+    llama_server_routes,
+    text_of,
+    tokens_of,
+)
 from entropykv.server.dialects.ollama_routes import PREFIX as OLLAMA_PATH
 from entropykv.server.dialects.ollama_routes import ollama_error, ollama_routes
 from entropykv.server.dialects.openai_routes import openai_routes
@@ -250,8 +256,8 @@ def _extra_routes(models: ModelRegistry) -> APIRouter:
     """
     router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
-    def ids(engine: Engine, body: _Tokenize) -> list[int]:
-        return engine.model.tokenize(body.input, add_bos=True)
+    def ids(engine: Engine, body: _Tokenize) -> list[Any]:
+        return tokens_of(engine, TokenizeRequest(content=body.input, add_special=True))
 
     # A long answer is written in a thread: FastAPI would do it in the event loop.
     @router.post("/tokenize")

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from entropykv.errors import ContextError, StorageError
@@ -129,6 +129,16 @@ def invalid(errors: Sequence[Any]) -> RequestError:
     if len(errors) > _MOST_ERRORS:
         faults.append(f"and {len(errors) - _MOST_ERRORS:,} more")
     return RequestError(400, "; ".join(faults), param=places[0] or None)
+
+
+def invalid_within(place: str, error: ValidationError) -> RequestError:
+    """Return the error for the first of pydantic's findings in a part of a body.
+
+    `place` is the path of the part, such as tools.2.
+    """
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part)[:_MOST_PART] for part in (place, *first["loc"]))
+    return RequestError(400, f"{where}: {first['msg']}", param=place.partition(".")[0])
 
 
 class ErrorDetails(BaseModel):

@@ -220,8 +220,6 @@ def cache_options(options: ModelOptions, *, documents: bool = False) -> CacheOpt
     """
     if options.parallel == 1 and options.checkpoints is None and not documents:
         return cache_options_of(options, rungs=WITHOUT_REWALK)
-    if documents:
-        _check_documents(options)
     return cache_options_of(
         options,
         rungs=WITHOUT_REWALK,
@@ -230,15 +228,6 @@ def cache_options(options: ModelOptions, *, documents: bool = False) -> CacheOpt
         swap_limit=options.swap_limit,
         checkpoints=options.checkpoints,
     )
-
-
-def _check_documents(options: ModelOptions) -> None:
-    """Raise SettingsError for options of a model that cannot go with documents."""
-    if options.chat_template is not None or options.chat_format is not None:
-        raise SettingsError(
-            "documents are read by the model's own chat template; leave --chat-template and "
-            "--chat_format, or --documents, out"
-        )
 
 
 def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> CacheOptions:
