@@ -140,7 +140,7 @@ def test_a_text_between_two_others_is_refused_by_name(pair: tuple[EntropyLlama, 
 
 def test_logprobs_are_those_of_stock(tiny_llama: Path, store: str) -> None:
     options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "logprobs": 3}
-    rows = []
+    rows: list[Any] = []
     for kind, more in ((Llama, {}), (EntropyLlama, {"kv_type": "f16", "store": store})):
         llm = kind(str(tiny_llama), n_ctx=128, n_batch=32, logits_all=True, **QUIET, **more)
         llm(PROMPT, **options)
