@@ -99,14 +99,15 @@ def infill_prompt(
     """Return the prompt of a text between two others, which are tokens, in the form that the model
     was trained on; None for a model that was not.
 
-    `extra`: tokens of further texts, which stand before.
+    `extra`: tokens of further texts, which stand before. A BOS token of `before` begins the prompt.
     """
     marks = model.infill_marks
     if marks is None:
         return None
     first, second, between = marks
-    begins = [model.bos] if model.adds_bos else []
-    return Prompt([*begins, *extra, first, *before, second, *after, between])
+    has_bos = list(before[:1]) == [model.bos]
+    begins = [model.bos] if has_bos or model.adds_bos else []
+    return Prompt([*begins, *extra, first, *before[has_bos:], second, *after, between])
 
 
 def thought_of(

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, mo
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
-from entropykv.generation.prompt import Prompt
+from entropykv.generation.prompt import Prompt, infill_prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.server.chat.constraints import ConstraintFields, single
 from entropykv.server.dialects.answers import (
@@ -255,18 +255,15 @@ def infilled(tokens: list[int], suffix: str, model: LoadedModel) -> list[int]:
     """Return the prompt of a text between `tokens` and a suffix; raises RequestError for a model
     that was not trained for that.
     """
-    marks = model.model.infill_marks
-    if marks is None:
+    prompt = infill_prompt(model.model, tokens, model.tokenize(suffix, special=False))
+    if prompt is None:
         raise RequestError(
             400,
             "suffix: the model was not trained to write a text before another one; leave it out, "
             "or use a model for code",
             param="suffix",
         )
-    before, after, between = marks
-    begins = tokens[:1] if tokens[:1] == [model.model.bos] else []
-    behind = model.tokenize(suffix, special=False)
-    return [*begins, before, *tokens[len(begins) :], after, *behind, between]
+    return prompt.tokens
 
 
 def check_passages(n: int, job: Answering) -> None:
