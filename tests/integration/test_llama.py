@@ -93,6 +93,19 @@ def test_streams_are_those_of_stock(pair: tuple[EntropyLlama, Llama], call: str)
 CALLS_OF_LLAMA = ("create_completion", "__call__", "create_chat_completion", "generate", "sample")
 
 
+@pytest.mark.parametrize("options", [{}, {"echo": True, "logprobs": 1}], ids=str)
+def test_scores_have_the_logits_of_all_tokens(tiny_llama: Path, options: dict[str, Any]) -> None:
+    llm = EntropyLlama(str(tiny_llama), n_ctx=128, logits_all=True, kv_type="f16", **QUIET)
+    for text in (PROMPT, PROMPT[:30], PROMPT[:20] + "and"):
+        llm(text, max_tokens=5, temperature=0.0, **options)
+        ids, rows = llm.input_ids[: llm.n_tokens].tolist(), llm.scores[: llm.n_tokens].copy()
+        llm.reset()
+        llm.scores[:] = 0.0
+        llm.eval(ids)
+        np.testing.assert_allclose(rows, llm.scores[: llm.n_tokens], atol=0.05 * rows.std())
+    llm.close()
+
+
 @pytest.mark.parametrize("name", CALLS_OF_LLAMA)
 def test_signatures_are_those_of_stock(name: str) -> None:
     ours, stock = (inspect.signature(getattr(kind, name)) for kind in (EntropyLlama, Llama))

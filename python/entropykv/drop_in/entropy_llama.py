@@ -76,10 +76,15 @@ from entropykv.thinking.tags import tags_of
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+@functools.cache
+def _signature_of(name: str) -> inspect.Signature:
+    """Return the signature of a method of llama_cpp.Llama."""
+    return inspect.signature(getattr(llama_cpp.Llama, name))
+
+
 def _as_in_llama(method: _Method) -> _Method:
     """Give a method the signature of llama_cpp.Llama's method of the same name."""
-    stock = getattr(llama_cpp.Llama, method.__name__)
-    cast(Any, method).__signature__ = inspect.signature(stock)
+    cast(Any, method).__signature__ = _signature_of(method.__name__)
     return method
 
 
@@ -558,8 +563,7 @@ class EntropyLlama(llama_cpp.Llama):
         self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments of a method of llama_cpp.Llama by name, with its defaults."""
-        signature = inspect.signature(getattr(llama_cpp.Llama, name))
-        bound = signature.bind(self, *arguments, **options)
+        bound = _signature_of(name).bind(self, *arguments, **options)
         bound.apply_defaults()
         return {name: value for name, value in bound.arguments.items() if name != "self"}
 
@@ -624,9 +628,12 @@ class EntropyLlama(llama_cpp.Llama):
             guard.leave()
             self._back()
             n_cached = self._resumed(request) if resets else 0
-            if self._logits_all and not request.prompt_logprobs:
+            if self._logits_all:
                 self._read(request.prompt.tokens[n_cached:])
                 n_cached = len(request.prompt.tokens)
+            if self._logits_all and request.prompt_logprobs:  # Told of tokens that are read.
+                self._session.text.truncate(0)
+                n_cached = 0
             answer = generate(
                 self._session,
                 request,
