@@ -11,7 +11,7 @@ from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
 from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob
 
 
-class CompletionWriter:
+class LlamaCppWriter:
     """Write one completion as the dictionaries of llama_cpp.llama_types."""
 
     def __init__(self, model: str, echo: str, logprobs: CompletionLogprobs | None) -> None:

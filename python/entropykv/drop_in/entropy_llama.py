@@ -38,7 +38,7 @@ from entropykv.drop_in.chats import (
     with_constraint,
     with_content,
 )
-from entropykv.drop_in.completions import CompletionWriter
+from entropykv.drop_in.completions import LlamaCppWriter
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
 from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.errors import (
@@ -744,7 +744,7 @@ class EntropyLlama(llama_cpp.Llama):
         text, shown = self._prompt_text(given["prompt"]), None
         if n_logprobs is not None:
             shown = CompletionLogprobs(self._name_of, 0 if echoes else len(text))
-        writer = CompletionWriter(given["model"] or self.model_path, text if echoes else "", shown)
+        writer = LlamaCppWriter(given["model"] or self.model_path, text if echoes else "", shown)
         with closing(self._events(request, given)) as events:
             if given["stream"]:
                 yield from writer.chunks(events)
