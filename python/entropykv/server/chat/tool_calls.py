@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -322,7 +322,9 @@ def _begun(text: str) -> int:
     return next((size for size in sizes if text.endswith(_BEGIN[:size])), 0)
 
 
-def as_deltas(calls: list[dict[str, Any]], *, first: int, legacy: bool) -> Iterator[dict[str, Any]]:
+def as_deltas(
+    calls: Sequence[dict[str, Any]], *, first: int, legacy: bool
+) -> Iterator[dict[str, Any]]:
     """Yield the deltas of a stream for calls, `first` of which came before; with `legacy`, the
     very first one under both names.
     """

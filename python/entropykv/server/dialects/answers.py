@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from entropykv import _version
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
@@ -14,7 +14,7 @@ from entropykv.generation.prompt import Prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model
-from entropykv.server.chat.tool_calls import AnswerPart, CallReader, ToolUse, as_deltas
+from entropykv.server.chat.tool_calls import CallReader, ToolUse, as_deltas
 from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.image_spans import is_placeholder
@@ -183,26 +183,30 @@ class AnswerForm:
         is_apart, called = form in ("auto", "deepseek"), False
         twice = whole and form == "deepseek-legacy"
         begin = thought.tags.begin if twice and thought is not None and thought.opened else ""
+        calls: Sequence[dict[str, Any]]
         for event in events:
             if isinstance(event, PromptRead):
                 yield SaidPart()
-            elif isinstance(event, AnswerPiece):
+                continue
+            said, shown, calls = "", "", ()
+            if isinstance(event, AnswerPiece):
                 said, begin = begin + (event.answer if is_apart else event.text), ""
-                part = AnswerPart(said) if reader is None else reader.take(said)
-                called = called or bool(part.calls)
                 shown = event.thought if is_apart or twice else ""
-                yield SaidPart(shown, part.text, part.calls, event.logprobs)
+            if reader is not None:
+                part = reader.finish() if isinstance(event, Ended) else reader.take(said)
+                said, calls = part.text, part.calls
+                called = called or bool(calls)
+            if isinstance(event, Ended):
+                yield SaidPart("", said, calls, (), "tool_calls" if called else event.reason)
             else:
-                part = AnswerPart() if reader is None else reader.finish()
-                called = called or bool(part.calls)
-                reason = "tool_calls" if called else event.reason
-                yield SaidPart("", part.text, part.calls, (), reason)
+                yield SaidPart(shown, said, calls, event.logprobs)
 
     def whole(self, events: Iterator[Event]) -> SaidPart:
         """Return all of an answer as one part; raises SettingsError for too many log
         probabilities.
         """
-        thought, text, calls, reason, held = "", "", [], "stop", HeldValues()
+        thought, text, reason, held = "", "", "stop", HeldValues()
+        calls = list[dict[str, Any]]()
         for part in self.parts(events, whole=True):
             thought += part.thought
             text += part.text
@@ -212,13 +216,12 @@ class AnswerForm:
         return SaidPart(thought, text, calls, held.values, reason)
 
 
-@dataclass(frozen=True)
-class SaidPart:
+class SaidPart(NamedTuple):
     """Hold what a part of an answer says."""
 
     thought: str = ""
     text: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: Sequence[dict[str, Any]] = ()
     """The calls of tools that were completed, in OpenAI's form."""
     values: Sequence[TokenLogprob] = ()
     """The log probabilities of its tokens."""
@@ -357,9 +360,11 @@ class ChatWriter:
                 yield self._chunk({"reasoning_content": part.thought}, values)
             if part.text:
                 yield self._chunk({"content": part.text}, values)
-            for delta in as_deltas(part.calls, first=n_calls, legacy=self._form.legacy_calls):
-                yield self._chunk(delta, values)
-            n_calls += len(part.calls)
+            if part.calls:
+                legacy = self._form.legacy_calls
+                for delta in as_deltas(part.calls, first=n_calls, legacy=legacy):
+                    yield self._chunk(delta, values)
+                n_calls += len(part.calls)
             if part.reason is not None:
                 yield with_times(self._chunk({}, values, part.reason), self._job)
         yield {**self._head.fields, "choices": [], **costs_of(self._job)}
