@@ -51,8 +51,10 @@ def test_what_is_parked_comes_back_as_often_as_it_is_taken(on_disk: bool, tmp_pa
     assert list(tmp_path.iterdir()) == []  # The file has no name.
     copy = kept_texts.copy(swapped, KeptText(text()))
     assert saved(copy) == saved(swapped)
+    assert kept_texts.swapped_bytes == 2 * sum(map(len, SECTIONS))
+    kept_texts.drop(swapped)  # Both had the same bytes, which the other one still has.
+    assert [bytes(section) for section in saved(copy).sections] == SECTIONS
     kept_texts.drop(copy)
-    kept_texts.drop(swapped)
     assert kept_texts.swapped_bytes == len(kept_texts.swapped_out) == 0
 
 

@@ -236,7 +236,7 @@ class PrefixCache:
                 prompt.continues is not None and prompt.continues(text)
             ):
                 kept = len(text)
-            elif leads_back and 0 < each.session.text.held().parts.end_of_prompt <= shared:
+            elif leads_back and 0 < held.parts.end_of_prompt <= shared:
                 kept = reuse.shared if held.can_return_to(reuse.shared) else 0
             if kept > most:
                 best, most = each, kept
@@ -301,22 +301,16 @@ class PrefixCache:
         Other conversations are dropped if it needs their room.
         """
 
-        def attempt() -> tuple[_Made] | None:
-            """Return what was made; None if another attempt is needed."""
+        for _ in range(self._most + _MORE_ATTEMPTS):
             try:
                 with self._lock:
                     kept = self._document(path, caller)
                     if kept is not None:
-                        return (use(kept),)
+                        return use(kept)
                 self._load_document(path, caller)
-            except PoolError:
+            except PoolError:  # noqa: PERF203  (each attempt may fail)
                 if not self.forget_one():
                     raise
-            return None
-
-        for _ in range(self._most + _MORE_ATTEMPTS):
-            if (made := attempt()) is not None:
-                return made[0]
         raise PoolError(f"the pool has no room for the document {path.stem!r}; try again later")
 
     def _document(self, path: Path, caller: Caller) -> _Conversation | None:
