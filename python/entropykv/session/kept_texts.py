@@ -354,14 +354,17 @@ class KeptTexts:
             return True
         return False
 
-    def leave_pool(self, kept: KeptText) -> None:
-        """Copy a text from the pool to memory or disk; raises PoolError."""
+    def leave_pool(self, kept: KeptText) -> Outside:
+        """Copy a text from the pool to memory or disk, unless it is there; raises PoolError."""
         tier = kept.tier
         if isinstance(tier, InPool):
             state = tier.to_state(tier.pages)
             left = self._outside(tier.position, tier.pages.shift, state)
-            kept.tier = replace(left, is_lost=tier.is_lost)
+            left = replace(left, is_lost=tier.is_lost)
+            kept.tier = left
             tier.drop()
+            return left
+        return tier
 
     @contextmanager
     def staying(self, kept: KeptText) -> Iterator[None]:

@@ -190,8 +190,7 @@ class SharedPool:
         with self.kept_texts.staying(swapped):
             done = isinstance(tier, InPool) and store.go_on_from(tier.pages, ends=True)
         if not done:  # Its pages are needed to shrink it.
-            self.kept_texts.leave_pool(swapped)
-            slot.store.load_state(swapped.tier.saved())
+            slot.store.load_state(self.kept_texts.leave_pool(swapped).saved())
         if swapped.awaits_prediction and slot.store.learning is not None:
             slot.store.learning.predict_held(swapped.position, slot.store.shift)
         slot.given_up += swapped.n_entries - store.n_entries
