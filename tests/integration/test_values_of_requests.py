@@ -379,13 +379,13 @@ def test_a_model_without_a_template_continues_what_is_said(
     said = [
         {"role": "system", "content": "in the"},
         {"role": "user", "content": "the land"},
-        {"role": "assistant", "content": "and"},
+        {"role": "assistant", "content": " and"},
         {"role": "user", "content": "the win"},
     ]
     options = {"temperature": 0.0, "max_tokens": 6}
     chat = answer_of(tiny_llama, CHAT, {"messages": said, **options})
     assert NO_TEMPLATE in capfd.readouterr().err
-    plain = completed(tiny_llama, prompt="in the\nthe land\nand\nthe win")
+    plain = completed(tiny_llama, prompt="in the\nthe land and\nthe win")
     assert chat["choices"][0]["message"]["content"] == plain["text"]
 
 
