@@ -49,7 +49,7 @@ from entropykv.errors import (
     SettingsError,
 )
 from entropykv.generation.events import AnswerPiece, Ended, Event, generate
-from entropykv.generation.prompt import Prompt, infill_prompt
+from entropykv.generation.prompt import Prompt, infill_prompt, shown_prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.generation.resuming import as_held, resume
 from entropykv.llamacpp.foreign_text import MARK, without_names
@@ -720,7 +720,9 @@ class EntropyLlama(llama_cpp.Llama):
         """Yield the chunks of a completion, or all of it at once."""
         echoes, n_logprobs, limit = given["echo"], given["logprobs"], given["max_tokens"] or 0
         tells_prompt = bool(echoes) and n_logprobs is not None
-        tokens = self._tokens_of(given["prompt"], given["suffix"])
+        asked, model = given["prompt"], self._session.model
+        tokens = self._tokens_of(asked, given["suffix"])
+        text = shown_prompt(model, Prompt(tokens, asked if isinstance(asked, str) else ""))
         self._load_cached(tokens)
         if not tells_prompt:
             tokens = self._begun(tokens, resets=True)
@@ -741,9 +743,9 @@ class EntropyLlama(llama_cpp.Llama):
             penalizes_prompt=False,
             errors="ignore",
         )
-        text, shown = self._prompt_text(given["prompt"]), None
+        shown = None
         if n_logprobs is not None:
-            shown = CompletionLogprobs(self._name_of, 0 if echoes else len(text))
+            shown = CompletionLogprobs(model, 0 if echoes else len(text))
         writer = LlamaCppWriter(given["model"] or self.model_path, text if echoes else "", shown)
         with closing(self._events(request, given)) as events:
             if given["stream"]:
@@ -789,18 +791,6 @@ class EntropyLlama(llama_cpp.Llama):
                 stacklevel=4,
             )
         return tokens
-
-    def _prompt_text(self, prompt: str | list[int]) -> str:
-        """Return the text of a prompt, without a token that only begins it."""
-        if isinstance(prompt, str):
-            return prompt
-        shown = prompt[1:] if prompt[:1] == [self.token_bos()] else prompt
-        return self.detokenize(shown, special=True).decode("utf-8", errors="replace")
-
-    def _name_of(self, token: int) -> str:
-        """Return the text of a token; bytes that are only a part of a character are left out."""
-        piece = b"" if is_placeholder(token) else self._session.token_bytes(token)
-        return piece.decode("utf-8", errors="ignore")
 
     def _draw_seed(self, seed: int | None) -> None:
         """Set the seed of an answer, as llama_cpp.Llama does; a random one if the answer, or the

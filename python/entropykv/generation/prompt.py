@@ -8,6 +8,7 @@ from typing import Any
 
 from entropykv.errors import ContextError, ImageError
 from entropykv.llamacpp.model import Model
+from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import Images, ReadyImage
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
 
@@ -134,6 +135,15 @@ def n_left_out(model: Model, frame: AnswerFrame, tokens: Sequence[int]) -> int:
             return 0
         text = model.token_bytes(tokens[-count], special=True) + text
     return count if text.endswith(opening) else 0
+
+
+def shown_prompt(model: Model, prompt: Prompt) -> str:
+    """Return the text of a prompt, without a token that only begins it."""
+    if prompt.text:
+        return prompt.text
+    tokens = [each for each in prompt.tokens if not is_placeholder(each)]
+    begins = tokens[:1] == [model.bos]
+    return model.detokenize(tokens[1:] if begins else tokens, special=True)
 
 
 def check_room(prompt: Prompt, n_ctx: int) -> None:

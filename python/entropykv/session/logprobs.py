@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.distributions import log_softmax
+from entropykv.llamacpp.model import Model
+from entropykv.session.image_spans import is_placeholder
 
 Row = npt.NDArray[np.float32]
 MOST_LOGIT_BYTES = 32 << 20
@@ -127,17 +129,23 @@ class HeldValues:
         _check_number(self._n_values)
 
 
+def text_of(model: Model, token: int) -> str:
+    """Return the text of a token; bytes that are only a part of a character are left out."""
+    data = b"" if is_placeholder(token) else model.token_bytes(token)
+    return data.decode("utf-8", errors="ignore")
+
+
 class CompletionLogprobs:
     """Show log probabilities as the field `logprobs` of OpenAI's completions has them, part by
     part.
     """
 
-    def __init__(self, name: Callable[[int], str], offset: int) -> None:
-        """Show tokens by their texts, which `name` returns.
+    def __init__(self, model: Model, offset: int) -> None:
+        """Show tokens of a model by their texts.
 
         `offset` is where the first one begins in the text of prompt and answer, in characters.
         """
-        self._name = name
+        self._model = model
         self._offset = offset
 
     def of_prompt(self, values: Sequence[TokenLogprob]) -> list[TokenLogprob]:
@@ -145,7 +153,7 @@ class CompletionLogprobs:
         the first one has none, as at OpenAI.
         """
         shown = list(values)
-        if shown and not self._name(shown[0].token):
+        if shown and not text_of(self._model, shown[0].token):
             del shown[0]
         return [*(TokenLogprob(each.token, None) for each in shown[:1]), *shown[1:]]
 
@@ -155,11 +163,11 @@ class CompletionLogprobs:
             return None
         texts, offsets, tops = [], [], []
         for each in values:
-            text = self._name(each.token)
+            text = text_of(self._model, each.token)
             texts.append(text)
             offsets.append(self._offset)
             self._offset += len(text)
-            top = {self._name(token): value for token, value in each.top}
+            top = {text_of(self._model, token): value for token, value in each.top}
             tops.append(None if each.logprob is None else {**top, text: each.logprob})
         return {
             "tokens": texts,

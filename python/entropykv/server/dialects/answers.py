@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from entropykv import _version
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
-from entropykv.generation.prompt import Prompt
+from entropykv.generation.prompt import Prompt, shown_prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model
@@ -18,7 +18,7 @@ from entropykv.server.chat.tool_calls import CallReader, ToolUse, as_deltas
 from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.image_spans import is_placeholder
-from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob
+from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob, text_of
 from entropykv.thinking.options import ThoughtFormat
 
 Chunk = dict[str, Any]
@@ -127,10 +127,6 @@ class TokenNames:
         """Use a model's vocabulary."""
         self._model = model
 
-    def of(self, token: int) -> str:
-        """Return the text of a token; bytes that are only a part of a character are left out."""
-        return self._bytes_of(token).decode("utf-8", errors="ignore")
-
     def shown(self, value: TokenLogprob, *, numbered: bool = False) -> dict[str, Any]:
         """Return a token with its log probability, and the most probable ones in its place.
 
@@ -141,12 +137,9 @@ class TokenNames:
         return {**self._named(value.token, value.logprob, numbered), "top_logprobs": top}
 
     def _named(self, token: int, logprob: float | None, numbered: bool) -> dict[str, Any]:
-        data = [*self._bytes_of(token)]
-        shown = {"token": self.of(token), "bytes": data or None, "logprob": logprob}
+        data = [] if is_placeholder(token) else [*self._model.token_bytes(token)]
+        shown = {"token": text_of(self._model, token), "bytes": data or None, "logprob": logprob}
         return {"id": token, **shown, "bytes": data} if numbered else shown
-
-    def _bytes_of(self, token: int) -> bytes:
-        return b"" if is_placeholder(token) else self._model.token_bytes(token)
 
 
 @dataclass(frozen=True)
@@ -244,7 +237,7 @@ class CompletionWriter:
         self._logprobs: CompletionLogprobs | None = None
         if form.logprobs:
             first = 0 if form.echoes else len(self._echo)
-            self._logprobs = CompletionLogprobs(TokenNames(model).of, first)
+            self._logprobs = CompletionLogprobs(model, first)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
@@ -294,15 +287,6 @@ class CompletionWriter:
         logprobs = None if self._logprobs is None else self._logprobs.shown(values)
         choice = {"text": text, "logprobs": logprobs, "finish_reason": reason}
         return choice if reason is None else with_passages(choice, self._job)
-
-
-def shown_prompt(model: Model, prompt: Prompt) -> str:
-    """Return the text of a prompt, without a token that only begins it."""
-    if prompt.text:
-        return prompt.text
-    tokens = [each for each in prompt.tokens if not is_placeholder(each)]
-    begins = tokens[:1] == [model.bos]
-    return model.detokenize(tokens[1:] if begins else tokens, special=True)
 
 
 def with_passages(choice: dict[str, Any], job: Answering) -> dict[str, Any]:

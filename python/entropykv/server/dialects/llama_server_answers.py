@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
+from entropykv.generation.prompt import shown_prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.server.dialects.answers import (
     Chunk,
     TokenNames,
     progress_of,
-    shown_prompt,
 )
 from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
