@@ -302,6 +302,22 @@ def test_an_answer_in_json_is_no_call_where_json_was_asked_for() -> None:
         assert request.reads_calls(request.tool_use())
 
 
+@pytest.mark.parametrize("size", [1, 3, 1_000])
+def test_one_call_is_all_that_is_shown_where_several_are_not_wanted(size: int) -> None:
+    first, second = '{"name": "add", "arguments": {"a": 1}}', '{"name": "walk", "arguments": {}}'
+    one = replace(USE, parallel=False)
+    for text in (
+        f"So: <tool_call>{first}</tool_call><tool_call>{second}</tool_call> Done.",
+        f"So: <tool_call>[{first}, {second}]</tool_call>",
+    ):
+        reader = CallReader(one)
+        parts = [reader.take(text[i : i + size]) for i in range(0, len(text), size)]
+        parts.append(reader.finish())
+        assert "".join(part.text for part in parts) == "So:"
+        assert [c["function"]["name"] for part in parts for c in part.calls] == ["add"]
+    assert len(USE.read(f"[{first}, {second}]")[1]) == 2
+
+
 def test_text_that_is_no_call_is_shown_as_it_comes() -> None:
     reader = CallReader(USE)
     assert reader.take("Hello ").text == "Hello"

@@ -73,7 +73,7 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         CacheOptions,
         "n_gpu_layers",
         type=_gpu_layers,
-        help="layers on the GPU, or all; K and V stay in main memory",
+        help="layers on the GPU, or all; K and V follow them if --store allows it",
     )
     add_split_options(group)
     group.add_argument(
@@ -205,7 +205,7 @@ def say_reading_twice(session: Session, n_tokens: int) -> bool:
     if is_read_twice:
         later = "once for all later texts" if session.config.options.learns else "for this text"
         say(
-            "nothing is known yet of what this model looks up: some "
+            "nothing is known yet of what this model looks up: at least "
             f"{fit.n_needed} tokens are read twice to learn it, {later}; --policy fast reads every "
             "text once"
         )

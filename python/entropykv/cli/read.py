@@ -72,8 +72,8 @@ def _read(options: argparse.Namespace) -> int:
         return read_each(options)
     if not options.files or options.output is None:
         raise SettingsError(
-            "give the files to read, and the document to write with -o, or --each for one document "
-            "per file"
+            "give the files to read, and the document to write with -o, such as -o book.kv; or "
+            "--each for one document per file"
         )
     text = "\n".join(_text_of(name) for name in options.files)
     try:

@@ -430,6 +430,11 @@ class ServerOptions(ServerSettings):
         description="Names that requests may ask for besides the address: the header Host, such as "
         "llm.example.com or *.example.com, separated by commas; * for any.",
     )
+    ignore_unknown_fields: bool = Field(
+        default=False,
+        description="Answer requests with fields that the server does not know, as if they were "
+        "not there; else they get 400 and the name of the field.",
+    )
     slot_save_path: Optional[str] = Field(  # noqa: UP045
         default=None,
         min_length=1,

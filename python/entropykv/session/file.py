@@ -333,10 +333,13 @@ def open_session(path: str | os.PathLike[str]) -> Iterator[SessionReader]:
         with open_regular(path) as file:
             yield SessionReader(file, str(path))
     except FileNotFoundError:
-        raise SessionFileError(f"{path}: no such file; give the path of a saved session") from None
+        raise SessionFileError(
+            f"{path}: no such file; give the path of a saved session or document"
+        ) from None
     except OSError as error:
         raise SessionFileError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a saved session"
+            f"{path}: cannot be read ({error.strerror}); give the path of a saved session or "
+            "document"
         ) from error
 
 

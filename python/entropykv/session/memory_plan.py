@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,13 +211,23 @@ def format_plan(plan: MemoryPlan) -> str:
         f"Entries per KV head, policy {config.policy.name} (each keeps {protection.n_sinks} "
         f"sinks and the {protection.recent_window} most recent)"
         + (", before any text is read:" if config.policy.rule.by_text else ":"),
-        "  layer   mean    min    max",
-    ]
-    lines += [
-        f"  {number:>5} {sum(layer) / len(layer):>6.0f} {min(layer):>6} {max(layer):>6}"
-        for number, layer in enumerate(plan.budgets)
+        *_lines_of_layers(plan.budgets),
     ]
     return "\n".join(lines)
+
+
+def _lines_of_layers(budgets: Sequence[Sequence[int]]) -> list[str]:
+    """Return a table of the budgets of each layer's KV heads, or a line if all are equal."""
+    each = {entries for layer in budgets for entries in layer}
+    if len(each) == 1:
+        return [f"  {each.pop()} in each of {len(budgets)} layers"]
+    return [
+        "  layer   mean    min    max",
+        *(
+            f"  {number:>5} {sum(layer) / len(layer):>6.0f} {min(layer):>6} {max(layer):>6}"
+            for number, layer in enumerate(budgets)
+        ),
+    ]
 
 
 def _of_several(plan: MemoryPlan) -> str:

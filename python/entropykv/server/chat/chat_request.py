@@ -150,13 +150,18 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
     )
     user: Name | None = None
     top_k: TopK = 40
-    repeat_penalty: RepeatPenalty = 1.0
+    repeat_penalty: RepeatPenalty = Field(
+        default=1.0, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
     stream_options: StreamOptions = StreamOptions()
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(  # type: ignore[assignment]
         default=None, discriminator="type"
     )
     tools: Tools | None = None  # type: ignore[assignment]
     tool_choice: ToolChoice | None = None  # type: ignore[assignment]
+    parallel_tool_calls: bool = Field(
+        default=True, description="Whether an answer may call several tools."
+    )
     functions: Annotated[list[Function], FIRST_ERROR] | None = Field(  # type: ignore[assignment]
         default=None, max_length=MOST_TOOLS
     )
@@ -355,7 +360,7 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
     def tool_use(self) -> ToolUse | None:
         """Return the tools that may be called, by their newer names; raises RequestError."""
         if self.functions is None:
-            return ToolUse.of(self.tools, self.tool_choice)
+            return ToolUse.of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
         tools = [Tool(function=function) for function in self.functions]
         if isinstance(self.function_call, NamedFunction):
             return ToolUse.of(tools, NamedTool(function=self.function_call))

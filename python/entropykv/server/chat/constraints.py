@@ -57,7 +57,7 @@ class ConstraintFields(BaseModel):
         """Return the constraints by the fields that give them; raises RequestError."""
         vllm = self.structured_outputs or StructuredOutputs()
         makers: dict[str, tuple[Any, Callable[[Any], Constraint]]] = {
-            "grammar": (self.grammar, Constraint.of),
+            "grammar": (self.grammar or None, Constraint.of),
             "json_schema": (self.json_schema, Constraint.json_schema),
             "regex": (self.regex, Constraint.regex),
             "structured_outputs.json": (vllm.json_, Constraint.json_schema),

@@ -83,14 +83,18 @@ class ToolUse:
     """Hold the tools of one request, all of which the model is told of.
 
     `required`: the answer must be a call. `only`: the name of the tool that it must call.
+    `parallel`: whether an answer may have several calls; else what follows the first is left out.
     """
 
     tools: list[Tool]
     required: bool = False
     only: str | None = None
+    parallel: bool = True
 
     @classmethod
-    def of(cls, tools: list[Tool] | None, choice: ToolChoice | None) -> ToolUse | None:
+    def of(
+        cls, tools: list[Tool] | None, choice: ToolChoice | None, *, parallel: bool = True
+    ) -> ToolUse | None:
         """Return what a request asks for; None if no tool may be called.
 
         Raises RequestError for a choice that is not among the tools.
@@ -101,12 +105,12 @@ class ToolUse:
                 raise RequestError(
                     400, f"tool_choice: there is no tool {name!r} in tools", param="tool_choice"
                 )
-            return cls(tools or [], required=True, only=name)
+            return cls(tools or [], required=True, only=name, parallel=parallel)
         if choice == "required" and not tools:
             raise RequestError(400, "tool_choice: there are no tools", param="tool_choice")
         if not tools or choice == "none":
             return None
-        return cls(tools, required=choice == "required")
+        return cls(tools, required=choice == "required", parallel=parallel)
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -215,6 +219,8 @@ class CallReader:
     """Whether nothing but white space and an end tag came since the last call."""
     _ends: bool = False
     """Whether the end tag of the last call may follow."""
+    _is_over: bool = False
+    """Whether nothing may follow the call that came."""
 
     def take(self, text: str) -> AnswerPart:
         """Add the next piece of the answer; returns what can be shown now."""
@@ -229,6 +235,8 @@ class CallReader:
 
     def _read(self, *, ended: bool) -> AnswerPart:
         text, calls = "", []
+        if self._is_over:
+            self._held = ""
         while self._skip_end_tag(ended=ended) and self._held:
             begin, size = self._candidate(ended=ended)
             text += self._show(begin)
@@ -239,6 +247,9 @@ class CallReader:
                 break
             value, end = found
             new = self.use.calls_in(value, tagged=size > 0)
+            if new and not self.use.parallel:
+                self._held, self._called, self._is_over = "", True, True
+                return AnswerPart(text, new[:1])
             calls += new
             if new:
                 self._held = self._held[end:]

@@ -135,6 +135,8 @@ class CountedMessages(Request):
         if self.tools:
             fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
         fields["tool_choice"] = self._tool_choice()
+        if self.tool_choice is not None:
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         fields["reasoning_effort"] = self.output_config.effort
         given = dict(self.chat_template_kwargs or {})
         if self.thinking is not None:

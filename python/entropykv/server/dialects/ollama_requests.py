@@ -35,7 +35,8 @@ from entropykv.thinking.options import template_switch
 
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty"),
-    *("presence_penalty", "frequency_penalty"),
+    *("presence_penalty", "frequency_penalty", "repeat_last_n", "typical_p"),
+    *("mirostat_tau", "mirostat_eta"),
 )
 """Options that our own requests have under the same name."""
 _NANOSECONDS = 1_000_000_000
@@ -59,10 +60,16 @@ class OllamaOptions(Request):
     repeat_penalty: float | None = Field(default=None, ge=0, le=1000)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repeat_last_n: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
+    typical_p: float | None = Field(default=None, ge=0, le=1)
+    mirostat: int | None = Field(default=None, ge=0, le=2)
+    mirostat_tau: float | None = Field(default=None, ge=0, le=10)
+    mirostat_eta: float | None = Field(default=None, ge=0.001, le=1)
 
     def fields(self) -> dict[str, Any]:
         """Return the given options as fields of our own requests."""
         fields = {name: getattr(self, name) for name in _SAMPLING}
+        fields["mirostat_mode"] = self.mirostat
         if self.num_predict is not None and self.num_predict > 0:
             fields["max_tokens"] = self.num_predict
         return {name: value for name, value in fields.items() if value is not None}

@@ -128,7 +128,9 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
     seed: Seed | None = None
     user: Name | None = None
     top_k: TopK = 40
-    repeat_penalty: RepeatPenalty = 1.0
+    repeat_penalty: RepeatPenalty = Field(
+        default=1.0, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
     stream_options: StreamOptions = StreamOptions()
 
     def document_name(self) -> str | None:

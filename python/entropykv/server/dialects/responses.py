@@ -129,6 +129,7 @@ class ResponsesRequest(Request):
             "reasoning_effort": self.reasoning.effort,
             "stream": self.stream,
             "timings_per_token": self.timings_per_token,
+            "parallel_tool_calls": self.parallel_tool_calls,
         }
         try:
             request = ChatRequest.model_validate(fields)

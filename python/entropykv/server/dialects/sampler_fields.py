@@ -1,15 +1,10 @@
-"""Define the fields of requests that say how tokens are chosen, by llama-server's names.
-
-What llama-server offers and this server does not is refused by name, unless its value changes
-nothing.
-"""
+"""Define the fields of requests that say how tokens are chosen, by llama-server's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from entropykv.server.dialects.fields import FIRST_ERROR, MOST_TOKENS
@@ -22,29 +17,6 @@ MOST_BREAKERS, MOST_BREAKER = 64, 128
 _LETTERS = dict(zip("edskypmxt", SAMPLERS, strict=True))
 """llama-server's letters of the samplers, whose order SAMPLERS has."""
 _OTHER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top-p": "top_p"}
-
-
-def _is_off(value: Any) -> bool:
-    return not value or (isinstance(value, int | float) and value <= 0)
-
-
-_NOT_HERE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "min_keep": (_is_off, "samplers keep at least one token; leave it out"),
-    "adaptive_target": (lambda value: not _is_number(value) or value < 0, "use temperature"),
-    "post_sampling_probs": (_is_off, "probabilities are those before sampling; leave it out"),
-    "backend_sampling": (_is_off, "tokens are chosen on the CPU; leave it out"),
-    "image_data": (_is_off, "send images as prompt.multimodal_data, or in a chat"),
-    "system_prompt": (_is_off, "write it into the prompt, or send a chat"),
-    "lora": (_is_off, "adapters stay as they are; start the server with --lora"),
-    "grammar_lazy": (_is_off, "a grammar describes all of the answer; leave it out"),
-    "t_max_predict_ms": (_is_off, "limit the tokens (n_predict), or close the connection"),
-    "n_indent": (_is_off, "ask for indentation by a grammar"),
-}
-"""For each field, which of its values change nothing, and what to do instead of others."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _names(given: Any) -> Any:
@@ -106,20 +78,3 @@ class SamplerFields(BaseModel):
         description="Changes nothing: each request gets the slot that is free, and finds what was "
         "read of its text in whatever slot it was.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_others(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, (changes_nothing, instead) in _NOT_HERE.items():
-                if name in data and not changes_nothing(data[name]):
-                    raise PydanticCustomError(
-                        "not_here", "{name} is not possible here; {instead}", _said(name, instead)
-                    )
-            if data.get("grammar") == "":  # llama-server's page sends "" for no grammar.
-                return {name: value for name, value in data.items() if name != "grammar"}
-        return data
-
-
-def _said(name: str, instead: str) -> dict[str, Any]:
-    return {"name": name, "instead": instead}

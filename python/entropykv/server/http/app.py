@@ -48,6 +48,7 @@ from entropykv.server.http.error_forms import ErrorForms, Form
 from entropykv.server.http.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.http.host_header_check import HostHeaderCheck
 from entropykv.server.http.metrics import PROMETHEUS, as_json, as_prometheus
+from entropykv.server.http.origin_check import OriginCheck
 from entropykv.server.http.request_log import RequestLog
 from entropykv.server.http.users import Keys, shows_text, user_of
 from entropykv.server.models.catalog import ModelCatalog, ServedModel
@@ -136,7 +137,7 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
-    app.state = _AppState(models, has_engine=catalog.any_name)
+    app.state = _AppState(models, server, has_engine=catalog.any_name)
     _add_middleware(app, server, models, keys)
     add_error_handlers(app)
     ping = not server.disable_ping_events
@@ -166,8 +167,11 @@ def create_app(
 class _AppState(State):
     """Hold what app.state offers to the code that embeds the app."""
 
-    def __init__(self, models: ModelRegistry, *, has_engine: bool) -> None:
-        super().__init__({"models": models, "_has_engine": has_engine})
+    def __init__(self, models: ModelRegistry, server: ServerOptions, *, has_engine: bool) -> None:
+        ignores = server.ignore_unknown_fields
+        super().__init__(
+            {"models": models, "ignores_unknown_fields": ignores, "_has_engine": has_engine}
+        )
 
     @property
     def engine(self) -> Engine:
@@ -231,16 +235,20 @@ def _registry(
 
 
 def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, keys: Keys) -> None:
-    """Let requests pass in this order: log, host, CORS (a preflight has no key), key, body."""
+    """Let requests pass in this order: log, host, CORS (a preflight has no key), origin, key,
+    body.
+    """
     app.add_middleware(Leases)
     app.add_middleware(Bodies, admission=models.admission)
     app.add_middleware(ApiKeyCheck, keys=keys)
+    origins = [origin.strip() for origin in (server.cors_origins or "").split(",")]
+    pattern = _THIS_MACHINE if "localhost" in origins else None
+    app.add_middleware(OriginCheck, origins=origins, pattern=pattern)
     if server.cors_origins is not None:
-        origins = [origin.strip() for origin in server.cors_origins.split(",")]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_origin_regex=_THIS_MACHINE if "localhost" in origins else None,
+            allow_origin_regex=pattern,
             allow_methods=["*"],
             allow_headers=["*"],
         )

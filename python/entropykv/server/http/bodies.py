@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -18,6 +19,7 @@ from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.dialects.fields import MOST_DEPTH, MOST_NAME, check_values
+from entropykv.server.dialects.unknown_fields import check_names
 from entropykv.server.engine.admission import Admission, Body, note_arrival
 from entropykv.server.http.errors import RequestError, invalid
 
@@ -116,23 +118,33 @@ class BodyRoute(APIRoute):
         class CheckedRequest(Request):
             async def json(self) -> Any:
                 if not hasattr(self, "_json"):
-                    self._json = await _read(model, await self.body())
+                    ignores = getattr(self.app.state, "ignores_unknown_fields", False)
+                    self._json = await _read(model, await self.body(), ignores)
                 return self._json
 
         async def checked(request: Request) -> Response:
-            return await handle(CheckedRequest(request.scope, request.receive))
+            # curl -d calls JSON a form, and FastAPI would not parse it then.
+            others = [each for each in request.scope["headers"] if each[0] != b"content-type"]
+            headers = [*others, (b"content-type", b"application/json")]
+            return await handle(
+                CheckedRequest({**request.scope, "headers": headers}, request.receive)
+            )
 
         return checked
 
 
-async def _read(model: type[BaseModel], body: bytes) -> BaseModel:
+async def _read(model: type[BaseModel], body: bytes, ignores: bool) -> BaseModel:
     if len(body) <= _SMALL:
-        return read_body(model, body)
-    return await asyncio.get_running_loop().run_in_executor(_READER, read_body, model, body)
+        return read_body(model, body, ignores_unknown=ignores)
+    read = partial(read_body, model, body, ignores_unknown=ignores)
+    return await asyncio.get_running_loop().run_in_executor(_READER, read)
 
 
-def read_body(model: type[BaseModel], body: bytes) -> BaseModel:
-    """Parse a JSON body as a model; raises RequestError (400), which names the field."""
+def read_body(model: type[BaseModel], body: bytes, *, ignores_unknown: bool = False) -> BaseModel:
+    """Parse a JSON body as a model; raises RequestError (400), which names the field.
+
+    `ignores_unknown`: whether fields that the model does not have are left out.
+    """
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -142,6 +154,8 @@ def read_body(model: type[BaseModel], body: bytes) -> BaseModel:
             ) from None
         raise RequestError(400, f"the body is not JSON: {error}") from None
     check_values(value)
+    if isinstance(value, dict):
+        check_names(model, value, ignores_unknown=ignores_unknown)
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -1,0 +1,128 @@
+"""Refuse fields of requests that the server does not read, by their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel
+
+from entropykv.server.http.errors import RequestError
+
+_MOST_NAMES, _MOST_NAME = 3, 64
+"""The most fields that a refusal names, and characters of each."""
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _is_off(value: Any) -> bool:
+    return not value or (isinstance(value, int | float) and value <= 0)
+
+
+def _is_true(value: Any) -> bool:
+    return value is True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_NOT_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # llama-server's.
+    "min_keep": (_is_off, "samplers keep at least one token; leave it out"),
+    "adaptive_target": (lambda value: not _is_number(value) or value < 0, "use temperature"),
+    "post_sampling_probs": (_is_off, "probabilities are those before sampling; leave it out"),
+    "backend_sampling": (_is_off, "tokens are chosen on the CPU; leave it out"),
+    "image_data": (_is_off, "send images as prompt.multimodal_data, or in a chat"),
+    "system_prompt": (_is_off, "write it into the prompt, or send a chat"),
+    "lora": (_is_off, "adapters stay as they are; start the server with --lora"),
+    "grammar_lazy": (_is_off, "a grammar describes all of the answer; leave it out"),
+    "t_max_predict_ms": (_is_off, "limit the tokens (n_predict), or close the connection"),
+    "n_indent": (_is_off, "ask for indentation by a grammar"),
+    "api_key": (_any, ""),
+    # OpenAI's: who asks, what is kept or charged there, and how fast it goes.
+    "client_metadata": (_any, ""),
+    "include": (_any, ""),
+    "metadata": (_any, ""),
+    "prediction": (_any, ""),
+    "prompt_cache_key": (_any, ""),
+    "prompt_cache_retention": (_any, ""),
+    "safety_identifier": (_any, ""),
+    "service_tier": (_any, ""),
+    "store": (_any, ""),
+    "user": (_any, ""),
+    "truncation": (lambda value: value == "disabled", "a text that is too long is refused"),
+    "web_search_options": (_is_off, "nothing is searched here; give a tool"),
+    # Anthropic's.
+    "cache_control": (_any, ""),
+    "inference_geo": (_any, ""),
+    # Ollama's.
+    "shift": (_is_off, "an answer ends where the context does"),
+    "truncate": (_is_off, "a text that is too long is refused"),
+    # vLLM's and SGLang's.
+    "length_penalty": (lambda value: value == 1, "answers are not searched by beams; leave it out"),
+    "priority": (_any, ""),
+    "skip_special_tokens": (_is_true, "control tokens are not shown; leave it out"),
+    "spaces_between_special_tokens": (_any, ""),
+    "stop_token_ids": (_is_off, "give texts as stop"),
+    "use_beam_search": (_is_off, "tokens are sampled; leave it out"),
+}
+"""For each field that is not read, which of its values change nothing, and what to do instead of
+others.
+"""
+
+
+def check_names(
+    model: type[BaseModel], body: Mapping[str, Any], *, ignores_unknown: bool = False
+) -> None:
+    """Raise RequestError (400) for fields of a body that the model of a request does not have.
+
+    Fields that ask for nothing (null, false, an empty text, list or object) may be there, and so
+    may those whose value does not change the answer. `ignores_unknown`: refuse only fields that are
+    known to be impossible here.
+    """
+    names = _names_of(model)
+    unknown = []
+    for name, value in body.items():
+        if name in names:
+            continue
+        changes_nothing, instead = _NOT_READ.get(name, (_asks_nothing, ""))
+        if changes_nothing(value):
+            continue
+        if name in _NOT_READ:
+            raise RequestError(400, f"{name} is not possible here; {instead}", param=name)
+        unknown.append(name)
+    if unknown and not ignores_unknown:
+        shown = ", ".join(name[:_MOST_NAME] for name in unknown[:_MOST_NAMES])
+        if len(unknown) > _MOST_NAMES:
+            shown += f" and {len(unknown) - _MOST_NAMES} more"
+        raise RequestError(
+            400,
+            f"{shown}: there is no such field{_similar(unknown[0], names)}; leave it out, or start "
+            "the server with --ignore-unknown-fields true",
+            param=unknown[0][:_MOST_NAME],
+        )
+
+
+def _asks_nothing(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name[:_MOST_NAME], known, 1, 0.75)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+@cache
+def _names_of(model: type[BaseModel]) -> frozenset[str]:
+    """Return the names and aliases of a model's fields."""
+    names = set(model.model_fields)
+    for field in model.model_fields.values():
+        alias = field.validation_alias
+        given = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        names.update(each for each in given if isinstance(each, str))
+    return frozenset(names)
