@@ -15,10 +15,6 @@ _MOST_NAMES, _MOST_NAME = 3, 64
 """The most fields that a refusal names, and characters of each."""
 
 
-def _any(_: Any) -> bool:
-    return True
-
-
 def _is_off(value: Any) -> bool:
     return not value or (isinstance(value, int | float) and value <= 0)
 
@@ -31,6 +27,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+_WITHOUT_EFFECT = frozenset(
+    (
+        # OpenAI's and Anthropic's: who asks, what is kept or charged there, and how fast it goes.
+        *("cache_control", "client_metadata", "include", "inference_geo", "metadata", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+        *("store", "user"),
+        # llama-server's page, and vLLM's.
+        *("api_key", "priority", "spaces_between_special_tokens"),
+        # Ollama's, which Open WebUI also sends to others: how a model is loaded, and how long.
+        *("keep_alive", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread"),
+        *("use_mlock", "use_mmap"),
+    )
+)
+"""Fields that change no answer."""
 _NOT_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     # llama-server's.
     "min_keep": (_is_off, "samplers keep at least one token; leave it out"),
@@ -43,31 +53,17 @@ _NOT_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     "grammar_lazy": (_is_off, "a grammar describes all of the answer; leave it out"),
     "t_max_predict_ms": (_is_off, "limit the tokens (n_predict), or close the connection"),
     "n_indent": (_is_off, "ask for indentation by a grammar"),
-    "api_key": (_any, ""),
-    # OpenAI's: who asks, what is kept or charged there, and how fast it goes.
-    "client_metadata": (_any, ""),
-    "include": (_any, ""),
-    "metadata": (_any, ""),
-    "prediction": (_any, ""),
-    "prompt_cache_key": (_any, ""),
-    "prompt_cache_retention": (_any, ""),
-    "safety_identifier": (_any, ""),
-    "service_tier": (_any, ""),
-    "store": (_any, ""),
-    "user": (_any, ""),
+    # OpenAI's.
     "truncation": (lambda value: value == "disabled", "a text that is too long is refused"),
     "web_search_options": (_is_off, "nothing is searched here; give a tool"),
-    # Anthropic's.
-    "cache_control": (_any, ""),
-    "inference_geo": (_any, ""),
+    # OpenRouter's, as LibreChat sends it.
+    "include_reasoning": (_is_true, "thoughts have a field of their own; read the other one"),
     # Ollama's.
     "shift": (_is_off, "an answer ends where the context does"),
     "truncate": (_is_off, "a text that is too long is refused"),
     # vLLM's and SGLang's.
     "length_penalty": (lambda value: value == 1, "answers are not searched by beams; leave it out"),
-    "priority": (_any, ""),
     "skip_special_tokens": (_is_true, "control tokens are not shown; leave it out"),
-    "spaces_between_special_tokens": (_any, ""),
     "stop_token_ids": (_is_off, "give texts as stop"),
     "use_beam_search": (_is_off, "tokens are sampled; leave it out"),
 }
@@ -88,7 +84,7 @@ def check_names(
     names = _names_of(model)
     unknown = []
     for name, value in body.items():
-        if name in names:
+        if name in names or name in _WITHOUT_EFFECT:
             continue
         changes_nothing, instead = _NOT_READ.get(name, (_asks_nothing, ""))
         if changes_nothing(value):
