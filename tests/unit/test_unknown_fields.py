@@ -54,7 +54,7 @@ def test_a_field_that_is_misspelt_is_told_its_name() -> None:
 
 @pytest.mark.parametrize("nothing", [None, False, "", [], {}])
 def test_a_field_that_asks_for_nothing_may_be_there(nothing: Any) -> None:
-    read_body(ChatRequest, body({"messages": MESSAGES}, audio=nothing))
+    read_body(ChatRequest, body({"messages": MESSAGES}, audio=nothing, length_penalty=None))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def check_names(
     names = _names_of(model)
     unknown = []
     for name, value in body.items():
-        if name in names or name in _WITHOUT_EFFECT:
+        if value is None or name in names or name in _WITHOUT_EFFECT:
             continue
         changes_nothing, instead = _NOT_READ.get(name, (_asks_nothing, ""))
         if changes_nothing(value):
@@ -105,7 +105,7 @@ def check_names(
 
 
 def _asks_nothing(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
+    return value is False or value in ("", [], {})
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
