@@ -209,8 +209,8 @@ def test_progress_is_told_before_the_answer(server: Server) -> None:
 def test_what_is_asked_and_not_done_is_refused_by_name(
     server: Server, path: str, field: str, value: Any
 ) -> None:
-    body = {"prompt": PROMPT, "messages": [QUESTION], "n_predict": 2, field: value}
-    response = ask(server, path, **body)
+    asked = {"messages": [QUESTION]} if "chat" in path else {"prompt": PROMPT}
+    response = ask(server, path, **{**asked, "n_predict": 2, field: value})
     assert response.status_code == 400, response.text
     assert field in response.json()["error"]["message"]
 
