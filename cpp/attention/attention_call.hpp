@@ -103,8 +103,8 @@ struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
         if (layout.key_centre == nullptr) return;
         for (std::size_t d = 0; d < n; ++d) row[d * apart] *= layout.key_centre->unit[d];
     }
-    // Returns by how much the logits of that query are smaller than those of the model, because
-    // keys are stored with a centre.
+    // Returns by how much the logits of a query (see load_query()) are smaller than those of the
+    // model, because keys are stored with a centre.
     float missing_logit(int head, int token, int of_group) const {
         const PageLayout& layout = this->head(head).layout();
         if (layout.key_centre == nullptr) return 0.0f;
@@ -122,7 +122,8 @@ struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
     float* observed(int head, int band) const {
         return observations.row(layer, head * step.observed_bands(split) + band);
     }
-    // Returns the largest shares that the echo's rows in such a band gave to them.
+    // Returns the largest shares of attention that the echo's rows in an observed band gave to the
+    // entries of a head.
     float* echo_shares(int head, int band) const {
         const int bands = step.observed_bands(split);
         return observations.row(layer, (shape().n_head_kv + head) * bands + band);

@@ -43,7 +43,7 @@ struct RowsView {
 // Says what one sequence reads in a micro-batch: see Attention::begin().
 struct StepTokens {
     int n_text = 0;
-    std::int32_t position = 0;       // of the first token in the text
+    std::int32_t position = 0;       // position of the first token in the text
     std::int32_t rope_position = 0;  // at which RoPE sees that token
     int n_echo = 0;
     int n_drafts = 0;

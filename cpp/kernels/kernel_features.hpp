@@ -77,7 +77,7 @@ float predict_key(const FeatureShape& shape, const float* weights, const float* 
            weights[shape.n - 1];
 }
 
-// Returns what the features of the value add to that.
+// Returns what the features of the value add to predict_key().
 float predict_value(const FeatureShape& shape, const float* weights, const float* value) {
     return dot(weights + shape.k_dim, value, shape.v_dim) +
            weights[shape.value_log_at] * log_norm(value, shape.v_dim);

@@ -58,7 +58,7 @@ inline void observed_factors(const PromptTask& task, const PromptScratch& scratc
     }
 }
 
-// Returns what all rows give to one entry of a tile.
+// Returns the importance that all queries (rows) of a tile give to one of its entries.
 template <Statistic What, bool Near>
 inline Vec observed_entry(const PromptTask& task, const float* values, const float* factors,
                           Vec reach) {

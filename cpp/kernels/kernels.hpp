@@ -104,7 +104,7 @@ struct KernelTable {
     // Computes q.k of all slots of a page; queries are [rows][k_stride], out is [rows][out_stride].
     void (*products)(const PageLayout&, const std::byte* page, const float* queries, int rows,
                      float* out, int out_stride);
-    // Estimates the same from the sketch of a page.
+    // Estimates what products() computes from the sketch of a page.
     void (*sketch_products)(const KeySketch&, const std::byte* page, const float* queries, int rows,
                             float* out, int out_stride);
     // Returns the logarithm of the sum of e^logit; n must be at least 1.

@@ -30,7 +30,7 @@ namespace entropykv {
 
 struct DeviceStep {
     int n_tokens = 0;
-    std::int32_t position = 0;       // of the first token
+    std::int32_t position = 0;       // position of the first token
     bool observing = false;          // whether its queries count towards importance
     int first = 0;                   // where its tokens begin in the micro-batch
     int n_drafts = 0;                // how many of its tokens, the last ones, are drafts
@@ -158,13 +158,13 @@ private:
         std::size_t new_positions;  // [n_changed], f32
         std::size_t seen_rows;      // [KV head][token], f32: the last row that a query sees
         std::size_t oldest;         // [token], f32: the oldest position that a query sees
-        std::size_t mask;           // of a step with heads that are alike, f16
+        std::size_t mask;           // mask of a step with heads that are alike, f16
         std::size_t slopes;         // [query head], f32: those of ALiBi
         std::size_t positions;      // [position of all heads], f32
-        std::size_t observed;       // as positions
+        std::size_t observed;       // [position of all heads], f32: what queries gave
         std::size_t value_squares;  // [KV head][token], f32
-        std::size_t key_squares;    // as value_squares
-        std::size_t sums;           // as value_squares: the products of a prediction
+        std::size_t key_squares;    // [KV head][token], f32
+        std::size_t sums;           // [KV head][token], f32: the products of a prediction
         std::size_t queries;        // [reader][query head][token][k_dim], f32: kept ones
         std::size_t sinks;          // [reader][KV head][query head], f32, each KV head's aligned
         // Say where the memory of the predictors has, by KV head: the weights of values that RoPE
@@ -184,17 +184,17 @@ private:
         bool has_sinks;
         DevicePredictor predictor;
         int slots;
-        std::size_t alike = 0;            // number in alike_
-        std::int32_t oldest_seen = 0;     // by the single token that the masks are for
-        bool positions_known = false;     // to the device
-        std::vector<char> sinks_known{};  // to the device, by reader
+        std::size_t alike = 0;            // its index in alike_
+        std::int32_t oldest_seen = 0;     // oldest position that the token of the masks sees
+        bool positions_known = false;     // whether the device has them
+        std::vector<char> sinks_known{};  // whether the device has them, by reader
         Places places{};
     };
     // Layers whose KV heads have equally many rows: those have one input and one mask in a step
     // with heads that are alike.
     struct Alike {
         const Served* first;
-        std::size_t mask;  // its place
+        std::size_t mask;  // offset of the mask
     };
     friend class DeviceGraph;
 
@@ -265,10 +265,10 @@ private:
     std::unique_ptr<DeviceMemory> looked_up_;
     std::vector<Alike> alike_;
     std::vector<std::uint8_t> node_memory_;
-    std::unique_ptr<ggml_context, FreeContext> node_context_;  // of what nodes become
+    std::unique_ptr<ggml_context, FreeContext> node_context_;  // what nodes become lies in it
     // Positions are packed if heads have as many as attention reads, and not one for every row.
     bool packed_ = false;
-    bool masks_known_ = false;  // to the device, for packed positions
+    bool masks_known_ = false;  // whether the device has them, for packed positions
     bool is_mask_due_ = false;  // whether this step has yet to let its token see itself
     std::size_t own_rows_ = 0;  // offset in the input: [KV head of all layers], i64
     std::size_t visible_ = 0;   // is another one: as own_rows_, f32, all 0
@@ -279,7 +279,7 @@ private:
     // back, for as many KV heads as any layer with a predictor has.
     std::size_t turns_ = 0;
     int most_predicted_heads_ = 0;
-    int max_tokens_ = 0;  // of a micro-batch
+    int max_tokens_ = 0;  // most tokens of a micro-batch
     bool several_ = false;
     DeviceStep step_;
     int n_found_ = 0;

@@ -94,7 +94,7 @@ std::vector<ggml_tensor*> DeviceGraph::attention_of() {
         const std::int64_t width =
             single ? layer_.position_stride(group) : layer_.width_of(group, step_.n_tokens);
         ggml_tensor* mask = single ? stored_mask(group) : mask_of_alike(width);
-        if (single && is_plain(group)) mask->ne[3] = 1;  // that of the first head
+        if (single && is_plain(group)) mask->ne[3] = 1;  // the mask of the first head serves all
         ggml_tensor* attended =
             attended_by(group, rows_of(k_, layer_.shape().k_dim, group, width),
                         rows_of(v_ == nullptr ? k_ : v_, layer_.shape().v_dim, group, width), mask,
@@ -138,7 +138,7 @@ ggml_tensor* DeviceGraph::mask_of_alike(std::int64_t width) {
                                            step_.n_tokens);
 }
 
-// Returns the part of n tokens from `first` on.
+// Returns the part of that mask for n tokens from `first` on.
 ggml_tensor* DeviceGraph::mask_of_alike(std::int64_t width, int first, int n) {
     ggml_tensor* all = mask_of_alike(width);
     return ggml_view_2d(context_, all, width, n, all->nb[1], all->nb[1] * index_of(first));

@@ -144,7 +144,7 @@ private:
     ggml_tensor* output_ = nullptr;
     ggml_tensor* k_ = nullptr;
     ggml_tensor* v_ = nullptr;      // null: V is a part of K
-    int first_query_ = 0;           // that q_ has
+    int first_query_ = 0;           // the first query that q_ has
     ggml_tensor* turns_ = nullptr;  // by how many positions keys are turned back
     ggml_tensor* token_positions_ = nullptr;
     ggml_tensor* oldest_ = nullptr;  // null: queries see everything before them

@@ -321,7 +321,8 @@ void DeviceAttention::begin_alike() {
     if (packed_) lay_out_positions(false);
     const int n = step_.n_tokens;
     StepInput input(device_, written_);
-    std::vector<std::pair<std::size_t, std::size_t>> places;  // of rows, and of what is seen
+    // Offsets of rows, and of what queries see.
+    std::vector<std::pair<std::size_t, std::size_t>> places;
     for (const Alike& alike : alike_) {
         const std::vector<DeviceHead>& heads = alike.first->layer->heads();
         std::vector<std::int64_t> rows;
@@ -384,7 +385,7 @@ void DeviceAttention::change_attention(int layer, int reader, const DeviceNode& 
     if (queries_ != nullptr && (step_.n_tokens == 1 || step_.observing))
         operations.push_back(graph.copy_of_queries());
     if (step_.n_tokens == 1 && std::exchange(is_mask_due_, false))
-        // Before all that attends in the place of another node.
+        // The masks are written before all nodes that attend instead of others.
         operations.insert(operations.begin() + 1,
                           write_masks(node_context_.get(), own_rows_, visible_, n_own_rows_));
     if (operations.size() - 1 > slots.size())

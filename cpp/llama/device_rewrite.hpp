@@ -42,7 +42,7 @@ private:
     const ggml_tensor* left_out_ = nullptr;  // the attention node that the device store computes
     bool begun_ = false;                     // whether the batch has begun this step
     NodeOrder order_;
-    NodeChanges changes_;  // of the graph of this step
+    NodeChanges changes_;  // changes of the graph of this step
 };
 
 }  // namespace entropykv

@@ -180,7 +180,7 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
 
 void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope_position,
                           int first, int n_drafts, bool see_all) {
-    end_decisions();  // of a step that failed
+    end_decisions();  // decisions of a step that failed
     if (n_tokens > 1) add_late_observation();
     const Measure& measure = ledger_.settings().importance.measure();
     const bool observing =

@@ -21,7 +21,7 @@ struct DeviceLayerSource {
     LayerShape shape;
     ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
     bool is_apart;        // whether llama.cpp computes its attention on another device than that
-    DeviceParams params;  // of its attention node
+    DeviceParams params;  // parameters of its attention node
     bool has_sinks;
     int slots;        // of the nodes that can become others before an attention node: see NodeOrder
     RopeParams rope;  // rotates its keys
@@ -144,7 +144,7 @@ private:
     struct Layer {
         DeviceLayer rows;
         DeviceAttention* device;
-        int number;         // of the layer there
+        int number;         // number of the layer in its DeviceAttention
         PageLayout layout;  // of the headwise store's pages, for saved states
         int read = 0;       // how many layers of the model have attended in this step
     };
@@ -191,15 +191,15 @@ private:
     std::vector<std::unique_ptr<DeviceAttention>> devices_;
     std::vector<Layer> layers_;
     DeviceStep step_;
-    bool can_be_in_graph_ = false;          // whether single tokens can be
-    bool several_can_be_in_graph_ = false;  // if heads are alike
-    bool heads_can_be_alike_ = false;       // see DeviceStep
+    bool can_be_in_graph_ = false;  // whether single tokens can be read in llama.cpp's graph
+    bool several_can_be_in_graph_ = false;  // whether several tokens can, if heads are alike
+    bool heads_can_be_alike_ = false;       // see DeviceStep::alike
     int n_changed_ = 0;                     // attention nodes that were changed in this step
     int n_readers_ = 0;                     // attention nodes of the model
-    UnknownTokens unknown_;                 // of the ledger's newest entries
+    UnknownTokens unknown_;                 // what is unknown of the ledger's newest entries
     // Says how a step in llama.cpp's own graph is committed.
     struct CommitPlan {
-        UnknownTokens unknown;      // with its tokens
+        UnknownTokens unknown;      // unknown tokens, with those of the step
         bool due = false;           // whether they must be looked up before
         bool evicting = false;      // whether the budgets hold less
         bool observe_late = false;  // whether the ledger is told later what its query gave

@@ -41,7 +41,7 @@ private:
     int working_ = 0;      // threads that have not ended this run
     unsigned number_ = 0;  // counts the runs
     bool closing_ = false;
-    std::exception_ptr error_;  // the first one of this run
+    std::exception_ptr error_;  // the first error of this run
 };
 
 }  // namespace entropykv

@@ -87,7 +87,7 @@ private:
     Offer offer_;
     std::atomic<std::uint64_t> op_{0};    // is odd while an offer is written
     std::atomic<int> next_{-1};           // helpers begin with the last piece
-    std::atomic<CoreSet> used_cores_{0};  // by the threads of the current op
+    std::atomic<CoreSet> used_cores_{0};  // cores of the threads of the current op
     HelperThreads threads_;               // ends first: its threads use all of the above
 };
 

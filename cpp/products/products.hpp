@@ -46,13 +46,13 @@ private:
     void wait_for_all(int n_threads, const ProductPieces& pieces) noexcept;
 
     const ProductTable& kernels_;
-    AlignedBytes rounded_;             // rounded tokens of a task
+    AlignedBytes rounded_;             // rounded activations of a task
     std::vector<AlignedBytes> token_;  // holds for each thread a single rounded token
     std::vector<AlignedBytes> tiles_;  // holds for each thread a tile of weights and sums
     std::atomic<int> arrived_{0};      // threads that have rounded their tokens
     std::atomic<unsigned> rounds_{0};  // tasks whose tokens all threads have rounded
     StealingRanges pieces_;            // pieces of rows and tokens that threads take
-    int most_pieces_ = 0;              // of a task
+    int most_pieces_ = 0;              // most pieces of a task
     bool helped_ = false;              // whether helpers may take pieces of the current task
     std::unique_ptr<ProductHelpers> helpers_;  // unset until they were asked for
 };

@@ -100,7 +100,7 @@ public:
     FrozenEntries frozen;
     std::optional<DroppedScores> dropped{};  // is set if losses count dropped entries
     std::vector<float> losses;               // losses by knot, as measured last
-    std::vector<float> held_losses;          // the same, but without entries dropped before
+    std::vector<float> held_losses;          // losses by knot, without entries dropped before
     int upcoming = 0;                        // most entries after the next micro-batch
     std::unique_ptr<UndoLog> undo{};         // is set once draft tokens are read
 
