@@ -99,7 +99,7 @@ public:
     HeadPages pages;
     FrozenEntries frozen;
     std::optional<DroppedScores> dropped{};  // is set if losses count dropped entries
-    std::vector<float> losses;               // losses by knot, as measured last
+    std::vector<float> losses;               // [knot] (see decide/budget.hpp), as measured last
     std::vector<float> held_losses;          // losses by knot, without entries dropped before
     int upcoming = 0;                        // most entries after the next micro-batch
     std::unique_ptr<UndoLog> undo{};         // is set once draft tokens are read

@@ -187,7 +187,9 @@ def _measured(
 
 
 def _measure_one(common: tuple[Step, StepSettings], task: tuple[int, TextWork]) -> _Measured:
-    """Measure on a node of a cluster; raises SettingsError if it has another model."""
+    """Run one task of a calibration step on a node of a cluster; raises SettingsError if the file
+    at the path is another model there.
+    """
     step, settings = common
     if identity_of(read_geometry(settings.path)) != settings.identity:
         raise SettingsError(

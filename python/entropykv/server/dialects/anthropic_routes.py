@@ -29,7 +29,9 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 def anthropic_routes(
     models: ModelRegistry, documents: DocumentLibrary | None = None, *, ping: bool
 ) -> APIRouter:
-    """Return the routes; with `ping`, silent streams get events, so that they are not closed."""
+    """Return the routes of Anthropic's API. With `ping`, a stream that has been silent gets an
+    event, so that nobody between server and client closes it.
+    """
     router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 
     @router.post(PATH, response_model=None, responses=_ANSWERS)
