@@ -1,15 +1,19 @@
 // A ggml device that computes nothing, and counts what makes a host wait: so the time of a step is
-// the host's alone. Its memory is never written, so all results are 0. The structures are those of
-// ggml's header ggml-backend-impl.h, which may change between releases of llama.cpp: see
-// plain_memory_device.py for the version.
+// the host's alone. It can be as busy as if every node took a time, which says how long it would
+// have nothing to do. Its memory is never written, so results are numbers that do not mean
+// anything. The structures are those of ggml's header ggml-backend-impl.h, which may change between
+// releases of llama.cpp: see plain_memory_device.py for the version.
 #include <ggml-backend.h>
 #include <ggml.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 extern "C" {
 struct ggml_backend_buffer_type {
@@ -85,16 +89,52 @@ struct Counts {
     std::atomic<std::int64_t> waits{0};   // synchronisations for work that was begun
     std::atomic<std::int64_t> copies{0};  // from and to the host
     std::atomic<std::int64_t> graphs{0};
-    std::atomic<std::int64_t> nodes{0};
+    std::atomic<std::int64_t> nodes{0};   // that compute something
+    std::atomic<std::int64_t> unused{0};  // nanoseconds between the end of a graph and the next one
 };
 
 Counts counts;
-std::int64_t cost = 0;  // of a wait or a copy, in nanoseconds
+std::int64_t cost = 0;     // of a wait or a copy, in nanoseconds
+std::int64_t of_node = 0;  // how long the device computes a node, in nanoseconds
+std::atomic<std::int64_t> busy_until{0};
 
-void spend() {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(cost);
-    while (std::chrono::steady_clock::now() < end) {
+std::int64_t now() {
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+void wait_until(std::int64_t end) {
+    while (now() < end) {
     }
+}
+
+void spend() { wait_until(now() + cost); }
+
+// Lets the device be busy with a graph after those before it.
+void be_busy(std::int64_t nodes) {
+    const std::int64_t begin = now();
+    const std::int64_t before =
+        busy_until.exchange(std::max(busy_until.load(), begin) + nodes * of_node);
+    if (before != 0 && begin > before) counts.unused += begin - before;
+}
+
+bool computes(const ggml_tensor* node) {
+    return node->op != GGML_OP_NONE && node->op != GGML_OP_VIEW && node->op != GGML_OP_RESHAPE &&
+           node->op != GGML_OP_PERMUTE && node->op != GGML_OP_TRANSPOSE;
+}
+
+// Lets memory of the host have numbers from 0 to 1. A device would write them without the host, so
+// what has numbers from an earlier copy keeps them.
+void fill(void* to, std::size_t bytes) {
+    static std::mutex mutex;
+    static std::map<void*, std::size_t> filled;
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::size_t& known = filled[to];
+    std::uint32_t random = 1;
+    for (std::size_t i = known / sizeof(float); i < bytes / sizeof(float); ++i) {
+        random = random * 1664525 + 1013904223;
+        static_cast<float*>(to)[i] = static_cast<float>(random >> 8) / 16777216.0f;
+    }
+    known = std::max(known, bytes);
 }
 
 void count_copy() {
@@ -160,17 +200,22 @@ ggml_backend_t make_backend(ggml_backend_dev_t, const char*) {
     backend->get_tensor_async = [](ggml_backend_t self, const ggml_tensor*, void* to, std::size_t,
                                    std::size_t bytes) {
         count_copy();
-        std::memset(to, 0, bytes);
+        fill(to, bytes);
         *static_cast<std::atomic<bool>*>(self->context) = true;
     };
     backend->synchronize = [](ggml_backend_t self) {
         if (!static_cast<std::atomic<bool>*>(self->context)->exchange(false)) return;
         ++counts.waits;
+        wait_until(busy_until);
         spend();
     };
     backend->graph_compute = [](ggml_backend_t self, ggml_cgraph* graph) {
         ++counts.graphs;
-        counts.nodes += ggml_graph_n_nodes(graph);
+        std::int64_t nodes = 0;
+        for (int i = 0; i < ggml_graph_n_nodes(graph); ++i)
+            nodes += computes(ggml_graph_node(graph, i)) ? 1 : 0;
+        counts.nodes += nodes;
+        be_busy(nodes);
         *static_cast<std::atomic<bool>*>(self->context) = true;
         return GGML_STATUS_SUCCESS;
     };
@@ -214,13 +259,17 @@ void use_idle_device(void (*add)(ggml_backend_reg_t)) {
     add(&registry);
 }
 
-void set_cost(std::int64_t nanoseconds) { cost = nanoseconds; }
+void set_cost(std::int64_t nanoseconds, std::int64_t nanoseconds_of_node) {
+    cost = nanoseconds;
+    of_node = nanoseconds_of_node;
+}
 
-// Writes what was counted: waits, copies, graphs, nodes.
+// Writes what was counted: waits, copies, graphs, nodes, and unused nanoseconds.
 void read_counts(std::int64_t* to) {
     to[0] = counts.waits;
     to[1] = counts.copies;
     to[2] = counts.graphs;
     to[3] = counts.nodes;
+    to[4] = counts.unused;
 }
 }

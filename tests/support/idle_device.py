@@ -1,7 +1,8 @@
 """Provide a device that computes nothing: the time of a step on it is the host's alone.
 
-It counts what makes a host wait, and can take a time for each wait and each copy. A compiler is
-needed; the structures are those of one version of ggml, as in plain_memory_device.py.
+It counts what makes a host wait, and can take a time for each wait, each copy and each node of a
+graph. A compiler is needed; the structures are those of one version of ggml, as in
+plain_memory_device.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.support.rpc_device import LIBRARIES, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 COMPILER = ("c++", "-std=c++17", "-O2", "-shared", "-fPIC")
-COUNTED = ("waits", "copies", "graphs", "nodes")
+COUNTED = ("waits", "copies", "graphs", "nodes", "unused")
 
 
 @functools.cache
@@ -36,23 +37,24 @@ def _idle_device() -> Any:
         check=True,
     )
     device = ctypes.CDLL(str(built))
-    device.set_cost.argtypes = (ctypes.c_int64,)
+    device.set_cost.argtypes = (ctypes.c_int64, ctypes.c_int64)
     device.use_idle_device(library("ggml").ggml_backend_register)
     built.unlink()
     folder.rmdir()
     return device
 
 
-def use_idle_device(cost_seconds: float = 0.0) -> None:
+def use_idle_device(cost_seconds: float = 0.0, node_seconds: float = 0.0) -> None:
     """Register the device in this process, for models that are loaded afterwards; a wait and a copy
-    take so many seconds each.
+    take so many seconds each, and the device is busy for so many seconds with every node.
     """
-    _idle_device().set_cost(int(1e9 * cost_seconds))
+    _idle_device().set_cost(int(1e9 * cost_seconds), int(1e9 * node_seconds))
 
 
 def counted() -> dict[str, int]:
     """Return what was counted so far: waits for something that was begun, copies from and to the
-    host, graphs, and nodes in them.
+    host, graphs, nodes in them that compute something, and the nanoseconds in which the device had
+    nothing to do between two graphs.
     """
     values = (ctypes.c_int64 * len(COUNTED))()
     _idle_device().read_counts(values)
