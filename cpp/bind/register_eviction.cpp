@@ -26,6 +26,12 @@ void register_eviction(py::module_& m) {
         py::arg("scores"), py::arg("positions"), py::arg("keep"), py::arg("n_sinks"),
         py::arg("recent_window"), py::arg("newest"));
     m.def(
+        "entries_to_keep",
+        [](int budget, int n_new, int n_sinks, int recent_window) {
+            return entries_to_keep(budget, n_new, {n_sinks, recent_window});
+        },
+        py::arg("budget"), py::arg("n_new"), py::arg("n_sinks"), py::arg("recent_window"));
+    m.def(
         "plan_flat_eviction",
         [](const std::vector<std::int32_t>& positions, int keep, ScoreKind score, int n_sinks,
            int recent_window) {

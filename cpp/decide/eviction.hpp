@@ -28,10 +28,14 @@ struct Protection {
 };
 
 constexpr int kDecodeRoom = 16;
+constexpr int kMostDecodeRoom = 64;
 
+// Returns the most tokens that an eviction of such a budget makes room for, if tokens come one by
+// one: a selection among many entries takes longer, so it serves more tokens then.
+int most_decode_room(int budget);
 // Returns how many entries an eviction leaves after n_new new ones. If tokens come one by one, it
-// makes room for several (kDecodeRoom), so that one selection serves many tokens. The room is at
-// most a quarter of the budget beyond the protected entries.
+// makes room for several (most_decode_room()), so that one selection serves many tokens. The room
+// is at most a quarter of the budget beyond the protected entries.
 int entries_to_keep(int budget, int n_new, const Protection& protection);
 
 // Marks in kept[0..n) which of n entries survive: all protected ones, then those with the highest

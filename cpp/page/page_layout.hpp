@@ -89,8 +89,9 @@ struct PageLayout {
     std::int32_t& row(std::byte* page, int slot) const {
         return *reinterpret_cast<std::int32_t*>(page + k_at(slot));
     }
-    float& value_square(std::byte* page, int slot) const {
-        return *reinterpret_cast<float*>(page + v_at(slot));
+    float& value_square(std::byte* page, int slot) const { return value_squares(page)[slot]; }
+    float* value_squares(std::byte* page) const {
+        return reinterpret_cast<float*>(page + v_offset);
     }
     static std::size_t scale_index(int blocks, int slot, int block) {
         return index((slot / kGroupEntries * blocks + block) * kGroupEntries +

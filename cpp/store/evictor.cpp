@@ -31,7 +31,8 @@ void Evictor::keep_highest_scored(Head& head, const StagedEntries& staged, int k
 void Evictor::count_dropped(Head& head, int total, int n_kept,
                             const Protection& protection) noexcept {
     int n_left = 0;
-    for (int i = 0; i < total; ++i) {
+    const bool counts_entries = protection.oldest > 0 || head.dropped;
+    for (int i = 0; i < total && counts_entries; ++i) {
         const std::int32_t position = scorer_.positions()[i];
         if (protection.has_left(position)) {
             common_.note_left_window(head.shape(), position);

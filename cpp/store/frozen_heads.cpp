@@ -89,7 +89,7 @@ int FrozenHeads::prepare(Head& head, int n_tokens) {
     // Without a schedule, evicted entries get a record, and so do those that give their place to
     // recalled ones. Under a schedule, any entry may get one. An entry that was restored has a
     // record already, unless a limit dropped it.
-    const int evicted = std::max(0, held - head.budget() + kDecodeRoom);
+    const int evicted = std::max(0, held - head.budget() + most_decode_room(head.budget()));
     const int asked = scheduled ? held + recalled + due : evicted + recalled;
     const int n_new = cold.is_limited() ? asked : std::min(asked, held);
     cold.prepare(n_new);

@@ -52,12 +52,13 @@ std::size_t check_budgets(const StoreComponents& components, const std::vector<i
     return pages;
 }
 
-// An eviction leaves kDecodeRoom places at most, so the drafts evict no more than these and one
-// more for each draft.
+// An eviction leaves most_decode_room() places at most, so the drafts evict no more than these and
+// one more for each draft.
 void reserve_undo(Head& head, int n_drafts, int scoring_interval) {
     if (!head.undo) head.undo = std::make_unique<UndoLog>();
     const int n_observed = n_drafts / scoring_interval + 1;
-    head.undo->reserve(head, n_drafts, n_observed, kDecodeRoom + n_drafts, head.upcoming);
+    head.undo->reserve(head, n_drafts, n_observed, most_decode_room(head.budget()) + n_drafts,
+                       head.upcoming);
 }
 
 // Copies the pages that a micro-batch may write to and that have other owners. Pages behind the

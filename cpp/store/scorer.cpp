@@ -102,14 +102,14 @@ void Scorer::weigh_by_values(const Head& head, const StagedEntries& staged) noex
     const bool squared = common_.measure().squared;
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const PageLayout& layout = head.layout();
-        float* norms = of_page_.data();
-        if (layout.elsewhere) {
-            for (int i = 0; i < n; ++i) norms[i] = layout.value_square(page, i);
+        const float* norms = layout.elsewhere ? layout.value_squares(page) : of_page_.data();
+        if (!layout.elsewhere) common_.kernels->value_norms(layout, page, of_page_.data());
+        float* scores = scores_.data() + first;
+        if (squared) {
+            for (int i = 0; i < n; ++i) scores[i] *= norms[i];
         } else {
-            common_.kernels->value_norms(layout, page, norms);
+            for (int i = 0; i < n; ++i) scores[i] *= std::sqrt(norms[i]);
         }
-        for (int i = 0; i < n; ++i)
-            scores_[index(first + i)] *= squared ? norms[i] : std::sqrt(norms[i]);
     });
 }
 

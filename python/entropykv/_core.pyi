@@ -1157,6 +1157,9 @@ def select_survivors(
 ) -> npt.NDArray[np.uint8]:
     """Return 1 for every entry that survives, and 0 for the others."""
 
+def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -> int:
+    """Return how many entries an eviction after n_new tokens leaves, with room for others."""
+
 def entropy_weights(
     entropies: Sequence[float], mean: float, low: float, high: float
 ) -> list[float]: ...

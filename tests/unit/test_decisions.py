@@ -56,6 +56,33 @@ def test_survivors_are_those_of_the_oracle(
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("n_dropped", [1, 16, 63, 64, 65, 250])
+@pytest.mark.parametrize("values", [7, 10_000], ids=["ties", "few ties"])
+def test_survivors_of_many_are_those_of_the_oracle(n_dropped: int, values: int) -> None:
+    """Selections that drop few entries and many have the same result."""
+    random = np.random.default_rng(n_dropped)
+    n = 400
+    scores = random.integers(0, values, n).astype(np.float32)
+    positions = random.permutation(2 * n)[:n]
+    newest = int(positions.max())
+    arguments = (scores, positions, n - n_dropped, 4, 60, newest)
+    np.testing.assert_array_equal(
+        _core.select_survivors(*arguments), reference.select_survivors(*arguments)
+    )
+
+
+@given(st.integers(2, 20_000), st.integers(1, 600), st.integers(0, 8), st.floats(0.0, 1.0))
+def test_an_eviction_makes_the_room_of_the_oracle(
+    budget: int, n_new: int, n_sinks: int, share: float
+) -> None:
+    """Large budgets have more room, small ones a quarter of what is not protected."""
+    n_sinks = min(n_sinks, budget)
+    arguments = (budget, n_new, n_sinks, int(share * (budget - n_sinks)))
+    kept = _core.entries_to_keep(*arguments)
+    assert kept == reference.entries_to_keep(*arguments)
+    assert budget - 64 <= kept <= budget
+
+
 def test_entropy_weights() -> None:
     weights = _core.entropy_weights([2.0, 0.1, 4.0, 9.0], 2.0, 0.3, 2.5)
     assert weights == pytest.approx([1.0, 0.3, 2.0, 2.5])

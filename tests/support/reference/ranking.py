@@ -10,7 +10,8 @@ import numpy.typing as npt
 from tests.support.reference.attending import SCORING_INTERVAL
 from tests.support.reference.values import Bools, Floats, Ints
 
-DECODE_ROOM = 16  # The most entries that one eviction makes room for.
+DECODE_ROOM = 16  # The most entries that one eviction makes room for in a small budget.
+MOST_DECODE_ROOM = 64
 
 
 def updated_importance(
@@ -71,5 +72,6 @@ def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -
     one.
     """
     beyond_protection = budget - n_sinks - recent_window
-    room = min(max(beyond_protection // 4, 1), DECODE_ROOM)
+    most = min(max(beyond_protection // 64, DECODE_ROOM), MOST_DECODE_ROOM)
+    room = min(max(beyond_protection // 4, 1), most)
     return budget - max(room - n_new, 0)
