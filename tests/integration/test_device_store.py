@@ -35,6 +35,7 @@ from entropykv.settings.cache_options import CacheOptions
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.support.draft_oracles import Oracle, draft_with
 from tests.support.image_reference import helper_logits
+from tests.support.learnt import kept_in
 from tests.support.logits import relative_error, tokens_for
 from tests.support.profiles import predicting_profile, profile_of
 from tests.support.releases import write_known
@@ -294,6 +295,27 @@ def test_conversations_of_a_pool_predict_scores_as_they_do_alone(llama: Path) ->
                 assert all_entries(alone) == all_entries(session)
 
 
+@pytest.mark.parametrize("recent_window", [1, 5, 40])
+@pytest.mark.parametrize("n_prompt", [150, 151, 152, 153])
+def test_tokens_are_evicted_by_what_is_known_of_them(
+    llama: Path, recent_window: int, n_prompt: int
+) -> None:
+    """What the device finds out about single tokens is told late, but before it decides anything.
+
+    A short window does not protect tokens of which nothing is known. Evictions happen in steps
+    that are observed and in others, by the length of the prompt.
+    """
+    with on_cpu(llama, kv_budget=1.0) as session:
+        profile = predicting(session, llama)
+    options = {"policy": "uniform:mass+values+predicted", "entropy_config": profile}
+    options |= {"kv_budget": 80, "recent_window": recent_window}
+    with on_cpu(llama, **options) as cpu, on_device(llama, **options) as session:
+        read(cpu, n_prompt, 75)
+        read(session, n_prompt, 75)
+        assert session.stats().evictions == cpu.stats().evictions > 0
+        assert kept_alike(session, cpu) > 0.98 - 2 * device_rounding(llama)
+
+
 def test_q8_0_gives_the_logits_of_the_cpu_within_its_rounding(llama: Path) -> None:
     options: dict[str, Any] = {"kv_type": "q8_0", "kv_budget": 0.3}
     with on_cpu(llama, **options) as cpu, on_device(llama, **options) as session:
@@ -368,6 +390,19 @@ def test_threads_that_share_decisions_decide_as_one_does(tmp_path: Path) -> None
             session.decode(tokens_for(1400))
             kept.append(all_entries(session))
     assert kept[0] == kept[1]
+
+
+def test_a_prompt_that_is_decided_by_parts_keeps_the_entries_that_the_cpu_keeps(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_layer=15, n_head=4, n_head_kv=4, head_dim=64)
+    # Decisions are made by parts if there are more entries than 32,768.
+    options: dict[str, Any] = {"n_ctx": 1500, "kv_budget": 700, "n_ubatch": 128}
+    with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
+        for store in (cpu, session):
+            store.decode(tokens_for(1100))
+        assert kept_alike(session, cpu) > 0.98
 
 
 def test_the_budget_is_never_exceeded_on_the_device(model: Path) -> None:
@@ -675,10 +710,41 @@ def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
     assert ("in devices" if LAYERS else "in main memory") in format_plan(plan)
 
 
+@pytest.mark.usefixtures("learnt_folder")
 def test_policy_auto_needs_no_predictor(llama: Path) -> None:
     with on_device(llama, policy="auto", kv_budget=0.3) as session:
         read(session)
         assert session.stats().policy == "uniform"
+        assert "One long text read on the CPU (-ngl 0)" in str(session.cache.untaught)
+    with on_device(llama, policy="uniform", kv_budget=0.3) as session:
+        assert session.cache.untaught is None
+    with on_device(llama, policy="auto", kv_budget=0.3, learn=False) as session:
+        assert "alone. `entropykv calibrate` teaches" in str(session.cache.untaught)
+
+
+def test_what_a_session_on_the_cpu_has_learnt_serves_one_on_a_device(
+    own_llama: Path, learnt_folder: Path
+) -> None:
+    options: dict[str, Any] = {"n_ctx": 2048, "kv_budget": 0.2, "policy": "auto", "n_threads": 1}
+    with on_cpu(own_llama, **options) as cpu:
+        cpu.decode(tokens_for(1900))
+    assert kept_in(learnt_folder).complete
+    with on_device(own_llama, **options) as session, on_cpu(own_llama, **options) as cpu:
+        assert session.stats().policy == "uniform:mass+values+predicted"
+        assert session.cache.untaught is None
+    # Budgets of `adaptive` follow the text, so the same policy is compared.
+    options["policy"] = "uniform:mass+values+predicted"
+    with on_device(own_llama, **options) as session, on_cpu(own_llama, **options) as cpu:
+        for store in (cpu, session):
+            store.decode(tokens_for(900, seed=3))
+        assert kept_alike(session, cpu) > 0.95
+
+
+def test_a_model_whose_scores_cannot_be_predicted_is_not_said_to_be_untaught(
+    tmp_path: Path,
+) -> None:
+    with on_device(model_of("learned-positions", tmp_path), policy="auto") as session:
+        assert session.cache.untaught is None
 
 
 def pool_of(path: Path, **options: Any) -> Pool:

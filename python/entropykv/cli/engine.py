@@ -182,6 +182,8 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         say(f"using the {session.cache.store} store instead: {session.config.fallback}")
     if session.cache.on_host:
         say(session.cache.on_host)
+    if session.cache.untaught:
+        say(session.cache.untaught)
     if note := session.config.other_file():
         say(note)
     return session

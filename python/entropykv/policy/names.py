@@ -196,7 +196,7 @@ def _check_device(policy: Policy, predictor: ScorePredictor | None) -> None:
         raise SettingsError(
             f"policy {policy.name} predicts scores, and the model has no profile with a predictor, "
             "which the device store cannot learn from texts; make one with `entropykv calibrate`, "
-            "or use --policy fast"
+            "read a text on the CPU once (-ngl 0), or use --policy fast"
         )
 
 

@@ -126,6 +126,21 @@ class ResolvedConfig:
         return learns_predictor(self.policy, self.profile, self.learnt)
 
     @property
+    def untaught(self) -> str | None:
+        """Return how policy `auto` could rank entries better on a device, where no predictor is
+        learnt; None if it has one, and for other policies and stores.
+        """
+        by_itself = self.store == "device" and self.options.policy == AUTO and self.freezing is None
+        if not by_itself or predictor_of(self.profile, self.learnt) is not None:
+            return None
+        teacher = "One long text read on the CPU (-ngl 0), or " if self.options.learns else ""
+        return (
+            "nothing is known of what this model looks up, and no text teaches it on a device: "
+            f"entries are ranked by the last queries alone. {teacher}`entropykv calibrate` "
+            "teaches it for all later runs"
+        )
+
+    @property
     def reads_twice(self) -> bool:
         """Tell whether texts beyond the budget are read twice, completely or in their beginning."""
         return self.policy.importance.repeats or self.learns_predictor

@@ -39,6 +39,7 @@ from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import OtherWork
 from entropykv.settings.options import Budget, is_number
+from entropykv.store.device_context import DeviceContext
 from entropykv.store.factory import StoreFactory
 from entropykv.store.protocol import Store
 from entropykv.store.step import Part, decode_parts
@@ -150,6 +151,16 @@ class ModelRunner:
         none does.
         """
         return self._stores.context.on_host
+
+    @property
+    def untaught(self) -> str | None:
+        """Return how entries could be ranked better by a predictor that a device does not learn;
+        None if there is one, or if none can be learnt of the model.
+        """
+        context = self._stores.context
+        if isinstance(context, DeviceContext) and context.hook.rope_obstacle:
+            return None
+        return self.config.untaught
 
     def too_large(self, budget: Budget) -> BudgetError:
         """Return the error for a budget for which there is no memory."""

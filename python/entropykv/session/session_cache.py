@@ -89,6 +89,13 @@ class SessionCache:
         return self._runner.on_host
 
     @property
+    def untaught(self) -> str | None:
+        """Return how policy `auto` could rank entries better on a device, where no predictor of
+        scores is learnt; None if it has one, and for other policies and stores.
+        """
+        return self._runner.untaught
+
+    @property
     def context(self) -> Any:
         """Return the llama_context, for samplers; its logits may belong to another session."""
         return self._slot.store.context.handle

@@ -103,6 +103,8 @@ def _prepared(pool: Pool, options: ModelOptions, images: ImageLimits | None) -> 
         say(f"{runner.config.fallback}; going on with another store")
     if runner.on_host:
         say(runner.on_host)
+    if runner.untaught:
+        say(runner.untaught)
     if model.model.chat_template is None:
         say(NO_TEMPLATE)
     if options.projector is not None:
