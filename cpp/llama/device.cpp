@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "llama/device_relay.hpp"
 
@@ -62,8 +63,18 @@ std::size_t Device::aligned(std::size_t bytes) const {
 
 std::unique_ptr<ggml_context, FreeContext> Device::graph_context() {
     wait();  // graphs have the same working memory
+    return context_in(graph_memory_);
+}
+
+std::unique_ptr<ggml_context, FreeContext> Device::next_graph_context() {
+    next_graph_memory_.resize(graph_memory_.size());
+    std::swap(graph_memory_, next_graph_memory_);
+    return context_in(graph_memory_);
+}
+
+std::unique_ptr<ggml_context, FreeContext> Device::context_in(std::vector<std::uint8_t>& memory) {
     return std::unique_ptr<ggml_context, FreeContext>(
-        ggml_init({graph_memory_.size(), graph_memory_.data(), true}));
+        ggml_init({memory.size(), memory.data(), true}));
 }
 
 ggml_cgraph* Device::new_graph(ggml_context* context) {
@@ -107,7 +118,7 @@ void Device::wait() {
 
 std::size_t Device::scratch_bytes() const {
     return ggml_gallocr_get_buffer_size(allocator_.get(), 0) + graph_memory_.size() +
-           relay_->bytes();
+           next_graph_memory_.size() + relay_->bytes();
 }
 
 void HostMemory::resize(std::size_t bytes) {
@@ -145,11 +156,11 @@ void DeviceMemory::write(std::size_t offset, const void* values, std::size_t byt
     ggml_backend_tensor_set(all_, values, offset, bytes);
 }
 
-void DeviceMemory::begin_read(HostMemory& to) {
-    if (to.size() == 0) return;
+void DeviceMemory::begin_read(HostMemory& to, std::size_t offset, std::size_t bytes) {
+    if (bytes == 0) return;
     ++device_.traffic.downloads;
     device_.in_flight_ = true;
-    ggml_backend_tensor_get_async(device_.backend_.get(), all_, to.data(), 0, to.size());
+    ggml_backend_tensor_get_async(device_.backend_.get(), all_, to.data() + offset, offset, bytes);
 }
 
 Device& Devices::of(ggml_backend_buffer_type_t memory) {

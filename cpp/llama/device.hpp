@@ -64,6 +64,9 @@ public:
     // Makes the context of the next graph, whose tensors exist as long as it does. Waits for the
     // graphs before it.
     std::unique_ptr<ggml_context, FreeContext> graph_context();
+    // Makes the context of a graph that is built while the device computes the one before it. That
+    // one must have ended when the graph gets its places.
+    std::unique_ptr<ggml_context, FreeContext> next_graph_context();
     static ggml_cgraph* new_graph(ggml_context* context);
     // Tells whether the context of a graph has room for n more tensors.
     static bool has_room_for(ggml_context* context, int n);
@@ -87,7 +90,10 @@ private:
     ggml_backend_buffer_type_t memory_;
     std::unique_ptr<ggml_backend, FreeBackend> backend_;
     std::unique_ptr<ggml_gallocr, FreeAllocator> allocator_;
+    std::unique_ptr<ggml_context, FreeContext> context_in(std::vector<std::uint8_t>& memory);
+
     std::vector<std::uint8_t> graph_memory_;
+    std::vector<std::uint8_t> next_graph_memory_;  // takes turns with it; empty until it is needed
     std::unique_ptr<DeviceRelay> relay_;
     bool in_flight_ = false;  // whether something was begun that nobody has waited for
     friend class DeviceMemory;
@@ -123,9 +129,9 @@ public:
     ggml_tensor* tensor(ggml_context* context, ggml_type type, std::size_t offset, std::int64_t a,
                         std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1) const;
     void write(std::size_t offset, const void* values, std::size_t bytes);
-    // Begins to copy the first bytes to the host, as many as fit, after what was begun before; they
-    // are there after Device::wait().
-    void begin_read(HostMemory& to);
+    // Begins to copy a range to the same place of the host's memory, after what was begun before;
+    // it is there after Device::wait().
+    void begin_read(HostMemory& to, std::size_t offset, std::size_t bytes);
     std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
 
 private:

@@ -285,6 +285,7 @@ void DeviceAttention::add_changed_positions(Served& served, StepInput& input) {
 }
 
 void DeviceAttention::begin_step(const DeviceStep& step) {
+    device_.wait();  // for rows that are moved, and for what observes the step before
     step_ = step;
     if (step.is_single_in_graph()) return begin_single();
     if (step.alike) return begin_alike();
@@ -331,6 +332,7 @@ void DeviceAttention::place_findings(int n_tokens, bool observed) {
     };
     for (Served& served : layers_) {
         const int n = served.layer->shape().n_head_kv * n_tokens;
+        served.places.findings = end;
         place(served.places.value_squares, needs_value_squares(served), n);
         place(served.places.key_squares, bool(served.predictor), n);
         place(served.places.sums, bool(served.predictor), n);
@@ -347,7 +349,7 @@ void DeviceAttention::add_attention(int layer, int reader, const DeviceNode& nod
 }
 
 void DeviceAttention::end_step() {
-    findings_->begin_read(found_);
+    findings_->begin_read(found_, 0, found_.size());
     device_.wait();
 }
 

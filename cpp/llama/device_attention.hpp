@@ -46,11 +46,15 @@ struct DeviceStep {
     int last_seen(int token) const { return see_all ? n_tokens - 1 : token; }
 };
 
+// The host may know nothing of so many single tokens.
+constexpr int kMostUnknown = 16;
+
 // Refers to single tokens that were read in llama.cpp's own graph, one after another, and about
 // which the host knows nothing yet.
 struct UnknownTokens {
     int n = 0;
-    int n_staged = 0;                // how many of them, the last ones, are no entries yet
+    int n_staged = 0;                // how many of them, the last ones, are no entries yet; the
+                                     // rows of the others are those that heads call unknown
     std::int32_t rope_position = 0;  // where RoPE saw the first one
 };
 
@@ -71,6 +75,17 @@ struct DevicePredictor {
 
 // Holds the op_params of GGML_OP_FLASH_ATTN_EXT.
 using DeviceParams = std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)>;
+
+// Says which layers of a device: from `first` to before `end`.
+struct LayerRange {
+    std::size_t first = 0;
+    std::size_t end = 0;
+
+    bool has(int number) const {
+        const auto layer = static_cast<std::size_t>(number);
+        return layer >= first && layer < end;
+    }
+};
 
 class StepInput;
 
@@ -114,10 +129,14 @@ public:
     void change_attention(int layer, int reader, const DeviceNode& node, ggml_tensor* target,
                           const std::vector<ggml_tensor*>& slots, NodeChanges& changes);
     // Begins to compute what such a step has found out: what its queries gave to the rows, and what
-    // the host must know of unknown tokens. It is there after end_look_up(), which must be called
-    // before another step begins. Throws as add_attention() does.
-    void look_up(const UnknownTokens& unknown, bool observed);
-    void end_look_up() { device_.wait(); }
+    // the host must know of unknown tokens. It is computed by parts of the layers, about n_parts,
+    // one after another, so that the host can decide about one while the device computes the next.
+    // Throws as add_attention() does.
+    void look_up(const UnknownTokens& unknown, bool observed, int n_parts);
+    // Returns when the next part is there, and lets the device begin the one after it.
+    LayerRange next_part();
+    // Begins all parts; they are there after Device::wait().
+    void look_up_all(const UnknownTokens& unknown, bool observed);
     // Adds to a graph the attention of one of the layers that read its K and V; the first one
     // writes them. Throws std::runtime_error if the device fails, std::bad_alloc if it has no
     // memory.
@@ -138,7 +157,8 @@ public:
     // the layer has no predictor.
     float predicted(int layer, int head, int token) const;
 
-    // Moves rows of all layers, as their heads say. Throws as add_attention() does.
+    // Begins to move rows of all layers, as their heads say; nothing may read them before
+    // Device::wait(). Throws as add_attention() does.
     void move_rows();
     // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
     void rotate(int layer, const RopeParams& rope,
@@ -161,6 +181,7 @@ private:
         std::size_t mask;           // mask of a step with heads that are alike, f16
         std::size_t slopes;         // [query head], f32: those of ALiBi
         std::size_t positions;      // [position of all heads], f32
+        std::size_t findings;       // where those of the layer begin
         std::size_t observed;       // [position of all heads], f32: what queries gave
         std::size_t value_squares;  // [KV head][token], f32
         std::size_t key_squares;    // [KV head][token], f32
@@ -195,6 +216,16 @@ private:
     struct Alike {
         const Served* first;
         std::size_t mask;  // offset of the mask
+        // What the mask there is for, by which it is known again.
+        int count = -1;
+        int n_tokens = 0;
+        bool see_all = false;
+    };
+    // A part of what is looked up, which the device has yet to compute.
+    struct Part {
+        std::unique_ptr<ggml_context, FreeContext> context;
+        ggml_cgraph* graph = nullptr;
+        LayerRange layers;
     };
     friend class DeviceGraph;
 
@@ -234,6 +265,8 @@ private:
                              std::size_t n) const;
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
     static void copy_positions(const Served& served, float* to);
+    void build_part();
+    void launch_part();
     bool has_moves() const;
     bool needs_findings(const Served& served) const {
         return served.predictor || needs_value_squares(served);
@@ -284,6 +317,11 @@ private:
     DeviceStep step_;
     int n_found_ = 0;
     bool has_observed_ = false;
+    UnknownTokens looked_for_;
+    std::vector<std::size_t> rows_looked_up_;  // where looked_up_ has those of each layer
+    std::size_t layers_of_part_ = 0;
+    Part next_part_;                     // is built, or has no layers
+    LayerRange launched_{};              // which layers the device has begun last
     std::vector<std::uint8_t> written_;  // the input of a step
     HostMemory found_{device_};          // the findings of a step
 };

@@ -14,9 +14,6 @@
 namespace entropykv {
 namespace {
 
-// Findings are looked up for so many tokens at most: for as many as the store reads until it
-// evicts.
-constexpr int kLookedUpTokens = kDecodeRoom;
 // Limit how many tensors a step in llama.cpp's own graph needs: for the writes of a layer, for a
 // layer that reads it, and for a group of its heads.
 constexpr std::size_t kTensorsOfWrites = 12;
@@ -201,7 +198,7 @@ bool DeviceAttention::results_fit_nodes(const Served& served, int n_tokens) cons
 }
 
 int DeviceAttention::looked_up_tokens() const {
-    return several_ ? max_tokens_ : std::min(kLookedUpTokens, max_tokens_);
+    return several_ ? max_tokens_ : std::min(kMostUnknown, max_tokens_);
 }
 
 // Tells whether the first layer has a node that shows the rows of a single token to it.
@@ -215,7 +212,6 @@ bool DeviceAttention::writes_masks_in_graph() const {
 // inputs have the same places in every such step, and so have the sources of the changed nodes:
 // then a backend that records graphs need not record them again.
 void DeviceAttention::begin_single() {
-    device_.wait();  // what observes the kept queries of the step before
     if (!keeps_places()) lay_out_positions(true);
     StepInput input(device_, written_);
     std::vector<std::int64_t> own_rows;
@@ -317,7 +313,6 @@ bool DeviceAttention::are_alike() const {
 
 // Writes the rows of the tokens, and computes the masks of all layers.
 void DeviceAttention::begin_alike() {
-    device_.wait();
     if (packed_) lay_out_positions(false);
     const int n = step_.n_tokens;
     StepInput input(device_, written_);
@@ -356,12 +351,24 @@ void DeviceAttention::begin_alike() {
     input_->write(0, written_.data(), written_.size());
     const auto context = device_.graph_context();
     ggml_cgraph* graph = Device::new_graph(context.get());
-    for (const Alike& alike : alike_)
+    for (Alike& alike : alike_) {
+        // A prompt whose heads are full has the same mask in every micro-batch.
+        const int count = alike.first->layer->heads().front().count;
+        const bool is_known =
+            alike.count == count && alike.n_tokens == n && alike.see_all == step_.see_all;
+        if (is_known) continue;
+        alike.count = -1;  // until it is computed
+        alike.n_tokens = n;
+        alike.see_all = step_.see_all;
         DeviceGraph(context.get(), graph, *this, *alike.first, 0, {}, step_).add_mask();
+    }
     for (const Served& served : layers_)
         DeviceGraph(context.get(), graph, *this, served, 0, {}, step_).add_positions();
-    device_.place(graph);
-    device_.compute(graph);
+    if (ggml_graph_n_nodes(graph) > 0) {
+        device_.place(graph);
+        device_.compute(graph);
+    }
+    for (Alike& alike : alike_) alike.count = alike.first->layer->heads().front().count;
     if (!step_.in_graph) return place_findings(n, step_.observing);
     node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
     if (node_context_ == nullptr) throw std::bad_alloc();
@@ -395,47 +402,88 @@ void DeviceAttention::change_attention(int layer, int reader, const DeviceNode& 
     changes.become(target, operations.front());
 }
 
-void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed) {
+void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed, int n_parts) {
     place_findings(unknown.n, observed);
+    looked_for_ = unknown;
     StepInput input(device_, written_);
     std::vector<std::int32_t> numbers;
     for (int head = 0; head < most_heads(); ++head)
         for (int token = 0; token < unknown.n; ++token)
             numbers.push_back(-(unknown.rope_position + token));
     input.add(numbers);
-    std::vector<std::size_t> rows_at;
+    rows_looked_up_.clear();
     for (const Served& served : layers_) {
         numbers.clear();
         for (const DeviceHead& head : served.layer->heads()) {
-            const int first = head.count + unknown.n_staged - unknown.n;
-            for (int token = 0; token < unknown.n; ++token)
-                numbers.push_back(head.first_row + first + token);
+            for (int token = 0; token < unknown.n - unknown.n_staged; ++token)
+                numbers.push_back(head.first_row + head.unknown.at(index_of(token)));
+            for (int token = 0; token < unknown.n_staged; ++token)
+                numbers.push_back(head.first_row + head.count + token);
         }
-        rows_at.push_back(input.add(numbers));
+        rows_looked_up_.push_back(input.add(numbers));
     }
     if (unknown.n > 0) looked_up_->write(0, written_.data(), written_.size());
-    for (std::size_t first = 0; first < layers_.size();) {
-        const auto context = device_.graph_context();
-        ggml_cgraph* graph = Device::new_graph(context.get());
-        // A graph has room for the layers of most models.
-        for (; first < layers_.size(); ++first) {
-            const Served& served = layers_[first];
-            const auto groups = static_cast<int>(served.layer->groups().size());
-            const int n = kTensorsOfFindings +
-                          served.layer->shape().readers * groups * tensors_of_observation(served);
-            if (!Device::has_room_for(context.get(), n)) break;
-            for (int reader = 0; observed && reader < served.layer->shape().readers; ++reader)
-                DeviceGraph(context.get(), graph, *this, served, reader, {}, step_)
-                    .add_observation();
-            if (unknown.n > 0 && needs_findings(served))
-                DeviceGraph(context.get(), graph, *this, served, 0, {}, step_)
-                    .add_findings(unknown.n, rows_at[first]);
-        }
-        if (ggml_graph_n_nodes(graph) == 0) continue;
-        device_.place(graph);
-        device_.launch(graph);
+    const std::size_t n = index_of(std::max(n_parts, 1));
+    layers_of_part_ = std::max<std::size_t>(1, (layers_.size() + n - 1) / n);
+    launched_ = {};
+    next_part_ = {};
+    build_part();
+    launch_part();
+}
+
+// Builds the graph of the next layers, as many as belong to a part and a graph has room for.
+void DeviceAttention::build_part() {
+    std::size_t first = launched_.end;
+    Part& part = next_part_;
+    part.context.reset();  // has memory that the new one may get
+    part.layers = {first, first};
+    if (first == layers_.size()) return;
+    part.context = device_.next_graph_context();
+    part.graph = Device::new_graph(part.context.get());
+    const std::size_t end = std::min(layers_.size(), first + layers_of_part_);
+    for (; first < end; ++first) {
+        const Served& served = layers_[first];
+        const auto groups = static_cast<int>(served.layer->groups().size());
+        const int n = kTensorsOfFindings +
+                      served.layer->shape().readers * groups * tensors_of_observation(served);
+        if (!Device::has_room_for(part.context.get(), n) && first > part.layers.first) break;
+        for (int reader = 0; has_observed_ && reader < served.layer->shape().readers; ++reader)
+            DeviceGraph(part.context.get(), part.graph, *this, served, reader, {}, step_)
+                .add_observation();
+        if (looked_for_.n > 0 && needs_findings(served))
+            DeviceGraph(part.context.get(), part.graph, *this, served, 0, {}, step_)
+                .add_findings(looked_for_.n, rows_looked_up_[first]);
     }
-    findings_->begin_read(found_);
+    part.layers.end = first;
+}
+
+// Lets the device compute the part that is built, once it has computed the one before.
+void DeviceAttention::launch_part() {
+    launched_ = next_part_.layers;
+    if (launched_.first == launched_.end) return;
+    device_.wait();
+    if (ggml_graph_n_nodes(next_part_.graph) > 0) {
+        device_.place(next_part_.graph);
+        device_.launch(next_part_.graph);
+    }
+    const std::size_t begin = layers_[launched_.first].places.findings;
+    const std::size_t end =
+        launched_.end == layers_.size() ? found_.size() : layers_[launched_.end].places.findings;
+    findings_->begin_read(found_, begin, end - begin);
+}
+
+LayerRange DeviceAttention::next_part() {
+    const LayerRange launched = launched_;
+    if (launched.first == launched.end) return launched;
+    build_part();
+    device_.wait();
+    launch_part();
+    return launched;
+}
+
+void DeviceAttention::look_up_all(const UnknownTokens& unknown, bool observed) {
+    look_up(unknown, observed, 1);
+    while (launched_.end < layers_.size()) next_part();
 }
 
 }  // namespace entropykv

@@ -112,9 +112,18 @@ void DeviceHead::hold(const std::vector<std::int32_t>& of_entries) {
     const auto n = static_cast<int>(of_entries.size());
     for (int row = 0; row < n; ++row)
         set_position(row, static_cast<float>(of_entries[static_cast<std::size_t>(row)]));
+    hold_first(n);
+}
+
+void DeviceHead::hold_first(int n) {
     for (int row = n; row < used(); ++row) set_position(row, kFreeRow);
     count = n;
     staged = 0;
+}
+
+void DeviceHead::move(int from, int to) {
+    moves.push_back({from, to});
+    std::replace(unknown.begin(), unknown.end(), from, to);
 }
 
 DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,

@@ -68,6 +68,7 @@ struct DeviceHead {
     int staged = 0;                // tokens of the micro-batch that is read, behind them
     std::vector<int> changed;      // rows whose positions the device does not know
     std::vector<RowMove> moves;    // are due, from and to different rows
+    std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order
 
     int rows() const { return static_cast<int>(positions.size()); }
     // Returns how many rows attention must read.
@@ -80,8 +81,10 @@ struct DeviceHead {
     void keep_staged();
     // Replaces the entries, and takes away the tokens of the micro-batch.
     void hold(const std::vector<std::int32_t>& of_entries);
-
-private:
+    // Does the same if the first n rows have their positions already.
+    void hold_first(int n);
+    // Lets the entry of another row be in this one.
+    void move(int from, int to);
     void set_position(int row, float position);
 };
 

@@ -47,7 +47,7 @@ void DeviceAttention::move_rows() {
         }
         moves_->write(0, written_.data(), written_.size());
         device_.place(graph);
-        device_.compute(graph);
+        device_.launch(graph);
     }
 }
 

@@ -15,6 +15,9 @@ std::size_t index(int i) { return static_cast<std::size_t>(i); }
 
 // With more entries than this, decisions take longer than waking the threads that share them.
 constexpr std::size_t kMuch = 1 << 15;
+// What a prompt has found out is looked up in so many parts, if it is much: the host decides about
+// one while the device computes the next.
+constexpr int kParts = 8;
 
 std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& layers) {
     std::vector<LayerShape> shapes;
@@ -160,12 +163,16 @@ Device& DeviceStore::device_of(int layer) const {
     return layers_.at(index(layer)).device->device();
 }
 
-template <typename Visit>
-void DeviceStore::for_each_head_at_once(bool much, Visit visit) {
-    if (!much || ledger_.entries() <= kMuch)
-        return for_each_head([&](int layer, int h) { visit(layer, h, 0); });
+template <typename IsMeant, typename Visit>
+void DeviceStore::for_each_head_of(bool much, IsMeant is_meant, Visit visit) {
     std::vector<std::pair<int, int>> heads;
-    for_each_head([&](int layer, int h) { heads.emplace_back(layer, h); });
+    for_each_head([&](int layer, int h) {
+        if (is_meant(layer)) heads.emplace_back(layer, h);
+    });
+    if (!much || ledger_.entries() <= kMuch) {
+        for (const auto& [layer, h] : heads) visit(layer, h, 0);
+        return;
+    }
     shared_->workers().run(static_cast<int>(heads.size()), [&](int i, int worker) {
         visit(heads[index(i)].first, heads[index(i)].second, worker);
     });
@@ -181,7 +188,7 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
 void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope_position,
                           int first, int n_drafts, bool see_all) {
     end_decisions();  // decisions of a step that failed
-    if (n_tokens > 1) add_late_observation();
+    if (n_tokens > 1) add_late_findings();
     const Measure& measure = ledger_.settings().importance.measure();
     const bool observing =
         measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
@@ -202,31 +209,61 @@ bool DeviceStore::begin(bool alone) {
     // What other steps find out takes the place of what is still unknown.
     if (!step_.is_single_in_graph()) complete_ledger();
     for (const auto& device : devices_)
-        if (!device->keeps_places()) add_late_observation();
+        if (!device->keeps_places()) add_late_findings();
     for (const auto& device : devices_) device->begin_step(step_);
     n_changed_ = 0;
     plan_commit();
     return step_.in_graph;
 }
 
-// Decides what must be known before a step in llama.cpp's own graph is committed. Only an eviction
-// must know everything of the entries, so findings are looked up for several single tokens at once.
-void DeviceStore::plan_commit() {
+// Tells whether the ledger needs values or predictions of its entries.
+bool DeviceStore::reads_values() const {
     const ImportanceSettings& importance = ledger_.settings().importance;
+    return importance.predicts() || importance.by_values;
+}
+
+// Tells whether an eviction keeps the newest n tokens of every head, whatever their scores are:
+// they are in its recent window, and in the window of its layer.
+bool DeviceStore::protects_newest(int n) const {
+    const Protection& protection = ledger_.settings().protection;
+    if (ledger_.settings().own_windows || protection.recent_window < n) return false;
+    bool all = true;
+    for_each_head([&](int layer, int h) {
+        all = all && protection.n_sinks + protection.recent_window <= budget(layer, h) &&
+              ledger_.shape(layer).oldest_seen(step_.position + 1) <= step_.position + 1 - n;
+    });
+    return all;
+}
+
+// Decides what must be known before a step in llama.cpp's own graph is committed. Of single tokens,
+// only an eviction must know what queries gave, and only of entries that it may drop, so findings
+// are looked up for several tokens at once.
+void DeviceStore::plan_commit() {
     plan_ = {};
     if (!step_.in_graph) return;
     const bool single = step_.n_tokens == 1;
-    plan_.unknown = unknown_;
-    if (importance.predicts() || importance.by_values) {
+    if (!late_.unknown) plan_.unknown = unknown_;
+    if (reads_values()) {
         if (plan_.unknown.n == 0) plan_.unknown.rope_position = step_.rope_position;
         plan_.unknown.n += step_.n_tokens;
         plan_.unknown.n_staged = step_.n_tokens;
     }
-    const int most = std::min(kDecodeRoom, ledger_.settings().max_tokens);
+    const bool any_unknown = plan_.unknown.n > 0;
     plan_.evicting = evicts();
-    plan_.due = plan_.unknown.n > 0 && (!single || plan_.unknown.n == most || plan_.evicting);
-    plan_.observe_late = single && step_.observing && !plan_.due && !plan_.evicting;
-    plan_.meanwhile = step_.n_drafts == 0 && !plan_.due && (!step_.observing || plan_.observe_late);
+    if (single) {
+        const bool exposed = any_unknown && plan_.evicting && !protects_newest(plan_.unknown.n);
+        const bool waits = plan_.evicting && (step_.observing || exposed);
+        plan_.due = any_unknown && waits && (exposed || plan_.unknown.n == most_unknown());
+        plan_.meanwhile = step_.n_drafts == 0 && !waits;
+    } else {
+        plan_.due = any_unknown;
+        plan_.meanwhile = step_.n_drafts == 0 && !any_unknown && !step_.observing;
+    }
+}
+
+// Returns of how many tokens the ledger may know nothing.
+int DeviceStore::most_unknown() const {
+    return std::min(kMostUnknown, ledger_.settings().max_tokens);
 }
 
 // Begins to commit a step that the devices compute, if nothing that they find out is needed.
@@ -234,7 +271,7 @@ void DeviceStore::decide_meanwhile() {
     if (!plan_.meanwhile) return;
     deciding_ = true;
     shared_->background().start([this] {
-        add_late_observation();
+        add_late_findings();
         for_each_head_at_once(
             plan_.evicting, [&](int layer, int h, int worker) { commit(layer, h, false, worker); });
     });
@@ -249,15 +286,37 @@ void DeviceStore::end_decisions() {
     unknown_.n_staged = 0;
 }
 
-// Tells the ledger what the query of an earlier token gave.
-void DeviceStore::add_late_observation() {
-    if (late_position_ < 0) return;
-    for (const auto& device : devices_) device->end_look_up();
+// Lets the devices look up what the ledger is told while the next token is read: what the query of
+// this one gave, and what must be known of the newest entries, before they are too many.
+void DeviceStore::look_up_late() {
+    const int most = most_unknown();
+    const bool observed = step_.observing;
+    late_.unknown = unknown_.n >= most || (observed && unknown_.n > most - kScoringInterval);
+    if (observed) late_.position = step_.position;
+    if (!late_) return;
+    for (const auto& device : devices_)
+        device->look_up_all(late_.unknown ? unknown_ : UnknownTokens{}, observed);
+}
+
+// Tells the ledger what was looked up late.
+void DeviceStore::add_late_findings() {
+    if (!late_) return;
+    for (const auto& device : devices_) device->device().wait();
     for_each_head_at_once(true, [&](int layer, int h, int worker) {
         const Layer& of = layers_[index(layer)];
-        ledger_.observe(layer, h, of.device->observed(of.number, h), late_position_, worker);
+        if (late_.position >= 0)
+            ledger_.observe(layer, h, of.device->observed(of.number, h), late_.position, worker);
+        if (late_.unknown) complete_entries(layer, h, 0);
     });
-    late_position_ = -1;
+    if (late_.unknown) unknown_ = {};
+    late_ = {};
+}
+
+void DeviceStore::forget_unknown() noexcept {
+    late_ = {};
+    unknown_ = {};
+    for (Layer& layer : layers_)
+        for (DeviceHead& head : layer.rows.heads()) head.unknown.clear();
 }
 
 void DeviceStore::change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) {
@@ -301,34 +360,37 @@ bool DeviceStore::evicts() const {
 
 void DeviceStore::complete_ledger() {
     end_decisions();
-    add_late_observation();
+    add_late_findings();
+    for (const auto& device : devices_) device->device().wait();  // for rows that are moved
     if (unknown_.n == 0) return;
-    for (const auto& device : devices_) device->look_up(unknown_, false);
-    for (const auto& device : devices_) device->end_look_up();
-    for_each_head([&](int layer, int h) { complete_entries(layer, h, unknown_.n, 0); });
+    for (const auto& device : devices_) device->look_up_all(unknown_, false);
+    for (const auto& device : devices_) device->device().wait();
+    for_each_head([&](int layer, int h) { complete_entries(layer, h, 0); });
     unknown_ = {};
 }
 
-// Tells the ledger what was looked up for the newest n entries of a head, which are followed by
+// Tells the ledger what was looked up for the unknown entries of a head, which are followed by
 // n_later tokens that are not entries yet.
-void DeviceStore::complete_entries(int layer, int h, int n, int n_later) {
+void DeviceStore::complete_entries(int layer, int h, int n_later) {
     const Layer& of = layers_[index(layer)];
     const float* value_squares = of.device->value_squares(of.number, h);
     const bool predicts = ledger_.settings().importance.predicts();
     Head& entries = ledger_.components().head(layer, h);
     const PageLayout& layout = entries.layout();
-    const int first = of.device->n_found() - n_later - n;
-    for (int i = 0; i < n; ++i) {
-        const int entry = entries.count() - n + i;
+    std::vector<int>& unknown = head(layer, h).unknown;
+    int number = of.device->n_found() - n_later - static_cast<int>(unknown.size());
+    for (const int entry : unknown) {
         const Slot slot = entries.place(entry);
         if (value_squares != nullptr)
-            layout.value_square(slot.page, slot.index) = value_squares[first + i];
+            layout.value_square(slot.page, slot.index) = value_squares[number];
         if (predicts) {
             const float given = PackedImportance(entries.importance(entry)).given();
             entries.pages.importance(layout.page_of(entry))[slot.index] =
-                PackedImportance(given, of.device->predicted(of.number, h, first + i)).packed();
+                PackedImportance(given, of.device->predicted(of.number, h, number)).packed();
         }
+        ++number;
     }
+    unknown.clear();
 }
 
 void DeviceStore::commit_step() {
@@ -343,28 +405,45 @@ void DeviceStore::commit_step() {
 void DeviceStore::commit_in_graph() {
     if (plan_.meanwhile) {
         end_decisions();
-        if (plan_.observe_late) {
-            for (const auto& device : devices_) device->look_up({}, true);
-            late_position_ = step_.position;
-        }
+        if (step_.n_tokens == 1) look_up_late();
     } else {
-        add_late_observation();
-        const bool found = plan_.due || step_.observing;
-        if (found) {
-            const UnknownTokens unknown = plan_.due ? plan_.unknown : UnknownTokens{};
-            for (const auto& device : devices_) device->look_up(unknown, step_.observing);
-            for (const auto& device : devices_) device->end_look_up();
-        }
-        const int n_before = plan_.unknown.n - step_.n_tokens;
-        for_each_head_at_once(found || plan_.evicting, [&](int layer, int h, int worker) {
-            if (plan_.due) complete_entries(layer, h, n_before, step_.n_tokens);
-            commit(layer, h, found, worker);
-        });
+        add_late_findings();
+        commit_by_parts();
         move_rows();
         unknown_ = plan_.due ? UnknownTokens{} : plan_.unknown;
         unknown_.n_staged = 0;
     }
     peak_ = std::max(peak_, used_bytes());
+}
+
+// Commits a step with what the devices have found out, part by part of the layers.
+void DeviceStore::commit_by_parts() {
+    const bool found = plan_.due || step_.observing;
+    const auto decide = [&](auto is_meant) {
+        for_each_head_of(found || plan_.evicting, is_meant, [&](int layer, int h, int worker) {
+            if (plan_.due) complete_entries(layer, h, step_.n_tokens);
+            commit(layer, h, found, worker);
+        });
+    };
+    if (!found) return decide([](int) { return true; });
+    const bool much = step_.n_tokens > 1 && ledger_.entries() > kMuch;
+    for (const auto& device : devices_)
+        device->look_up(plan_.due ? plan_.unknown : UnknownTokens{}, step_.observing,
+                        much ? kParts : 1);
+    for (std::size_t n_decided = 0; n_decided < layers_.size();) {
+        std::vector<LayerRange> parts;
+        for (const auto& device : devices_) {
+            parts.push_back(device->next_part());
+            n_decided += parts.back().end - parts.back().first;
+        }
+        decide([&](int layer) {
+            const Layer& of = layers_[index(layer)];
+            const auto device =
+                std::find_if(devices_.begin(), devices_.end(),
+                             [&](const auto& candidate) { return candidate.get() == of.device; });
+            return parts[static_cast<std::size_t>(device - devices_.begin())].has(of.number);
+        });
+    }
 }
 
 // Makes entries of the tokens of a head. found: whether its device has looked for what is found out
@@ -379,6 +458,9 @@ void DeviceStore::commit(int layer, int h, bool found, int worker) {
     }
     const float* observed = found ? of.device->observed(of.number, h) : nullptr;
     ledger_.commit(layer, h, step_.n_tokens, observed, nullptr, 0.0f, worker);
+    DeviceHead& rows_of_head = head(layer, h);
+    if (step_.in_graph && !plan_.due && plan_.unknown.n > 0)
+        rows_of_head.unknown.push_back(rows_of_head.count);  // of the single token
     follow_ledger(layer, h);
 }
 
@@ -419,18 +501,22 @@ void DeviceStore::take_order_of_ledger(int layer, int h) {
     DeviceHead& of = head(layer, h);
     Head& entries = ledger_.components().head(layer, h);
     const PageLayout& layout = entries.layout();
-    std::vector<std::int32_t> positions(index(entries.count()));
-    for (int i = 0; i < entries.count(); ++i) {
-        const Slot slot = entries.place(i);
-        positions[index(i)] = layout.positions(slot.page)[slot.index];
-        // No two entries of a head have one position.
-        if (of.positions[index(i)] == static_cast<float>(positions[index(i)])) continue;
-        std::int32_t& row = layout.row(slot.page, slot.index);
-        if (row == i) continue;
-        of.moves.push_back({row, i});
-        row = i;
-    }
-    of.hold(positions);
+    // No two entries of a head have one position, so those whose positions are known stay.
+    const auto is_known = [&](int entry, std::int32_t position) {
+        return of.positions[index(entry)] == static_cast<float>(position);
+    };
+    entries.for_each_page({}, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = layout.positions(page);
+        bool all_known = true;
+        for (int i = 0; i < n; ++i) all_known &= is_known(first + i, positions[i]);
+        for (int i = 0; i < n && !all_known; ++i) {
+            if (is_known(first + i, positions[i])) continue;
+            const int row = std::exchange(layout.row(page, i), first + i);
+            if (row != first + i) of.move(row, first + i);
+            of.set_position(first + i, static_cast<float>(positions[i]));
+        }
+    });
+    of.hold_first(entries.count());
 }
 
 void DeviceStore::move_rows() {
@@ -490,7 +576,10 @@ void DeviceStore::grow(const std::vector<int>& budgets, const Protection& protec
 }
 
 void DeviceStore::truncate(std::int32_t position) {
-    if (position == 0) unknown_ = {};
+    if (position == 0) {
+        end_decisions();
+        forget_unknown();
+    }
     complete_ledger();
     ledger_.truncate(position);
     for_each_head([&](int layer, int h) {
@@ -546,8 +635,8 @@ void DeviceStore::release() noexcept {
     } catch (const std::exception&) {
         // A step that failed; nothing of it stays.
     }
-    late_position_ = -1;
-    unknown_ = {};
+    for (const auto& device : devices_) device->device().wait();
+    forget_unknown();
     layers_.clear();
     devices_.clear();
 }

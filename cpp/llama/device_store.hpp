@@ -156,14 +156,20 @@ private:
     std::vector<int> budgets() const;
     void load_rows(int layer, int head, const std::byte* state);
     void commit(int layer, int head, bool found, int worker);
+    bool protects_newest(int n) const;
+    void commit_by_parts();
     void stage(int layer, int head, bool found);
     bool evicts() const;
     void plan_commit();
     void decide_meanwhile();
     void end_decisions();
     void commit_in_graph();
-    void add_late_observation();
-    void complete_entries(int layer, int head, int n, int n_later);
+    void look_up_late();
+    void add_late_findings();
+    void forget_unknown() noexcept;
+    bool reads_values() const;
+    int most_unknown() const;
+    void complete_entries(int layer, int head, int n_later);
     // Lets the rows of a head be in the order of the ledger, with moves where it has changed.
     void follow_ledger(int layer, int head);
     void take_order_of_ledger(int layer, int head);
@@ -177,7 +183,12 @@ private:
     // Calls visit(layer, head, worker) for the KV heads of all layers in any order, with several
     // workers if much is to be done.
     template <typename Visit>
-    void for_each_head_at_once(bool much, Visit visit);
+    void for_each_head_at_once(bool much, Visit visit) {
+        for_each_head_of(much, [](int) { return true; }, visit);
+    }
+    // Does so for those layers of which is_meant(layer) is true.
+    template <typename IsMeant, typename Visit>
+    void for_each_head_of(bool much, IsMeant is_meant, Visit visit);
     DeviceLayer& rows(int layer) { return layers_[PageLayout::index(layer)].rows; }
     const DeviceLayer& rows(int layer) const { return layers_[PageLayout::index(layer)].rows; }
     DeviceHead& head(int layer, int head) { return rows(layer).heads()[PageLayout::index(head)]; }
@@ -199,17 +210,21 @@ private:
     UnknownTokens unknown_;                 // what is unknown of the ledger's newest entries
     // Says how a step in llama.cpp's own graph is committed.
     struct CommitPlan {
-        UnknownTokens unknown;      // unknown tokens, with those of the step
-        bool due = false;           // whether they must be looked up before
-        bool evicting = false;      // whether the budgets hold less
-        bool observe_late = false;  // whether the ledger is told later what its query gave
-        bool meanwhile = false;     // whether nothing that the device finds out is needed
+        UnknownTokens unknown;   // unknown tokens, with those of the step
+        bool due = false;        // whether they must be looked up before
+        bool evicting = false;   // whether the budgets hold less
+        bool meanwhile = false;  // whether nothing that the device finds out is needed
     };
     CommitPlan plan_;
     bool deciding_ = false;  // whether the step is being committed while devices compute
-    // Says which position the single token has whose query was observed, and of which the ledger
-    // knows nothing yet; -1: none.
-    std::int32_t late_position_ = -1;
+    // Says what the devices look up while the next token is read, and the ledger is told later.
+    struct Late {
+        std::int32_t position = -1;  // of the single token whose query was observed; -1: none
+        bool unknown = false;        // whether the newest entries are looked up
+
+        explicit operator bool() const { return position >= 0 || unknown; }
+    };
+    Late late_;
     std::size_t peak_ = 0;
 };
 
