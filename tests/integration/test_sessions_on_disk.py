@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv import ContextError, Session
+from entropykv.session.session import _DEPRECATED
 from tests.architectures import ARCHITECTURES
 from tests.support.logits import relative_error, tokens_for
 from tests.support.releases import write_known
@@ -286,3 +287,19 @@ def test_a_killed_process_goes_on_in_another(model: str, tmp_path: Path, request
     assert first + rest == whole
     assert entries_after == entries
     assert sum(map(len, entries)) <= 205 * len(entries)
+
+
+def test_names_of_version_0_1_still_work_and_say_what_to_use(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    with session_of(tiny_llama) as session:
+        session.decode(tokens_for(20))
+        with pytest.warns(
+            DeprecationWarning, match=r"Session\.save is .*; use Session\.files\.save$"
+        ):
+            session.save(tmp_path / "x.ekv")  # type: ignore[attr-defined]
+        for name in _DEPRECATED:
+            with pytest.warns(DeprecationWarning, match=f"use Session.{_DEPRECATED[name]}$"):
+                getattr(session, name)
+        with pytest.raises(AttributeError, match="a Session has no attribute 'sav'"):
+            session.sav()  # type: ignore[attr-defined]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import closing
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +34,18 @@ from entropykv.session.session_text import SessionText
 from entropykv.session.stats import SessionCounts, SessionStats
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
 from entropykv.settings.recovery import Recovery
+from entropykv.store.protocol import Store
 
 QUESTION_MARK = "entropykv-question"
 """Stands for a question where the chat template shows what comes before and behind it."""
+_DEPRECATED = {
+    **{name: f"cache.{name}" for name in ("budgets", "evicted", "importance", "predictor_fit")},
+    **{name: f"config.{name}" for name in ("n_ctx", "policy", "profile")},
+    **{name: f"files.{name}" for name in ("load", "load_state", "save", "save_state")},
+    **{name: f"text.{name}" for name in ("keep_checkpoint", "return_to_checkpoint", "truncate")},
+    "decode_drafts": "reader.read_drafts",
+}
+"""Names of version 0.1, and those of today."""
 
 
 class Session:
@@ -175,6 +186,17 @@ class Session:
         """The bytes of the importance that is remembered of it: see session/passages.py."""
         self._closed = False
 
+    if not TYPE_CHECKING:  # A type checker reports these names.
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what a deprecated name stands for, with a DeprecationWarning."""
+            if name not in _DEPRECATED:
+                raise AttributeError(f"a Session has no attribute {name!r}")
+            today = _DEPRECATED[name]
+            message = f"Session.{name} is deprecated; use Session.{today}"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return attrgetter(today)(self)
+
     def __enter__(self) -> Session:
         """Return the session itself; leaving the `with` block closes it."""
         return self
@@ -271,6 +293,10 @@ class Session:
     def is_closed(self) -> bool:
         """Tell whether it or its pool was closed."""
         return self._closed or self._runner.closed
+
+    @property
+    def _store(self) -> Store:
+        return self._slot.store
 
     @property
     def position(self) -> int:
@@ -383,7 +409,7 @@ class Session:
 
     def stats(self) -> SessionStats:
         """Return counts, bytes and times so far."""
-        store = self._slot.store
+        store = self._store
         counters = store.counters()
         counters["kv_bytes_scratch"] += self.snapshot_bytes
         drafting = self.reader.drafting
