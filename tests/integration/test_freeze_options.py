@@ -167,8 +167,8 @@ def test_serve_freezes(tiny_llama: Path) -> None:
 
 @NEEDS_SERVER
 def test_serve_reads_the_environment(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from entropykv.policy.user_options import freezing_of  # noqa: PLC0415
     from entropykv.server import ModelOptions  # noqa: PLC0415
-    from entropykv.session.asked import freezing_of  # noqa: PLC0415
 
     monkeypatch.setenv("ENTROPYKV_FREEZE", "disk:/var/cold")
     monkeypatch.setenv("ENTROPYKV_FREEZE_TYPE", "q4_0")

@@ -31,7 +31,7 @@ from entropykv import (
 )
 from entropykv.cli import main, parsers_of
 from entropykv.model.geometry import read_geometry
-from entropykv.session.asked import config_for
+from entropykv.policy.resolved_config import config_for
 from entropykv.settings.cache_options import (
     CacheArguments,
     PoolArguments,
@@ -39,17 +39,19 @@ from entropykv.settings.cache_options import (
 )
 from entropykv.settings.declared import declared
 from entropykv.settings.options import KV_TYPES, Budget
+from tests.support import option_types
 
 NAMES = {each.name for each in dataclasses.fields(CacheOptions) if each.init}
 
 
 def test_the_names_of_arguments_are_those_of_the_fields() -> None:
-    """PoolArguments is written by hand, for type checkers: it has all fields with their types."""
-    # Their module loads these for type checkers alone.
-    types = {"EntropyProfile": EntropyProfile, "OwnPolicy": OwnPolicy, "np": np, "npt": npt}
-    fields = get_type_hints(CacheOptions, localns=types)
-    arguments = get_type_hints(PoolArguments, localns=types)
-    assert arguments == {name: fields[name] for name in NAMES}
+    assert PoolArguments.__annotations__.keys() == NAMES
+
+
+@pytest.mark.parametrize("name", option_types.SECTIONS)
+def test_types_of_options_are_written_from_their_declarations(name: str) -> None:
+    """If this fails, run `python -m tests.support.option_types`."""
+    assert option_types.rewritten(name) == (option_types.PACKAGE / name).read_text("utf-8")
 
 
 def test_the_types_are_those_of_the_extension() -> None:

@@ -14,7 +14,7 @@ from entropykv.errors import ProfileError
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
 from entropykv.policy.plan import kv_type_for
-from entropykv.policy.resolved_config import resolve
+from entropykv.policy.resolved_config import config_for, resolve
 from entropykv.profile.find import (
     find_profile,
     fingerprint_of,
@@ -22,7 +22,6 @@ from entropykv.profile.find import (
     profile_beside,
     profile_path,
 )
-from entropykv.session.asked import config_for
 from entropykv.settings.options import Budget
 from tests.support.profiles import profile_of
 from tests.support.tiny_models import write_llama

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
+from entropykv.policy.resolved_config import config_for
 from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
-from entropykv.session.asked import config_for
 from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore

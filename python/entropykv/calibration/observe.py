@@ -15,9 +15,9 @@ from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.policy.resolved_config import config_for
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, Rows, head_loss
 from entropykv.profile.predictor import ScorePredictor
-from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from entropykv.cli.options import (
-    DRAFT_OPTIONS,
     add_draft_options,
     add_model_options,
     add_option,
@@ -34,6 +33,7 @@ from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import policy_named
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.declared import of_group
 from entropykv.settings.options import KV_TYPES
 
 _LENGTHS = (512, 2048, 6144)
@@ -162,7 +162,7 @@ def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
         n_threads=options.threads,
         fixed_threads=True,
         spec_type=options.spec_type,
-        **{name: getattr(options, name) for name in DRAFT_OPTIONS},
+        **{name: getattr(options, name) for name in of_group(CacheOptions, "drafts")},
     )
     length = (options.lengths or [min(_DRAFT_LENGTH, trained // 2)])[0]
     print(f"{_DRAFT_HEADER}\n|---|---|---|---|---|---|")

@@ -26,7 +26,7 @@ from entropykv.cli.options import (
 )
 from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.model import Model
-from entropykv.session.asked import cache_options_of
+from entropykv.policy.user_options import cache_options_of
 from entropykv.session.memory_plan import memory_warning
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session
@@ -154,7 +154,6 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         n_ubatch=min(options.ubatch_size, options.batch_size),
         n_threads=options.threads,
         n_threads_batch=options.threads_batch,
-        n_gpu_layers=options.n_gpu_layers,
     )
     tuning = model_options_of(options)
     fetch_named(options)

@@ -14,6 +14,7 @@ from entropykv.files import NOT_UTF8
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.settings.cache_options import SWITCH, CacheOptions
 from entropykv.settings.declared import declared as declared_options
+from entropykv.settings.declared import of_group
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
 from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
@@ -23,8 +24,6 @@ CONTEXT = 1_000_000
 """The most tokens of a conversation or a document, unless -c says otherwise. Memory depends on the
 entries that are kept, not on this.
 """
-DRAFT_OPTIONS = ("draft_max", "spec_draft_model", "draft_kv_budget", "draft_p_min")
-"""The fields of CacheOptions that say how tokens are guessed, besides spec_type."""
 
 
 def integer(least: int, most: int = MOST_TOKENS) -> Callable[[str], int]:
@@ -220,7 +219,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
 def add_draft_options(group: argparse._ActionsContainer) -> None:
     """Add options of who guesses tokens ahead, and how many."""
     add_option(group, CacheOptions, "spec_type", type=spec_type)
-    for name in DRAFT_OPTIONS:
+    for name in of_group(CacheOptions, "drafts"):
         add_option(group, CacheOptions, name)
 
 
@@ -274,7 +273,7 @@ def add_freeze_options(parser: argparse.ArgumentParser) -> None:
     add_option(group, CacheOptions, "freeze")
     schedule = parser.add_argument_group("schedule of policy rolling-freeze")
     for name, declared in declared_options(Freezing).items():
-        add_option(schedule if declared.of_schedule else group, Freezing, name)
+        add_option(schedule if declared.group == "schedule" else group, Freezing, name)
 
 
 _REWALK = ", rewalk (and write the last tokens again; as many are held back)"

@@ -48,7 +48,7 @@ from entropykv.errors import ContextError, SettingsError
 from entropykv.generation.prompt import Prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
-from entropykv.session.asked import freezing_of
+from entropykv.policy.user_options import freezing_of
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 from entropykv.session.stats import format_rows, stats_rows

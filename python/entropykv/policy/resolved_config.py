@@ -17,9 +17,11 @@ from entropykv.policy.drafts import spec_type_for
 from entropykv.policy.names import (
     AUTO,
     learns_predictor,
+    may_predict,
     policy_named,
     predictor_of,
     schedules,
+    takes_profile,
 )
 from entropykv.policy.plan import (
     FlatPlan,
@@ -31,8 +33,8 @@ from entropykv.policy.plan import (
     plan_headwise,
 )
 from entropykv.policy.policy import Policy
-from entropykv.profile.find import other_file
-from entropykv.profile.learnt import LearntPredictor
+from entropykv.profile.find import find_profile, given_profile, other_file
+from entropykv.profile.learnt import LearntPredictor, find_learnt
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
@@ -391,6 +393,23 @@ def resolve(
     )
     config.check_recovery(options.recovery)
     return config
+
+
+def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig:
+    """Read the profile that the policy takes, and resolve the options with it.
+
+    It is the one that was given, or that of the model. If it has no predictor, the one that earlier
+    processes have learnt is read. Raises as resolve() does, and ProfileError for a profile that
+    cannot be read.
+    """
+    profile = given_profile(options.entropy_config)
+    if profile is None and takes_profile(options.policy):
+        profile = find_profile(geometry)
+    learnt: LearntPredictor | None = None
+    needs_predictor = profile is None or profile.predictor is None
+    if needs_predictor and may_predict(options.policy) and options.learns:
+        learnt = find_learnt(geometry)
+    return resolve(options, geometry, profile, learnt)
 
 
 def _micro_batches(

@@ -65,7 +65,51 @@ def _declared(name: str) -> Any:
     return Field(default=default, description=f"{text}.", **limits)
 
 
-class ModelOptions(ModelSettings):
+# What follows is written by `python -m tests.support.option_types`.
+
+
+class CacheSettings(ModelSettings):
+    """Hold the options of the cache as settings of the server: see CacheOptions."""
+
+    kv_budget: str = _declared("kv_budget")
+    policy: str = _declared("policy")
+    kv_type: str = _declared("kv_type")
+    store: str = _declared("store")
+    entropy_config: Optional[str] = _declared("entropy_config")
+    learn: Optional[bool] = _declared("learn")
+    sinks: int = _declared("sinks")
+    recent_window: Optional[int] = _declared("recent_window")
+    freeze: Optional[str] = _declared("freeze")
+    recovery: Optional[Literal["soft", "window", "full"]] = _declared("recovery")
+    n_ctx: int = _declared("n_ctx")
+    n_threads: int = _declared("n_threads")
+    n_threads_batch: int = _declared("n_threads_batch")
+    fixed_threads: Optional[bool] = _declared("fixed_threads")
+    spec_type: str = _declared("spec_type")
+    draft_max: int = _declared("draft_max")
+    spec_draft_model: Optional[str] = _declared("spec_draft_model")
+    draft_kv_budget: str = _declared("draft_kv_budget")
+    draft_p_min: float = _declared("draft_p_min")
+    parallel: int = _declared("parallel")
+    swap: str = _declared("swap")
+    swap_limit: str = _declared("swap_limit")
+    checkpoints: Optional[str] = _declared("checkpoints")
+    freeze_limit: Optional[str] = _declared("freeze_limit")
+    freeze_type: Optional[str] = _declared("freeze_type")
+    recall_interval: Optional[int] = _declared("recall_interval")
+    freeze_window: Optional[int] = _declared("freeze_window")
+    freeze_threshold: Optional[float] = _declared("freeze_threshold")
+    freeze_rate: Optional[float] = _declared("freeze_rate")
+    freeze_history: Optional[int] = _declared("freeze_history")
+    recall_prompt: Optional[int] = _declared("recall_prompt")
+    recovery_deviations: Optional[float] = _declared("recovery_deviations")
+    recovery_window: Optional[int] = _declared("recovery_window")
+
+
+# End of what is written.
+
+
+class ModelOptions(CacheSettings):
     """Name the model and its budget; see CacheOptions for the fields of the budget.
 
     Values that are not given are read from environment variables such as ENTROPYKV_MODEL.
@@ -77,70 +121,40 @@ class ModelOptions(ModelSettings):
         default="",
         description="The path of the model's GGUF file; given several times, that of each model.",
     )
-    hf_repo: Optional[str] = Field(  # noqa: UP045  (all that add_args_from_model() can read)
+    hf_repo: Optional[str] = Field(
         default=None,
         min_length=1,
         description="A model of the Hugging Face Hub instead, as USER/MODEL or USER/MODEL:QUANT, "
         "which is fetched once (needs the extra hub).",
     )
-    hf_file: Optional[str] = Field(  # noqa: UP045
+    hf_file: Optional[str] = Field(
         default=None,
         min_length=1,
         description="With --hf-repo: the model's file in it, or a pattern of its name.",
     )
-    hf_model_repo_id: Optional[str] = Field(  # noqa: UP045
+    hf_model_repo_id: Optional[str] = Field(
         default=None,
         min_length=1,
         description="The same as --hf-repo, with --model in the place of --hf-file, as "
         "llama_cpp.server has them.",
     )
-    model_alias: Optional[str] = Field(  # noqa: UP045
+    model_alias: Optional[str] = Field(
         default=None,
         description="The name that clients use for the model, and others, separated by commas.",
     )
-    tags: Optional[str] = Field(  # noqa: UP045
+    tags: Optional[str] = Field(
         default=None,
         max_length=MOST_NAME,
         description="Words that /v1/models shows beside the model, separated by commas.",
     )
-    n_ctx: int = _declared("n_ctx")
-    n_threads: int = _declared("n_threads")
-    n_threads_batch: int = _declared("n_threads_batch")
-    fixed_threads: bool | None = _declared("fixed_threads")
-    spec_type: str = _declared("spec_type")
-    draft_max: int = _declared("draft_max")
-    spec_draft_model: Optional[str] = _declared("spec_draft_model")  # noqa: UP045
-    draft_kv_budget: str = _declared("draft_kv_budget")
-    draft_p_min: float = _declared("draft_p_min")
     logits_all: bool = Field(
         default=False,
         description="Changes nothing: logprobs are computed while tokens are read and written.",
     )
     verbose: bool = Field(default=False, description="Whether to print llama.cpp's own log.")
-    kv_budget: str = _declared("kv_budget")
-    policy: str = _declared("policy")
-    kv_type: str = _declared("kv_type")
-    store: str = _declared("store")
-    entropy_config: str | None = _declared("entropy_config")
-    sinks: int = _declared("sinks")
-    recent_window: int | None = _declared("recent_window")
-    freeze: str | None = _declared("freeze")
-    freeze_limit: str | None = _declared("freeze_limit")
-    freeze_type: str | None = _declared("freeze_type")
-    recall_interval: int | None = _declared("recall_interval")
-    recall_prompt: int | None = _declared("recall_prompt")
-    freeze_window: int | None = _declared("freeze_window")
-    freeze_threshold: float | None = _declared("freeze_threshold")
-    freeze_rate: float | None = _declared("freeze_rate")
-    freeze_history: int | None = _declared("freeze_history")
-    learn: bool | None = _declared("learn")
-    parallel: int = _declared("parallel")
-    swap: str = _declared("swap")
-    swap_limit: str = _declared("swap_limit")
     conversations: int = Field(
         default=64, ge=1, description="Conversations that are kept for their next turn."
     )
-    checkpoints: Optional[str] = _declared("checkpoints")  # noqa: UP045
     sleep_idle_seconds: int = Field(
         default=-1,
         ge=-1,
@@ -148,19 +162,13 @@ class ModelOptions(ModelSettings):
         description="Seconds without a request after which the model is unloaded until the next "
         "one; -1: never.",
     )
-    recovery: Literal["soft", "window", "full"] | None = _declared("recovery")
-    """The highest rung; rewalk is not possible, because an answer that was sent cannot be
-    changed.
-    """
-    recovery_deviations: float | None = _declared("recovery_deviations")
-    recovery_window: int | None = _declared("recovery_window")
 
-    mmproj: Optional[str] = Field(  # noqa: UP045
+    mmproj: Optional[str] = Field(
         default=None,
         min_length=1,
         description="File of the model's projector (mmproj), with which requests may have images.",
     )
-    chat_template: Optional[str] = Field(  # noqa: UP045
+    chat_template: Optional[str] = Field(
         default=None,
         max_length=MOST_TEMPLATE,
         description="Chat template in Jinja that takes the place of the model's own.",
@@ -185,51 +193,35 @@ class ModelOptions(ModelSettings):
         le=MOST_TOKENS,
         description="Tokens of a thought at most; 0 ends it at once, -1 never.",
     )
-    reasoning_budget_message: Optional[str] = Field(  # noqa: UP045
+    reasoning_budget_message: Optional[str] = Field(
         default=None,
         max_length=MOST_MESSAGE,
         description="Text that ends a thought whose tokens are used up.",
     )
-    reasoning_effort: Optional[str] = Field(  # noqa: UP045
+    reasoning_effort: Optional[str] = Field(
         default=None,
         max_length=MOST_NAME,
         description="What the chat template is told as reasoning_effort, such as low; default: "
         "nothing.",
     )
-    temperature: Optional[float] = Field(  # noqa: UP045
-        default=None, ge=0, le=_MOST, description=_OF_REQUESTS
-    )
-    top_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)  # noqa: UP045
-    min_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)  # noqa: UP045
-    top_k: Optional[int] = Field(  # noqa: UP045
-        default=None, ge=-1, le=MOST_TOKENS, description=_OF_REQUESTS
-    )
-    repeat_penalty: Optional[float] = Field(  # noqa: UP045
-        default=None, ge=0, le=_MOST, description=_OF_REQUESTS
-    )
-    presence_penalty: Optional[float] = Field(  # noqa: UP045
-        default=None, ge=-2, le=2, description=_OF_REQUESTS
-    )
-    frequency_penalty: Optional[float] = Field(  # noqa: UP045
-        default=None, ge=-2, le=2, description=_OF_REQUESTS
-    )
-    mirostat_mode: Optional[int] = Field(  # noqa: UP045
-        default=None, ge=0, le=2, description=_OF_REQUESTS
-    )
-    mirostat_tau: Optional[float] = Field(  # noqa: UP045
-        default=None, ge=0, le=10, description=_OF_REQUESTS
-    )
-    mirostat_eta: Optional[float] = Field(  # noqa: UP045
-        default=None, ge=0.001, le=1, description=_OF_REQUESTS
-    )
-    max_tokens: Optional[int] = Field(  # noqa: UP045
+    temperature: Optional[float] = Field(default=None, ge=0, le=_MOST, description=_OF_REQUESTS)
+    top_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)
+    min_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)
+    top_k: Optional[int] = Field(default=None, ge=-1, le=MOST_TOKENS, description=_OF_REQUESTS)
+    repeat_penalty: Optional[float] = Field(default=None, ge=0, le=_MOST, description=_OF_REQUESTS)
+    presence_penalty: Optional[float] = Field(default=None, ge=-2, le=2, description=_OF_REQUESTS)
+    frequency_penalty: Optional[float] = Field(default=None, ge=-2, le=2, description=_OF_REQUESTS)
+    mirostat_mode: Optional[int] = Field(default=None, ge=0, le=2, description=_OF_REQUESTS)
+    mirostat_tau: Optional[float] = Field(default=None, ge=0, le=10, description=_OF_REQUESTS)
+    mirostat_eta: Optional[float] = Field(default=None, ge=0.001, le=1, description=_OF_REQUESTS)
+    max_tokens: Optional[int] = Field(
         default=None,
         ge=-2,
         le=MOST_TOKENS,
         description="Tokens of an answer at most where a request does not say it; -1: until the "
         "model or the context ends.",
     )
-    stop: Optional[list[Annotated[str, Field(max_length=MOST_STOP)]]] = Field(  # noqa: UP045
+    stop: Optional[list[Annotated[str, Field(max_length=MOST_STOP)]]] = Field(
         default=None,
         max_length=MOST_STOPS,
         description="Texts that end an answer where a request names none.",
@@ -340,18 +332,18 @@ class ServerOptions(ServerSettings):
 
     host: str = Field(default="127.0.0.1", description="Listen address")
     port: int = Field(default=8000, ge=0, le=65535, description="Listen port; 0: any free one")
-    api_key: Optional[str] = Field(  # noqa: UP045  (all that add_args_from_model() can read)
+    api_key: Optional[str] = Field(
         default=None,
         min_length=1,
         description="Every request must bear it (also: environment variable ENTROPYKV_API_KEY)",
     )
-    api_key_file: Optional[str] = Field(  # noqa: UP045
+    api_key_file: Optional[str] = Field(
         default=None,
         min_length=1,
         description="File with an API key on every line, each of which is a user of its own; blank "
         "lines and those that begin with # are skipped.",
     )
-    show_text: Optional[bool] = Field(  # noqa: UP045
+    show_text: Optional[bool] = Field(
         default=None,
         description="Whether the page and /v1/kv/text show a user what the user's own texts in the "
         "cache say; unless it is given, only a server on this machine's own address without a key "
@@ -409,7 +401,7 @@ class ServerOptions(ServerSettings):
         description="Seconds that a client may take to send the headers of a request, and its body "
         "(else 408), and to take what was sent to it.",
     )
-    request_seconds: Optional[int] = Field(  # noqa: UP045
+    request_seconds: Optional[int] = Field(
         default=None,
         ge=1,
         description="Seconds that a request may take, waiting included; none unless it is given.",
@@ -419,13 +411,13 @@ class ServerOptions(ServerSettings):
         ge=0,
         description="Seconds that running requests may take after SIGTERM; new ones get 503.",
     )
-    cors_origins: Optional[str] = Field(  # noqa: UP045
+    cors_origins: Optional[str] = Field(
         default=None,
         description="Web pages that may use the server from a browser: origins such as "
         "http://localhost:3000, separated by commas; localhost for all pages of this machine, "
         "* for all.",
     )
-    allowed_hosts: Optional[str] = Field(  # noqa: UP045
+    allowed_hosts: Optional[str] = Field(
         default=None,
         description="Names that requests may ask for besides the address: the header Host, such as "
         "llm.example.com or *.example.com, separated by commas; * for any.",
@@ -435,13 +427,13 @@ class ServerOptions(ServerSettings):
         description="Answer requests with fields that the server does not know, as if they were "
         "not there; else they get 400 and the name of the field.",
     )
-    slot_save_path: Optional[str] = Field(  # noqa: UP045
+    slot_save_path: Optional[str] = Field(
         default=None,
         min_length=1,
         description="Directory where POST /slots/{id}?action=save keeps conversations, and "
         "action=restore finds them; each API key has a folder of its own there.",
     )
-    documents: Optional[str] = Field(  # noqa: UP045
+    documents: Optional[str] = Field(
         default=None,
         min_length=1,
         description="Directory, or an address such as s3://bucket/folder, where documents are kept "
@@ -453,12 +445,12 @@ class ServerOptions(ServerSettings):
         description="Bytes that all documents may take, and texts that wait to be read; beyond it, "
         "the least recently used document that is not in use is removed.",
     )
-    models_dir: Optional[str] = Field(  # noqa: UP045
+    models_dir: Optional[str] = Field(
         default=None,
         min_length=1,
         description="Directory of GGUF files, each of which is a model that requests can name.",
     )
-    models_preset: Optional[str] = Field(  # noqa: UP045
+    models_preset: Optional[str] = Field(
         default=None,
         min_length=1,
         description="File in llama-server's INI format that names models and their options.",
@@ -470,7 +462,7 @@ class ServerOptions(ServerSettings):
         description="Models that may be loaded at a time; beyond it, the least recently used one "
         "that is idle makes room. 0: any number.",
     )
-    models_memory: Optional[str] = Field(  # noqa: UP045
+    models_memory: Optional[str] = Field(
         default=None,
         description="Bytes that all loaded models may take, such as 8GiB, estimated before they "
         "are loaded; none unless it is given.",

@@ -12,9 +12,8 @@ from entropykv.errors import BudgetError, ModelFileError
 from entropykv.llamacpp.model import offloaded_layers
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
-from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.policy.resolved_config import ResolvedConfig, config_for
 from entropykv.profile.find import check_model
-from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.system import available_memory
 

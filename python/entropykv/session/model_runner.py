@@ -21,9 +21,8 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
-from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.policy.resolved_config import ResolvedConfig, config_for
 from entropykv.profile.learnt import LearntPredictor
-from entropykv.session.asked import config_for
 from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter
 from entropykv.session.echo import Echo
 from entropykv.session.images import ImageLimits, Images

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from entropykv.errors import SettingsError
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.declared import check_declared, option
+from entropykv.settings.declared import check_declared, of_group, option
 from entropykv.settings.freezing import WHERE, Freezing
 from entropykv.settings.options import (
     KV_CHOICES,
@@ -59,6 +59,9 @@ tokens, int32: an object of llama_cpp's LlamaDraftModel is one.
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
+# What follows is written by `python -m tests.support.option_types`.
+
+
 class CacheArguments(TypedDict, total=False):
     """List the fields of CacheOptions that can be set for a loaded model, besides the budget."""
 
@@ -91,12 +94,15 @@ class SessionArguments(CacheArguments, total=False):
 
 
 class PoolArguments(SessionArguments, total=False):
-    """List all fields of CacheOptions, which Pool accepts."""
+    """List the fields of CacheOptions that Pool accepts: all."""
 
     n_sequences: int | None
     swap: str
     swap_limit: str | int | None
     checkpoints: str | int | None
+
+
+# End of what is written.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +122,7 @@ class CacheOptions:
         "take, or the tokens or bytes of all",
         "--kv-budget",
         metavar="B",
+        group="loading",
     )
     policy: str | OwnPolicy = option(
         "auto",
@@ -193,6 +200,7 @@ class CacheOptions:
         metavar="N",
         kind=int,
         least=0,
+        group="loading",
     )
     n_ubatch: int | None = option(
         None,
@@ -203,6 +211,7 @@ class CacheOptions:
         least=1,
         most=MOST_MICRO_BATCH,
         instead=f"{MICRO_BATCH}; {MICRO_BATCH_OF_POOL} in a pool, where others write meanwhile",
+        group="loading",
     )
     n_threads: int = option(
         0,
@@ -213,6 +222,7 @@ class CacheOptions:
         kind=int,
         least=0,
         most=MOST_THREADS,
+        group="loading",
     )
     n_threads_batch: int = option(
         0,
@@ -223,6 +233,7 @@ class CacheOptions:
         kind=int,
         least=0,
         most=MOST_THREADS,
+        group="loading",
     )
     fixed_threads: bool = option(
         False,
@@ -230,6 +241,7 @@ class CacheOptions:
         "--fixed-threads",
         kind=bool,
         at_server=None,
+        group="loading",
     )
     n_gpu_layers: int = option(
         0,
@@ -240,6 +252,7 @@ class CacheOptions:
         kind=int,
         least=-1,
         most=2**31 - 1,  # llama.cpp uses this number for all layers.
+        group="loading",
     )
     spec_type: str = option(
         "auto",
@@ -248,6 +261,7 @@ class CacheOptions:
         "wrong guesses can be undone",
         "--spec-type",
         choices=SPEC_TYPES,
+        group="loading",
     )
     draft_max: int = option(
         15,
@@ -258,6 +272,7 @@ class CacheOptions:
         kind=int,
         least=1,
         most=MOST_DRAFTS,
+        group="drafts",
     )
     spec_draft_model: str | os.PathLike[str] | DraftFunction | None = option(
         None,
@@ -266,12 +281,14 @@ class CacheOptions:
         setting="spec_draft_model",
         metavar="FILE",
         instead="none",
+        group="drafts",
     )
     draft_kv_budget: Budget | str | float = option(
         DRAFT_BUDGET,
         "KV budget of the model of --model-draft, written as --kv-budget",
         "--draft-kv-budget",
         metavar="B",
+        group="drafts",
     )
     draft_p_min: float = option(
         0.4,
@@ -280,6 +297,7 @@ class CacheOptions:
         setting="draft_p_min",
         metavar="P",
         kind=float,
+        group="drafts",
     )
     n_sequences: int | None = option(
         None,
@@ -291,9 +309,13 @@ class CacheOptions:
         most=MOST_SEQUENCES,
         instead="one alone, without a pool",
         at_server=1,
+        group="pool",
     )
     swap: str = option(
-        "ram", "where a pool keeps idle conversations: ram, or disk:DIRECTORY", setting="swap"
+        "ram",
+        "where a pool keeps idle conversations: ram, or disk:DIRECTORY",
+        setting="swap",
+        group="pool",
     )
     swap_limit: str | int | None = option(
         None,
@@ -301,6 +323,7 @@ class CacheOptions:
         setting="swap_limit",
         instead="as many as there are",
         at_server="1GiB",
+        group="pool",
     )
     checkpoints: str | int | None = option(
         None,
@@ -308,6 +331,7 @@ class CacheOptions:
         "none",
         setting="checkpoints",
         instead=f"{CHECKPOINTS} in a pool, and none of one conversation alone",
+        group="pool",
     )
     budget: Budget = field(init=False, repr=False, compare=False)
     """The value of `kv_budget` as a Budget."""
@@ -402,8 +426,9 @@ class CacheOptions:
 
     def alone(self) -> CacheOptions:
         """Return these options for one session; raises SettingsError if they ask for a pool."""
-        of_pool = (self.n_sequences, self.swap, self.swap_limit, self.checkpoints)
-        if of_pool != (None, "ram", None, None):
+        if any(
+            getattr(self, name) != getattr(CacheOptions, name) for name in of_group(self, "pool")
+        ):
             raise SettingsError(
                 "a Session holds one conversation; for n_sequences, swap, swap_limit and "
                 "checkpoints make a Pool, of n_sequences=1 if need be, or an EntropyLlama with "

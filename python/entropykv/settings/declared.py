@@ -45,8 +45,10 @@ class Option:
     """The default of the server, if it differs."""
     label: str = ""
     """The option's name in errors, if that is not the name of the field."""
-    of_schedule: bool = False
-    """True if it belongs to the schedule of policy rolling-freeze."""
+    group: str = ""
+    """The group of the option: `schedule` (of policy rolling-freeze), `drafts`, `pool`, or
+    `loading` (what a model is loaded with). Without a group, it can be set for a loaded model.
+    """
 
     @property
     def name(self) -> str:
@@ -86,6 +88,11 @@ def declared(owner: _Dataclass | type[_Dataclass]) -> dict[str, Option]:
     """Return the options that a dataclass declares, by the names of its fields."""
     options = ((each.name, each.metadata.get(_METADATA)) for each in dataclasses.fields(owner))
     return {name: option for name, option in options if option is not None}
+
+
+def of_group(owner: _Dataclass | type[_Dataclass], group: str) -> tuple[str, ...]:
+    """Return the fields of a dataclass whose options belong to a group."""
+    return tuple(name for name, each in declared(owner).items() if each.group == group)
 
 
 def check_declared(values: _Dataclass) -> None:

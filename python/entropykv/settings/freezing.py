@@ -78,7 +78,7 @@ class Freezing:
         kind=int,
         least=1,
         label="the window of freezing",
-        of_schedule=True,
+        group="schedule",
     )
     threshold: float | None = option(
         None,
@@ -88,7 +88,7 @@ class Freezing:
         metavar="T",
         kind=float,
         instead="1; 0.5 for |q.k|",
-        of_schedule=True,
+        group="schedule",
     )
     rate: float = option(
         2.0,
@@ -96,7 +96,7 @@ class Freezing:
         "--freeze-rate",
         metavar="R",
         kind=float,
-        of_schedule=True,
+        group="schedule",
     )
     history: int = option(
         0,
@@ -106,7 +106,7 @@ class Freezing:
         kind=int,
         least=0,
         label="the history of freezing",
-        of_schedule=True,
+        group="schedule",
     )
     recall_prompt: int | None = option(
         None,

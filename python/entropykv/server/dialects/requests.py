@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from llama_cpp.server.types import CreateCompletionRequest
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
@@ -43,9 +43,6 @@ from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.passages import MOST_PASSAGES
 from entropykv.session.sampling import Sampling
-
-if TYPE_CHECKING:
-    from entropykv.server.chat.chat_request import ChatRequest
 
 MOST_CHOICES = 128
 """The most choices of one prompt, as in OpenAI's API."""
@@ -218,12 +215,12 @@ def _is_one(prompt: Any) -> bool:
     return isinstance(prompt, str) or any(isinstance(each, int) for each in prompt)
 
 
-Parted = TypeVar("Parted", "CompletionRequest", "ChatRequest")
+Parted = TypeVar("Parted", bound=GeneratingRequest)
 
 
 def parted(request: Parted, number: int, **others: Any) -> Parted:
     """Return a request for one choice of a request, and nothing else."""
-    part: Parted = request.model_copy(update={"n": 1, **others})
+    part = request.model_copy(update={"n": 1, **others})
     part._choice = number
     return part
 

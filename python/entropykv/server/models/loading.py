@@ -23,9 +23,9 @@ from entropykv.llamacpp.model_options import (
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.model.geometry import read_chat_template
 from entropykv.model.shipped import path_of_model
+from entropykv.policy.user_options import cache_options_of
 from entropykv.server.models.loaded_model import LoadedModel, say
 from entropykv.server.options import ModelOptions
-from entropykv.session.asked import cache_options_of
 from entropykv.session.images import ImageLimits
 from entropykv.session.pool import Pool
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
@@ -162,7 +162,6 @@ def _sized(cache: CacheOptions, options: ModelOptions) -> CacheOptions:
         n_ubatch=min(n_ubatch, most),
         n_threads=options.n_threads,
         n_threads_batch=options.n_threads_batch,
-        n_gpu_layers=options.n_gpu_layers,
     )
 
 

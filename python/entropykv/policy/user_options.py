@@ -1,4 +1,4 @@
-"""Build cache settings from options of the command line and of the server, and resolve them."""
+"""Make CacheOptions of what users say at the command line, or in the settings of the server."""
 
 from __future__ import annotations
 
@@ -6,31 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from entropykv.errors import SettingsError
-from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.names import may_predict, schedules, takes_profile
-from entropykv.policy.resolved_config import ResolvedConfig, resolve
-from entropykv.profile.find import find_profile, given_profile
-from entropykv.profile.learnt import LearntPredictor, find_learnt
+from entropykv.policy.names import schedules
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.declared import declared
+from entropykv.settings.declared import declared, of_group
 from entropykv.settings.freezing import RAM, Freezing
 from entropykv.settings.recovery import RUNGS, Recovery
-
-_IN_BOTH = (
-    "kv_budget",
-    "policy",
-    "kv_type",
-    "store",
-    "entropy_config",
-    "n_sinks",
-    "recent_window",
-    "spec_type",
-    "draft_max",
-    "spec_draft_model",
-    "draft_kv_budget",
-    "draft_p_min",
-)
-"""Fields of CacheOptions that the command line and the server have by the same name."""
 
 
 def cache_options_of(
@@ -38,35 +18,17 @@ def cache_options_of(
 ) -> CacheOptions:
     """Return the cache options that options of the command line or of the server ask for.
 
-    `others` are fields of CacheOptions that command line and server name differently. `rungs` are
-    the rungs of the recovery ladder that may be asked for.
+    A field is read where both name it alike; `others` are fields that they name differently, and
+    those of a pool. `rungs` are the rungs of the recovery ladder that may be asked for.
     """
-    names = declared(CacheOptions)
-    same = {field: getattr(options, names[field].name) for field in _IN_BOTH}
-    return CacheOptions(
-        **{**same, **others},
-        learn=getattr(options, "learn", None),
-        fixed_threads=bool(getattr(options, "fixed_threads", False)),
-        freeze=freezing_of(options),
-        recovery=recovery_of(options, rungs),
-    )
-
-
-def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig:
-    """Read the profile that the policy takes, and resolve the options with it.
-
-    It is the one that was given, or that of the model. If it has no predictor, the one that earlier
-    processes have learnt is read. Raises as resolve() does, and ProfileError for a profile that
-    cannot be read.
-    """
-    profile = given_profile(options.entropy_config)
-    if profile is None and takes_profile(options.policy):
-        profile = find_profile(geometry)
-    learnt: LearntPredictor | None = None
-    needs_predictor = profile is None or profile.predictor is None
-    if needs_predictor and may_predict(options.policy) and options.learns:
-        learnt = find_learnt(geometry)
-    return resolve(options, geometry, profile, learnt)
+    alike = {
+        field: getattr(options, each.name)
+        for field, each in declared(CacheOptions).items()
+        if each.name == each.server_name and each.group != "pool"
+        if getattr(options, each.name, None) is not None
+    }
+    ladder = {"freeze": freezing_of(options), "recovery": recovery_of(options, rungs)}
+    return CacheOptions(**{**alike, **ladder, **others})
 
 
 def freezing_of(options: Any) -> Freezing | None:
@@ -82,7 +44,7 @@ def freezing_of(options: Any) -> Freezing | None:
             f"{_flag(given)} is of no use where nothing is frozen; give --freeze ram or --freeze "
             "disk:DIR, too"
         )
-    useless = [name for name in given if declared(Freezing)[name].of_schedule]
+    useless = [name for name in given if name in of_group(Freezing, "schedule")]
     if useless and not any(map(schedules, policies)):
         raise SettingsError(
             f"{_flag(useless)} belongs to --policy rolling-freeze; use that policy, or leave it out"
