@@ -234,13 +234,21 @@ def test_a_conversation_that_another_replica_reads_stays(tmp_path: Path) -> None
 def test_a_conversation_whose_name_is_refused_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversations = Conversations(tmp_path, 1, SimpleNamespace())  # type: ignore[arg-type]
+    loaded: list[Caller] = []
+    cache = SimpleNamespace(load=lambda caller, _: loaded.append(caller))
+    conversations = Conversations(tmp_path, 1, cache)  # type: ignore[arg-type]
+    caller = Caller(name="a")
+    conversations.path(caller).write_bytes(b"12")
 
     def refused(path: Path, **_: Any) -> os.stat_result:
         raise PermissionError(errno.EACCES, "it is being removed", str(path))
 
-    monkeypatch.setattr(Path, "stat", refused)
-    conversations.enter(Caller(name="a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refused)
+        conversations.enter(caller)
+    assert loaded == []
+    conversations.enter(caller)
+    assert loaded == [caller]
 
 
 @pytest.mark.parametrize(("on_windows", "option"), [(True, -5), (False, socket.SO_REUSEADDR)])
