@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
-from entropykv.cli.architectures import format_architectures
+from entropykv.cli.models import format_architectures
 from entropykv.model.architectures import ArchitectureCheck, ArchitectureTable, Served
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.architectures.checks import GREEDY_TOKENS, check, worst

@@ -12,7 +12,7 @@ import pytest
 
 from entropykv import Session, UnsupportedModelError
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
-from entropykv.cli.architectures import format_architectures
+from entropykv.cli.models import format_architectures
 from entropykv.model.architectures import (
     ArchitectureCheck,
     ArchitectureTable,

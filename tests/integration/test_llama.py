@@ -204,7 +204,7 @@ def smol_pair(smollm2: Path) -> Iterator[tuple[EntropyLlama, Llama]]:
     stock.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("entropykv.store.flat_context.serves_products", lambda: False)
+        patch.setattr("entropykv.store.flat.serves_products", lambda: False)
         patch.setattr("entropykv.llamacpp.model.reads_blocks", lambda: False)
         ours = EntropyLlama(str(smollm2), n_ctx=256, kv_type="f16", store="flat", **QUIET)
     stock = Llama(str(smollm2), n_ctx=256, **QUIET)

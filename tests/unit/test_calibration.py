@@ -25,7 +25,7 @@ from entropykv.calibration.texts import (
     hold_back,
     long_sequences,
 )
-from entropykv.cli.profile_table import compare, format_profile
+from entropykv.cli.profile import compare, format_profile
 from entropykv.errors import CalibrationError, EntropyKVError, ProfileError, SettingsError
 from entropykv.evaluation.shipped_texts import Text, read_texts
 from entropykv.profile.profile import EntropyProfile

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv.cli.screen import Screen
+from entropykv.cli.answer import Screen
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from entropykv.cli.profile_table import comparison_lines
+from entropykv.cli.profile import comparison_lines
 from entropykv.errors import ProfileError
 from entropykv.policy.names import POLICIES, policy_named
 from entropykv.profile.profile import EntropyProfile

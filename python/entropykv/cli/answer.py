@@ -1,22 +1,217 @@
-"""Write an answer to stdout while it is generated."""
+"""Write an answer to stdout while it is generated, and what the model thinks before it to stderr;
+on a terminal, lines end between words.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import shutil
 import sys
+import unicodedata
 from collections.abc import Callable
 from typing import NoReturn
 
 from tqdm import tqdm
 
+from entropykv import system
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
-from entropykv.cli.screen import Screen
-from entropykv.cli.shown_thought import ShownThought
+from entropykv.cli.options import integer, utf8
+from entropykv.errors import SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, generate
 from entropykv.generation.request import GenerationRequest
 from entropykv.session.session import Session
+from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_switch
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def add_thinking_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add llama.cpp's options of thoughts; thinking_options_of() reads them."""
+    group = parser.add_argument_group("thoughts (of models whose chat template has them)")
+    group.add_argument(
+        "--reasoning-format",
+        choices=FORMATS,
+        default="auto",
+        help="where thoughts are shown: none and deepseek-legacy leave them in the answer, auto "
+        "and deepseek take them out of it (default: %(default)s)",
+    )
+    group.add_argument(
+        "-rea",
+        "--reasoning",
+        type=_switch,
+        default="auto",
+        metavar="on|off|auto",
+        help="whether the chat template is told to let the model think (default: auto, nothing)",
+    )
+    group.add_argument(
+        "--reasoning-budget",
+        type=integer(-1),
+        default=-1,
+        metavar="N",
+        help="tokens of a thought at most: 0 ends it at once, -1 never (default: %(default)s)",
+    )
+    group.add_argument(
+        "--reasoning-budget-message",
+        type=utf8,
+        default="",
+        metavar="TEXT",
+        help="text that ends a thought whose tokens are used up",
+    )
+    group.add_argument(
+        "--reasoning-effort",
+        metavar="LEVEL",
+        help="what the chat template is told as reasoning_effort, such as low",
+    )
+    return group
+
+
+def _switch(text: str) -> str:
+    words = {"1": "on", "true": "on", "0": "off", "false": "off"}
+    word = words.get(text.lower(), text.lower())
+    if word not in ("on", "off", "auto"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on, off nor auto")
+    return word
+
+
+def use_in_template(options: argparse.Namespace) -> None:
+    """Add the options about thoughts to the variables of the chat template."""
+    arguments = dict(options.chat_template_kwargs or {})
+    if options.reasoning != "auto":
+        arguments.update(template_switch(thinks=options.reasoning == "on"))
+    if options.reasoning_effort not in (None, "default"):
+        arguments["reasoning_effort"] = options.reasoning_effort
+    options.chat_template_kwargs = arguments or None
+
+
+def thinking_options_of(options: argparse.Namespace) -> ThinkingOptions:
+    """Return the settings of thoughts in the options; raises SettingsError."""
+    message = options.reasoning_budget_message
+    if len(message) > MOST_MESSAGE:
+        raise SettingsError(
+            f"--reasoning-budget-message has more than {MOST_MESSAGE} characters; shorten it"
+        )
+    return ThinkingOptions(options.reasoning_format, options.reasoning_budget, message)
+
+
+class ShownThought:
+    """Show what a model thinks before its answer."""
+
+    def __init__(self, options: ThinkingOptions, *, folds: bool = False) -> None:
+        """Begin an answer; `folds`: only the length of the thought is shown."""
+        self._is_apart = options.format in ("auto", "deepseek")
+        self._folds = folds
+        self._is_shown = self._ended = False
+
+    def take(self, piece: AnswerPiece) -> str:
+        """Show the thought in the next piece of the answer, and return the text for stdout."""
+        if not self._is_apart:
+            return piece.text
+        if piece.thought and not self._folds:
+            self._write(piece.thought)
+        if piece.answer:
+            self.end(piece.n_thought)
+        return piece.answer
+
+    def _write(self, text: str) -> None:
+        """Write to stderr, in a dim colour if that is a terminal."""
+        self._is_shown = True
+        dim, plain = (_DIM, _PLAIN) if system.shows_escapes(sys.stderr) else ("", "")
+        sys.stderr.write(f"{dim}{text}{plain}")
+        sys.stderr.flush()
+
+    def end(self, n_tokens: int) -> None:
+        """End the shown thought of so many tokens, once; also when it was interrupted."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._folds and n_tokens and self._is_apart:
+            self._write(f"[thought for {n_tokens} tokens]")
+        if self._is_shown:
+            self._is_shown = False
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+
+
+_CODE = "```"
+"""What begins and ends a block of code, whose lines are left as they are."""
+
+
+class Screen:
+    """Hold back a word until its end, because it may not fit into the line.
+
+    What is no terminal gets every piece at once, unchanged.
+    """
+
+    def __init__(self) -> None:
+        """Find out whether stdout is a terminal, and how wide."""
+        is_terminal = sys.stdout.isatty()
+        self._columns = shutil.get_terminal_size().columns if is_terminal else 0
+        self._column = 0
+        self._line = self._word = ""
+        self._in_code = False
+
+    def write(self, text: str) -> None:
+        """Write a piece of the answer."""
+        if self._columns == 0:
+            self._put(text)
+            return
+        shown = "".join(map(self._take, text))
+        if shown:
+            self._put(shown)
+
+    def end(self) -> None:
+        """Write what was held back, and end the line."""
+        self._put(self._end_word() + "\n")
+        self._column, self._line, self._in_code = 0, "", False
+
+    def _put(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _take(self, character: str) -> str:
+        """Return what is shown after one more character."""
+        self._line += character
+        if character == "\n":
+            shown = self._end_word() + character
+            self._in_code ^= self._line.startswith(_CODE)
+            self._column, self._line = 0, ""
+            return shown
+        if self._in_code:
+            return character
+        if character.isspace():
+            shown = self._end_word()
+            if self._column >= self._columns:
+                return shown  # The line is full: its end takes the place of the space.
+            self._column += 1
+            return shown + character
+        if _width(character) > 1:  # Scripts with wide characters have no spaces between words.
+            shown = self._end_word()
+            self._word = character
+            return shown + self._end_word()
+        self._word += character
+        return ""
+
+    def _end_word(self) -> str:
+        """Return the word that was held back, at the beginning of a new line if it fits only
+        there.
+        """
+        word, self._word = self._word, ""
+        width = sum(map(_width, word))
+        breaks = self._column > 0 and self._column + width > self._columns
+        self._column = width + (0 if breaks else self._column)
+        if self._column > self._columns:
+            self._column %= self._columns
+        return "\n" * breaks + word
+
+
+def _width(character: str) -> int:
+    """Return how many columns a character takes."""
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 @dataclasses.dataclass

@@ -26,7 +26,7 @@ from entropykv.cli.options import (
 )
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw
-from entropykv.cli.profile_table import comparison_lines, summary_line
+from entropykv.cli.profile import comparison_lines, summary_line
 from entropykv.cluster import RAY_HELP, connected
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.evaluation.shipped_texts import read_texts

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from entropykv import system
-from entropykv.cli.answer import Answer
+from entropykv.cli.answer import Answer, add_thinking_options, thinking_options_of, use_in_template
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
-from entropykv.cli.documents import add_document_option, open_given, use_document
 from entropykv.cli.engine import (
     add_engine_options,
     open_engine,
@@ -21,20 +20,21 @@ from entropykv.cli.engine import (
     say_reading_twice,
     what_is_kept,
 )
-from entropykv.cli.image_options import (
-    add_image_options,
-    image_file,
-    image_files,
-    open_projector,
-)
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
+from entropykv.cli.prompt_options import (
+    add_image_options,
+    add_prompt_options,
+    add_system_options,
+    image_file,
+    image_files,
+    open_projector,
+    read_prompt,
+)
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
-from entropykv.cli.saved import add_load_option
-from entropykv.cli.shown_thought import add_thinking_options, thinking_options_of, use_in_template
+from entropykv.cli.saved import add_document_option, add_load_option, open_given, use_document
 from entropykv.cli.turn_input import BLOCK, TurnInput
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text

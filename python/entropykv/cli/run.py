@@ -8,8 +8,13 @@ import json
 import sys
 from pathlib import Path
 
-from entropykv.cli.answer import Answer, write_answer
-from entropykv.cli.documents import add_document_option, open_given, use_document
+from entropykv.cli.answer import (
+    Answer,
+    add_thinking_options,
+    thinking_options_of,
+    use_in_template,
+    write_answer,
+)
 from entropykv.cli.engine import (
     add_engine_options,
     dropped_row,
@@ -18,31 +23,32 @@ from entropykv.cli.engine import (
     say_reading_twice,
 )
 from entropykv.cli.first_options import RUN
-from entropykv.cli.image_options import (
-    add_image_options,
-    image_files,
-    open_projector,
-    prompt_of,
-    with_places,
-)
 from entropykv.cli.interrupts import EXIT_INTERRUPTED
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw_trajectory
-from entropykv.cli.prompt_cache import PromptCache, add_prompt_cache
-from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
+from entropykv.cli.prompt_options import (
+    add_image_options,
+    add_prompt_options,
+    add_system_options,
+    image_files,
+    open_projector,
+    prompt_of,
+    read_prompt,
+    with_places,
+)
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import (
+    PromptCache,
+    add_document_option,
+    add_prompt_cache,
     add_session_options,
     check_chat,
     load_session,
+    open_given,
     save_session,
-)
-from entropykv.cli.shown_thought import (
-    add_thinking_options,
-    thinking_options_of,
-    use_in_template,
+    use_document,
 )
 from entropykv.errors import ContextError, SettingsError
 from entropykv.generation.prompt import Prompt

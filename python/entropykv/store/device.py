@@ -17,12 +17,12 @@ from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.device_context import DeviceContext
-from entropykv.store.figures import core_counters
 from entropykv.store.headwise_probe import check_config, unsupported
 from entropykv.store.protocol import Pooled, Reach, Store, StoreFacts, TokensToRead
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import check_features, ranking_predictor
 from entropykv.store.states import DamagedState, SavedState, StoreState
+from entropykv.store.store_context import core_counters
 
 
 class DeviceStore(Store, Pooled):

@@ -13,8 +13,7 @@ from entropykv.policy.resolved_config import ResolvedConfig, resolve
 from entropykv.settings.options import Budget
 from entropykv.store.device import DeviceStore
 from entropykv.store.device_context import DeviceContext
-from entropykv.store.flat import FlatStore
-from entropykv.store.flat_context import FlatContext
+from entropykv.store.flat import FlatContext, FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import Store

@@ -17,7 +17,6 @@ from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.cold import ColdSide
-from entropykv.store.figures import core_counters
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
@@ -34,6 +33,7 @@ from entropykv.store.protocol import (
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction, ranking_predictor
 from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
+from entropykv.store.store_context import core_counters
 
 
 class HeadwiseStore(Store, Pooled):
