@@ -8,19 +8,15 @@ import dataclasses
 import inspect
 import json
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from entropykv import (
     CacheOptions,
     ContextError,
     EntropyLlama,
-    EntropyProfile,
     Freezing,
-    OwnPolicy,
     Pool,
     Recovery,
     Rung,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from entropykv.session.echo import Echo
 from entropykv.session.image_spans import (
     ImageSpans,
-    end_of_piece,
     is_placeholder,
     text_before_image,
 )
@@ -51,8 +50,6 @@ def test_texts_are_cut_where_images_begin_and_end() -> None:
     assert text_before_image(tokens, 6) == 2
     assert text_before_image(tokens, 1) == 1
     assert text_before_image([4, 5], 9) == 2
-    assert [end_of_piece(tokens[i:]) for i in (0, 2, 5)] == [2, 3, 1]
-    assert end_of_piece([]) == 1
 
 
 def test_an_echo_repeats_what_is_said_and_no_image() -> None:

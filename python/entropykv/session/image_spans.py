@@ -97,12 +97,3 @@ def text_before_image(tokens: Sequence[int], most: int) -> int:
     """Return how many of the first `most` tokens come before the first image among them."""
     first = next((i for i, token in enumerate(tokens[:most]) if is_placeholder(token)), most)
     return min(first, len(tokens))
-
-
-def end_of_piece(tokens: Sequence[int]) -> int:
-    """Return how many tokens come before the first change between text and image; at least 1.
-
-    A text that is read in pieces is split there, because some images must be read whole.
-    """
-    kinds = [is_placeholder(token) for token in tokens]
-    return next((i for i, kind in enumerate(kinds) if kind != kinds[0]), max(len(kinds), 1))

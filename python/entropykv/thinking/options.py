@@ -23,11 +23,6 @@ class ThinkingOptions:
     budget: int = -1
     message: str = ""
 
-    @property
-    def separates(self) -> bool:
-        """Tell whether thoughts are shown separately from the answer."""
-        return self.format != "none"
-
 
 def template_switch(*, thinks: bool) -> dict[str, Any]:
     """Return the template variables that switch thinking on or off, under all names in use."""
