@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +20,13 @@ from tests.support.learnt import own_cache
 from tests.support.ray_cluster import ThreeNodes, three_nodes
 from tests.support.systems import absent_imports, is_there, left_out
 from tests.support.tiny_models import write_bitnet, write_llama
+
+if TYPE_CHECKING:
+    import openai
+    from llama_cpp import Llama
+
+    from entropykv import EntropyLlama
+    from tests.support.running_server import Server
 
 # A shell that starts pytest in the background lets it and its children ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,6 +98,21 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama.gguf"
     write_llama(path, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32")
     return path
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """Make a client of OpenAI for the server of the test's module."""
+    with server.client() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
+    """Open an EntropyLlama with a full budget, and a stock Llama, for the module's stores."""
+    from tests.support.llamas import both  # noqa: PLC0415  # few tests need llama_cpp.Llama
+
+    yield from both(tiny_llama, store)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from entropykv import (
 )
 from entropykv.model import shipped
 from tests.support.constraints import schema_takes
-from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, as_long, both, content
+from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, as_long, content
 
 
 def penalise_e(_: Any, scores: Any) -> Any:
@@ -52,12 +52,6 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=STORES)
 def store(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Open an EntropyLlama with a full budget, and a stock Llama."""
-    yield from both(tiny_llama, store)
 
 
 # --- the same answers -----------------------------------------------------------------------------

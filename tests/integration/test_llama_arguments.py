@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,13 @@ from entropykv import (
     attach,
     detach,
 )
-from tests.support.llamas import QUIET, STORES, both, content
+from tests.support.llamas import QUIET, STORES, content
 from tests.support.logits import tokens_for
 
 
 @pytest.fixture(scope="module", params=STORES)
 def store(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Open an EntropyLlama with a full budget, and a stock Llama."""
-    yield from both(tiny_llama, store)
 
 
 # --- arguments ------------------------------------------------------------------------------------

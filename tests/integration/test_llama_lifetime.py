@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from entropykv import (
     Session,
     attach,
 )
-from tests.support.llamas import PROMPT, QUIET, STORES, both, content
+from tests.support.llamas import PROMPT, QUIET, STORES, content
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama
 
@@ -31,12 +30,6 @@ from tests.support.tiny_models import write_llama
 @pytest.fixture(scope="module", params=STORES)
 def store(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Open an EntropyLlama with a full budget, and a stock Llama."""
-    yield from both(tiny_llama, store)
 
 
 # --- life -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from entropykv import EntropyLlama, Session
 from tests.support.llamas import GREEDY, QUIET, STORES, content, small
 from tests.support.logits import tokens_for
 from tests.support.reads import Reads
+from tests.support.saved_sessions import all_entries
 
 
 @pytest.fixture(params=STORES)
@@ -27,14 +28,6 @@ def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
 
 
 # --- the session knows where it can go back to ----------------------------------------------------
-
-
-def all_entries(session: Session) -> list[list[int]]:
-    return [
-        session.cache.entries(layer, head).tolist()
-        for layer, heads in enumerate(session.cache.budgets())
-        for head in range(len(heads))
-    ]
 
 
 @given(

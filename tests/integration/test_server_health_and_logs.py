@@ -24,12 +24,6 @@ def server() -> Iterator[Server]:
     yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as made:
-        yield made
-
-
 # --- completions ----------------------------------------------------------------------------------
 
 

@@ -45,12 +45,6 @@ def server(model: VisionModel) -> Iterator[Server]:
     assert "Traceback" not in errors, errors
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as made:
-        yield made
-
-
 def image(data: bytes, head: str = "data:image/png;base64,") -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": head + base64.b64encode(data).decode()}}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from entropykv.cli.parser import CommandParser
@@ -26,12 +25,6 @@ from tests.support.served import ORIGIN, served
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as made:
-        yield made
 
 
 # --- the command ----------------------------------------------------------------------------------

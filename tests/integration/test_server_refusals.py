@@ -20,12 +20,6 @@ def server() -> Iterator[Server]:
     yield from served(ENTROPYKV_API_KEY=KEY)
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as made:
-        yield made
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 

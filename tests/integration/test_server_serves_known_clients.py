@@ -45,12 +45,6 @@ def server() -> Iterator[Server]:
     yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as made:
-        yield made
-
-
 def chat(client: openai.OpenAI, **options: Any) -> Any:
     given = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "temperature": 0.0, **options}
     return client.chat.completions.create(**given)

@@ -14,6 +14,7 @@ from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
 from entropykv.policy.resolved_config import ResolvedConfig, config_for
 from entropykv.profile.find import check_model
+from entropykv.session.stats import mib
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.system import available_memory
 
@@ -165,7 +166,7 @@ def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
     `budget_bytes`: what the KV cache never exceeds, of all conversations together.
     """
     n_sequences = config.options.n_sequences or 1
-    size = _mib(budget_bytes) + (f" for {n_sequences} conversations" if n_sequences > 1 else "")
+    size = mib(budget_bytes) + (f" for {n_sequences} conversations" if n_sequences > 1 else "")
     try:
         tokens = min(_plan_of(config).mean_entries, config.n_ctx)
         size = f"{tokens:,} tokens per KV head{' for each' * (n_sequences > 1)} ({size})"
@@ -180,7 +181,7 @@ def memory_warning(config: ResolvedConfig, budget_bytes: int) -> str | None:
     if config.store == "device" or free is None or budget_bytes <= free:
         return None
     return (
-        f"the KV budget may take {_mib(budget_bytes)}, and {_mib(free)} of memory are free; give a "
+        f"the KV budget may take {mib(budget_bytes)}, and {mib(free)} of memory are free; give a "
         "smaller --kv-budget"
     )
 
@@ -189,20 +190,20 @@ def format_plan(plan: MemoryPlan) -> str:
     """Return the plan as text for a terminal."""
     config, protection = plan.config, plan.plan.protection
     geometry, budget = config.geometry, config.options.budget
-    types = ", ".join(f"{name} {_mib(size)}" for name, size in geometry.weight_types[:3])
+    types = ", ".join(f"{name} {mib(size)}" for name, size in geometry.weight_types[:3])
     share = plan.kv_bytes_f16 / (plan.kv_bytes_f16 + geometry.weights_bytes)
     lines = [
         f"{geometry.name or geometry.path.name} ({geometry.architecture}), context {config.n_ctx}"
         + _of_several(plan),
-        f"  weights           {_mib(geometry.weights_bytes):>12}   {types}",
-        f"  KV cache, f16     {_mib(plan.kv_bytes_f16):>12}   {share:.1%} of weights + KV cache",
-        f"  KV cache, q8_0    {_mib(plan.kv_bytes_q8_0):>12}",
-        f"  KV budget {budget!s:<8}{_mib(plan.budget_bytes):>12}   {config.kv_type}, "
+        f"  weights           {mib(geometry.weights_bytes):>12}   {types}",
+        f"  KV cache, f16     {mib(plan.kv_bytes_f16):>12}   {share:.1%} of weights + KV cache",
+        f"  KV cache, q8_0    {mib(plan.kv_bytes_q8_0):>12}",
+        f"  KV budget {budget!s:<8}{mib(plan.budget_bytes):>12}   {config.kv_type}, "
         + ("for all conversations" if config.options.in_pool else _entries(plan)),
         *_line_of_each(plan),
         *_lines_of_places(plan),
         *_line_of_keys(config),
-        f"  saved             {_mib(plan.saved_bytes):>12}   "
+        f"  saved             {mib(plan.saved_bytes):>12}   "
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",
         f"  read at a time    {config.n_ubatch:>12} tokens of a prompt, by the {config.store} store"
         + _frozen(config),
@@ -243,13 +244,13 @@ def _line_of_each(plan: MemoryPlan) -> list[str]:
     """
     if not plan.config.options.in_pool:
         return []
-    return [f"  for each          {_mib(plan.share_bytes):>12}   {_entries(plan)}"]
+    return [f"  for each          {mib(plan.share_bytes):>12}   {_entries(plan)}"]
 
 
 def _lines_of_places(plan: MemoryPlan) -> list[str]:
     """Return a line for each place in which the device store has rows; empty for other stores."""
     return [
-        f"  in {place:<15}{_mib(size):>12}   with rows for one micro-batch in every layer"
+        f"  in {place:<15}{mib(size):>12}   with rows for one micro-batch in every layer"
         for place, size in plan.bytes_by_place.items()
         if size
     ]
@@ -269,7 +270,3 @@ def _frozen(config: ResolvedConfig) -> str:
     if freezing is None:
         return ""
     return f"; evicted entries are frozen ({freezing.where}, {freezing.kv_type})"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

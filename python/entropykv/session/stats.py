@@ -172,8 +172,8 @@ def stats_rows(stats: SessionStats) -> list[Row]:
         *_draft_rows(stats),
         (
             "KV cache",
-            f"{_used(stats)} of a budget of {_mib(stats.kv_bytes_budget)}; "
-            f"{_mib(stats.kv_bytes_full)} without (f16)",
+            f"{_used(stats)} of a budget of {mib(stats.kv_bytes_budget)}; "
+            f"{mib(stats.kv_bytes_full)} without (f16)",
         ),
         (
             "entries",
@@ -182,15 +182,15 @@ def stats_rows(stats: SessionStats) -> list[Row]:
         ),
         *_frozen_rows(stats),
         *([("positions", f"re-based {stats.rebases} times")] if stats.rebases else []),
-        ("peak RSS", _mib(stats.peak_rss_bytes)),
+        ("peak RSS", mib(stats.peak_rss_bytes)),
     ]
 
 
 def _used(stats: SessionStats) -> str:
     """Return the most bytes that were used, or those of now if there was a larger budget before."""
     if stats.kv_bytes_peak <= stats.kv_bytes_budget:
-        return f"{_mib(stats.kv_bytes_peak)} at most"
-    return f"{_mib(stats.kv_bytes_now)} now"
+        return f"{mib(stats.kv_bytes_peak)} at most"
+    return f"{mib(stats.kv_bytes_now)} now"
 
 
 def _draft_rows(stats: SessionStats) -> list[Row]:
@@ -201,7 +201,7 @@ def _draft_rows(stats: SessionStats) -> list[Row]:
     text = f"{stats.accepted_drafts} of {stats.drafted_tokens} accepted, {per_step:.2f} tokens/step"
     rows = [("drafts", text)]
     if stats.draft_kv_bytes:
-        rows.append(("KV of the draft model", _mib(stats.draft_kv_bytes)))
+        rows.append(("KV of the draft model", mib(stats.draft_kv_bytes)))
     return rows
 
 
@@ -212,10 +212,10 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
     rows = [
         (
             "frozen",
-            f"{stats.frozen_entries} entries, {_mib(stats.frozen_bytes)} "
-            f"({_mib(stats.frozen_bytes_peak)} at most, {stats.freeze}), "
-            f"sketches in memory {_mib(stats.frozen_sketch_bytes)}, "
-            f"records {_mib(stats.frozen_overhead_bytes)}",
+            f"{stats.frozen_entries} entries, {mib(stats.frozen_bytes)} "
+            f"({mib(stats.frozen_bytes_peak)} at most, {stats.freeze}), "
+            f"sketches in memory {mib(stats.frozen_sketch_bytes)}, "
+            f"records {mib(stats.frozen_overhead_bytes)}",
         ),
         (
             "restored",
@@ -241,5 +241,6 @@ def format_rows(rows: list[Row], width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """Return a number of bytes in MiB, as users read it."""
     return f"{size / 2**20:.1f} MiB"
