@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entropykv.cli.notes import ProgressBar
+from entropykv.cli.progress import ProgressBar
 from tests.support.eval_command import SHORT, Command, write_texts
 from tests.support.tiny_models import write_llama
 

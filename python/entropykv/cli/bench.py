@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from entropykv.cli.notes import ProgressBar
 from entropykv.cli.options import (
     add_draft_options,
     add_model_options,
@@ -25,6 +24,7 @@ from entropykv.cli.options import (
 )
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw_bench
+from entropykv.cli.progress import ProgressBar
 from entropykv.errors import SettingsError
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.evaluation.draft_bench import bench_drafts

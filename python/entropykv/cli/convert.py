@@ -6,8 +6,8 @@ import argparse
 import shlex
 import sys
 
-from entropykv.cli.notes import ProgressBar
 from entropykv.cli.parser import CommandParser
+from entropykv.cli.progress import ProgressBar
 from entropykv.convert import ConversionSummary, convert
 from entropykv.convert.estimate import Estimate
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES

@@ -16,10 +16,11 @@ from entropykv.cli.interrupts import (
     Interrupts,
     noted_interrupts,
 )
-from entropykv.cli.notes import ProgressBar, say
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_model_options, check_output, demo_of, fetch_named
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw_eval, draw_suite
+from entropykv.cli.progress import ProgressBar
 from entropykv.cluster import RAY_HELP
 from entropykv.errors import SettingsError
 from entropykv.evaluation.cluster import ClusterJob, measure_on_cluster, with_fixed_threads

@@ -1,4 +1,4 @@
-"""Print notes and progress on stderr, separately from a command's output."""
+"""Print notes on stderr, separately from a command's output."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import shutil
 import sys
 import textwrap
-
-from tqdm import tqdm
 
 
 def say(text: str) -> None:
@@ -23,12 +21,3 @@ def say(text: str) -> None:
     beside = contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(sys.stderr)
     with beside:
         print(note, file=sys.stderr)
-
-
-class ProgressBar(tqdm):  # type: ignore[type-arg]
-    """Offer tqdm's progress bar to callers that report (done, total)."""
-
-    def advance_to(self, done: int, total: int) -> None:
-        """Set the bar to `done` of `total`."""
-        self.total = total
-        self.update(done - self.n)

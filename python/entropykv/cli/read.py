@@ -10,9 +10,10 @@ from pathlib import Path
 from entropykv.cli.chat import BUDGET
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
-from entropykv.cli.notes import ProgressBar, say
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options
 from entropykv.cli.parser import CommandParser
+from entropykv.cli.progress import ProgressBar
 from entropykv.cli.prompt_options import add_system_options
 from entropykv.cli.read_each import add_each_options, is_each, read_each
 from entropykv.cli.saved import say_what

@@ -12,8 +12,9 @@ from typing import Any
 
 from entropykv.cli.engine import open_engine
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
-from entropykv.cli.notes import ProgressBar, say
+from entropykv.cli.notes import say
 from entropykv.cli.options import fetch_named
+from entropykv.cli.progress import ProgressBar
 from entropykv.cluster import RAY_HELP, TaskKind, connected
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError, SettingsError
 from entropykv.files import read_text
