@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from entropykv.cli import prompt_options
+from entropykv.cli import image_options
 from entropykv.cli.conversation import Conversation
 from entropykv.session.sampling import Sampling
 from tests.support.command import assert_refused, entropykv
@@ -126,10 +126,10 @@ def test_ctrl_c_while_an_image_is_encoded_ends_the_turn_alone(
         def press(*_: object) -> None:
             signal.raise_signal(signal.SIGINT)
 
-        monkeypatch.setattr(prompt_options, "say", press)  # it is called before the encoding
+        monkeypatch.setattr(image_options, "say", press)  # it is called before the encoding
         answer = conversation.ask("what is it")
         assert (answer.interrupted, answer.unread, session.position) == (True, None, 0)
-        monkeypatch.setattr(prompt_options, "say", lambda _: None)
+        monkeypatch.setattr(image_options, "say", lambda _: None)
         assert conversation.ask("what is it").tokens
         assert len(conversation.turns) == 1
         assert conversation.files == []
