@@ -48,7 +48,7 @@ def _add_those_of_run(parser: CommandParser) -> None:
     add_system_options(parser, "the prompt")
     for name in _CACHE:
         add_option(parser, CacheOptions, name)
-    layers = "layers on the GPU, or all; K and V stay in main memory"
+    layers = "layers on the GPU, or all; K and V follow them if --store allows it"
     add_option(parser, CacheOptions, "n_gpu_layers", help=layers)
     _add(
         parser,
