@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 
 # A shell that starts pytest in the background lets it and its children ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How fast examples are drawn says how busy the machine is, and examples may share a folder.
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "benchmarks" / "texts"

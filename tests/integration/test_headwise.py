@@ -7,7 +7,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import (
@@ -158,9 +158,7 @@ def test_uniform_keeps_what_gets_attention(tiny_llama: Path) -> None:
     assert errors["uniform"] < errors["streaming"]
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15)
 @given(
     steps=st.lists(
         st.one_of(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import EntropyLlama, Session
@@ -36,9 +36,7 @@ def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
     store=st.sampled_from(STORES),
     budget=st.sampled_from([48, 96, 1.0]),
 )
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50)
 def test_going_back_leaves_what_was_there(
     tiny_llama: Path, steps: list[int], back: float, store: str, budget: float
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv.model.shipped import DEMOS
@@ -144,9 +144,7 @@ def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt:
                 np.testing.assert_array_equal(row, rows[i])
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8)
 @given(
     policy=st.sampled_from(ONLINE),
     steps=st.lists(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import ContextError, Session
@@ -135,9 +135,7 @@ def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
     return read
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(before=STEPS, after=STEPS, store=st.sampled_from(["headwise", "flat"]))
 def test_any_past_has_the_same_future(
     tiny_llama: Path,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gguf import GGUFReader
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv.convert import convert
@@ -16,9 +16,7 @@ from tests.support.i2s_files import I2sModel
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 
-fuzz = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+fuzz = settings(max_examples=200)
 
 
 def assert_converted_or_refused(directory: Path, damage: Callable[[bytearray], bytearray]) -> None:

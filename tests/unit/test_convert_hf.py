@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import cli
@@ -219,9 +219,7 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
     refused(source, target, "too large for the type", weight_type="f16")
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_random_damage(tmp_path: Path, data: st.DataObject) -> None:
     """Files are truncated, and bytes of config.json, tokenizer.json and the shard's header

@@ -118,7 +118,7 @@ knots_of = st.lists(st.integers(1, 400), max_size=6, unique=True).map(
 loss = st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), knots_of, st.integers(1, 12), st.floats(0.0, 1.2))
 def test_curve_shares_are_those_of_the_oracle(
     data: st.DataObject, knots: list[float], n_heads: int, fraction: float
@@ -175,7 +175,7 @@ def test_curves_without_sense_are_refused(
         _core.curve_shares(knots, losses, 1.0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.data(),
     st.lists(st.integers(1, 40), min_size=1, max_size=12),

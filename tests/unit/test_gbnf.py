@@ -36,14 +36,14 @@ def sets_of_words(letters: tuple[str, ...] = ("a", "b", "ab", "bc")) -> st.Searc
 WORDS = ["".join(word) for n in range(6) for word in itertools.product("abc", repeat=n)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(words=sets_of_words())
 def test_a_regular_grammar_allows_the_words_of_its_derivatives(words: Words) -> None:
     expected = [words.has(word) for word in WORDS]
     assert takes(Constraint.gbnf(f"root ::= {words.gbnf()}"), *WORDS) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(first=sets_of_words(), second=sets_of_words(), inner=sets_of_words())
 def test_lexemes_never_take_what_belongs_to_the_next_ones(
     first: Words, second: Words, inner: Words

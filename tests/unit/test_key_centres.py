@@ -32,7 +32,7 @@ ROPES = st.builds(
 
 
 @given(rope=ROPES, seed=st.integers(0, 1 << 16), magnitude=st.sampled_from([1.0, 1.2]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_centres_and_units_are_those_of_the_oracle(
     rope: reference.Rope, seed: int, magnitude: float
 ) -> None:

@@ -121,7 +121,7 @@ class Layer:
             head.truncate(position)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @pytest.mark.parametrize(("latent", "readers"), [(True, 1), (False, 2), (True, 3)])
 @given(
     kv_type=st.sampled_from(["f16", "q8_0"]),

@@ -41,7 +41,7 @@ steps = st.lists(
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("measure", ["attention", "mass", "products"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     budgets=budgets_of_layers,
     todo=steps,
@@ -83,7 +83,6 @@ def test_heads_of_a_layer_choose_together(
 # --- the layer document ---------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 15.0), min_size=2, max_size=40))
 def test_layer_weights_are_the_shares_of_the_document(bits: list[float]) -> None:
     entropies = np.array(bits)

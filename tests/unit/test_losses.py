@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import _core
@@ -17,7 +17,6 @@ KNOTS = (0, 1, 5, 20, 70, 300)
 finite = st.floats(0.0, 100.0, width=32)
 
 
-@settings(deadline=None)
 @given(
     st.lists(finite, max_size=50),
     st.sets(st.integers(0, 60), min_size=1).map(sorted),

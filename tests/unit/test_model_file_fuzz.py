@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFReader
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
@@ -114,9 +114,7 @@ def assert_read_or_refused(path: Path) -> None:
     assert takes_less_than(1.0, read)
 
 
-fuzz = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+fuzz = settings(max_examples=300)
 
 
 @fuzz

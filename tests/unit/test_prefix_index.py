@@ -76,7 +76,7 @@ def edges(index: PrefixIndex[Text]) -> Iterator[Any]:
 
 
 @given(STEPS, TEXTS, OWNERS, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_index_finds_what_a_scan_finds(
     steps: list[tuple[Any, ...]], prompt: list[int], owner: str, data: st.DataObject
 ) -> None:

@@ -214,7 +214,7 @@ def test_missing_file_and_directory_are_named(tmp_path: Path) -> None:
         example().save(tmp_path / "none" / "profile.json")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cut=st.integers(0, 600), replacement=st.binary(max_size=8))
 def test_no_damage_escapes_as_another_error(
     tmp_path_factory: pytest.TempPathFactory, cut: int, replacement: bytes

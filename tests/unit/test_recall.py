@@ -188,7 +188,7 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("cold_type", ["as stored", "q8_0", "q4_0"])
 @pytest.mark.parametrize("schedule", [None, Schedule(8, 1.0, 1.0, 0)], ids=["", "schedule"])
 @pytest.mark.parametrize("where", ["ram", "disk"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     budgets=budget_lists,
     todo=operations,

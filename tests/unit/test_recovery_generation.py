@@ -73,7 +73,7 @@ def run(options: dict[str, Any], sampling: Sampling, recovery: Recovery | None) 
     return session, yielded, error
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(runs, samplings, st.integers(0, 12))
 def test_held_back_tokens_are_the_same_ones(
     options: dict[str, Any], sampling: Sampling, rewalk: int
@@ -90,7 +90,7 @@ def test_held_back_tokens_are_the_same_ones(
         np.testing.assert_array_equal(session.logits, plain.logits)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.sets(st.integers(0, 120)),
     st.integers(1, 12),

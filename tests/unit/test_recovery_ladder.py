@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -40,7 +40,6 @@ def test_logits_without_a_distribution_change_nothing(bad: float) -> None:
     assert climbs(ladder, {1}, 1) == {1: Rung.SOFT}
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 8), min_size=1, max_size=40))
 def test_before_anything_counts_mean_and_deviation_are_plain_ones(values: list[float]) -> None:
     running = _Running(Recovery(smooth=1, warm_up=SILENT, memory=max(2, len(values))))
@@ -49,7 +48,6 @@ def test_before_anything_counts_mean_and_deviation_are_plain_ones(values: list[f
     assert running._variance == pytest.approx(np.var(values), abs=1e-9)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(0, 8), min_size=WARM_UP, max_size=100),
     st.floats(0, 1e6),

@@ -79,7 +79,7 @@ def tolerance(keys: npt.NDArray[np.float64], kv_type: str) -> npt.NDArray[np.flo
     return np.abs(keys).max(axis=1, keepdims=True) / 127.0 * 1.01 + np.zeros_like(keys)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), kv_type=st.sampled_from(["f16", "q8_0"]), k_dim=st.sampled_from([8, 24, 64]))
 def test_a_rebase_is_the_oracles_rotation(data: st.DataObject, kv_type: str, k_dim: int) -> None:
     rope = data.draw(ropes(k_dim))
@@ -108,7 +108,7 @@ def test_a_rebase_is_the_oracles_rotation(data: st.DataObject, kv_type: str, k_d
         np.testing.assert_array_equal(after[3], values)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_frequencies_are_ggmls(data: st.DataObject) -> None:
     rope = data.draw(ropes(128))
@@ -176,7 +176,6 @@ def test_parameters_that_do_not_fit_are_refused(params: list[_core.RopeParams]) 
 # --- which shift ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     data=st.data(),
     limit=st.integers(16, 300),

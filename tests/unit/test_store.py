@@ -54,7 +54,7 @@ def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("score", SCORES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     budgets=budget_lists,
     todo=operations,
@@ -83,7 +83,7 @@ def test_random_operations_keep_what_the_oracle_keeps(
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("measure", MEASURES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     budgets=budget_lists,
     todo=operations,

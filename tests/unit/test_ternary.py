@@ -56,7 +56,7 @@ def test_multiples(layout: str) -> None:
     assert ternary.i2s_multiple(layout) == {"x86": 128, "arm64": 64, "rows4": 4}[layout]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 40), seed=st.integers(0, 99))
 def test_hf_unpacks_quarters_of_the_rows(rows: int, columns: int, seed: int) -> None:
     values = random_ternary(4 * rows, columns, seed)
@@ -72,7 +72,7 @@ def test_hf_threes_are_seen() -> None:
     assert found == [True, True, False, True]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.integers(1, 5), blocks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_packed_weights_are_exact(rows: int, blocks: int, seed: int) -> None:
     values = random_ternary(rows, 256 * blocks, seed)
