@@ -116,16 +116,11 @@ def test_a_prompt_fills_the_bytes(uneven_llama: Path, kv_type: str, n_tokens: in
     with session_of(uneven_llama, policy="adaptive", kv_type=kv_type) as session:
         session.decode(tokens_for(n_tokens))
         assert session.stats().entries_kept > 0.97 * 96 * 6
-        for _ in range(70):
-            session.decode([7])
-            check(session)
-        # Heads that evict single tokens make room for a sixth of their entries at a time.
-        assert session.stats().entries_kept > 0.8 * 96 * 6
 
 
 @pytest.mark.parametrize("n_prompt", [150, 190, 210])
 def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt: int) -> None:
-    """Shares depend on positions, and on what a saved state says, not on when it was loaded."""
+    """Whether the budget is shared before the next token is a part of the state."""
     tokens = tokens_for(n_prompt + 80)
     with session_of(uneven_llama, policy="adaptive") as session:
         session.decode(tokens[:n_prompt])
@@ -134,7 +129,6 @@ def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt:
             states.append(session.files.save_state())
             rows.append(session.decode([token], all_logits=True)[0])
             kept.append((session.cache.budgets(), all_entries(session)))
-    assert len({str(budgets) for budgets, _ in kept}) > 1
     with session_of(uneven_llama, policy="adaptive") as other:
         for first in (0, 1, 5, 31, 32, 33, 64):
             other.files.load_state(states[first])

@@ -15,10 +15,8 @@ from entropykv.policy.names import POLICIES
 from entropykv.policy.online import (
     LEAST_TOKENS,
     MeasuredLosses,
-    begins_share,
     changes_budgets,
     online_budgets,
-    until_next_share,
 )
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.profile.curves import LossCurves
@@ -276,16 +274,6 @@ def test_other_policies_do_not_follow_the_text() -> None:
 def test_budgets_change_with_every_large_micro_batch(n: int, position: int, n_ubatch: int) -> None:
     assert changes_budgets(n, position, max(n, n_ubatch))
     assert not changes_budgets(LEAST_TOKENS - 1, position, max(n, n_ubatch))
-
-
-@given(st.integers(0, 200), st.lists(st.integers(1, 80), min_size=1, max_size=8))
-def test_where_the_budget_is_shared_again_depends_on_positions(
-    position: int, lengths: list[int]
-) -> None:
-    ends = position + np.cumsum([0, *lengths])
-    read = [(int(end), n) for end, n in zip(ends, lengths, strict=False)]
-    expected = reference.share_positions(read, LEAST_TOKENS)
-    assert [until_next_share(*each) if begins_share(*each) else 0 for each in read] == expected
 
 
 def test_no_head_gets_more_than_it_can_hold() -> None:

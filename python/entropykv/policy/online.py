@@ -41,23 +41,6 @@ def is_observed(n_tokens: int, n_ubatch: int) -> bool:
     return n_tokens >= min(LEAST_TOKENS, n_ubatch)
 
 
-def until_next_share(position: int, n_tokens: int) -> int:
-    """Return how many tokens from `position` on are read before the budget can be shared again.
-
-    A micro-batch of LEAST_TOKENS tokens begins with a share. Smaller ones, such as single tokens of
-    an answer, begin with one where they contain the first of LEAST_TOKENS tokens. This depends only
-    on positions in the text, so that a loaded session behaves equally.
-    """
-    if n_tokens >= LEAST_TOKENS:
-        return n_tokens
-    return -(-(position + n_tokens) // LEAST_TOKENS) * LEAST_TOKENS - position
-
-
-def begins_share(position: int, n_tokens: int) -> bool:
-    """Tell whether a micro-batch may begin with a share: see until_next_share()."""
-    return n_tokens >= LEAST_TOKENS or -position % LEAST_TOKENS < n_tokens
-
-
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
     """Tell whether what a micro-batch at `position` shows changes budgets.
 

@@ -13,10 +13,8 @@ from entropykv.policy.online import (
     LEAST_TOKENS,
     MeasuredLosses,
     OnlineBudgets,
-    begins_share,
     changes_budgets,
     is_observed,
-    until_next_share,
 )
 from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -193,16 +191,19 @@ class HeadwiseBudgets:
                 self.share()
 
     def _share_before(self, position: int, n_tokens: int) -> None:
-        """Share before n_tokens are read, if they outgrow the bytes and anything would change."""
+        """Share before n_tokens are read, if they outgrow the bytes and anything would change.
+
+        Before single tokens of an answer, the losses alone say who gets more.
+        """
         losses, plan = self._losses, self.plan
         if losses is None or plan.holds_all or self._keeps_everything:
             return
         fits = position + n_tokens <= self._longest_of(plan)
         if fits and self._is_whole:
             return
-        grows = self._is_limited and begins_share(position, n_tokens)
-        if fits or losses.is_due or grows:
-            losses.expect_tokens(until_next_share(position, n_tokens) if not fits else n_tokens)
+        if fits or losses.is_due or self._is_limited:
+            is_prompt = n_tokens >= LEAST_TOKENS
+            losses.expect_tokens(n_tokens if fits or is_prompt else self._config.n_ctx)
             self.share()
             losses.is_due = fits
 
@@ -215,11 +216,7 @@ class HeadwiseBudgets:
         if self._losses is None or self.plan.holds_all:
             return wanted
         end = self._longest_of(self.plan)
-        if position >= end:
-            if not (self._losses.is_due or self._is_limited):
-                return wanted
-            end = position + until_next_share(position, 1)
-        return min(wanted, end - position - 1)
+        return wanted if position >= end else min(wanted, end - position - 1)
 
     def keep_everything(self) -> None:
         """Drop nothing from now on, not even entries outside a window, for callers that examine

@@ -45,7 +45,6 @@ from tests.support.reference.sharing import (
     curve_shares,
     layer_shares,
     pages_for,
-    share_positions,
 )
 from tests.support.reference.values import (
     F16_LARGEST,
@@ -108,7 +107,6 @@ __all__ = [
     "round_f16",
     "round_q8_0",
     "select_survivors",
-    "share_positions",
     "stored",
     "stored_keys",
     "updated_importance",

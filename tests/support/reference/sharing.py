@@ -69,28 +69,6 @@ def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats
     return np.full(len(losses), float(knots[-1]))
 
 
-def share_positions(micro_batches: Sequence[tuple[int, int]], least_tokens: int) -> list[int]:
-    """Return how many tokens every micro-batch that may begin with a share has to foresee; 0 for
-    the others.
-
-    `micro_batches`: position and number of tokens of each, in order. Positions are looked at one by
-    one: single tokens share at every multiple of least_tokens, and foresee those up to the next.
-    """
-    foreseen = []
-    for position, n_tokens in micro_batches:
-        read = range(position, position + n_tokens)
-        if n_tokens >= least_tokens:
-            foreseen.append(n_tokens)
-        elif any(each % least_tokens == 0 for each in read):
-            end = position + n_tokens
-            while end % least_tokens:
-                end += 1
-            foreseen.append(end - position)
-        else:
-            foreseen.append(0)
-    return foreseen
-
-
 def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | None) -> Floats:
     """Return the layer document's shares: k_l = total * I_l / sum I, or scaled into a
     range of k_l.
