@@ -66,13 +66,14 @@ def of_command_line(folder: Path, template: str | None, sampling: dict[str, Any]
 def of_server(template: str | None, sampling: dict[str, Any]) -> dict[str, list[int]]:
     """Return the same for every dialect of the server; its last token is not read."""
     others = {name: value for name, value in sampling.items() if name != "max_tokens"}
+    of_openai = {name: value for name, value in sampling.items() if name != "repeat_penalty"}
     bodies = {
         "/v1/chat/completions": {"messages": SAID, "max_tokens": N, **sampling},
         "/v1/responses": {
             "input": TURN,
             "instructions": SYSTEM,
             "max_output_tokens": N,
-            **sampling,
+            **of_openai,
         },
         "/api/chat": {
             "model": "any",

@@ -198,7 +198,7 @@ def _error(error: float) -> str:
     return f"{error:.1e}" if error else "0"
 
 
-_TITLES = ("model", "converted from", "file", "KV/1,000", "KV full", "KV budget", "entries")
+_COLUMNS = ("model", "converted from", "file", "KV/1,000", "KV full", "KV budget", "entries")
 
 
 def format_known(models: list[KnownModel], kv_budget: str) -> str:
@@ -209,7 +209,7 @@ def format_known(models: list[KnownModel], kv_budget: str) -> str:
         "KV head).\nPacked weights and I2_S files are converted exactly, masters are quantised on "
         "the way.\nValues after ~ are not confirmed. Sizes in MiB."
     )
-    table = format_columns([_TITLES, *(_row(model, kv_budget) for model in models)])
+    table = format_columns([_COLUMNS, *(_row(model, kv_budget) for model in models)])
     return "\n\n".join([about, table, *(_paragraph(model) for model in models)])
 
 

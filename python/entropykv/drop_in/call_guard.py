@@ -51,9 +51,12 @@ class CallGuard:
         if answer is not None:
             answer.close()
 
-    def check_goes_on(self, answer: Answer) -> None:
-        """Raise EntropyKVError if another call has used the sequence since an answer began."""
+    def check_goes_on(self, answer: Answer, context: BudgetContext) -> None:
+        """Raise EntropyKVError if the model was closed, or another call has used the sequence,
+        since an answer began.
+        """
         if self._answer is not answer:
+            _ = context.session  # Raises if it was closed.
             raise EntropyKVError(
                 "another call has used this EntropyLlama, which holds one sequence, before this "
                 "answer was complete; end one answer before the next, or use two models"

@@ -646,7 +646,7 @@ class EntropyLlama(llama_cpp.Llama):
             while True:
                 _check_attached(self)
                 with self._alone():
-                    guard.check_goes_on(answer)
+                    guard.check_goes_on(answer, self._ctx)
                     with self._telling():
                         event = next(answer, None)
                 if event is None:

@@ -16,6 +16,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.dialects.fields import MOST_DEPTH, MOST_NAME, check_values
@@ -116,6 +117,14 @@ class BodyRoute(APIRoute):
         model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]
 
         class CheckedRequest(Request):
+            @property
+            def headers(self) -> Headers:
+                # curl -d calls JSON a form, and FastAPI would not parse it then.
+                if not hasattr(self, "_headers"):
+                    others = [each for each in self.scope["headers"] if each[0] != b"content-type"]
+                    self._headers = Headers(raw=[*others, (b"content-type", b"application/json")])
+                return self._headers
+
             async def json(self) -> Any:
                 if not hasattr(self, "_json"):
                     ignores = getattr(self.app.state, "ignores_unknown_fields", False)
@@ -123,12 +132,7 @@ class BodyRoute(APIRoute):
                 return self._json
 
         async def checked(request: Request) -> Response:
-            # curl -d calls JSON a form, and FastAPI would not parse it then.
-            others = [each for each in request.scope["headers"] if each[0] != b"content-type"]
-            headers = [*others, (b"content-type", b"application/json")]
-            return await handle(
-                CheckedRequest({**request.scope, "headers": headers}, request.receive)
-            )
+            return await handle(CheckedRequest(request.scope, request.receive))
 
         return checked
 
