@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from entropykv import _core
 from entropykv.errors import BudgetError, ProfileError
 from entropykv.llamacpp.context import CELL_PADDING
 from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.division import WholeTexts
 from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.policy.sources.readme_entropy_kv import weights_of
 from entropykv.profile.profile import EntropyProfile
@@ -72,6 +74,18 @@ class HeadwisePlan:
         """Return the pages for `entries` entries of every KV head, as far as each can use them."""
         pairs = zip(self.limits, self.entries_per_page, strict=True)
         return sum(_core.pages_for(min(entries, most), per_page) for most, per_page in pairs)
+
+    @functools.cached_property
+    def whole_texts(self) -> WholeTexts:
+        """Return which texts the pool keeps whole."""
+        return WholeTexts(self.pool_pages, self.longest, self.pages_of)
+
+    @property
+    def entries_of_whole_texts(self) -> list[int]:
+        """Return the entries of each KV head, as far as it can use them, for the longest text that
+        the pool keeps whole.
+        """
+        return [min(limit, self.whole_texts.longest) for limit in self.limits]
 
     @property
     def pool_bytes(self) -> int:

@@ -11,7 +11,7 @@ from entropykv import _core
 from entropykv.errors import BudgetError, ModelFileError
 from entropykv.llamacpp.model import offloaded_layers
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
+from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers, by_layer
 from entropykv.policy.resolved_config import ResolvedConfig, config_for
 from entropykv.profile.find import check_model
 from entropykv.session.stats import mib
@@ -37,9 +37,17 @@ class MemoryPlan:
 
     @property
     def budgets(self) -> list[list[int]]:
-        """Return the entries that every KV head may keep, as [layer][KV head]."""
+        """Return the entries that every KV head may keep, as [layer][KV head], before a text is
+        read.
+        """
+        config = self.config
         if isinstance(self.plan, HeadwisePlan):
-            return [list(layer) for layer in self.plan.budgets]
+            of_heads = self.plan.budgets
+            # These budgets follow a text only once the bytes do not hold it whole.
+            if config.policy.rule.by_losses and not (config.freezing or self.plan.holds_all):
+                layers = attention_layers(config.geometry)
+                of_heads = tuple(by_layer(self.plan.entries_of_whole_texts, layers))
+            return [list(layer) for layer in of_heads]
         return [[self.plan.entries] * n for n in self.config.geometry.kv_heads_per_layer if n]
 
     @property

@@ -56,8 +56,6 @@ class HeadwiseBudgets:
         """True if the budgets hold any text that the bytes hold whole."""
         self._is_limited = False
         """True if a KV head would get more if it could hold more."""
-        self._longest: tuple[HeadwisePlan, int] | None = None
-        """A plan, and the longest text that its bytes hold whole."""
         self._cold = cold
         self._budgets_change = self._overflows = False
         self._end = 0
@@ -81,7 +79,7 @@ class HeadwiseBudgets:
         """Use a budget that only this store has; heads that hold more evict."""
         self._of_policy, self._whole_texts, self._of_whole_texts = plan, None, None
         if self._config.freezing is None and not plan.holds_all:
-            self._whole_texts = WholeTexts(plan.pool_pages, plan.longest, plan.pages_of)
+            self._whole_texts = plan.whole_texts
             self._of_whole_texts = _all_of(plan, self._whole_texts.longest, self._layers)
         self.follow(self._fitting(plan))
 
@@ -145,9 +143,8 @@ class HeadwiseBudgets:
         if self._online is None or plan.holds_all:
             return of_plan
         if self._losses:
-            longest = self._longest_of(plan)
-            if max(self._losses.most, default=0) <= longest:
-                return [min(limit, longest) for limit in plan.limits]
+            if self._holds_whole(self._losses, plan):
+                return plan.entries_of_whole_texts
             plan = replace(plan, limits=self._attainable(plan))
         return self._online.budgets(plan) or of_plan
 
@@ -159,12 +156,10 @@ class HeadwiseBudgets:
         floor = plan.floor_entries
         return tuple(min(max(n, floor), of) for n, of in zip(most, plan.limits, strict=True))
 
-    def _longest_of(self, plan: HeadwisePlan) -> int:
-        """Return the length of the longest text that a plan's bytes hold whole."""
-        if self._longest is None or self._longest[0] is not plan:
-            texts = WholeTexts(plan.pool_pages, plan.longest, plan.pages_of)
-            self._longest = plan, texts.longest
-        return self._longest[1]
+    @staticmethod
+    def _holds_whole(losses: MeasuredLosses, plan: HeadwisePlan) -> bool:
+        """Tell whether a plan's bytes hold the text whole until the next share."""
+        return max(losses.most, default=0) <= plan.whole_texts.longest
 
     def share(self) -> None:
         """Set the budgets of all KV heads; those that hold more evict."""
@@ -175,7 +170,7 @@ class HeadwiseBudgets:
         self._set(shares, plan.pool_pages)
         if self._losses and not plan.holds_all:
             attainable = self._attainable(plan)
-            self._is_whole = max(self._losses.most, default=0) <= self._longest_of(plan)
+            self._is_whole = self._holds_whole(self._losses, plan)
             self._is_limited = not self._is_whole and any(
                 share == most < limit
                 for share, most, limit in zip(shares, attainable, plan.limits, strict=True)
@@ -198,7 +193,7 @@ class HeadwiseBudgets:
         losses, plan = self._losses, self.plan
         if losses is None or plan.holds_all or self._keeps_everything:
             return
-        fits = position + n_tokens <= self._longest_of(plan)
+        fits = position + n_tokens <= plan.whole_texts.longest
         if fits and self._is_whole:
             return
         if fits or losses.is_due or self._is_limited:
@@ -215,7 +210,7 @@ class HeadwiseBudgets:
             wanted = min(wanted, self.longest_whole - position - 1)
         if self._losses is None or self.plan.holds_all:
             return wanted
-        end = self._longest_of(self.plan)
+        end = self.plan.whole_texts.longest
         return wanted if position >= end else min(wanted, end - position - 1)
 
     def keep_everything(self) -> None:

@@ -48,7 +48,7 @@ from entropykv.server.http.error_forms import ErrorForms, Form
 from entropykv.server.http.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.http.host_header_check import HostHeaderCheck
 from entropykv.server.http.metrics import PROMETHEUS, as_json, as_prometheus
-from entropykv.server.http.origin_check import OriginCheck
+from entropykv.server.http.origin_check import OriginCheck, origins_of
 from entropykv.server.http.request_log import RequestLog
 from entropykv.server.http.users import Keys, shows_text, user_of
 from entropykv.server.models.catalog import ModelCatalog, ServedModel
@@ -63,9 +63,6 @@ _DESCRIPTION = (
     "A model inside a KV budget, for clients of OpenAI, Anthropic, Ollama, llama-server and "
     "llama_cpp.server."
 )
-
-_THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-"""The origins of web pages that this machine serves."""
 
 
 class _Tokenize(TokenizeInputRequest):
@@ -241,8 +238,7 @@ def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, 
     app.add_middleware(Leases)
     app.add_middleware(Bodies, admission=models.admission)
     app.add_middleware(ApiKeyCheck, keys=keys)
-    origins = [origin.strip() for origin in (server.cors_origins or "").split(",")]
-    pattern = _THIS_MACHINE if "localhost" in origins else None
+    origins, pattern = origins_of(server.cors_origins)
     app.add_middleware(OriginCheck, origins=origins, pattern=pattern)
     if server.cors_origins is not None:
         app.add_middleware(

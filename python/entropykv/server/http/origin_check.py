@@ -16,6 +16,14 @@ from entropykv.server.http.errors import RequestError
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
+_THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""The origins of web pages that this machine serves."""
+
+
+def origins_of(option: str | None) -> tuple[list[str], str | None]:
+    """Return the origins that --cors-origins names, and a regular expression of further ones."""
+    origins = [each.strip() for each in (option or "").split(",") if each.strip()]
+    return origins, _THIS_MACHINE if "localhost" in origins else None
 
 
 class OriginCheck:
