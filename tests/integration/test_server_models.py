@@ -34,7 +34,8 @@ from tests.support.several_models import (
 )
 from tests.support.tiny_models import write_llama
 
-LONG = {"max_tokens": 150, "min_tokens": 150}
+LONG = {"max_tokens": 4000, "min_tokens": 4000}
+"""An answer that takes more than a second, so that others find it unfinished."""
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +299,7 @@ def test_an_app_of_several_models_has_no_engine(folder: Path) -> None:
 
 def test_unloading_waits_for_the_end_of_an_answer(folder: Path) -> None:
     async def talk() -> None:
-        async with running(catalog_of(folder, "one", "two"), models_max=1) as served:
+        async with running(catalog_of(folder, "one", "two", n_ctx=8192), models_max=1) as served:
             await text_of(served, "one")
             long = asyncio.ensure_future(streamed(served, "one"))
             await until(lambda: served.counts("one")[1] == 1)
@@ -404,7 +405,7 @@ def test_requests_that_wait_for_a_model_have_limits(folder: Path) -> None:
 
 def test_a_model_is_not_loaded_for_clients_that_have_gone(folder: Path) -> None:
     async def talk() -> None:
-        async with running(catalog_of(folder, "one", "two"), models_max=1) as served:
+        async with running(catalog_of(folder, "one", "two", n_ctx=8192), models_max=1) as served:
             await text_of(served, "one")
             long = asyncio.ensure_future(streamed(served, "one"))
             await until(lambda: served.counts("one")[1] == 1)
@@ -414,6 +415,7 @@ def test_a_model_is_not_loaded_for_clients_that_have_gone(folder: Path) -> None:
             leaves.set()
             assert await request == 499
             await until(lambda: not served.models.named("one").leaves)
+            assert not long.done()
             await long
             assert served.gates.loads == ["one"]
             assert await served.states() == {"one": "loaded", "two": "unloaded"}

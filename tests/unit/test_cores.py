@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -202,10 +203,10 @@ def test_a_core_that_two_threads_want_is_free_for_neither() -> None:
 def test_cores_are_free_if_each_thread_has_its_own(
     shares: list[float], free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = iter(shares)
-    monkeypatch.setattr(
-        cores, "_hashing", lambda n: (0.0 if n == 2000 else next(left), 0.0 if n == 2000 else 1.0)
-    )
+    left = iter([0.0] * len(shares) + shares)
+    monkeypatch.setattr(cores, "_hashing", lambda _rounds: next(left))
+    moments = iter([0.0] + [1.0] * len(shares))
+    monkeypatch.setattr(cores, "time", SimpleNamespace(perf_counter=moments.__next__))
     search = FreeCores(len(shares))
     while (found := search.found()) is None:
         time.sleep(0.001)

@@ -151,6 +151,8 @@ class FreeCores:
     def __init__(self, n: int) -> None:
         """Begin to use `n` cores, with a thread each."""
         self._shares: list[float] = []
+        self._began = 0.0
+        self._together = threading.Barrier(n, action=self._begin)
         self._threads = [threading.Thread(target=self._use) for _ in range(n)]
         for thread in self._threads:
             thread.start()
@@ -162,19 +164,27 @@ class FreeCores:
         n_free = sum(share >= self._FREE for share in self._shares)
         return n_free == len(self._threads)
 
+    def _begin(self) -> None:
+        self._began = time.perf_counter()
+
     def _use(self) -> None:
-        """Note which share of the time this thread got, in work without Python's lock."""
+        """Note which share of the time this thread got, in work without Python's lock.
+
+        The time is counted from when all begin: threads that one core serves in turn would have it
+        each for themselves, if each counted from when its turn came.
+        """
         rounds = 2000
-        _, elapsed = _hashing(rounds)
-        own, elapsed = _hashing(int(rounds * min(100.0, self._SECONDS / max(elapsed, 1e-6))))
-        self._shares.append(own / elapsed)
+        own = max(_hashing(rounds), 1e-6)
+        self._together.wait()
+        own = _hashing(int(rounds * min(100.0, self._SECONDS / own)))
+        self._shares.append(own / (time.perf_counter() - self._began))
 
 
-def _hashing(rounds: int) -> tuple[float, float]:
-    """Hash so many times; returns this thread's CPU time and the time that passed, in seconds."""
-    start, own = time.perf_counter(), time.thread_time()
+def _hashing(rounds: int) -> float:
+    """Hash so many times; returns this thread's CPU time in seconds."""
+    own = time.thread_time()
     hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-    return time.thread_time() - own, time.perf_counter() - start
+    return time.thread_time() - own
 
 
 class OtherWork:
