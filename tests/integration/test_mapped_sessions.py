@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from contextlib import closing
@@ -14,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropykv import Pool, Session, SessionFileError
-from entropykv.session.file import MAGIC, SECTION_ALIGNMENT
+from entropykv import Pool, SessionFileError
+from entropykv.session.file import SECTION_ALIGNMENT
 from entropykv.store.step import Part
 from tests.support.logits import tokens_for
 from tests.support.pools import PIECE, pool_of
-from tests.support.saved_sessions import future, sections_start, session_of, signed
+from tests.support.saved_sessions import future, sections_start, session_of
 
 MAPS = Path("/proc/self/maps")
 WHOLE = {"n_ctx": 1024, "kv_budget": 1.0}
@@ -40,31 +39,6 @@ def save(model: Path, path: Path, n_tokens: int = 600, **options: Any) -> bytes:
     return path.read_bytes()
 
 
-def of_version_7(data: bytes, session: Session) -> bytes:
-    """Return the file of a session as version 7 of the format has it: nothing is aligned."""
-    start = sections_start(data)
-    header = json.loads(data[16 : start - 16])
-    contents = header["contents"]
-    del contents["whole_from"]
-    body = start + 4 * (contents["n_tokens"] + contents["n_logits"])
-    parts, at = [data[start:body]], body
-    core = session._slot.store.core  # type: ignore[attr-defined]
-    of_heads = [
-        core.state_bytes(layer, head)
-        for layer, heads in enumerate(session.cache.budgets())
-        for head in range(len(heads))
-    ]
-    sizes = [*of_heads, *contents["sections"][len(of_heads) :]]
-    for padded, size in zip(contents["sections"], sizes, strict=True):
-        parts.append(data[at : at + size])
-        assert not any(data[at + size : at + padded])
-        at += padded
-    contents["sections"] = sizes
-    text = json.dumps(header).encode()
-    head = struct.pack("<8sII", MAGIC, 7, len(text)) + text
-    return signed(head + bytes(16) + b"".join(parts) + bytes(16))
-
-
 # --- what is mapped -------------------------------------------------------------------------------
 
 
@@ -73,16 +47,11 @@ def of_version_7(data: bytes, session: Session) -> bytes:
 def test_mapped_pages_go_on_as_copied_ones(
     tiny_llama: Path, tmp_path: Path, kv_type: str, policy: str
 ) -> None:
-    path, old = tmp_path / "x.ekv", tmp_path / "old.ekv"
+    path = tmp_path / "x.ekv"
     options = {**WHOLE, "kv_type": kv_type, "policy": policy}
     data = save(tiny_llama, path, 800, kv_type=kv_type, policy=policy)
     with session_of(tiny_llama, **options) as session:
-        session.files.load(path)
-        old.write_bytes(of_version_7(data, session))
-    assert len(old.read_bytes()) < len(data)
-    with session_of(tiny_llama, **options) as session:
-        session.files.load(old)
-        assert not is_mapped(old)
+        session.files.load_state(data)
         assert session.files.save_state() == data
         expected = future(session), session.files.save_state()
     with session_of(tiny_llama, **options) as session:
@@ -97,16 +66,13 @@ def test_mapped_pages_go_on_as_copied_ones(
 
 
 def test_a_smaller_budget_copies_what_it_keeps(tiny_llama: Path, tmp_path: Path) -> None:
-    path, old = tmp_path / "x.ekv", tmp_path / "old.ekv"
+    path = tmp_path / "x.ekv"
     data = save(tiny_llama, path)
-    with session_of(tiny_llama, **WHOLE) as session:
-        session.files.load(path)
-        old.write_bytes(of_version_7(data, session))
     futures = []
-    for file in (old, path):
+    for from_file in (True, False):
         with session_of(tiny_llama, n_ctx=1024) as session:
-            session.files.load(file)
-            assert not is_mapped(file)
+            session.files.load(path) if from_file else session.files.load_state(data)
+            assert not is_mapped(path)
             futures.append(future(session))
     assert futures[0] == futures[1]
     assert path.read_bytes() == data

@@ -38,6 +38,7 @@ CONTENTS = SavedContents(
     chat=None,
     sections=[7, 0, 2],
     recalls_now=False,
+    whole_from=0,
 )
 
 

@@ -31,16 +31,15 @@ def read(data: bytes) -> tuple[SessionReader, list[Section]]:
     return reader, reader.sections()
 
 
-def with_header(change: dict[str, Any], version: int = VERSION) -> bytes:
+def with_header(change: dict[str, Any]) -> bytes:
     """Return a file with a changed header and a correct digest."""
     settings, contents = asdict(SETTINGS), CONTENTS.to_json()
     for key, value in change.items():
         (settings if key in settings else contents)[key] = value
     header = json.dumps({"settings": settings, "contents": contents}).encode()
-    if version > 7:  # The store's sections, behind tokens and logits, begin at a multiple of 16.
-        n_before = 16 + len(header) + 16 + sum(map(len, SECTIONS[:2]))
-        header += b" " * (-n_before % 16)
-    head = struct.pack("<8sII", MAGIC, version, len(header)) + header
+    n_before = 16 + len(header) + 16 + sum(map(len, SECTIONS[:2]))
+    header += b" " * (-n_before % 16)  # The store's sections begin at a multiple of 16.
+    head = struct.pack("<8sII", MAGIC, VERSION, len(header)) + header
     head += hashlib.blake2b(head, digest_size=16).digest()
     body = head + b"".join(SECTIONS)
     return body + hashlib.blake2b(body, digest_size=16).digest()
@@ -53,11 +52,6 @@ def test_what_is_written_is_read() -> None:
     assert sections == SECTIONS
     assert reader.contents.n_entries == 6
     assert data == with_header({})  # The bytes are as the module describes the file.
-
-
-def test_the_sections_of_version_7_are_read() -> None:
-    data = with_header({}, version=7)
-    assert read(data)[1] == SECTIONS
 
 
 def test_many_bytes_begin_at_a_page() -> None:
@@ -137,6 +131,7 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
         {"sections": [[7]]},
         {"sections": [-7, 7, 9]},
         {"whole_from": -1},
+        {"whole_from": None},
         {"surprise": 1},
     ],
 )
@@ -155,11 +150,12 @@ def test_sizes_beyond_the_file_allocate_nothing() -> None:
         read(struct.pack("<8sII", MAGIC, VERSION, 2**32 - 1) + bytes(100))
 
 
-@pytest.mark.parametrize("version", [6, VERSION + 1])
+@pytest.mark.parametrize("version", [7, VERSION + 1])
 def test_another_version_is_named(version: int) -> None:
     data = bytearray(file_bytes())
     data[8] = version
-    with pytest.raises(SessionFileError, match=f"has version {version} of the format"):
+    words = f"has version {version} of the format, .*; load it with .*, or read the prompt again"
+    with pytest.raises(SessionFileError, match=words):
         read(bytes(data))
 
 

@@ -317,7 +317,7 @@ class MeasuredLosses:
     def load(self, state: Floats) -> None:
         """Load knots, losses and entries.
 
-        Without entries, as in files of version 0.1.0, the losses alone say who gets more.
+        Without entries, the losses alone say who gets more.
         """
         n_knots, n_most = divmod(state.size, self._n_heads + 1)
         self._knots = state[:n_knots].copy()

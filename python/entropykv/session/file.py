@@ -19,8 +19,7 @@ profile/learnt.py. The file of a document is the same, and its header also has `
 DocumentNote.
 
 Because the store's sections begin where a page of memory does, a session can map them instead of
-copying them: see SessionReader.sections(). In version 7 there are no spaces, and no padding of the
-sections of KV heads; these files are copied.
+copying them: see SessionReader.sections().
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ VERSION = 8
 """The version of the format. It must change with any part of the file, including the layout of
 pages.
 """
-READ_VERSIONS = (7, VERSION)
-"""The versions that are read. Version 7, that of entropykv 0.1.0, aligns nothing."""
 
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16
@@ -144,14 +141,12 @@ class SavedContents:
     """The bytes of each of the store's sections."""
     recalls_now: bool
     """True if the next token searches frozen entries, as after thaw()."""
+    whole_from: int
+    """The position from which on layers with a window hold everything that they see."""
     images: list[list[int]] = dataclasses.field(default_factory=list)
     """The fields of every ImageSpan; the header contains them only if there are images."""
     document: DocumentNote | None = None
     """The document that was read; the header contains it only if there is one."""
-    whole_from: int | None = None
-    """The position from which on layers with a window hold everything that they see; None in
-    version 7.
-    """
     predictor: dict[str, Any] | None = None
     """The LearntPredictor, in JSON, that scores entries; the header contains it only if there is
     one.
@@ -373,11 +368,10 @@ class SessionReader:
         if len(prefix) < PREFIX.size:
             raise self._cut(PREFIX.size)
         _, version, size = PREFIX.unpack(prefix)
-        if version not in READ_VERSIONS:
+        if version != VERSION:
             raise SessionFileError(
                 f"{self.where}: has version {version} of the format, but this entropykv reads "
-                f"versions {READ_VERSIONS[0]} to {VERSION}; load it with the entropykv that saved "
-                f"it, or {AGAIN}"
+                f"version {VERSION}; load it with the entropykv that saved it, or {AGAIN}"
             )
         if size > _MOST_HEADER_BYTES:
             raise self.damaged(f"a header of {size} bytes")
@@ -464,7 +458,7 @@ class SessionReader:
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
 _MAY_BE_NONE = {
     *("chat", "document", "freeze", "key_centres", "predictor", "recent_window"),
-    *("sequence_state", "whole_from"),
+    "sequence_state",
 }
 _TYPES: dict[str, type] = {
     "fingerprint": dict,

@@ -40,10 +40,10 @@ QUESTION_MARK = "entropykv-question"
 """Stands for a question where the chat template shows what comes before and behind it."""
 _DEPRECATED = {
     **{name: f"cache.{name}" for name in ("budgets", "evicted", "importance", "predictor_fit")},
-    **{name: f"config.{name}" for name in ("n_ctx", "policy", "profile")},
     **{name: f"files.{name}" for name in ("load", "load_state", "save", "save_state")},
-    **{name: f"text.{name}" for name in ("keep_checkpoint", "return_to_checkpoint", "truncate")},
+    **{name: f"text.{name}" for name in ("return_to_checkpoint", "truncate")},
     "decode_drafts": "reader.read_drafts",
+    "policy": "config.policy",
 }
 """Names of version 0.1, and those of today."""
 
@@ -192,10 +192,9 @@ class Session:
             """Return what a deprecated name stands for, with a DeprecationWarning."""
             if name not in _DEPRECATED:
                 raise AttributeError(f"a Session has no attribute {name!r}")
-            today = _DEPRECATED[name]
-            message = f"Session.{name} is deprecated; use Session.{today}"
+            message = f"Session.{name} is deprecated; use Session.{_DEPRECATED[name]}"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-            return attrgetter(today)(self)
+            return attrgetter(_DEPRECATED[name])(self)
 
     def __enter__(self) -> Session:
         """Return the session itself; leaving the `with` block closes it."""

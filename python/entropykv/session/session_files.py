@@ -122,7 +122,7 @@ def load_state(
             f"{settings.n_ctx}; raise -c (n_ctx)"
         )
     _check_shift(reader, settings, store)
-    if (contents.whole_from or 0) > contents.position:
+    if contents.whole_from > contents.position:
         raise reader.damaged("windows beyond its text")
     tokens, logits, *sections = reader.sections()
     sequence = _sequence(reader, tokens, logits, n_vocab, n_ubatch)

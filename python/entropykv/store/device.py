@@ -66,7 +66,7 @@ class DeviceStore(Store, Pooled):
         if options.in_pool:
             self._store.release()
         context.add(self)
-        self.rollback = RollbackRange(model, self._store, self.layers, None)
+        self.rollback = RollbackRange(model, self._store, None)
         self.facts = StoreFacts(
             n_kv_heads=sum(shape.n_head_kv for shape in self.layers),
             bytes_full_per_token=sum(2 * s.n_head_kv * s.entry_values for s in self.layers),
@@ -288,7 +288,7 @@ class DeviceStore(Store, Pooled):
         self._store.load(counts, list(state.sections))
         self._store.evicted += state.evicted - evicted_before
         self.shift = state.shift
-        self.rollback.begin_with(state)
+        self.rollback.begin_from(state.whole_from)
 
     # --- in a pool --------------------------------------------------------------------------------
 

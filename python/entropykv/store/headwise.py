@@ -86,7 +86,7 @@ class HeadwiseStore(Store, Pooled):
             self.learning = ScorePrediction(self._store, self.layers)
             if predictor := ranking_predictor(config):
                 self.learning.adopt(predictor)
-            self.rollback = RollbackRange(model, self._store, self.layers, self._recurrent)
+            self.rollback = RollbackRange(model, self._store, self._recurrent)
             self.cold.serve(self._store)
             self.freezing = self.cold if self.cold.settings else None
             freezes = config.freezing is not None
@@ -245,7 +245,7 @@ class HeadwiseStore(Store, Pooled):
         with self.sharing.expecting(state.position):
             self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
-        self.rollback.begin_with(state)
+        self.rollback.begin_from(state.whole_from)
 
     # --- in a pool --------------------------------------------------------------------------------
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from entropykv import _core
 from entropykv.errors import ContextError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import RecurrentState, cannot_go_back
-from entropykv.store.states import SavedState
 
 
 class RollbackRange:
@@ -18,13 +15,11 @@ class RollbackRange:
         self,
         model: Model,
         core: _core.HeadwiseStore | _core.DeviceStore,
-        layers: Sequence[_core.LayerShape],
         recurrent: RecurrentState | None,
     ) -> None:
         """Start with an empty store; `recurrent`: states can never be rolled back."""
         self._model = model
         self._core = core
-        self._windowed = any(shape.window for shape in layers)
         self._recurrent = recurrent
         self._loaded = 0
 
@@ -36,11 +31,6 @@ class RollbackRange:
     def begin_from(self, whole_from: int) -> None:
         """Record the range of what was loaded, or will be."""
         self._loaded = whole_from
-
-    def begin_with(self, state: SavedState) -> None:
-        """Record the range of a state that was loaded."""
-        unknown = state.position if self._windowed else 0
-        self.begin_from(unknown if state.whole_from is None else state.whole_from)
 
     def leads_to(self, position: int) -> bool:
         """Tell whether the store holds everything that it held when the text ended at

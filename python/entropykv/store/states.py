@@ -46,10 +46,8 @@ class SavedState:
     """The sections, as in StoreState; load_state() may change or discard their bytes."""
     recalls_now: bool
     """True if the next token searches frozen entries, as after thaw()."""
-    whole_from: int | None
-    """The position from which on layers with a window hold everything that they see; None: a file
-    of an earlier version does not say it.
-    """
+    whole_from: int
+    """The position from which on layers with a window hold everything that they see."""
     file: _core.MappedFile | None = None
     """The file that the sections are mapped from; None if they are in memory of their own."""
 
