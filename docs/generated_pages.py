@@ -139,8 +139,7 @@ def formats_page() -> str:
 
 {inspect.getdoc(session_file)}
 
-Version {session_file.VERSION} is written;
-versions {session_file.READ_VERSIONS[0]} to {session_file.VERSION} are read.
+Version {session_file.VERSION} is written and read; other files are refused by name.
 """
 
 
