@@ -59,7 +59,7 @@ def measure(length: int, n_texts: int, common: int) -> None:
         for number in range(n_texts)
     }
     prompt = beginning + numbers(length - common)
-    index: PrefixIndex[int] = PrefixIndex()
+    index = PrefixIndex()
     for number, text in texts.items():
         index.add(number, text.tokens)
 
@@ -70,7 +70,7 @@ def measure(length: int, n_texts: int, common: int) -> None:
         def saved(number: int, shared: int) -> int:
             return reuse_of(texts[number], prompt, demand, shared).position
 
-        return index.nearest(prompt, None, saved)[1]
+        return index.nearest(int, prompt, None, saved)[1]
 
     def change() -> None:
         index.add(-1, prompt)

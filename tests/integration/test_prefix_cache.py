@@ -22,6 +22,7 @@ from entropykv.server.http.users import Caller
 from entropykv.session.prefix_index import common_prefix
 from entropykv.session.reuse import Demand, reuse_of
 from entropykv.session.session import Session
+from entropykv.session.session_text import SessionText
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
 from tests.support.releases import write_known
@@ -161,6 +162,44 @@ def test_who_reads_may_give_up(pool: Pool) -> None:
     coming.wait()
     prefix_cache.gives_up(first)
     assert coming.end().position == 0
+
+
+def test_who_waits_is_let_go_if_another_session_takes_over_and_fails(
+    pool_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of a conversation takes over before the error, with all that wait."""
+    with pool_of(pool_llama, n_sequences=4, kv_budget=4 * N_CTX, checkpoints="0") as pool:
+        prefix_cache = PrefixCache(pool, 4)
+        turn(prefix_cache, SYSTEM)
+        long = [*SYSTEM, *OWN]
+        coming: list[Coming] = []
+        fork, close, own_thread = Session.fork, Session.close, threading.current_thread()
+
+        def look(*_: object, **__: object) -> bool:
+            """Find no checkpoint, after another prompt has begun to wait."""
+            if not coming:
+                coming.append(Coming(prefix_cache, long))
+                coming[0].wait()
+            return False
+
+        def fail(session: Session) -> None:
+            close(session)
+            if forked and session is not forked[0] and threading.current_thread() is own_thread:
+                raise InterruptedError
+
+        def note(session: Session) -> Session:
+            forked.append(fork(session))
+            return forked[-1]
+
+        forked: list[Session] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(SessionText, "return_to_checkpoint", look)
+            patch.setattr(Session, "fork", note)
+            patch.setattr(Session, "close", fail)
+            with pytest.raises(InterruptedError):
+                prefix_cache.take(long, ANNA)
+        assert coming[0].asked, "it did not wait"
+        coming[0].end()
 
 
 def test_a_newcomer_that_leaves_costs_nothing(pool: Pool) -> None:

@@ -67,7 +67,7 @@ class Scan:
         return [each for each in self.texts if (each.owner, each.tokens) == (owner, tokens)]
 
 
-def edges(index: PrefixIndex[Text]) -> Iterator[Any]:
+def edges(index: PrefixIndex) -> Iterator[Any]:
     nodes = [child for root in index._roots.values() for child in root.children.values()]
     while nodes:
         node = nodes.pop()
@@ -80,7 +80,7 @@ def edges(index: PrefixIndex[Text]) -> Iterator[Any]:
 def test_the_index_finds_what_a_scan_finds(
     steps: list[tuple[Any, ...]], prompt: list[int], owner: str, data: st.DataObject
 ) -> None:
-    index: PrefixIndex[Text] = PrefixIndex()
+    index = PrefixIndex()
     scan = Scan()
     for what, *arguments in steps:
         if what == "add":
@@ -96,10 +96,10 @@ def test_the_index_finds_what_a_scan_finds(
                 scan.texts.append(text)
     beginning = data.draw(st.sampled_from(scan.texts)).tokens if scan.texts else array("i")
     asked = beginning[: data.draw(st.integers(0, 7))] + array("i", prompt)
-    assert list(index) == scan.texts
-    assert list(index.longest_first(asked, owner)) == scan.longest_first(asked, owner)
-    assert index.nearest(asked, owner, Text.saves) == scan.nearest(asked, owner)
-    assert set(index.same(asked, owner)) == set(scan.same(asked, owner))
+    assert index.of(Text) == scan.texts
+    assert index.longest_first(Text, asked, owner) == scan.longest_first(asked, owner)
+    assert index.nearest(Text, asked, owner, Text.saves) == scan.nearest(asked, owner)
+    assert set(index.same(Text, asked, owner)) == set(scan.same(asked, owner))
     held = [each.tokens for each in scan.texts]
     for node in edges(index):
         assert any(node.witness is tokens for tokens in held), "the tokens of a removed text"
@@ -124,30 +124,30 @@ def test_the_index_finds_what_a_scan_finds(
 def test_which_of_several_texts_is_taken(
     texts: list[tuple[list[int], int]], found: int | None
 ) -> None:
-    index: PrefixIndex[Text] = PrefixIndex()
+    index = PrefixIndex()
     made = [Text("anna", array("i", tokens), worth) for tokens, worth in texts]
     for text in made:
         index.add(text, text.tokens, text.owner)
-    best, saved = index.nearest(array("i", [0, 1, 1, 0]), "anna", Text.saves)
+    best, saved = index.nearest(Text, array("i", [0, 1, 1, 0]), "anna", Text.saves)
     assert best is (None if found is None else made[found])
     assert saved == (0 if found is None else texts[found][1])
 
 
 def test_long_texts_part_within_and_between_blocks() -> None:
     long = array("i", range(1000))
-    index: PrefixIndex[int] = PrefixIndex()
+    index = PrefixIndex()
     for n in (1, 255, 256, 257, 999):
         index.add(n, array("i", [*long[:n], -1]))
-    found = list(index.longest_first(long))
+    found = index.longest_first(int, long)
     assert found == [(n, n) for n in (999, 257, 256, 255, 1)]
     index.add(1000, long)
-    assert index.nearest(long, None, lambda _, shared: shared) == (1000, 1000)
+    assert index.nearest(int, long, None, lambda _, shared: shared) == (1000, 1000)
 
 
 def test_a_lookup_does_not_touch_the_texts_of_others() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
+    index = PrefixIndex()
     index.add("hers", array("i", [1, 2, 3]), "anna")
-    assert list(index.longest_first(array("i", [1, 2, 3]), "ben")) == []
-    assert index.same(array("i", [1, 2, 3]), "ben") == []
+    assert index.longest_first(str, array("i", [1, 2, 3]), "ben") == []
+    assert index.same(str, array("i", [1, 2, 3]), "ben") == []
     index.remove("hers")
     assert not index._roots

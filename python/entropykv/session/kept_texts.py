@@ -201,8 +201,11 @@ class KeptTexts:
                 f"the limit of checkpoints cannot be {limit!r}; give bytes such as 64MiB, or 0"
             )
         self.checkpoint_limit = most
-        self._texts: PrefixIndex[KeptText] = PrefixIndex()
-        """All texts; only checkpoints are found by their tokens."""
+        self.index = PrefixIndex()
+        """Everything that a prompt may continue from. Whoever else keeps texts of the pool adds
+        them, as a server does; of those that are kept here, only checkpoints are found by their
+        tokens.
+        """
         self._staying: KeptText | None = None
         self._directory: Path | None = None
         if where.startswith(DISK) and where != DISK:
@@ -215,7 +218,7 @@ class KeptTexts:
     @property
     def checkpoints(self) -> list[KeptText]:
         """Return the checkpoints, the least recently used first."""
-        return [each for each in self._texts if each.is_checkpoint]
+        return [each for each in self.index.of(KeptText) if each.is_checkpoint]
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -225,7 +228,7 @@ class KeptTexts:
     @property
     def swapped_out(self) -> list[KeptText]:
         """Return the texts of idle sessions, in the order in which they were swapped out."""
-        return [each for each in self._texts if not each.is_checkpoint]
+        return [each for each in self.index.of(KeptText) if not each.is_checkpoint]
 
     @property
     def swapped_bytes(self) -> int:
@@ -246,12 +249,12 @@ class KeptTexts:
             tier.drop()
             raise
         if not kept.is_checkpoint:
-            self._texts.add(kept, array("i"))
+            self.index.add(kept, array("i"))
             return kept
         tokens, tenant = kept.text.tokens, kept.tenant
-        for each in self._texts.same(tokens, tenant):
+        for each in self.index.same(KeptText, tokens, tenant):
             self.drop(each)
-        self._texts.add(kept, tokens, tenant)
+        self.index.add(kept, tokens, tenant)
         excess = self.checkpoint_bytes - self.checkpoint_limit
         for each in self.checkpoints:
             if excess <= 0:
@@ -272,7 +275,7 @@ class KeptTexts:
 
     def drop(self, kept: KeptText) -> None:
         """Remove a text, and everything that was kept of it."""
-        self._texts.remove(kept)
+        self.index.remove(kept)
         kept.tier.drop()
 
     def drop_checkpoints(self) -> None:
@@ -282,7 +285,7 @@ class KeptTexts:
 
     def await_prediction(self) -> None:
         """Mark all texts as older than the predictor."""
-        for each in self._texts:
+        for each in self.index.of(KeptText):
             each.awaits_prediction = True
 
     def _check_room(self, kept: KeptText, state: StoreState, n_bytes: int) -> None:
@@ -320,11 +323,11 @@ class KeptTexts:
             )
             return reuse_of(held, prompt, demand, shared).position
 
-        best, most = self._texts.nearest(prompt, tenant, saved)
+        best, most = self.index.nearest(KeptText, prompt, tenant, saved)
         for each in lost:
             self.drop(each)
         if best is not None:
-            self._texts.touch(best)
+            self.index.touch(best)
         return best, most
 
     # --- tiers ------------------------------------------------------------------------------------

@@ -1,25 +1,26 @@
 """Find texts by their common beginning with a prompt, and say which is used least: PrefixIndex.
 
-Everyone who asks what of a prompt was already read asks it: a pool for its checkpoints, the server
-for idle conversations, and for prompts that are just being read. It is a trie over tokens whose
-edges are runs of tokens (a radix tree), one for each owner, so that nobody's lookup takes longer
-because of the texts of others. A lookup compares a prompt along one path, however many texts begin
-with it. Edges hold no tokens of their own: each refers to one of the texts below it.
+A pool has one, which holds everything that a prompt may continue from: checkpoints, texts that are
+swapped out, idle conversations of a server, and prompts that are just being read. It is a trie over
+tokens whose edges are runs of tokens (a radix tree), one for each owner, so that nobody's lookup
+takes longer because of the texts of others. A lookup compares a prompt along one path, however many
+texts begin with it. Edges hold no tokens of their own: each refers to one of the texts below it.
 
 All texts are also in the order of their last use. That is the one order in which texts leave:
-whoever has to drop, swap out or forget something begins with the first.
+whoever has to drop, swap out or forget texts of a kind begins with the first.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 _BLOCK = 256
 """How many tokens of two texts are compared at once."""
-Item = TypeVar("Item", bound=Hashable)
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int], begin: int = 0) -> int:
@@ -39,20 +40,20 @@ def common_prefix(first: Sequence[int], second: Sequence[int], begin: int = 0) -
 
 
 @dataclass(eq=False)
-class _Node(Generic[Item]):
+class _Node:
     """Hold the end of an edge: a beginning that all texts below it share."""
 
     end: int = 0
     """How many tokens all texts below the node share."""
-    parent: _Node[Item] | None = None
+    parent: _Node | None = None
     witness: array[int] = field(default_factory=lambda: array("i"))
     """The tokens of one of the texts below the node."""
-    children: dict[int, _Node[Item]] = field(default_factory=dict)
+    children: dict[int, _Node] = field(default_factory=dict)
     """The nodes below this one, by the first tokens of their edges."""
-    items: dict[Item, None] = field(default_factory=dict)
+    items: dict[Hashable, None] = field(default_factory=dict)
     """The texts that end here."""
 
-    def below(self, without: _Node[Item] | None) -> Iterator[Item]:
+    def below(self, without: _Node | None) -> Iterator[Hashable]:
         """Yield all texts that begin with the node's tokens, except those below another node."""
         nodes = [self]
         while nodes:
@@ -63,136 +64,157 @@ class _Node(Generic[Item]):
 
 
 @dataclass(frozen=True)
-class _Text(Generic[Item]):
+class _Text:
     tokens: array[int]
     owner: Hashable
-    node: _Node[Item]
+    node: _Node
     last_use: int
 
 
-class PrefixIndex(Generic[Item]):
-    """Hold texts by their tokens and owners, in the order of their last use.
+class PrefixIndex:
+    """Hold texts of several kinds by their tokens and owners, in the order of their last use.
 
-    Tokens must not change while they are in the index, because it keeps no copy of them.
+    Tokens must not change while they are in the index, because it keeps no copy of them. Any thread
+    may use it at any time; a `saved` function must not wait for other locks.
     """
 
     def __init__(self) -> None:
         """Start empty."""
-        self._texts: dict[Item, _Text[Item]] = {}
+        self._lock = threading.RLock()
+        self._texts: dict[Hashable, _Text] = {}
         """All texts; the least recently used is the first."""
-        self._roots: dict[Hashable, _Node[Item]] = {}
+        self._roots: dict[Hashable, _Node] = {}
         self._uses = 0
-
-    def __len__(self) -> int:
-        """Return how many texts there are."""
-        return len(self._texts)
-
-    def __iter__(self) -> Iterator[Item]:
-        """Yield all texts, the least recently used first."""
-        return iter(list(self._texts))
 
     def __contains__(self, item: object) -> bool:
         """Tell whether a text is in the index."""
         return item in self._texts
 
-    def tokens(self, item: Item) -> array[int]:
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the texts of a kind, the least recently used first."""
+        with self._lock:
+            return [item for item in self._texts if isinstance(item, kind)]
+
+    def tokens(self, item: Hashable) -> array[int]:
         """Return the tokens of a text."""
         return self._texts[item].tokens
 
-    def add(self, item: Item, tokens: array[int], owner: Hashable = None) -> None:
+    def add(self, item: Hashable, tokens: array[int], owner: Hashable = None) -> None:
         """Add a text, as the most recently used."""
-        self._roots.setdefault(owner, _Node())
-        node = self._node_at(owner, tokens)
-        node.items[item] = None
-        self._uses += 1
-        self._texts[item] = _Text(tokens, owner, node, self._uses)
+        with self._lock:
+            self._roots.setdefault(owner, _Node())
+            node = self._node_at(owner, tokens)
+            node.items[item] = None
+            self._uses += 1
+            self._texts[item] = _Text(tokens, owner, node, self._uses)
 
-    def touch(self, item: Item) -> None:
+    def touch(self, item: Hashable) -> None:
         """Note that a text is the most recently used."""
-        text = self._texts.pop(item)
-        self._uses += 1
-        self._texts[item] = _Text(text.tokens, text.owner, text.node, self._uses)
+        with self._lock:
+            text = self._texts.pop(item)
+            self._uses += 1
+            self._texts[item] = _Text(text.tokens, text.owner, text.node, self._uses)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: Hashable) -> None:
         """Remove a text; raises KeyError if it is not there."""
-        text = self._texts.pop(item)
-        node = text.node
-        del node.items[item]
+        with self._lock:
+            text = self._texts.pop(item)
+            del text.node.items[item]
+            self._tidy(text.node, text)
+
+    def _tidy(self, node: _Node, gone: _Text) -> None:
+        """Merge and remove nodes that a text has left, and let no edge refer to it."""
         while (above := node.parent) is not None and not node.items and len(node.children) < 2:
-            first = text.tokens[above.end]
+            first = gone.tokens[above.end]
             del above.children[first]
             for child in node.children.values():  # A node with a single child is merged with it.
                 child.parent, above.children[first] = above, child
             node = above
         if not node.items and not node.children:
-            del self._roots[text.owner]
-        while node.parent is not None:  # Below it, no edge refers to the text any more.
-            if node.witness is text.tokens:
+            del self._roots[gone.owner]
+        while node.parent is not None:
+            if node.witness is gone.tokens:
                 node.witness = self._witness(node)
             node = node.parent
 
-    def _witness(self, node: _Node[Item]) -> array[int]:
+    def _witness(self, node: _Node) -> array[int]:
         for item in node.items:
             return self._texts[item].tokens
         return next(iter(node.children.values())).witness
 
     # --- look up ----------------------------------------------------------------------------------
 
-    def same(self, tokens: array[int], owner: Hashable = None) -> list[Item]:
-        """Return the owner's texts that consist of just these tokens."""
-        node, shared = self._path(owner, tokens)[-1]
-        return list(node.items) if shared == node.end == len(tokens) else []
+    def same(self, kind: type[Kind], tokens: array[int], owner: Hashable = None) -> list[Kind]:
+        """Return the owner's texts of a kind that consist of just these tokens."""
+        with self._lock:
+            node, shared = self._path(owner, tokens)[-1]
+            found = node.items if shared == node.end == len(tokens) else {}
+            return [item for item in found if isinstance(item, kind)]
 
     def longest_first(
-        self, tokens: array[int], owner: Hashable = None
-    ) -> Iterator[tuple[Item, int]]:
-        """Yield the owner's texts that begin as `tokens` do, and how many tokens both share.
+        self, kind: type[Kind], tokens: array[int], owner: Hashable = None
+    ) -> list[tuple[Kind, int]]:
+        """Return the owner's texts of a kind that begin as `tokens` do, and how many tokens both
+        share.
 
         Those that share most come first; of these, the ones that end there, and then the most
         recently used.
         """
-        seen: _Node[Item] | None = None
+        with self._lock:
+            return [(item, shared) for item, _, shared in self._along(kind, tokens, owner)]
+
+    def _along(
+        self, kind: type[Kind], tokens: array[int], owner: Hashable
+    ) -> Iterator[tuple[Kind, _Text, int]]:
+        seen: _Node | None = None
         for node, shared in reversed(self._path(owner, tokens)[1:]):
-            group = [(item, self._texts[item]) for item in node.below(seen)]
+            group = [
+                (item, self._texts[item]) for item in node.below(seen) if isinstance(item, kind)
+            ]
             group.sort(key=lambda each: (len(each[1].tokens) > shared, -each[1].last_use))
-            for item, _ in group:
-                yield item, shared
+            for item, text in group:
+                yield item, text, shared
             seen = node
 
     def nearest(
-        self, tokens: array[int], owner: Hashable, saved: Callable[[Item, int], int]
-    ) -> tuple[Item | None, int]:
-        """Return the owner's text that saves most reading, and how many tokens; (None, 0) if none
-        does.
+        self,
+        kind: type[Kind],
+        tokens: array[int],
+        owner: Hashable,
+        saved: Callable[[Kind, int], int],
+    ) -> tuple[Kind | None, int]:
+        """Return the owner's text of a kind that saves most reading, and how many tokens; (None, 0)
+        if none does.
 
         `saved(item, shared)`: how many of the shared tokens a text saves. If several save as many,
         it is one that ends there, then the one that shares most, then the most recently used.
         """
         best, most, ends = None, 0, False
-        for item, shared in self.longest_first(tokens, owner):
-            ends_there = len(self._texts[item].tokens) == shared
-            if shared < most or (shared == most and (ends or not ends_there)):
-                break
-            n = saved(item, shared)
-            if n > most or (n == most > 0 and ends_there and shared == n):
-                best, most, ends = item, n, ends_there and shared == n
+        with self._lock:
+            for item, text, shared in self._along(kind, tokens, owner):
+                ends_there = len(text.tokens) == shared
+                if shared < most or (shared == most and (ends or not ends_there)):
+                    break
+                n = saved(item, shared)
+                if n > most or (n == most > 0 and ends_there and shared == n):
+                    best, most, ends = item, n, ends_there and shared == n
         return best, most
 
     # --- nodes ------------------------------------------------------------------------------------
 
-    def _node_at(self, owner: Hashable, tokens: array[int]) -> _Node[Item]:
+    def _node_at(self, owner: Hashable, tokens: array[int]) -> _Node:
         """Return the node at which a text ends, after making it if necessary."""
         node, shared = self._path(owner, tokens)[-1]
         if shared < node.end:  # The texts part within its edge.
             node = self._cut(node, shared)
         if shared == len(tokens):
             return node
-        leaf: _Node[Item] = _Node(len(tokens), node, tokens)
+        leaf: _Node = _Node(len(tokens), node, tokens)
         node.children[tokens[shared]] = leaf
         return leaf
 
     @staticmethod
-    def _cut(node: _Node[Item], end: int) -> _Node[Item]:
+    def _cut(node: _Node, end: int) -> _Node:
         """Return a new node in the middle of an edge."""
         middle = _Node(end, node.parent, node.witness, {node.witness[end]: node})
         if node.parent is not None:  # Only a root has none, and no text parts before it ends.
@@ -200,12 +222,12 @@ class PrefixIndex(Generic[Item]):
         node.parent = middle
         return middle
 
-    def _path(self, owner: Hashable, tokens: array[int]) -> list[tuple[_Node[Item], int]]:
+    def _path(self, owner: Hashable, tokens: array[int]) -> list[tuple[_Node, int]]:
         """Return the nodes along a text, each with how many tokens it and the text share.
 
         That is less than the end of a node only for the last one.
         """
-        node, shared = self._roots.get(owner) or _Node[Item](), 0
+        node, shared = self._roots.get(owner) or _Node(), 0
         path = [(node, 0)]
         while shared == node.end and shared < len(tokens):
             child = node.children.get(tokens[shared])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from entropykv.server.http.users import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.object_storage import FileStamp, stamp_of
 from entropykv.session.pool import Pool
-from entropykv.session.prefix_index import PrefixIndex, common_prefix
+from entropykv.session.prefix_index import common_prefix
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.session_files import check_template, document_header
@@ -72,6 +72,16 @@ class _WaitingPrompt:
     """The copy, and the position up to which it is useful; None if there is none."""
 
 
+@dataclass(eq=False)
+class _Reading:
+    """Hold a prompt that is being read, and those that wait for a part of it."""
+
+    prompt: _Prompt
+    session: Session
+    """Reads it; before its first token, another one may take over."""
+    waiting: list[_WaitingPrompt] = field(default_factory=list)
+
+
 class PrefixCache:
     """Keep conversations between two requests; the least recently used are dropped first.
 
@@ -85,12 +95,12 @@ class PrefixCache:
         self._most = most
         self._shared_prefixes = shared_prefixes
         self._lock = threading.Lock()
-        self._prompts: PrefixIndex[Session] = PrefixIndex()
+        self._texts = pool.runner.kept_texts.index
+        """Has the conversations, whose texts nobody changes while they are in it, and the prompts
+        that are being read, beside the checkpoints.
+        """
+        self._readings: dict[Session, _Reading] = {}
         """The prompts that are being read, by the sessions that read them."""
-        self._waiting: dict[Session, list[_WaitingPrompt]] = {}
-        """The prompts that wait for a part of what each of these sessions reads."""
-        self._kept: PrefixIndex[_Conversation] = PrefixIndex()
-        """The conversations; nobody changes their texts while they are in it."""
         self.forgotten = 0
         """How many conversations were dropped so far."""
         self.forked = 0
@@ -121,58 +131,50 @@ class PrefixCache:
         meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
         `reads_question`: see Demand; then it waits for no other prompt, either.
         """
-        tenant = self._tenant(caller)
         n_document = 0 if document is None else len(self.open_document(document, caller))
-        prompt = _Prompt(
-            array("i", tokens), caller, tenant, continues, document, n_document, reads_question
-        )
-        session, complete = self._started(prompt, check)
+        text, tenant = array("i", tokens), self._tenant(caller)
+        prompt = _Prompt(text, caller, tenant, continues, document, n_document, reads_question)
+        reading, go_on = self._started(prompt, check)
         try:  # This may take long, but no other prompt waits for it.
-            session = complete()
+            go_on()
         except BaseException:
-            self.gives_up(session)
-            session.close()
+            self.gives_up(reading.session)
+            reading.session.close()
             raise
-        session.name = caller.name
-        return session
+        reading.session.name = caller.name
+        return reading.session
 
     def _started(
         self, prompt: _Prompt, check: Callable[[], object] | None
-    ) -> tuple[Session, Callable[[], Session]]:
-        """Return a session for a prompt, once it need not wait, and a function that returns the one
-        that goes on from most of it. From now on, others may wait for what it reads.
+    ) -> tuple[_Reading, Callable[[], object]]:
+        """Begin to read a prompt, once it need not wait; the function lets it go on from most of
+        it. From now on, others may wait for what it reads.
         """
-        asked: set[Session] = set()
+        asked: set[_Reading] = set()
         while True:
             with self._lock:
                 reader, waiting_prompt = self._worth_waiting_for(prompt, asked)
                 if reader is None:
-                    session, complete = self._start(prompt)
-                    self._begin_reading(session, prompt.tokens)
-                    return session, complete
-                self._waiting[reader].append(waiting_prompt)
+                    return self._start(prompt)
+                reader.waiting.append(waiting_prompt)
             asked.add(reader)
             found = self._awaited(waiting_prompt, check)
             if found is not None:
                 with self._lock:
-                    self._begin_reading(found[0], prompt.tokens)
                     self.forked += 1
-                return found[0], partial(_gone_back, *found)
+                    return self._reads(prompt, found[0]), partial(_go_back, *found)
 
-    def _start(self, prompt: _Prompt) -> tuple[Session, Callable[[], Session]]:
+    def _start(self, prompt: _Prompt) -> tuple[_Reading, Callable[[], object]]:
         if self._pool.holds_one:
-            session = self._in_the_only_place(prompt)
-            return session, lambda: session
+            return self._reads(prompt, self._in_the_only_place(prompt)), lambda: None
         own = self._going_on(prompt)
         if own is not None:
-            self._kept.remove(own)
+            self._texts.remove(own)
             self.resumed += 1
-            return own.session, lambda: own.session
-        session = self._pool.session(tenant=prompt.tenant)
-        near, spared = None, 0
-        if prompt.document is None:
-            near, spared = self._nearest(prompt)
-        return session, partial(self._going_on_from_others, session, prompt, near, spared)
+            return self._reads(prompt, own.session), lambda: None
+        near, spared = (None, 0) if prompt.document is not None else self._nearest(prompt)
+        reading = self._reads(prompt, self._pool.session(tenant=prompt.tenant))
+        return reading, partial(self._go_on_from_others, reading, near, spared)
 
     def _in_the_only_place(self, prompt: _Prompt) -> Session:
         """Return the only conversation, which the reader truncates to what the prompt continues.
@@ -181,8 +183,8 @@ class PrefixCache:
         prompt has.
         """
         for kept in self._kept:
-            shared = common_prefix(self._kept.tokens(kept), prompt.tokens)
-            self._kept.remove(kept)
+            shared = common_prefix(self._texts.tokens(kept), prompt.tokens)
+            self._texts.remove(kept)
             if self._tenant(kept.caller) == prompt.tenant:
                 self.resumed += shared > 1
                 return kept.session
@@ -190,27 +192,31 @@ class PrefixCache:
             self.forgotten += 1
         return self._pool.session(tenant=prompt.tenant)
 
-    def _going_on_from_others(
-        self, session: Session, prompt: _Prompt, near: _Conversation | None, spared: int
-    ) -> Session:
-        """Return a new session at the checkpoint, or a copy of the conversation, that saves most
-        reading.
-
-        It is an empty session if there is neither.
+    def _go_on_from_others(
+        self, reading: _Reading, near: _Conversation | None, spared: int
+    ) -> None:
+        """Let a new session go on from the checkpoint that saves most reading, or a copy of the
+        conversation that does take its place.
         """
+        prompt, own = reading.prompt, reading.session
         beyond = max(spared, LEAST_SPARED) - 1
         if prompt.document is not None:
             copy = self._copy_of_document(prompt.document, prompt.caller)
-            with self._lock:
+        elif own.text.return_to_checkpoint(prompt.tokens, beyond, repeatable=True):
+            copy = own
+        else:
+            copy = self._copy_of_kept(near, prompt.caller)
+        if copy is None:
+            return
+        with self._lock:
+            if near is not None and copy is near.session:
+                self.resumed += 1
+            else:
                 self.forked += 1
-                self._read_in(copy, session)
-            session.close()
-            return copy
-        if session.text.return_to_checkpoint(prompt.tokens, beyond, repeatable=True):
-            with self._lock:
-                self.forked += 1
-            return session
-        return self._copy_of_kept(near, prompt.caller, session) or session
+            reading.session = copy
+            self._readings[copy] = self._readings.pop(own)
+        if copy is not own:
+            own.close()
 
     def _tenant(self, caller: Caller) -> Caller:
         return caller.tenant(shared_prefixes=self._shared_prefixes)
@@ -227,7 +233,7 @@ class PrefixCache:
         demand = Demand(is_cut=False, needs_logits=False, reads_question=prompt.reads_question)
         best, most = None, prompt.n_document
         for each, shared in self._own(prompt.tokens, prompt.caller):
-            text, kept = self._kept.tokens(each), 0
+            text, kept = self._texts.tokens(each), 0
             if max(shared, len(text)) <= most:
                 continue
             held = each.session.text.held()
@@ -242,11 +248,10 @@ class PrefixCache:
                 best, most = each, kept
         return best
 
-    def _own(self, tokens: array[int], caller: Caller) -> Iterator[tuple[_Conversation, int]]:
-        """Yield a caller's conversations that begin as `tokens` do, and how many both share."""
-        for each, shared in self._kept.longest_first(tokens, self._tenant(caller)):
-            if each.caller == caller and each.document is None:
-                yield each, shared
+    def _own(self, tokens: array[int], caller: Caller) -> list[tuple[_Conversation, int]]:
+        """Return a caller's conversations that begin as `tokens` do, and how many both share."""
+        found = self._texts.longest_first(_Conversation, tokens, self._tenant(caller))
+        return [each for each in found if each[0].caller == caller and each[0].document is None]
 
     def _nearest(self, prompt: _Prompt) -> tuple[_Conversation | None, int]:
         """Return the tenant's conversation of which a copy saves most tokens, and how many."""
@@ -254,32 +259,25 @@ class PrefixCache:
         def saved(kept: _Conversation, shared: int) -> int:
             return _place_in(kept.session, prompt.tokens, shared)
 
-        near, spared = self._kept.nearest(prompt.tokens, prompt.tenant, saved)
+        near, spared = self._texts.nearest(_Conversation, prompt.tokens, prompt.tenant, saved)
         return (near, spared) if spared >= LEAST_SPARED else (None, 0)
 
-    def _copy_of_kept(
-        self, near: _Conversation | None, caller: Caller, session: Session
-    ) -> Session | None:
-        """Return a copy of a conversation instead of a new session; None if there is none.
+    def _copy_of_kept(self, near: _Conversation | None, caller: Caller) -> Session | None:
+        """Return a copy of a conversation; None if there is none.
 
         If there is no room for a copy, it may be the caller's own conversation itself.
         """
         with self._lock:
-            if near is None or near not in self._kept:  # Another request has taken it meanwhile.
+            if near is None or near not in self._texts:  # Another request has taken it meanwhile.
                 return None
-            self._kept.touch(near)
+            self._texts.touch(near)
             try:
-                found = near.session.fork()
-                self.forked += 1
+                return near.session.fork()
             except PoolError:
                 if near.caller != caller or near.document is not None:
                     return None
-                self._kept.remove(near)
-                found = near.session
-                self.resumed += 1
-            self._read_in(found, session)
-        session.close()
-        return found
+                self._texts.remove(near)
+                return near.session
 
     # --- documents --------------------------------------------------------------------------------
 
@@ -323,7 +321,7 @@ class PrefixCache:
             if each.document != path or self._tenant(each.caller) != tenant:
                 continue
             if version in (None, each.version):
-                self._kept.touch(each)
+                self._texts.touch(each)
                 return each
         return None
 
@@ -350,21 +348,22 @@ class PrefixCache:
     # --- while another one is read ----------------------------------------------------------------
 
     def _worth_waiting_for(
-        self, prompt: _Prompt, asked: set[Session]
-    ) -> tuple[Session | None, _WaitingPrompt]:
-        """Return the session that is reading more of a prompt than any kept one has, and is not in
-        `asked`.
+        self, prompt: _Prompt, asked: set[_Reading]
+    ) -> tuple[_Reading | None, _WaitingPrompt]:
+        """Return the prompt of which more is being read than any kept text has of this one, if it
+        is not in `asked`.
         """
         runner, tokens = self._pool.runner, prompt.tokens
 
-        def saved(session: Session, shared: int) -> int:
+        def saved(reader: _Reading, shared: int) -> int:
             # Text after the position where both differ can be cut only if nothing was evicted.
+            session = reader.session
             can_be = shared >= session.position or not (runner.recurrent or session.cache.evicted)
-            return shared if can_be and session not in asked else 0
+            return shared if can_be and reader not in asked else 0
 
         reader, most = None, 0
         if not prompt.reads_question:
-            reader, most = self._prompts.nearest(tokens, prompt.tenant, saved)
+            reader, most = self._texts.nearest(_Reading, tokens, prompt.tenant, saved)
         waiting_prompt = _WaitingPrompt(tokens, most)
         if reader is None or most < _WORTH_WAITING:
             return None, waiting_prompt
@@ -391,79 +390,55 @@ class PrefixCache:
             raise
         return copy.result()
 
-    def _begin_reading(self, session: Session, tokens: array[int]) -> None:
-        self._prompts.add(session, tokens, session.tenant)
-        self._waiting[session] = []
-
-    def _read_in(self, session: Session, former: Session) -> None:
-        """Let another session read the prompt of a former one."""
-        self._begin_reading(session, self._prompts.tokens(former))
-        self._waiting[session] = self._end_reading(former)
-
-    def _end_reading(self, session: Session) -> list[_WaitingPrompt]:
-        """Return those that waited for a prompt that is read no further; `_lock` is held."""
-        if session in self._prompts:
-            self._prompts.remove(session)
-        return self._waiting.pop(session, [])
+    def _reads(self, prompt: _Prompt, session: Session) -> _Reading:
+        """Record that a session reads a prompt; `_lock` is held."""
+        reading = self._readings[session] = _Reading(prompt, session)
+        self._texts.add(reading, prompt.tokens, prompt.tenant)
+        return reading
 
     def reads(self, session: Session, n_tokens: int) -> None:
         """Record, in the thread that reads a prompt, that `n_tokens` more are read next.
 
         Prompts that differ before the end of these tokens get copies of what was read so far.
         """
-        if not self._waiting.get(session):
+        reading = self._readings.get(session)
+        if reading is None or not reading.waiting:
             return
         end = session.position + n_tokens
         with self._lock:
-            waiting = self._waiting[session]
-            due = [each for each in waiting if each.shared < end]
-            waiting[:] = [each for each in waiting if each.shared >= end]
-        self._hand_over(session, due)
+            due = [each for each in reading.waiting if each.shared < end]
+            reading.waiting = [each for each in reading.waiting if each.shared >= end]
+        _hand_over(due, session)
 
     def has_read(self, session: Session) -> None:
         """Record, in the reading thread, that the prompt of a session was read to its end."""
-        with self._lock:
-            waiting = self._end_reading(session)
-        self._hand_over(session, waiting)
+        _hand_over(self._ended(session), session)
 
     def gives_up(self, session: Session) -> None:
         """Record that the prompt of a session is not read any further, if it was being read."""
+        _hand_over(self._ended(session), None)
+
+    def _ended(self, session: Session) -> list[_WaitingPrompt]:
+        """Return those that waited for a prompt that is read no further."""
         with self._lock:
-            waiting = self._end_reading(session)
-        self._release(waiting)
-
-    def _hand_over(self, session: Session, waiting: list[_WaitingPrompt]) -> None:
-        """Give waiting prompts copies of what a session has read."""
-        try:
-            while waiting:
-                each = waiting.pop(0)
-                if each.copy.set_running_or_notify_cancel():
-                    found = None
-                    try:
-                        found = _copy_for(session, each.tokens)
-                    finally:
-                        each.copy.set_result(found)
-        finally:
-            self._release(waiting)
-
-    @staticmethod
-    def _release(waiting: list[_WaitingPrompt]) -> None:
-        for each in waiting:
-            if each.copy.set_running_or_notify_cancel():
-                each.copy.set_result(None)
+            reading = self._readings.pop(session, None)
+            if reading is None:
+                return []
+            self._texts.remove(reading)
+            return reading.waiting
 
     # --- between two requests ---------------------------------------------------------------------
 
     def _add(self, kept: _Conversation) -> None:
         """Keep a conversation; `_lock` is held."""
-        self._kept.add(kept, kept.session.text.held().tokens, self._tenant(kept.caller))
+        self._texts.add(kept, kept.session.text.held().tokens, self._tenant(kept.caller))
 
     def _drop(self, is_gone: Callable[[_Conversation], bool]) -> None:
         """Close the conversations that a function names."""
         with self._lock:
             gone = [each for each in self._kept if is_gone(each)]
             for each in gone:
-                self._kept.remove(each)
+                self._texts.remove(each)
         for each in gone:
             each.session.close()
 
@@ -483,11 +458,16 @@ class PrefixCache:
                 each
                 for each, shared in self._own(session.text.held().tokens, caller)
                 # It parts from this one within its last thought.
-                if 0 < each.answer_place <= shared < len(self._kept.tokens(each))
+                if 0 < each.answer_place <= shared < len(self._texts.tokens(each))
             ]
             self._add(_Conversation(session, caller, answer_place=answer_place))
         self._drop(earlier.__contains__)
         self._drop_surplus()
+
+    @property
+    def _kept(self) -> list[_Conversation]:
+        """Return the conversations, the least recently used first."""
+        return self._texts.of(_Conversation)
 
     def _drop_surplus(self) -> None:
         while len(self._kept) > self._most and self.forget_one():
@@ -497,7 +477,7 @@ class PrefixCache:
         """Return how many tokens a caller's conversation has; 0 if there is none."""
         with self._lock:
             last = self._of(caller)
-            return 0 if last is None else len(self._kept.tokens(last))
+            return 0 if last is None else len(self._texts.tokens(last))
 
     def save(
         self, caller: Caller, path: Path, session: Session | None = None
@@ -511,7 +491,7 @@ class PrefixCache:
             kept = self._of(caller, session)
             if kept is None:
                 return None
-            self._kept.remove(kept)
+            self._texts.remove(kept)
         try:
             return kept.session.files.save(path)
         finally:
@@ -548,7 +528,7 @@ class PrefixCache:
             kept = self._of(caller, session)
             if kept is None:
                 return 0
-            self._kept.remove(kept)
+            self._texts.remove(kept)
         n_tokens = session.position
         session.close()
         return n_tokens
@@ -569,10 +549,10 @@ class PrefixCache:
     def forget_one(self) -> bool:
         """Close the least recently used conversation; returns False if there is none."""
         with self._lock:
-            oldest = next(iter(self._kept), None)
+            oldest = next(iter(self._texts.of(_Conversation)), None)
             if oldest is None:
                 return False
-            self._kept.remove(oldest)
+            self._texts.remove(oldest)
             self.forgotten += 1
         oldest.session.close()
         return True
@@ -580,7 +560,7 @@ class PrefixCache:
     def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
         """Return all kept conversations: the caller, its figures, and whether it is in the pool."""
         with self._lock:
-            kept = list(self._kept)
+            kept = self._kept
         return [(each.caller, each.session.stats(), each.session.cache.is_live) for each in kept]
 
     def close(self) -> None:
@@ -615,13 +595,27 @@ def _copy_for(session: Session, tokens: array[int]) -> tuple[Session, int] | Non
         return None
 
 
-def _gone_back(copy: Session, position: int) -> Session:
+def _hand_over(waiting: list[_WaitingPrompt], session: Session | None) -> None:
+    """Give prompts that wait copies of what a session has read; without it, they get none."""
+    while waiting:
+        each = waiting.pop(0)
+        if each.copy.set_running_or_notify_cancel():
+            found = None
+            try:
+                found = None if session is None else _copy_for(session, each.tokens)
+            except BaseException:
+                _hand_over(waiting, None)
+                raise
+            finally:
+                each.copy.set_result(found)
+
+
+def _go_back(copy: Session, position: int) -> None:
     """Roll a copy back to the position where texts differ, or to the start if there is no room
-    now; returns it.
+    now.
     """
     if position < copy.position:
         try:
             copy.text.truncate(position)
         except (PoolError, ContextError):
             copy.text.truncate(0)
-    return copy
