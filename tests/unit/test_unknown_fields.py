@@ -70,23 +70,37 @@ def test_fields_that_change_no_answer_are_accepted(fields: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "instead"),
+    ("model", "name", "value", "instead"),
     [
-        ("lora", [{"id": 0}], "start the server with --lora"),
-        ("min_keep", 3, "leave it out"),
-        ("stop_token_ids", [7], "give texts as stop"),
-        ("length_penalty", 1.2, "beams"),
-        ("truncation", "auto", "too long"),
+        (ChatRequest, "lora", [{"id": 0}], "start the server with --lora"),
+        (ChatRequest, "min_keep", 3, "leave it out"),
+        (ChatRequest, "stop_token_ids", [7], "give texts as stop"),
+        (ChatRequest, "length_penalty", 1.2, "beams"),
+        (ChatRequest, "truncation", "auto", "too long"),
+        (ResponsesRequest, "truncation", "auto", "too long"),
+        (ResponsesRequest, "previous_response_id", "resp_1", "send the whole conversation"),
+        (ResponsesRequest, "background", True, "send the whole conversation"),
+        (ResponsesRequest, "prompt", {"id": "p"}, "no prompts are kept"),
+        (MessagesRequest, "container", "c", "no code is run"),
+        (MessagesRequest, "mcp_servers", [{"url": "http://x"}], "give them as tools"),
     ],
 )
 @pytest.mark.parametrize("ignores", [False, True])
 def test_what_is_known_to_be_impossible_is_always_refused(
-    name: str, value: Any, instead: str, ignores: bool
+    model: type[BaseModel], name: str, value: Any, instead: str, ignores: bool
 ) -> None:
-    with pytest.raises(RequestError, match=f"{name} is not possible here; .*{instead}"):
-        read_body(
-            ChatRequest, body({"messages": MESSAGES}, **{name: value}), ignores_unknown=ignores
-        )
+    fields = dict(BODIES)[model]
+    read_body(model, body(fields, **{name: None}))
+    with pytest.raises(RequestError, match=f"{name}: it is not possible here; .*{instead}") as why:
+        read_body(model, body(fields, **{name: value}), ignores_unknown=ignores)
+    assert why.value.body["error"]["param"] == name
+
+
+@pytest.mark.parametrize("model", [ResponsesRequest, OllamaChat, MessagesRequest])
+def test_an_api_that_has_no_grammars_does_not_ignore_one(model: type[BaseModel]) -> None:
+    for name, value in (("grammar", 'root ::= "a"'), ("guided_regex", "a+")):
+        with pytest.raises(RequestError, match=f"{name}: there is no such field"):
+            read_body(model, body(dict(BODIES)[model], **{name: value}))
 
 
 def test_the_penalty_by_its_name_in_vllm_counts() -> None:

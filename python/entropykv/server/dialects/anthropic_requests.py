@@ -11,7 +11,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,16 +30,18 @@ from entropykv.server.dialects.fields import (
     TopK,
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
+from entropykv.server.dialects.unknown_fields import OTHERS, OtherFields
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid, invalid_within
 from entropykv.thinking.options import template_switch
 
-_NOT_HERE = {
-    "container": "code is not run here; leave it out",
-    "context_management": "messages are shown to the model as they are sent; leave it out",
-    "mcp_servers": "tools are run by the client; give them as tools",
-}
-"""What to do instead of fields whose work Anthropic does itself."""
+_OTHERS = OTHERS.besides(
+    {
+        "container": "no code is run; leave it out",
+        "context_management": "messages are shown to the model as they are sent; leave it out",
+        "mcp_servers": "tools are run by the client; give them as tools",
+    }
+)
 _BILLING = re.compile(r"\A(x-anthropic-billing-header:[^\n]*?\bcch=)[0-9a-f]+")
 """A number that Claude Code changes in the first line of every request."""
 
@@ -106,6 +108,7 @@ class SentMessage(BaseModel):
 class CountedMessages(Request):
     """Define the fields of a request that make up its prompt."""
 
+    other_fields: ClassVar[OtherFields] = _OTHERS
     model: Name | None = None
     messages: Annotated[list[SentMessage], FIRST_ERROR] = Field(
         min_length=1, max_length=MOST_MESSAGES
@@ -119,18 +122,12 @@ class CountedMessages(Request):
     tool_choice: ChosenTool | None = None
     thinking: Thinking | None = None
     output_config: OutputSettings = OutputSettings()
-    container: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
     chat_template_kwargs: TemplateArguments | None = Field(
         default=None, description="What the chat template is told besides the messages."
     )
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of a chat completion with the same prompt; raises RequestError."""
-        for name, instead in _NOT_HERE.items():
-            if getattr(self, name):
-                raise RequestError(400, f"{name}: {instead}", param=name)
         fields: dict[str, Any] = {"model": self.model, "messages": [*self._messages()]}
         if self.tools:
             fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]

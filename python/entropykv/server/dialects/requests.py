@@ -32,12 +32,12 @@ from entropykv.server.dialects.fields import (
     Name,
     PromptField,
     RepeatPenalty,
+    SamplerFields,
     Seed,
     Stop,
     TokenLimit,
     TopK,
 )
-from entropykv.server.dialects.sampler_fields import SamplerFields
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
@@ -72,7 +72,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Request(ConstraintFields):
+class Request(BaseModel):
     """Define the fields that all requests have in common. A null field gets its default."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -87,7 +87,7 @@ class Request(ConstraintFields):
         return {name: value for name, value in data.items() if value is not None}
 
 
-class GeneratingRequest(Request, SamplerFields):
+class GeneratingRequest(Request, ConstraintFields, SamplerFields):
     """Define the fields that completions and chats have in common."""
 
     min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)

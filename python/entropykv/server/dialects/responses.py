@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -33,12 +33,20 @@ from entropykv.server.dialects.fields import (
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
 from entropykv.server.dialects.response_events import ResponseWriter
+from entropykv.server.dialects.unknown_fields import OTHERS, OtherFields
 from entropykv.server.documents.asked_document import document_named
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid_within
 from entropykv.server.models.loaded_model import LoadedModel
 
-_NOT_HERE = ("previous_response_id", "conversation", "prompt", "background")
+_NOTHING_KEPT = "nothing is kept between requests; send the whole conversation as input"
+_OTHERS = OTHERS.besides(
+    {
+        **dict.fromkeys(("previous_response_id", "conversation", "background"), _NOTHING_KEPT),
+        "prompt": "no prompts are kept; send the whole conversation as input",
+        "return_progress": "chats tell how much of the prompt was read",
+    }
+)
 
 
 class NamedSchema(JsonSchema):
@@ -67,6 +75,7 @@ class NamedChoice(BaseModel):
 class ResponsesRequest(Request):
     """A request for a response."""
 
+    other_fields: ClassVar[OtherFields] = _OTHERS
     model: Name | None = None
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES), FIRST_ERROR] = (
         Field(min_length=1)
@@ -88,15 +97,9 @@ class ResponsesRequest(Request):
     metadata: Metadata | None = None
     store: bool = False
     user: Name | None = None
-    previous_response_id: Name | None = None
-    conversation: Name | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
-    background: bool = False
     timings_per_token: bool = Field(
         default=False, description="Whether every piece of text in a stream has the times so far."
     )
-    return_progress: Literal[False] = False
-    """llama-server's stream of how much of the prompt was read: chats have it."""
 
     def document_name(self) -> str | None:
         """Return the document that the request names, also in an item; raises RequestError."""
@@ -105,14 +108,6 @@ class ResponsesRequest(Request):
 
     def call(self, job: Answering) -> Any:
         """Generate, and return a response or an iterator of events; raises RequestError."""
-        for name in _NOT_HERE:
-            if getattr(self, name):
-                raise RequestError(
-                    400,
-                    f"{name}: nothing is kept between requests here; send the whole conversation "
-                    "as input",
-                    param=name,
-                )
         return self.chat().call(job, partial(ResponseWriter, self._head(job.model)))
 
     def chat(self) -> ChatRequest:

@@ -1,9 +1,14 @@
-"""Refuse fields of requests that the server does not read, by their names."""
+"""Say which fields the requests of an API may have besides those that are read here: OtherFields.
+
+Some change no answer, and are accepted; others ask for what is not done here, and are refused by
+name, as is every field that nobody has declared.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,6 +32,26 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+Refusal = tuple[Callable[[Any], bool], str]
+"""Which values of a field change nothing, and what to do instead of others."""
+
+
+@dataclass(frozen=True)
+class OtherFields:
+    """Declare the fields that requests of one API may have, and that are not read."""
+
+    without_effect: frozenset[str]
+    """Fields that change no answer."""
+    refused: Mapping[str, Refusal]
+
+    def besides(self, refused: Mapping[str, str]) -> OtherFields:
+        """Return the declaration of an API that has more fields, with what to do instead of each;
+        those that are off may be there.
+        """
+        more = {name: (_is_off, instead) for name, instead in refused.items()}
+        return OtherFields(self.without_effect, {**self.refused, **more})
+
+
 _WITHOUT_EFFECT = frozenset(
     (
         # OpenAI's and Anthropic's: who asks, what is kept or charged there, and how fast it goes.
@@ -40,8 +65,7 @@ _WITHOUT_EFFECT = frozenset(
         *("use_mlock", "use_mmap"),
     )
 )
-"""Fields that change no answer."""
-_NOT_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
+_REFUSED: dict[str, Refusal] = {
     # llama-server's.
     "min_keep": (_is_off, "samplers keep at least one token; leave it out"),
     "adaptive_target": (lambda value: not _is_number(value) or value < 0, "use temperature"),
@@ -67,30 +91,32 @@ _NOT_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_token_ids": (_is_off, "give texts as stop"),
     "use_beam_search": (_is_off, "tokens are sampled; leave it out"),
 }
-"""For each field that is not read, which of its values change nothing, and what to do instead of
-others.
+OTHERS = OtherFields(_WITHOUT_EFFECT, _REFUSED)
+"""Those of OpenAI's completions and chats, of llama-server, and of Ollama, whose clients send them
+to all routes.
 """
 
 
 def check_names(
     model: type[BaseModel], body: Mapping[str, Any], *, ignores_unknown: bool = False
 ) -> None:
-    """Raise RequestError (400) for fields of a body that the model of a request does not have.
+    """Raise RequestError (400) for fields of a body that the model of a request does not have; its
+    `other_fields` are those of its API.
 
     Fields that ask for nothing (null, false, an empty text, list or object) may be there, and so
     may those whose value does not change the answer. `ignores_unknown`: refuse only fields that are
     known to be impossible here.
     """
-    names = _names_of(model)
-    unknown = []
+    names, unknown = _names_of(model), []
+    others: OtherFields = getattr(model, "other_fields", OTHERS)
     for name, value in body.items():
-        if value is None or name in names or name in _WITHOUT_EFFECT:
+        if value is None or name in names or name in others.without_effect:
             continue
-        changes_nothing, instead = _NOT_READ.get(name, (_asks_nothing, ""))
+        changes_nothing, instead = others.refused.get(name, (_asks_nothing, ""))
         if changes_nothing(value):
             continue
-        if name in _NOT_READ:
-            raise RequestError(400, f"{name} is not possible here; {instead}", param=name)
+        if instead:
+            raise RequestError(400, f"{name}: it is not possible here; {instead}", param=name)
         unknown.append(name)
     if unknown and not ignores_unknown:
         shown = ", ".join(name[:_MOST_NAME] for name in unknown[:_MOST_NAMES])
