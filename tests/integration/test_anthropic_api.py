@@ -104,6 +104,49 @@ def test_a_tool_that_must_be_called_is_called(server: Server) -> None:
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+CALL_AND_MORE = r"""
+root ::= "<tool_call>" call "</tool_call>" [a-z ]*
+call ::= "{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\"}}"
+"""
+"""A grammar of answers that go on behind a call."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_behind_the_only_call_that_is_wanted(server: Server, stream: bool) -> None:
+    tool = {"name": "weather", "parameters": WEATHER["input_schema"]}
+    body: dict[str, Any] = {
+        "messages": [QUESTION],
+        "tools": [{"type": "function", "function": tool}],
+        "grammar": CALL_AND_MORE,
+        "max_tokens": 200,
+        "temperature": 0,
+        "logit_bias": {},
+        "ignore_eos": True,
+        "stream": stream,
+        "stream_options": {"include_usage": True},
+    }
+    n_written = {}
+    for parallel in (True, False):
+        given = {**body, "parallel_tool_calls": parallel}
+        response = server.post("/v1/chat/completions", json.dumps(given))
+        assert response.status_code == 200, response.text
+        if stream:
+            lines = response.text.strip().split("\n\n")
+            chunks = [json.loads(each.removeprefix("data: ")) for each in lines[:-1]]
+            found = [each["choices"][0] for each in chunks if each["choices"]]
+            calls = [c for each in found for c in each["delta"].get("tool_calls", ())]
+            reason, usage = found[-1]["finish_reason"], chunks[-1]["usage"]
+        else:
+            answer = response.json()
+            calls = answer["choices"][0]["message"]["tool_calls"]
+            reason, usage = answer["choices"][0]["finish_reason"], answer["usage"]
+        assert [each["function"]["name"] for each in calls] == ["weather"]
+        assert reason == "tool_calls"
+        n_written[parallel] = usage["completion_tokens"]
+    assert n_written[True] == 200
+    assert n_written[False] < 150  # The call has 77 characters, each of which may be a token.
+
+
 def test_results_and_thoughts_are_read(server: Server) -> None:
     called = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "sunny", "is_error": True}

@@ -315,6 +315,7 @@ def test_one_call_is_all_that_is_shown_where_several_are_not_wanted(size: int) -
         parts.append(reader.finish())
         assert "".join(part.text for part in parts) == "So:"
         assert [c["function"]["name"] for part in parts for c in part.calls] == ["add"]
+        assert reader.is_over
     assert len(USE.read(f"[{first}, {second}]")[1]) == 2
 
 

@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
-from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob
+from entropykv.generation.completion_parts import CompletionReader
+from entropykv.generation.events import Event
+from entropykv.session.logprobs import CompletionLogprobs, TokenLogprob
 
 
 class LlamaCppWriter:
@@ -25,23 +26,18 @@ class LlamaCppWriter:
             "created": int(time.time()),
             "model": model,
         }
-        self._echo, self._logprobs = echo, logprobs
+        self._logprobs = logprobs
+        self._read = CompletionReader(echo, logprobs)
         self.tokens: list[int] = []
         """The tokens that were written."""
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the completion."""
-        text, reason, n_prompt, n_written, held = self._echo, "stop", 0, 0, HeldValues()
-        for event in events:
-            if isinstance(event, PromptRead):
-                n_prompt = event.n_tokens
-            elif isinstance(event, Ended):
-                reason, n_written = event.reason, event.n_tokens
-            else:
-                text += event.text
-            held.add(self._values(event))
+        said = self._read.whole(events)
+        self.tokens += said.tokens
+        n_prompt, n_written = self._read.n_prompt, 0 if said.ended is None else said.ended.n_tokens
         return {
-            **self._part(text, held.values, reason),
+            **self._part(said.text, said.values, said.reason or "stop"),
             "usage": {
                 "prompt_tokens": n_prompt,
                 "completion_tokens": n_written,
@@ -51,28 +47,12 @@ class LlamaCppWriter:
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
         """Yield a chunk for every piece of text, and one that says why the completion ended."""
-        text, values = self._echo, list[TokenLogprob]()
-        for event in events:
-            values += self._values(event)
-            if isinstance(event, AnswerPiece):
-                text += event.text
-            if isinstance(event, Ended):
-                if text or values:
-                    yield self._part(text, values, None)
-                yield self._part("", (), event.reason)
-            elif text and not isinstance(event, PromptRead):
-                yield self._part(text, values, None)
-                text, values = "", []
-
-    def _values(self, event: Event) -> Sequence[TokenLogprob]:
-        """Return the values that an event tells, and note its token."""
-        if isinstance(event, AnswerPiece):
-            if event.token is not None:
-                self.tokens.append(event.token)
-            return event.logprobs
-        if isinstance(event, PromptRead) and self._logprobs is not None:
-            return self._logprobs.of_prompt(event.logprobs)
-        return ()
+        for part in self._read.parts(events):
+            self.tokens += part.tokens
+            if part.text or part.values:
+                yield self._part(part.text, part.values, None)
+            if part.ended is not None:
+                yield self._part("", (), part.reason)
 
     def _part(
         self, text: str, values: Sequence[TokenLogprob], reason: str | None

@@ -84,12 +84,14 @@ def generate(
     hooks: StepHooks = GO_ON,
     on_prompt: Callable[[int], None] | None = None,
     processors: Sequence[Callable[[Logits], object]] = (),
+    has_enough: Callable[[], bool] = lambda: False,
 ) -> Generator[Event, None, None]:
     """Read a prompt behind the text of a session, and yield the events of its answer.
 
     The session has read the first `n_cached` tokens of the prompt already. `hooks` are called
     before every step, and `on_prompt` with the number of tokens of the prompt that were read;
-    `processors` change the logits, (n_vocab,), before each token is chosen. The session has not
+    `processors` change the logits, (n_vocab,), before each token is chosen. `has_enough` is asked
+    behind every piece whether the answer ends there. The session has not
     read the last token of the answer; a consumer that stops early must close() the generator before
     it uses the session. Raises the errors of Session.generate().
     """
@@ -101,7 +103,7 @@ def generate(
             if request.max_tokens == 0:
                 yield Ended("length", 0, answer.n_thought, 0.0)
             else:
-                yield from answer.write(chooser)
+                yield from answer.write(chooser, has_enough)
     finally:
         session.rest()
 
@@ -180,7 +182,7 @@ class _Answer:
         """Return what chooses the tokens; raises SettingsError."""
         return Chooser(self._sampling(), self._session, self._with)
 
-    def write(self, chooser: Chooser) -> Iterator[Event]:
+    def write(self, chooser: Chooser, has_enough: Callable[[], bool]) -> Iterator[Event]:
         """Yield the pieces of the answer, and its end."""
         session, request, start = self._session, self._request, time.perf_counter()
         first = 0 if request.penalizes_prompt else session.position
@@ -193,13 +195,14 @@ class _Answer:
                 if ends():
                     break
                 yield self._piece_of(token)
-                if self._stops.found is not None:
+                if self._stops.found is not None or has_enough():
                     break
         stopped = self._stops.found is not None
         is_cut = (
             not stopped
             and (self._n_tokens == request.max_tokens or session.position >= session.config.n_ctx)
             and not ends()
+            and not has_enough()
         )
         if (rest := self._rest(stopped=stopped)) is not None:
             yield rest

@@ -219,7 +219,7 @@ class CallReader:
     """Whether nothing but white space and an end tag came since the last call."""
     _ends: bool = False
     """Whether the end tag of the last call may follow."""
-    _is_over: bool = False
+    is_over: bool = False
     """Whether nothing may follow the call that came."""
 
     def take(self, text: str) -> AnswerPart:
@@ -235,7 +235,7 @@ class CallReader:
 
     def _read(self, *, ended: bool) -> AnswerPart:
         text, calls = "", []
-        if self._is_over:
+        if self.is_over:
             self._held = ""
         while self._skip_end_tag(ended=ended) and self._held:
             begin, size = self._candidate(ended=ended)
@@ -248,7 +248,7 @@ class CallReader:
             value, end = found
             new = self.use.calls_in(value, tagged=size > 0)
             if new and not self.use.parallel:
-                self._held, self._called, self._is_over = "", True, True
+                self._held, self._called, self.is_over = "", True, True
                 return AnswerPart(text, new[:1])
             calls += new
             if new:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from entropykv import _version
+from entropykv.generation.completion_parts import CompletionReader
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
 from entropykv.generation.prompt import Prompt, shown_prompt
 from entropykv.generation.request import GenerationRequest
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model
 from entropykv.server.chat.tool_calls import CallReader, ToolUse, as_deltas
-from entropykv.server.dialects.timings import timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob, text_of
@@ -48,14 +48,22 @@ def written(
 ) -> dict[str, Any] | Iterator[Chunk]:
     """Return the answer of a job as a client wants it: its chunks if it `streams`, else whole.
 
-    `tells_progress`: chunks tell how much of the prompt was read, in the forms that have some for
-    it. The other parameters are those of Answering.answer().
+    `tells_progress`: chunks tell how much of the prompt was read, in the forms whose writer has a
+    begin(), a chunk without text. The other parameters are those of Answering.answer().
     """
+    begin: Callable[[], Chunk] | None = getattr(writer, "begin", None)
+
+    def tell(n_read: int) -> None:
+        if begin is not None and job.tell is not None:
+            progress = {"total": job.n_prompt, "cache": job.n_cached, "processed": n_read}
+            told = {**progress, "time_ms": 1000.0 * job.prompt_seconds}  # llama-server's words
+            job.tell({**begin(), "prompt_progress": told})
+
     events = job.answer(
         request,
         constrained_by=constrained_by,
         n_passages=n_passages,
-        on_prompt=getattr(writer, "tell_progress", None) if streams and tells_progress else None,
+        on_prompt=tell if streams and tells_progress else None,
     )
     return writer.chunks(events) if streams else writer.whole(events)
 
@@ -73,6 +81,34 @@ def usage_of(job: Answering) -> dict[str, Any]:
     return usage
 
 
+def timings_of(job: Answering) -> dict[str, Any]:
+    """Return numbers of tokens and times of a job, so far, in llama-server's words; what cannot be
+    divided is 0.
+
+    The first token follows from the prompt, so that one less was computed for the answer.
+    """
+    n_steps = max(0, job.n_written - 1)
+    timings = {
+        "cache_n": job.n_cached,
+        "prompt_n": job.n_read,
+        **_rates("prompt", job.n_read, job.prompt_seconds),
+        "predicted_n": job.n_written,
+        **_rates("predicted", n_steps, job.answer_seconds),
+    }
+    if job.n_drafted:
+        timings |= {"draft_n": job.n_drafted, "draft_n_accepted": job.n_accepted}
+    return timings
+
+
+def _rates(name: str, n: int, seconds: float) -> dict[str, float]:
+    ms = 1000.0 * seconds
+    return {
+        f"{name}_ms": ms,
+        f"{name}_per_token_ms": ms / n if n else 0.0,
+        f"{name}_per_second": 1000.0 * n / ms if ms else 0.0,
+    }
+
+
 def costs_of(job: Answering) -> dict[str, Any]:
     """Return the numbers of tokens of an answer, and how long it took."""
     return {"usage": usage_of(job), "timings": timings_of(job)}
@@ -81,12 +117,6 @@ def costs_of(job: Answering) -> dict[str, Any]:
 def with_times(chunk: Chunk, job: Answering) -> Chunk:
     """Return a chunk with the times so far."""
     return {**chunk, "timings": timings_of(job)}
-
-
-def progress_of(job: Answering, n_read: int) -> dict[str, Any]:
-    """Return how many tokens of a prompt were read, in llama-server's words."""
-    progress = {"total": job.n_prompt, "cache": job.n_cached, "processed": n_read}
-    return {"prompt_progress": {**progress, "time_ms": 1000.0 * job.prompt_seconds}}
 
 
 @dataclass
@@ -167,7 +197,8 @@ class AnswerForm:
     def parts(self, events: Iterator[Event], *, whole: bool = False) -> Iterator[SaidPart]:
         """Yield what each event adds to an answer; that the prompt was read adds nothing.
 
-        A call is in the part in which its JSON has ended. deepseek-legacy leaves thoughts in the
+        A call is in the part in which its JSON has ended; if there may be one alone, the answer
+        ends behind it. deepseek-legacy leaves thoughts in the
         text, and `whole` answers have them beside it, too.
         """
         reader = None if self.use is None else CallReader(self.use)
@@ -189,6 +220,7 @@ class AnswerForm:
                 part = reader.finish() if isinstance(event, Ended) else reader.take(said)
                 said, calls = part.text, part.calls
                 called = called or bool(calls)
+                self.job.has_enough = reader.is_over
             if isinstance(event, Ended):
                 yield SaidPart("", said, calls, (), "tool_calls" if called else event.reason)
             else:
@@ -230,56 +262,31 @@ class CompletionWriter:
 
     def __init__(self, form: AnswerForm) -> None:
         """Write the answer of a form."""
-        self._job, self._timed, self._echoes = form.job, form.timed, form.echoes
+        self._job, self._timed = form.job, form.timed
         self._head = AnswerHead("text_completion", "cmpl", form.name)
         model, shows_prompt = form.job.model.model, form.echoes or form.logprobs
-        self._echo = shown_prompt(model, form.prompt) if shows_prompt else ""
+        echo = shown_prompt(model, form.prompt) if shows_prompt else ""
         self._logprobs: CompletionLogprobs | None = None
         if form.logprobs:
-            first = 0 if form.echoes else len(self._echo)
-            self._logprobs = CompletionLogprobs(model, first)
+            self._logprobs = CompletionLogprobs(model, 0 if form.echoes else len(echo))
+        self._read = CompletionReader(echo if form.echoes else "", self._logprobs)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
-        text, reason, held = self._echo if self._echoes else "", "stop", HeldValues()
-        for event in events:
-            if isinstance(event, Ended):
-                reason = event.reason
-            elif isinstance(event, PromptRead):
-                held.add(self._of_prompt(event))
-            else:
-                text += event.text
-                held.add(event.logprobs)
-        choice = self._choice(text, held.values, reason)
+        said = self._read.whole(events)
+        choice = self._choice(said.text, said.values, said.reason or "stop")
         return {**self._head.with_choice(**choice), **costs_of(self._job)}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
         """Yield the chunks of the answer, and one with the numbers of tokens."""
-        text = self._echo if self._echoes else ""
-        values: list[TokenLogprob] = []
-        for event in events:
-            if isinstance(event, PromptRead):
-                values += self._of_prompt(event)
-            elif isinstance(event, AnswerPiece):
-                text += event.text
-                values += event.logprobs
-                if text:
-                    chunk = self._head.with_choice(**self._choice(text, values, None))
-                    yield with_times(chunk, self._job) if self._timed else chunk
-                    text, values = "", []
-            else:
-                chunk = self._head.with_choice(**self._choice(text, values, event.reason))
-                yield with_times(chunk, self._job)
+        for part in self._read.parts(events):
+            chunk = self._head.with_choice(**self._choice(part.text, part.values, part.reason))
+            yield with_times(chunk, self._job) if self._timed or part.ended else chunk
         yield {**self._head.fields, "choices": [], **costs_of(self._job)}
 
-    def tell_progress(self, n_read: int) -> None:
-        """Send a chunk that tells how many tokens of the prompt were read."""
-        if self._job.tell is not None:
-            chunk = self._head.with_choice(**self._choice("", (), None))
-            self._job.tell({**chunk, **progress_of(self._job, n_read)})
-
-    def _of_prompt(self, event: PromptRead) -> Sequence[TokenLogprob]:
-        return () if self._logprobs is None else self._logprobs.of_prompt(event.logprobs)
+    def begin(self) -> Chunk:
+        """Return a chunk without text."""
+        return self._head.with_choice(**self._choice("", (), None))
 
     def _choice(
         self, text: str, values: Sequence[TokenLogprob], reason: str | None
@@ -337,7 +344,7 @@ class ChatWriter:
         n_calls, values, has_begun = 0, list[TokenLogprob](), False
         for part in self._form.parts(events):
             if not has_begun:
-                yield self._begin()
+                yield self.begin()
                 has_begun = True
             values += part.values
             if part.thought:
@@ -353,14 +360,9 @@ class ChatWriter:
                 yield with_times(self._chunk({}, values, part.reason), self._job)
         yield {**self._head.fields, "choices": [], **costs_of(self._job)}
 
-    def _begin(self) -> Chunk:
+    def begin(self) -> Chunk:
         """Return the first chunk, which says who speaks."""
         return self._chunk({"role": "assistant"}, [])
-
-    def tell_progress(self, n_read: int) -> None:
-        """Send a chunk that tells how many tokens of the prompt were read."""
-        if self._job.tell is not None:
-            self._job.tell({**self._begin(), **progress_of(self._job, n_read)})
 
     def _chunk(
         self, delta: dict[str, Any], values: list[TokenLogprob], reason: str | None = None

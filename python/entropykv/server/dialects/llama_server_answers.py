@@ -7,17 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
+from entropykv.generation.completion_parts import CompletionReader
+from entropykv.generation.events import Ended, Event
 from entropykv.generation.prompt import shown_prompt
 from entropykv.generation.request import GenerationRequest
-from entropykv.server.dialects.answers import (
-    Chunk,
-    TokenNames,
-    progress_of,
-)
-from entropykv.server.dialects.timings import timings_of
+from entropykv.server.dialects.answers import Chunk, TokenNames, timings_of
 from entropykv.server.engine.answering import Answering
-from entropykv.session.logprobs import HeldValues, TokenLogprob
+from entropykv.session.logprobs import TokenLogprob
 from entropykv.session.sampling import Sampling
 
 _SAMPLERS_OFF = {"adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0}
@@ -49,20 +45,12 @@ class LlamaServerWriter:
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
-        text, tokens, held = "", list[int](), HeldValues()
-        ended: Ended | None = None
-        for event in events:
-            if isinstance(event, AnswerPiece):
-                text += event.text
-                tokens += [] if event.token is None else [event.token]
-                held.add(event.logprobs)
-            elif isinstance(event, Ended):
-                ended = event
-        shown = tokens if self._returns_tokens else []
-        answer = {**self._end(text, ended), "content": text, "tokens": shown}
+        said = CompletionReader().whole(events)
+        shown = said.tokens if self._returns_tokens else []
+        answer = {**self._end(said.text, said.ended), "content": said.text, "tokens": shown}
         if self._request.n_logprobs is not None:
             answer["completion_probabilities"] = [
-                self._names.shown(each, numbered=True) for each in held.values
+                self._names.shown(each, numbered=True) for each in said.values
             ]
         if not self._fields:
             return answer
@@ -73,24 +61,17 @@ class LlamaServerWriter:
         """Yield the chunks of the answer; the last one has all that a whole answer has, but its
         text.
         """
-        text, tokens, values = "", list[int](), list[TokenLogprob]()
-        for event in events:
-            if isinstance(event, PromptRead):
-                continue
-            if isinstance(event, Ended):
-                yield {**self._end(text, event), "content": "", "tokens": []}
-                return
-            text += event.text
-            tokens += [] if event.token is None else [event.token]
-            values += event.logprobs
-            if event.text:
-                yield self._part(event.text, tokens, values)
-                tokens, values = [], []
+        text = ""
+        for part in CompletionReader().parts(events):
+            text += part.text
+            if part.ended is None:
+                yield self._part(part.text, part.tokens, part.values)
+            else:
+                yield {**self._end(text, part.ended), "content": "", "tokens": []}
 
-    def tell_progress(self, n_read: int) -> None:
-        """Send a chunk that tells how many tokens of the prompt were read."""
-        if self._job.tell is not None:
-            self._job.tell({**self._part("", [], []), **progress_of(self._job, n_read)})
+    def begin(self) -> Chunk:
+        """Return a chunk without text."""
+        return self._part("", [], [])
 
     def _part(
         self, text: str, tokens: Sequence[int], values: Sequence[TokenLogprob]

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from entropykv.generation.events import Event
-from entropykv.server.dialects.answers import AnswerForm, usage_of
-from entropykv.server.dialects.timings import timings_of
+from entropykv.server.dialects.answers import AnswerForm, timings_of, usage_of
 
 
 def message_item(item_id: str, text: str | None) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class Answering:
     """How many tokens of the answer were guessed, and how many of those stood."""
     stop: str | None = None
     """The text of the request's stops that has ended the answer."""
+    has_enough: bool = False
+    """Whether the client wants nothing behind what was written: its writer says so."""
     tell: Callable[[Any], object] | None = None
     """Sends a chunk of a stream that no event leads to; None: the answer is no stream."""
     n_passages: int = 0
@@ -160,7 +162,14 @@ class Answering:
                 if on_prompt is not None:
                     on_prompt(n_done)
 
-            answer = generate(session, request, n_cached=n_cached, hooks=hooks, on_prompt=told)
+            answer = generate(
+                session,
+                request,
+                n_cached=n_cached,
+                hooks=hooks,
+                on_prompt=told,
+                has_enough=lambda: self.has_enough,
+            )
             with closing(answer) as events:
                 for event in events:
                     self._note(event, session)
