@@ -1,8 +1,5 @@
 """Say what --help shows of commands whose modules take long to load: it loads neither llama.cpp nor
-numpy.
-
-The options are declared again here where a module that needs these declares them; a test compares
-both.
+numpy. The options are declared elsewhere; settings/flags.py has those of these modules.
 """
 
 from __future__ import annotations
@@ -14,10 +11,22 @@ from entropykv.cli.options import add_model_option, add_model_options, add_optio
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.prompt_options import add_prompt_options, add_system_options
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.flags import (
+    ALIAS,
+    API_KEY,
+    DOCUMENT,
+    DOCUMENTS,
+    HOST,
+    MODELS_PRESET,
+    N_PREDICT,
+    PORT,
+    REPLICAS,
+    SAVE_SESSION,
+    STATS_JSON,
+    TEMPERATURE,
+)
 
 _CACHE = ("n_ctx", "kv_budget", "policy", "freeze", "n_threads")
-_More = tuple[tuple[str, ...], str, str]
-"""Flags, metavar and help of an option."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +59,8 @@ def _add_those_of_run(parser: CommandParser) -> None:
         add_option(parser, CacheOptions, name)
     layers = "layers on the GPU, or all; K and V follow them if --store allows it"
     add_option(parser, CacheOptions, "n_gpu_layers", help=layers)
-    _add(
-        parser,
-        (
-            ("-n", "--n-predict", "--predict"),
-            "N",
-            "most tokens of an answer (-1 or -2: until the model or the context ends; default: -1)",
-        ),
-        (("--temp", "--temperature"), "X", "0: greedy (default: 0.8)"),
-        (
-            ("--document",),
-            "FILE",
-            "ask about a document that `entropykv read` wrote, which is not read again; given "
-            "several times, the texts of the later ones are read behind the first",
-        ),
-        (
-            ("--save-session",),
-            "FILE",
-            "save the session at the end, after Ctrl-C too: what the KV cache holds, not the text",
-        ),
-        (("--stats-json",), "FILE", "write the final figures as JSON"),
-    )
+    for flag in (N_PREDICT, TEMPERATURE, DOCUMENT, SAVE_SESSION, STATS_JSON):
+        flag.add(parser)
 
 
 def _add_those_of_serve(parser: CommandParser) -> None:
@@ -79,21 +69,8 @@ def _add_those_of_serve(parser: CommandParser) -> None:
         add_option(parser, CacheOptions, name)
     add_option(parser, CacheOptions, "n_gpu_layers")
     add_option(parser, CacheOptions, "n_sequences", default=1)
-    _add(
-        parser,
-        (("-a", "--alias"), "NAME", "the model's name for clients (default: its file's name)"),
-        (("--host",), "ADDRESS", "where to listen (default: 127.0.0.1, this machine alone)"),
-        (("--port",), "N", "0: any free one (default: 8000)"),
-        (("--api-key",), "KEY", "every request must bear it (also: ENTROPYKV_API_KEY)"),
-        (("--documents",), "DIR", "documents that are read once, and asked by name"),
-        (("--models-preset",), "FILE", "several models, each with its options (INI)"),
-        (("--replicas",), "N", "so many processes under Ray Serve (needs the extra ray)"),
-    )
-
-
-def _add(parser: CommandParser, *options: _More) -> None:
-    for flags, metavar, text in options:
-        parser.add_argument(*flags, metavar=metavar, help=text)
+    for flag in (ALIAS, HOST, PORT, API_KEY, DOCUMENTS, MODELS_PRESET, REPLICAS):
+        flag.add(parser)
 
 
 RUN = FirstOptions(

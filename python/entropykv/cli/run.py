@@ -56,6 +56,7 @@ from entropykv.policy.user_options import freezing_of
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 from entropykv.session.stats import format_rows, stats_rows
+from entropykv.settings.flags import STATS_JSON
 
 
 def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -66,7 +67,7 @@ def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     add_sampling_options(parser, n_predict=None)
     add_thinking_options(parser)
     engine = add_engine_options(parser)
-    engine.add_argument("--stats-json", metavar="FILE", help="write the final figures as JSON")
+    STATS_JSON.add(engine)
     engine.add_argument(
         "--plot",
         metavar="FILE",

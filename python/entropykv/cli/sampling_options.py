@@ -14,6 +14,7 @@ from entropykv.errors import SettingsError
 from entropykv.files import read_text
 from entropykv.session.sampling import SAMPLERS, Sampling
 from entropykv.session.session import Session
+from entropykv.settings.flags import N_PREDICT, TEMPERATURE
 
 _DEFAULTS = Sampling(temperature=0.8)
 _LETTERS = {
@@ -30,7 +31,7 @@ _LETTERS = {
 """The letters that --sampler-seq uses for samplers, as in llama-cli."""
 
 _FLOATS = (
-    ("--temp", "--temperature", "temperature", "0: greedy"),
+    (*TEMPERATURE.names, "temperature", TEMPERATURE.help),
     ("--top-p", None, "top_p", "1: off"),
     ("--min-p", None, "min_p", "0: off"),
     ("--typical", "--typical-p", "typical_p", "locally typical sampling, 1: off"),
@@ -61,16 +62,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int | No
     `n_predict` is the default of the maximum; None: the command itself decides where none is given.
     """
     group = parser.add_argument_group("answer")
-    group.add_argument(
-        "-n",
-        "--n-predict",
-        "--predict",
-        type=_n_predict,
-        default=n_predict,
-        metavar="N",
-        help="most tokens of an answer (-1 or -2: until the model or the context ends; default: "
-        f"{-1 if n_predict is None else n_predict})",
-    )
+    most = N_PREDICT if n_predict is None else N_PREDICT._replace(default=str(n_predict))
+    most.add(group, type=_n_predict, default=n_predict)
     group.add_argument(
         "-r",
         "--reverse-prompt",

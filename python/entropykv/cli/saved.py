@@ -20,16 +20,13 @@ from entropykv.session.file import SavedContents, check_target, open_session
 from entropykv.session.reuse import Demand, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.session_files import DocumentHeader, document_header
+from entropykv.settings.flags import DOCUMENT, SAVE_SESSION
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add --save-session and --load-session; returns their group."""
     group = parser.add_argument_group("sessions on disk")
-    group.add_argument(
-        "--save-session",
-        metavar="FILE",
-        help="save the session at the end, after Ctrl-C too: what the KV cache holds, not the text",
-    )
+    SAVE_SESSION.add(group)
     add_load_option(
         group,
         "continue a saved session: the prompt follows the text that it has read, as a new turn "
@@ -182,13 +179,7 @@ _TAKEN = {
 
 def add_document_option(parser: argparse.ArgumentParser, group: argparse._ActionsContainer) -> None:
     """Add --document; all options of the cache must have been added before."""
-    group.add_argument(
-        "--document",
-        action="append",
-        metavar="FILE",
-        help="ask about a document that `entropykv read` wrote, which is not read again; given "
-        "several times, the texts of the later ones are read behind the first",
-    )
+    DOCUMENT.add(group, action="append")
     parser.set_defaults(before_document={name: parser.get_default(name) for name in _TAKEN})
 
 

@@ -23,6 +23,7 @@ from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import too_many_threads
+from entropykv.settings.flags import REPLICAS
 
 if TYPE_CHECKING:
     from entropykv.server import ModelCatalog, ModelOptions
@@ -70,9 +71,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     _add_fields(group, ModelOptions, ours | {"embedding"})
     add_llama_server_options(group)
     group = parser.add_argument_group("replicas under Ray Serve (needs the extra ray)")
-    group.add_argument(
-        "--replicas", type=integer(1), metavar="N", help="so many; SIGHUP restarts them in turn"
-    )
+    REPLICAS.add(group, type=integer(1))
     group.add_argument(
         "--max-replicas", type=integer(1), metavar="M", help="at most, as requests queue up"
     )

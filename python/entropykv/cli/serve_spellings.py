@@ -18,6 +18,7 @@ from entropykv.llamacpp.model_options import (
 )
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.declared import declared
+from entropykv.settings.flags import OF_SERVER
 from entropykv.settings.options import KV_TYPES, MOST_BYTES
 
 _LLAMA_SERVER = {
@@ -26,7 +27,7 @@ _LLAMA_SERVER = {
     "hf_repo": ("-hf", "-hfr"),
     "hf_file": ("-hff",),
     "mmproj": ("-mm",),
-    "model_alias": ("-a", "--alias"),
+    **{name: flag.names for name, flag in OF_SERVER.items()},
     "n_batch": ("-b", "--batch-size"),
     "split_mode": ("-sm",),
     "tensor_split": ("-ts",),
@@ -105,6 +106,8 @@ class Spellings:
         """Add an option under all of its names; an option may be given once."""
         field = name[2:]
         names = (name, f"--{field.replace('_', '-')}", *_LLAMA_SERVER.get(field, ()))
+        if field in OF_SERVER:
+            options["metavar"] = OF_SERVER[field].metavar
         options["help"] = str(options.get("help")).replace("%", "%%")
         action: type[argparse.Action] = _Once
         if getattr(options.get("type"), "__name__", "") == "_parse_bool_arg":

@@ -18,6 +18,7 @@ from entropykv.session.sampling import is_random_seed
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.declared import Option, declared
+from entropykv.settings.flags import ALIAS, API_KEY, DOCUMENTS, HOST, MODELS_PRESET, PORT
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, parse_bytes
 from entropykv.settings.recovery import Recovery
@@ -140,7 +141,7 @@ class ModelOptions(CacheSettings):
     )
     model_alias: Optional[str] = Field(
         default=None,
-        description="The name that clients use for the model, and others, separated by commas.",
+        description=ALIAS.sentence,
     )
     tags: Optional[str] = Field(
         default=None,
@@ -330,12 +331,12 @@ class ServerOptions(ServerSettings):
 
     model_config = _PREFIX
 
-    host: str = Field(default="127.0.0.1", description="Listen address")
-    port: int = Field(default=8000, ge=0, le=65535, description="Listen port; 0: any free one")
+    host: str = Field(default="127.0.0.1", description=HOST.sentence)
+    port: int = Field(default=8000, ge=0, le=65535, description=PORT.sentence)
     api_key: Optional[str] = Field(
         default=None,
         min_length=1,
-        description="Every request must bear it (also: environment variable ENTROPYKV_API_KEY)",
+        description=API_KEY.sentence,
     )
     api_key_file: Optional[str] = Field(
         default=None,
@@ -436,9 +437,7 @@ class ServerOptions(ServerSettings):
     documents: Optional[str] = Field(
         default=None,
         min_length=1,
-        description="Directory, or an address such as s3://bucket/folder, where documents are kept "
-        "that POST /v1/documents has read, so that requests can ask them; each API key has a "
-        "folder of its own there.",
+        description=DOCUMENTS.sentence,
     )
     documents_limit: str = Field(
         default="8GiB",
@@ -453,7 +452,7 @@ class ServerOptions(ServerSettings):
     models_preset: Optional[str] = Field(
         default=None,
         min_length=1,
-        description="File in llama-server's INI format that names models and their options.",
+        description=MODELS_PRESET.sentence,
     )
     models_max: int = Field(
         default=4,
