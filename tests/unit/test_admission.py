@@ -26,8 +26,8 @@ from entropykv.server.engine.conversations import Conversations
 from entropykv.server.engine.engine import Engine, Job
 from entropykv.server.engine.turns import TurnMiddleware
 from entropykv.server.http.bodies import Bodies, read_body
+from entropykv.server.http.browser_checks import HostHeaderCheck
 from entropykv.server.http.errors import RequestError, as_request_error
-from entropykv.server.http.host_header_check import HostHeaderCheck
 from tests.support.cpu_time import takes_less_than
 from tests.support.fake_loaded_model import FakeLoadedModel
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from entropykv.server.http.bodies import BodyRoute
-from entropykv.server.http.origin_check import OriginCheck, origins_of
+from entropykv.server.http.browser_checks import OriginCheck, origins_of
 
 
 class Asked(BaseModel):
