@@ -16,7 +16,7 @@ import threading
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _BLOCK = 256
 """How many tokens of two texts are compared at once."""
@@ -181,7 +181,7 @@ class PrefixIndex:
         kind: type[Kind],
         tokens: array[int],
         owner: Hashable,
-        saved: Callable[[Kind, int], int],
+        saved: Callable[[Any, int], int],
     ) -> tuple[Kind | None, int]:
         """Return the owner's text of a kind that saves most reading, and how many tokens; (None, 0)
         if none does.

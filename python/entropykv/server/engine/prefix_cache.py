@@ -200,6 +200,7 @@ class PrefixCache:
         """
         prompt, own = reading.prompt, reading.session
         beyond = max(spared, LEAST_SPARED) - 1
+        copy: Session | None
         if prompt.document is not None:
             copy = self._copy_of_document(prompt.document, prompt.caller)
         elif own.text.return_to_checkpoint(prompt.tokens, beyond, repeatable=True):
