@@ -132,7 +132,7 @@ def test_a_profile_goes_each_way_that_is_compared(profile: EntropyProfile) -> No
     assert ways_of(replace(profile, predictor=None)) == [NO_PROFILE, WAYS[2]]
 
 
-def test_figures_are_means_and_sums_over_the_passages(
+def test_figures_are_those_of_the_passages(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile
 ) -> None:
     kl = 1.0 - np.arange(10.0).reshape(5, 2) / 10
@@ -148,11 +148,14 @@ def test_figures_are_means_and_sums_over_the_passages(
     settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
     passages = [PlantedPassage((1,) * n, (1,), (1,), (), ()) for n in (300, 400)]
     found = compare_ways(Spread(), settings, passages)
-    assert (found.n_texts, found.n_tokens, found.n_facts) == (2, 400, 6)
-    assert [each.facts for each in found.compared] == [(0, 0), (0, 0), (6, 6), (0, 0), (0, 0)]
-    np.testing.assert_allclose([each.divergences for each in found.compared], 2 * kl)
-    np.testing.assert_allclose([each.repetitions for each in found.compared], 4 * kl)
-    assert found.repeats == 0.5
+    assert (found.n_texts, found.n_tokens, found.n_facts) == (2, 400, (4, 2))
+    assert [each.n_known for each in found.compared] == [(0, 0), (0, 0), (6, 6), (0, 0), (0, 0)]
+    assert found.compared[2].facts == ((4, 2), (4, 2))
+    for factors, kind in (((1, 3), "divergences"), ((1, 5), "repetitions")):
+        expected = kl[:, :, None] * np.array(factors)
+        tables = [getattr(each, kind) for each in found.compared]
+        np.testing.assert_allclose(tables, expected)
+    assert found.repeats == (0.25, 0.75)
     assert found.best == WAYS[2]
 
 

@@ -60,13 +60,12 @@ def example() -> EntropyProfile:
         ),
         comparison=WayComparison(
             (0.2,),
-            2,
             1024,
-            10,
-            0.75,
+            (4, 6),
+            (0.75, 0.5),
             (
-                ComparedWay(NO_PROFILE, (0.5,), (0.5,), (9,)),
-                ComparedWay(PREDICTOR_ONLY, (0.25,), (0.125,), (10,)),
+                ComparedWay(NO_PROFILE, ((0.5, 0.25),), ((0.5, 0.25),), ((4, 5),)),
+                ComparedWay(PREDICTOR_ONLY, ((0.25, 0.125),), ((0.125, 0.5),), ((4, 6),)),
             ),
             PREDICTOR_ONLY,
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,6 @@ CONTINUATION = 128
 """How many tokens are predicted after a passage."""
 REPETITION = 64
 """How many tokens of a passage are predicted after a request to repeat it."""
-_NO_WEIGHT = 1e-9
 FACTS = 8
 """How many facts are planted in a passage."""
 
@@ -180,23 +179,17 @@ def compare_ways(
         return going(simplest)
     work = [passage.work for passage in passages]
     found = spread.run(try_ways, settings, work, on_progress)
-    continued = np.mean([continuing for continuing, *_ in found], axis=0)
-    weights = [float(weight) for _, _, weight, *_ in found]
-    repeated = np.sum([weight * repeating for _, repeating, weight, *_ in found], axis=0)
-    repeated /= max(sum(weights), _NO_WEIGHT)
-    facts = np.sum([right[:, :, known].sum(axis=2) for *_, known, right in found], axis=0)
+    continued = np.array([continuing for continuing, *_ in found])
+    repeated = np.array([repeating for _, repeating, *_ in found])
+    facts = np.array([right[:, :, known].sum(axis=2) for *_, known, right in found])
     comparison = WayComparison(
         BUDGETS,
-        len(passages),
         max(len(passage.tokens) for passage in passages),
-        n_facts=sum(int(known.sum()) for *_, known, _ in found),
-        repeats=sum(weights) / len(work),
+        n_facts=tuple(int(known.sum()) for *_, known, _ in found),
+        repeats=tuple(float(weight) for _, _, weight, *_ in found),
         compared=tuple(
             ComparedWay(
-                way,
-                tuple(map(float, continued[i])),
-                tuple(map(float, repeated[i])),
-                tuple(map(int, facts[i])),
+                way, _table(continued[:, i]), _table(repeated[:, i]), _table(facts[:, i])
             )
             for i, way in enumerate(ways)
         ),
@@ -205,9 +198,14 @@ def compare_ways(
     return replace(comparison, best=best_way(comparison))
 
 
+def _table(of_texts: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Return figures, (texts, budgets), as [budget][text]."""
+    return tuple(map(tuple, of_texts.T.tolist()))
+
+
 def going(way: str) -> WayComparison:
     """Return a comparison without figures that makes policy auto use a profile in this way."""
-    return WayComparison((), 0, 0, 0, 0.0, (), way)
+    return WayComparison((), 0, (), (), (), way)
 
 
 def try_ways(

@@ -87,13 +87,16 @@ def comparison_lines(comparison: WayComparison) -> list[str]:
         f"the bytes, in {comparison.n_texts} held-back texts of up to {comparison.n_tokens:,} "
         "tokens:",
         "KL in nats per token while a text goes on, and while it is repeated (the full cache",
-        f"predicts {comparison.repeats:.0%} of that); planted facts, of "
-        f"{comparison.n_facts} that the full cache knows:",
+        f"predicts {np.mean(comparison.repeats):.0%} of that); planted facts, of "
+        f"{sum(comparison.n_facts)} that the full cache knows:",
         f"  {'':30}" + "".join(f"  {b:5.0%}: KL  repeated  facts" for b in comparison.budgets),
     ]
     for each in comparison.compared:
-        figures = zip(each.divergences, each.repetitions, each.facts, strict=True)
-        cells = (f"{kl:11.4f} {repeated:9.4f} {known:6}" for kl, repeated, known in figures)
+        figures = zip(each.divergences, each.repetitions, each.n_known, strict=True)
+        cells = (
+            f"{np.mean(kl):11.4f} {np.mean(repeated):9.4f} {known:6}"
+            for kl, repeated, known in figures
+        )
         mark = "*" if each.way == comparison.best else " "
         lines.append(f"{mark} {_WAYS.get(each.way, each.way):30}" + "".join(cells))
     return [*lines, f"* {_what_auto_does(comparison)}"]
@@ -101,12 +104,12 @@ def comparison_lines(comparison: WayComparison) -> list[str]:
 
 def _what_auto_does(comparison: WayComparison) -> str:
     if comparison.best == NO_PROFILE:
-        return "the profile gains nothing: policy auto does not use it"
+        return "the profile gains nothing that exceeds noise: policy auto does not use it"
     if comparison.uses_curves:
         return f"policy auto is {comparison.best}"
     return (
-        f"budgets by loss curves gain nothing: policy auto is {comparison.best}, with the "
-        "predictor of the profile"
+        "budgets by loss curves gain nothing that exceeds noise: policy auto is "
+        f"{comparison.best}, with the predictor of the profile"
     )
 
 

@@ -4,9 +4,11 @@ profile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from entropykv.errors import ProfileError
 from entropykv.profile.curves import IMPORTANCES
@@ -15,7 +17,9 @@ from entropykv.profile.json_fields import (
     integer_in,
     number_in,
     object_in,
+    rounded,
     shown,
+    table_in,
     text_in,
 )
 
@@ -34,45 +38,55 @@ WAYS = (
 """The ways in which policy auto can use a profile, the simplest first."""
 
 MARGIN = 0.05
-"""A way must lose less than a simpler one by more than this to be chosen; less is noise."""
+"""A gain in KL must be larger than this to count; less is not worth budgets by curves."""
 _FEW_FACTS = 6
 """If the full cache knows fewer facts, repetitions are compared instead."""
+_SURE = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89)
+"""Student's t for a probability of 95 %, by degrees of freedom from 1: a mean difference that is
+larger than so many of its standard errors is no noise.
+"""
 _MOST_LOSS = 1e4
 _NO_LOSS = 1e-9
 _MOST = 2**31 - 1
 
+Table = tuple[tuple[float, ...], ...]
+"""Numbers, [budget][text]."""
+Floats = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class ComparedWay:
-    """Hold what a model loses with one of WAYS, for every budget of a WayComparison."""
+    """Hold what a model loses with one of WAYS, for every budget and text of a WayComparison."""
 
     way: str
-    divergences: tuple[float, ...]
-    """The mean KL from the predictions with a full cache while texts go on, in nats per token."""
-    repetitions: tuple[float, ...]
-    """The mean KL while the beginnings of the texts are repeated, in nats per token, weighted by
-    how well the full cache repeats them.
-    """
-    facts: tuple[int, ...]
+    divergences: Table
+    """The KL from the predictions with a full cache while a text goes on, in nats per token."""
+    repetitions: Table
+    """The KL while the beginning of a text is repeated, in nats per token."""
+    facts: tuple[tuple[int, ...], ...]
     """How many planted facts are known, of those that the full cache knows."""
+
+    @property
+    def n_known(self) -> tuple[int, ...]:
+        """Return for every budget how many facts are known, in all texts."""
+        return tuple(map(sum, self.facts))
 
 
 @dataclass(frozen=True)
 class WayComparison:
     """Hold what was compared on texts that the profile was not made with, and what won.
 
-    `budgets`: fractions of the bytes of a full f16 cache. `n_texts` texts of `n_tokens` tokens were
-    read, and the full cache knows `n_facts` of the facts that were planted in them. `repeats` is
-    the share of the tokens of a repetition that it predicts, from 0 to 1. `compared` is empty if
-    the texts were too short. `best` is the way that policy auto goes, one of WAYS; with NO_PROFILE,
-    the profile has no predictor. Raises ProfileError, naming the field.
+    `budgets`: fractions of the bytes of a full f16 cache. The longest text had `n_tokens` tokens.
+    For every text, the full cache knows `n_facts` of the facts that were planted in it, and
+    `repeats` is the share of the tokens of a repetition that it predicts, from 0 to 1. `compared`
+    is empty if the texts were too short. `best` is the way that policy auto goes, one of WAYS; with
+    NO_PROFILE, the profile has no predictor. Raises ProfileError, naming the field.
     """
 
     budgets: tuple[float, ...]
-    n_texts: int
     n_tokens: int
-    n_facts: int
-    repeats: float
+    n_facts: tuple[int, ...]
+    repeats: tuple[float, ...]
     compared: tuple[ComparedWay, ...]
     best: str
 
@@ -88,11 +102,32 @@ class WayComparison:
                 raise ProfileError(
                     f"profile: comparison.compared has no way {shown(each.way)}; {ADVICE}"
                 )
-            figures = (each.divergences, each.repetitions, each.facts)
-            if {*map(len, figures)} != {len(self.budgets)}:
+            for table in (each.divergences, each.repetitions, each.facts):
+                if len(table) != len(self.budgets) or {*map(len, table)} - {self.n_texts}:
+                    raise ProfileError(
+                        "profile: comparison.compared must have a figure for every budget and "
+                        f"text; {ADVICE}"
+                    )
+        if len(self.n_facts) != self.n_texts:
+            raise ProfileError(
+                f"profile: comparison.n_facts must have a number for every text; {ADVICE}"
+            )
+        for each in self.compared:
+            if np.any(np.array(each.facts) > np.array(self.n_facts)):
                 raise ProfileError(
-                    f"profile: comparison.compared must have a figure for every budget; {ADVICE}"
+                    "profile: comparison.compared must not have more facts than "
+                    f"comparison.n_facts; {ADVICE}"
                 )
+
+    @property
+    def n_texts(self) -> int:
+        """Return how many texts were read."""
+        return len(self.repeats)
+
+    @property
+    def tells_facts(self) -> bool:
+        """Tell whether the full cache knows enough facts to compare ways by them."""
+        return sum(self.n_facts) >= _FEW_FACTS
 
     @property
     def uses_curves(self) -> bool:
@@ -114,16 +149,15 @@ class WayComparison:
         """Return the JSON object of the comparison."""
         return {
             "budgets": list(self.budgets),
-            "n_texts": self.n_texts,
             "n_tokens": self.n_tokens,
-            "n_facts": self.n_facts,
-            "repeats": round(self.repeats, 6),
+            "n_facts": list(self.n_facts),
+            "repeats": rounded(np.array(self.repeats)),
             "compared": [
                 {
                     "way": each.way,
-                    "divergences": [round(kl, 6) for kl in each.divergences],
-                    "repetitions": [round(kl, 6) for kl in each.repetitions],
-                    "facts": list(each.facts),
+                    "divergences": rounded(np.array(each.divergences)),
+                    "repetitions": rounded(np.array(each.repetitions)),
+                    "facts": [list(of_budget) for of_budget in each.facts],
                 }
                 for each in self.compared
             ],
@@ -138,20 +172,21 @@ class WayComparison:
             number_in(budget, where, f"comparison.budgets[{i}]", 0.0, 1.0)
             for i, budget in enumerate(_list_in(data["budgets"], where, "comparison.budgets"))
         ]
-        sizes = {
-            name: integer_in(data[name], where, f"comparison.{name}", 0, _MOST)
-            for name in ("n_texts", "n_tokens", "n_facts")
-        }
-        repeats = number_in(data["repeats"], where, "comparison.repeats", 0.0, 1.0)
+        n_facts = _counts_in(data["n_facts"], where, "comparison.n_facts")
+        repeats = table_in(data["repeats"], where, "comparison.repeats", (len(n_facts),), 1.0)
         rows = _list_in(data["compared"], where, "comparison.compared")
-        best = text_in(data["best"], where, "comparison.best")
+        shape = (len(budgets), len(n_facts))
         compared = [
-            _way_in(row, where, f"comparison.compared[{i}]", sizes["n_facts"])
-            for i, row in enumerate(rows)
+            _way_in(row, where, f"comparison.compared[{i}]", shape) for i, row in enumerate(rows)
         ]
         try:
             return cls(
-                tuple(budgets), repeats=repeats, compared=tuple(compared), best=best, **sizes
+                tuple(budgets),
+                integer_in(data["n_tokens"], where, "comparison.n_tokens", 0, _MOST),
+                n_facts,
+                tuple(repeats.tolist()),
+                tuple(compared),
+                text_in(data["best"], where, "comparison.best"),
             )
         except ProfileError as error:
             raise ProfileError(f"{where}: {str(error).removeprefix('profile: ')}") from None
@@ -163,59 +198,89 @@ def _list_in(value: object, where: str, field: str) -> list[Any]:
     return value
 
 
-def _way_in(value: object, where: str, field: str, n_facts: int) -> ComparedWay:
+def _counts_in(value: object, where: str, field: str) -> tuple[int, ...]:
+    counts = enumerate(_list_in(value, where, field))
+    return tuple(integer_in(count, where, f"{field}[{i}]", 0, _MOST) for i, count in counts)
+
+
+def _way_in(value: object, where: str, field: str, shape: tuple[int, int]) -> ComparedWay:
     data = object_in(value, where, field, tuple(ComparedWay.__dataclass_fields__))
     divergences, repetitions = (
-        tuple(
-            number_in(kl, where, f"{field}.{name}[{i}]", 0.0, _MOST_LOSS)
-            for i, kl in enumerate(_list_in(data[name], where, f"{field}.{name}"))
-        )
+        tuple(map(tuple, table_in(data[name], where, f"{field}.{name}", shape, _MOST_LOSS).tolist()))
         for name in ("divergences", "repetitions")
     )
-    facts = [
-        integer_in(known, where, f"{field}.facts[{i}]", 0, n_facts)
-        for i, known in enumerate(_list_in(data["facts"], where, f"{field}.facts"))
-    ]
-    way = text_in(data["way"], where, f"{field}.way")
-    return ComparedWay(way, divergences, repetitions, tuple(facts))
+    facts = _list_in(data["facts"], where, f"{field}.facts")
+    return ComparedWay(
+        text_in(data["way"], where, f"{field}.way"),
+        divergences,
+        repetitions,
+        tuple(_counts_in(of, where, f"{field}.facts[{i}]") for i, of in enumerate(facts)),
+    )
 
 
-def loss_relative_to(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> float:
-    """Return how much more a way loses than another one; less is negative.
+def gains_over(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> Floats:
+    """Return for every text how much less a way loses than another one; more is negative.
 
-    It is the mean, over budgets, of the surplus of divergence, relative to that of `base`, and of
-    the share of the facts that `base` knows and `other` does not. Of a model that knows hardly any
-    facts, repetitions count instead, as far as the full cache predicts them.
+    It is the mean, over budgets, of the logarithm of the ratio of their divergences. Of a model
+    that knows hardly any facts, repetitions count, too, as far as the full cache predicts them.
     """
-    continued = _surplus(base.divergences, other.divergences)
-    if comparison.n_facts >= _FEW_FACTS:
-        fewer = [a - b for a, b in zip(base.facts, other.facts, strict=True)]
-        return (continued + sum(fewer) / len(fewer) / comparison.n_facts) / 2
-    weight = comparison.repeats
-    return (continued + weight * _surplus(base.repetitions, other.repetitions)) / (1 + weight)
+    gains = _log_ratios(base.divergences, other.divergences)
+    if comparison.tells_facts:
+        return gains
+    weights = np.array(comparison.repeats)
+    repeated = _log_ratios(base.repetitions, other.repetitions)
+    weighted: Floats = (gains + weights * repeated) / (1.0 + weights)
+    return weighted
 
 
-def _surplus(base: Sequence[float], other: Sequence[float]) -> float:
-    ratios = [b / max(a, _NO_LOSS) - 1.0 for a, b in zip(base, other, strict=True)]
-    return sum(ratios) / len(ratios)
+def _log_ratios(base: Table, other: Table) -> Floats:
+    logs = [np.log(np.maximum(np.array(table), _NO_LOSS)) for table in (base, other)]
+    ratios: Floats = (logs[0] - logs[1]).mean(axis=0)
+    return ratios
+
+
+def exceeds_noise(differences: Floats) -> bool:
+    """Tell whether the mean of differences, one for each text, is larger than 0 by more than chance
+    explains.
+    """
+    n = len(differences)
+    if n < 2:  # noqa: PLR2004  (One text does not show how much texts differ.)
+        return False
+    error = differences.std(ddof=1) / np.sqrt(n)
+    return bool(differences.mean() > _SURE[min(n - 1, len(_SURE)) - 1] * error)
+
+
+def is_no_worse(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> bool:
+    """Tell whether a way loses no more than another one, and knows no fewer facts at any budget."""
+    knows = all(b >= a for a, b in zip(base.n_known, other.n_known, strict=True))
+    return knows and bool(gains_over(base, other, comparison).mean() >= 0.0)
+
+
+def beats(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> bool:
+    """Tell whether a way is no worse than another one, and gains more than noise: in KL, where less
+    than MARGIN does not count, or in facts.
+    """
+    if not is_no_worse(base, other, comparison):
+        return False
+    gains = gains_over(base, other, comparison)
+    more = np.array(other.facts).sum(axis=0) - np.array(base.facts).sum(axis=0)
+    return exceeds_noise(more) or (bool(gains.mean() > MARGIN) and exceeds_noise(gains))
 
 
 def best_way(comparison: WayComparison) -> str:
-    """Return the way that loses least; a simpler one (earlier in WAYS) unless the gain exceeds
-    MARGIN.
+    """Return the way that loses least; a simpler one (earlier in WAYS) unless a later one beats it.
 
-    A predictor alone is chosen if it loses no more than no profile: with it, first texts are read
-    once, too. Nothing is chosen that loses more than no profile, or that knows fewer facts,
-    whatever else it gains.
+    What is chosen must beat no profile. Only the profile's predictor needs to be no worse: with it,
+    a model's first texts are read once, too.
     """
     by_name = {each.way: each for each in comparison.compared}
     none = best = by_name[NO_PROFILE]
-    for way in WAYS[1:]:
-        if way not in by_name or loss_relative_to(none, by_name[way], comparison) > 0.0:
-            continue
-        if comparison.n_facts >= _FEW_FACTS and sum(by_name[way].facts) < sum(none.facts):
-            continue
-        least = 0.0 if way == PREDICTOR_ONLY else MARGIN
-        if -loss_relative_to(best, by_name[way], comparison) >= least:
-            best = by_name[way]
+    for way in filter(by_name.get, WAYS[1:]):
+        found = by_name[way]
+        if way == PREDICTOR_ONLY:
+            chosen = is_no_worse(none, found, comparison)
+        else:
+            chosen = all(beats(base, found, comparison) for base in (none, best))
+        if chosen:
+            best = found
     return best.way
