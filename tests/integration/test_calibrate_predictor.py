@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from entropykv import Session
-from entropykv.calibration.fitting import HELD_BACK, fit_by_echoes, fitting_tokens
+from entropykv.calibration.fitting import fit_by_echoes, fitting_tokens
 from entropykv.calibration.measure import Extent, calibrate
 from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.profile.curves import N_SINKS
@@ -29,7 +29,7 @@ def test_calibration_fits_a_predictor(profile: EntropyProfile) -> None:
     predictor = profile.predictor
     assert predictor is not None
     assert predictor.shape == (2, 2, 2)
-    assert predictor.n_tokens == 3 * (96 - N_SINKS)  # The last text is held back.
+    assert predictor.n_tokens == 4 * (96 - N_SINKS)  # The last text has chosen the ridge.
     assert predictor.correlation is not None
     assert predictor.correlation > 0.4
     assert predictor.lookups is not None
@@ -70,12 +70,12 @@ def test_sessions_rank_by_the_predictor_of_a_file(
     assert len(set(scores[0].tolist())) > 50
 
 
-def test_the_end_of_a_single_text_is_held_back(tiny_llama: Path) -> None:
+def test_the_end_of_a_single_text_chooses_the_ridge(tiny_llama: Path) -> None:
     read: list[int] = []
     text = tuple(tokens_for(640))  # More than a chunk.
     settings = StepSettings.of(tiny_llama, n_ctx=640, n_threads=2)
     predictor = fit_by_echoes(Spread(), settings, [text], read.append)
-    assert predictor.n_tokens == 640 * (1 - HELD_BACK) - N_SINKS
+    assert predictor.n_tokens == 640 - N_SINKS
     assert predictor.correlation is not None
     assert sum(read) == fitting_tokens([640]) == 2 * 640
     assert fitting_tokens([]) == 0

@@ -19,7 +19,8 @@ from entropykv.calibration.measure import (
 )
 from entropykv.calibration.results import read_results
 from entropykv.calibration.texts import (
-    MOST_HELD_BACK,
+    HELD_BACK_SHARE,
+    LEAST_PIECE,
     Excerpt,
     choose_sequences,
     hold_back,
@@ -96,6 +97,23 @@ def test_long_texts_are_joined() -> None:
     assert [len(tokens) for tokens in of(1, 1000)] == [50 + 9 + 30 + 20 + 6]
     assert of(0, 30) == []
     assert long_sequences(TEXTS[1:2], tokenize, n_sequences=1, length=99, seed=0) == []
+
+
+def test_long_texts_represent_as_many_texts_as_possible() -> None:
+    """A predictor that was fitted to code alone predicts prose badly."""
+    texts = [Text(letter, f"{letter * 9} " * 200) for letter in "abcdefgh"]
+    found = long_sequences(texts, tokenize, n_sequences=2, length=4 * LEAST_PIECE, seed=0)
+    assert [len(tokens) for tokens in found] == [4 * LEAST_PIECE] * 2
+    letters = [{chr(token) for token in tokens} - set(" \n") for tokens in found]
+    assert [len(of) for of in letters] == [4, 4]
+    assert letters[0] | letters[1] == set("abcdefgh")
+    for tokens in found:
+        first, *others = "".join(map(chr, tokens)).split("\n\n")
+        assert LEAST_PIECE - 10 <= len(first) <= LEAST_PIECE
+        assert len(others) == 3
+        assert first.endswith(first[0] * 9)  # Words are whole.
+    short = long_sequences(texts, tokenize, n_sequences=2, length=2 * LEAST_PIECE - 1, seed=0)
+    assert [len(set(map(chr, tokens)) - {" "}) for tokens in short] == [1, 1]
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n", b"\xff\xfe\xff"])
@@ -269,14 +287,15 @@ def test_plots_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_texts_are_held_back_whole_or_in_part() -> None:
     many = [Text(str(i), f"{i} " * 50) for i in range(23)]
-    kept, held = hold_back(many, len, 100, seed=0)
-    assert len(held) == MOST_HELD_BACK
+    kept, held = hold_back(many, len, 100, seed=0, most=6)
+    assert len(held) == 6
     assert [text for text in many if text not in held] == kept
-    assert hold_back(many, len, 100, seed=0) == (kept, held)
-    assert hold_back(many, len, 100, seed=1)[1] != held
-    assert len(hold_back(many[:14], len, 100, seed=0)[1]) == 2
+    assert hold_back(many, len, 100, seed=0, most=6) == (kept, held)
+    assert hold_back(many, len, 100, seed=1, most=6)[1] != held
+    assert hold_back(many, len, 100, seed=0, most=0) == (many, [])
+    assert len(hold_back(many[:10], len, 100, seed=0, most=6)[1]) == int(10 * HELD_BACK_SHARE)
     few = [Text("long", "a" * 300 + "b" * 100), Text("short", "c" * 396)]
-    assert hold_back(few, len, 100, seed=0) == (
+    assert hold_back(few, len, 100, seed=0, most=6) == (
         [Text("long", "a" * 300), Text("short", "c" * 396)],
         [Text("long", "b" * 100)],
     )
@@ -284,6 +303,6 @@ def test_texts_are_held_back_whole_or_in_part() -> None:
 
 def test_texts_too_short_to_compare_on_are_not_held_back() -> None:
     texts = [Text(str(i), "a" * (99 if i else 100)) for i in range(10)]
-    kept, held = hold_back(texts, len, 100, seed=0)
+    kept, held = hold_back(texts, len, 100, seed=0, most=6)
     assert held == texts[:1]
     assert kept == texts[1:]

@@ -93,15 +93,15 @@ def passages_of(
     tokenize_plainly: Tokenize,
     length: int,
     seed: int,
-    taught: Sequence[int] = (),
+    taught: Sequence[Sequence[int]] = (),
 ) -> list[PlantedPassage]:
     """Return a passage of every text that is long enough.
 
     `tokenize` adds BOS if the model wants it, `tokenize_plainly` does not. `length`: the most
     tokens that a passage and what is read after it may have together. `taught`: the tokens of
-    another text, of which as many teach as a passage has.
+    other texts, which teach in turns, each at most as many as a passage has.
     """
-    passages = []
+    passages: list[PlantedPassage] = []
     for number, text in enumerate(texts):
         found = len(tokenize(text.content))
         n_following = min(CONTINUATION, min(found, length) // 8)
@@ -128,12 +128,13 @@ def passages_of(
             tokens = whole[:n_tokens]
             following, asked = whole[n_tokens:][:n_following], []
         request = tokenize_plainly(REQUEST)
+        other = taught[len(passages) % len(taught)] if taught else ()
         passages.append(
             PlantedPassage(
                 tuple(tokens),
                 tuple(following),
                 tuple(request),
-                tuple(taught[: min(PASSAGE, length)]),
+                tuple(other[: min(PASSAGE, length)]),
                 tuple(asked),
             )
         )
@@ -155,9 +156,8 @@ def possible_ways(predictable: bool) -> list[str]:
 def comparison_tokens(passages: Sequence[PlantedPassage], predictable: bool) -> int:
     """Return how many tokens compare_ways() reads; `predictable`: profiles have a predictor."""
     n_readings = 1 + len(possible_ways(predictable)) * len(BUDGETS)
-    n_taught = len({passage.taught for passage in passages if passage.taught and predictable})
-    n_learnt = n_taught * max((len(passage.taught) for passage in passages), default=0)
-    return n_readings * sum(passage.n_read for passage in passages) + n_learnt
+    taught = {passage.taught for passage in passages} if predictable else set()
+    return n_readings * sum(passage.n_read for passage in passages) + sum(map(len, taught))
 
 
 def compare_ways(
@@ -188,9 +188,7 @@ def compare_ways(
         n_facts=tuple(int(known.sum()) for *_, known, _ in found),
         repeats=tuple(float(weight) for _, _, weight, *_ in found),
         compared=tuple(
-            ComparedWay(
-                way, _table(continued[:, i]), _table(repeated[:, i]), _table(facts[:, i])
-            )
+            ComparedWay(way, _table(continued[:, i]), _table(repeated[:, i]), _table(facts[:, i]))
             for i, way in enumerate(ways)
         ),
         best=NO_PROFILE,
@@ -218,13 +216,12 @@ def try_ways(
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
     ways = ways_of(settings.profile)
-    taught: tuple[int, ...] = ()
-    learnt: ScorePredictor | None = None
+    learnt: dict[tuple[int, ...], ScorePredictor | None] = {}
     for each in work:
         tokens, following, request, other, *asked = each.texts
         passage = PlantedPassage(tokens, following, request, other, tuple(asked))
-        if settings.profile.predictor is not None and other != taught:
-            taught, learnt = other, learn(settings, settings.profile, other)
+        if settings.profile.predictor is not None and other not in learnt:
+            learnt[other] = learn(settings, settings.profile, other)
             on_progress(len(other))
         reader = _Reader(settings, passage, on_progress)
         whole = reader.read_whole(settings.profile)
@@ -233,7 +230,7 @@ def try_ways(
         right = np.zeros((*shape, len(whole.right)), bool)
         for i, way in enumerate(ways):
             for j, fraction in enumerate(BUDGETS):
-                profile = as_if(settings.profile, way, learnt)
+                profile = as_if(settings.profile, way, learnt.get(other))
                 inside = reader.read_inside(profile, fraction)
                 continuing[i, j] = mean_divergence(whole.continuing, inside.continuing)
                 repeating[i, j] = mean_divergence(whole.repeating, inside.repeating)

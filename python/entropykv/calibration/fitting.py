@@ -2,8 +2,9 @@
 
 The queries of an echo tell how much attention each entry gets when the text is repeated. The
 predictor learns to compute this from the entry's key and value. Nothing is evicted meanwhile, so
-that queries can attend to the whole text. The last text is held back: it chooses the ridge, and
-shows the quality of the predictor for a text that it was not fitted to.
+that queries can attend to the whole text. The last text is held back at first: it chooses the
+ridge, and shows the quality of a predictor for a text that it was not fitted to. Then it teaches,
+too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Rows = npt.NDArray[np.float32]
 POLICY = "uniform:predicted"
 """The policy of the store that reads; it makes the store collect lessons."""
 HELD_BACK = 1 / 4
-"""The fraction at the end that is held back if there is only one text."""
+"""The fraction at the end that is held back at first if there is only one text."""
 
 
 def fitting_tokens(lengths: Sequence[int]) -> int:
@@ -49,10 +50,10 @@ def fit_by_echoes(
 ) -> ScorePredictor:
     """Return the predictor of a GGUF model, fitted to the tokens of `texts`, at least one.
 
-    It is fitted to all texts but the last, or to the first three quarters of a single text; the
-    rest is held back. All texts are one piece of work, because the sums of lessons depend on their
-    order. Memory: the weights, a pool that holds the longest text, and for every KV head the sums
-    of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
+    The last one, or the last quarter of a single text, is held back at first: it chooses the ridge
+    and shows the quality. All texts are one piece of work, because the sums of lessons depend on
+    their order. Memory: the weights, a pool that holds the longest text, and for every KV head the
+    sums of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
     UnsupportedModelError, and SettingsError for a model whose keys before RoPE are not known.
     """
     (arrays,) = spread.run(fit, settings, [TextWork("predictor", tuple(texts))], on_progress)

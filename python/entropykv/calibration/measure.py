@@ -86,7 +86,7 @@ class CalibrationSettings:
     n_threads: int = 0
     curve_length: int = 2048
     curve_texts: int = 4
-    compared_texts: int = 3
+    compared_texts: int = 6
 
     def __post_init__(self) -> None:
         """Check every field; raises SettingsError."""
@@ -103,7 +103,7 @@ class CalibrationSettings:
             raise SettingsError(f"rows must be one of {', '.join(ROWS)}, not {self.rows!r}")
 
 
-QUICK = CalibrationSettings(curve_length=1024, compared_texts=2)
+QUICK = CalibrationSettings(curve_length=1024, compared_texts=4)
 """Settings that read less, in about half of the time."""
 
 
@@ -139,10 +139,12 @@ def calibrate(
             lambda text: len(observer.tokenize(text)),
             LEAST_HELD_BACK,
             settings.seed,
+            settings.compared_texts,
         )
         long_texts = _long_texts(kept, observer, settings, trained)
-        taught = long_texts[0] if long_texts else ()
-        passages = _passages(held_back, observer, settings, trained, taught) if taught else []
+        passages: list[PlantedPassage] = []
+        if long_texts:
+            passages = _passages(held_back, observer, settings, trained, long_texts)
         on_start(_extent_of(observer, excerpts, long_texts, passages))
         predictable = observer.predictable
         shape = (observer.n_layer, observer.n_head, observer.n_head_kv)
@@ -276,10 +278,10 @@ def _passages(
     observer: Observer,
     settings: CalibrationSettings,
     trained: int,
-    taught: Sequence[int],
+    taught: Sequence[Sequence[int]],
 ) -> list[PlantedPassage]:
-    """Return the passages that the ways to use the profile are compared on; `taught`: a text that
-    teaches the model if there is no profile.
+    """Return the passages that the ways to use the profile are compared on; `taught`: texts that
+    teach the model if there is no profile.
     """
     passages = passages_of(
         held_back,

@@ -13,8 +13,10 @@ LEAST_TOKENS = 4
 """The shortest sequence, in tokens, so that its four quarters end at different tokens."""
 LEAST_CURVE_TOKENS = 64
 """The shortest text for loss curves, in tokens."""
-MOST_HELD_BACK = 3
-"""The most texts that are held back."""
+LEAST_PIECE = 256
+"""The shortest piece of a text, in tokens, that is joined with those of others."""
+HELD_BACK_SHARE = 0.4
+"""The largest share of the texts that is held back."""
 _FEW = 5
 """Fewer texts are held back in part."""
 HELD_BACK_PART = 0.25
@@ -33,18 +35,22 @@ class Excerpt:
 
 
 def hold_back(
-    texts: Sequence[Text], count_tokens: Callable[[str], int], least_tokens: int, seed: int
+    texts: Sequence[Text],
+    count_tokens: Callable[[str], int],
+    least_tokens: int,
+    seed: int,
+    most: int,
 ) -> tuple[list[Text], list[Text]]:
     """Split the texts into those that a profile is made with, and those that it is compared on.
 
-    A fifth of the texts is held back, at most MOST_HELD_BACK, or, of fewer than five, the end of
+    HELD_BACK_SHARE of the texts is held back, at most `most`, or, of fewer than five, the end of
     each. What is held back has `least_tokens` tokens or more; shorter texts are kept.
     """
     if len(texts) < _FEW:
         return _hold_back_ends(texts, count_tokens, least_tokens)
     order = list(texts)
     random.Random(seed).shuffle(order)  # noqa: S311
-    most = min(len(order) // _FEW, MOST_HELD_BACK)
+    most = min(int(HELD_BACK_SHARE * len(order)), most)
     held: list[Text] = []
     for text in reversed(order):
         if len(held) < most and count_tokens(text.content) >= least_tokens:
@@ -116,23 +122,37 @@ def long_sequences(
 ) -> list[tuple[int, ...]]:
     """Join texts with blank lines, and cut them into sequences of exactly `length` tokens.
 
-    Without enough text, fewer or shorter sequences are returned, all of one length, and none if all
-    texts together have fewer than 64 tokens.
+    As many texts as possible are represented, each by a piece of LEAST_PIECE tokens or more: what a
+    model looks up differs between kinds of text more than between parts of one. Without enough
+    text, fewer or shorter sequences are returned, all of one length, and none if all texts together
+    have fewer than 64 tokens.
     """
     order = list(texts)
     random.Random(seed).shuffle(order)  # noqa: S311
+    n_pieces = max(1, min(len(order) // max(1, n_sequences), length // LEAST_PIECE))
     sequences: list[tuple[int, ...]] = []
     joined: list[str] = []
     longest: tuple[int, ...] = ()
     for text in order:
         if len(sequences) == n_sequences:
             break
-        joined.append(text.content)
+        is_last = len(joined) + 1 >= n_pieces
+        content = text.content
+        joined.append(content if is_last else _beginning(content, tokenize, length // n_pieces))
         ids = tuple(tokenize("\n\n".join(joined)))
         longest = max(longest, ids[:length], key=len)
-        if len(ids) >= length:
+        if is_last and len(ids) >= length:
             sequences.append(ids[:length])
             joined = []
     if n_sequences and not sequences and len(longest) >= LEAST_CURVE_TOKENS:
         sequences.append(longest)
     return sequences
+
+
+def _beginning(content: str, tokenize: Callable[[str], list[int]], n_tokens: int) -> str:
+    """Return the first words of a text, of about so many tokens."""
+    share = n_tokens / max(1, len(tokenize(content)))
+    if share >= 1.0:
+        return content
+    end = int(share * len(content))
+    return content[: content.rfind(" ", 0, end) + 1].rstrip() or content[:end]

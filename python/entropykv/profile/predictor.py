@@ -61,14 +61,14 @@ class ScorePredictor:
 
     `weights`: for every attention layer, (n_head_kv, n_features), float32, read-only; _core.pyi
     describes the features of an entry. `n_tokens`: the tokens of text that they were fitted to.
-    `correlation`: Pearson's r of predicted and true logarithms in held-back texts, the mean over
-    all KV heads; None if no text was held back. `lookups`: (n_layer, n_head_kv), for every KV head
-    the share of its entries that is among the LOOKUP_SHARE of all entries, of all KV heads, with
-    the highest predicted scores; it is large for heads that look facts up; None if it was not
-    counted. `trust`: (n_layer, n_head_kv), what predicted shares of attention are multiplied by,
-    from 0 to 1, where they are added to what queries gave. It is 0 where a KV head keeps more of
-    what it needs without them (calibration/trust.py); None, if it was not measured, means 1
-    everywhere. Raises ProfileError for values that are not numbers, and for other shapes.
+    `correlation`: Pearson's r of predicted and true logarithms in texts that were held back when it
+    was measured, the mean over all KV heads; None if no text was. `lookups`: (n_layer, n_head_kv),
+    for every KV head the share of its entries that is among the LOOKUP_SHARE of all entries, of all
+    KV heads, with the highest predicted scores; it is large for heads that look facts up; None if
+    it was not counted. `trust`: (n_layer, n_head_kv), what predicted shares of attention are
+    multiplied by, from 0 to 1, where they are added to what queries gave. It is 0 where a KV head
+    keeps more of what it needs without them (calibration/trust.py); None, if it was not measured,
+    means 1 everywhere. Raises ProfileError for values that are not numbers, and for other shapes.
     """
 
     weights: tuple[Weights, ...]
@@ -215,23 +215,22 @@ def fit_predictor(
     """Fit the linear functions of all KV heads by ridge regression on standardised features.
 
     With `held_back` (lessons of other texts), each KV head gets the ridge of RIDGES with the
-    smallest squared error there, and the quality is measured there; otherwise the ridge is `ridge`.
+    smallest squared error there, and the quality is measured there. Then the functions are fitted
+    again to all lessons. Otherwise the ridge is `ridge`.
     """
     weights, correlations, n_tokens = [], [], 1
     for layer, (n_entries, sums) in enumerate(lessons):
-        n_tokens = max(n_tokens, n_entries)
-        others = [None] * len(sums) if held_back is None else held_back[layer][1]
-        fitted = [Ridge(of_head) for of_head in sums]
-        of_layer = [
-            head.weights(ridge) if other is None else head.best_weights(other)
-            for head, other in zip(fitted, others, strict=True)
-        ]
+        n_others, others = (0, None) if held_back is None else held_back[layer]
+        n_tokens = max(n_tokens, n_entries + n_others)
+        of_layer = []
+        for head, of_head in enumerate(sums):
+            best, fitted = ridge, Ridge(of_head)
+            if others is not None:
+                best = fitted.best_ridge(others[head])
+                correlations.append(_correlation(fitted.weights(best), others[head]))
+                fitted = Ridge(of_head + others[head])
+            of_layer.append(fitted.weights(best))
         weights.append(np.array(of_layer, dtype=np.float32))
-        correlations += [
-            _correlation(w, other)
-            for w, other in zip(of_layer, others, strict=True)
-            if other is not None
-        ]
     known = float(np.mean(correlations)) if correlations else None
     return ScorePredictor(tuple(weights), n_tokens, known)
 
@@ -265,15 +264,16 @@ class Ridge:
         matrix = self._matrix + np.diag(np.broadcast_to(ridge, n)[self._varies])
         return self._unscaled(np.linalg.solve(matrix, self._target))
 
-    def best_weights(self, held_back: Sums) -> Sums:
-        """Return the weights for the ridge with the smallest squared error in `held_back`."""
+    def best_ridge(self, held_back: Sums) -> float:
+        """Return the ridge of RIDGES with the smallest squared error in `held_back`."""
         values, vectors = np.linalg.eigh(self._matrix)
         projected = vectors.T @ self._target
-        candidates = [
-            self._unscaled(vectors @ (projected / (np.maximum(values, 0.0) + ridge)))
-            for ridge in RIDGES
-        ]
-        return min(candidates, key=lambda weights: _squared_error(weights, held_back))
+
+        def error(ridge: float) -> float:
+            solution = vectors @ (projected / (np.maximum(values, 0.0) + ridge))
+            return _squared_error(self._unscaled(solution), held_back)
+
+        return min(RIDGES, key=error)
 
     def _unscaled(self, solution: Sums) -> Sums:
         weights = np.zeros(len(self._means) + 1)

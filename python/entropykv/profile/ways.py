@@ -206,7 +206,9 @@ def _counts_in(value: object, where: str, field: str) -> tuple[int, ...]:
 def _way_in(value: object, where: str, field: str, shape: tuple[int, int]) -> ComparedWay:
     data = object_in(value, where, field, tuple(ComparedWay.__dataclass_fields__))
     divergences, repetitions = (
-        tuple(map(tuple, table_in(data[name], where, f"{field}.{name}", shape, _MOST_LOSS).tolist()))
+        tuple(
+            map(tuple, table_in(data[name], where, f"{field}.{name}", shape, _MOST_LOSS).tolist())
+        )
         for name in ("divergences", "repetitions")
     )
     facts = _list_in(data["facts"], where, f"{field}.facts")
@@ -244,7 +246,7 @@ def exceeds_noise(differences: Floats) -> bool:
     explains.
     """
     n = len(differences)
-    if n < 2:  # noqa: PLR2004  (One text does not show how much texts differ.)
+    if n < 2:
         return False
     error = differences.std(ddof=1) / np.sqrt(n)
     return bool(differences.mean() > _SURE[min(n - 1, len(_SURE)) - 1] * error)
