@@ -111,11 +111,11 @@ def test_the_documents_command_line(tiny_llama: Path, tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
 
     output, results = tmp_path / "a.json", tmp_path / "results.json"
-    length = ("--n-sequences", 2, "--max-length", 32)
+    length = ("--n-sequences", 2, "--max-length", 32, "--quick", "--compared-texts", 1)
     result = script("--model", tiny_llama, "--output", output, *length, "--device", "cpu")
     assert result.returncode == 0, result.stderr
     assert EntropyProfile.load(output).n_layer == 3

@@ -32,7 +32,7 @@ PREDICTOR_ONLY = f"adaptive:{IMPORTANCES[0]}"
 WAYS = (
     NO_PROFILE,
     PREDICTOR_ONLY,
-    *(f"guided:{importance}" for importance in IMPORTANCES),
+    f"guided:{IMPORTANCES[0]}",
     f"profile:{IMPORTANCES[0]}",
 )
 """The ways in which policy auto can use a profile, the simplest first."""
@@ -142,8 +142,8 @@ class WayComparison:
 
     @property
     def importance(self) -> str:
-        """Return the measure by which policy auto ranks entries, one of IMPORTANCES."""
-        return self.best.partition(":")[2] or IMPORTANCES[0]
+        """Return the measure by which policy auto ranks entries, that of all WAYS."""
+        return IMPORTANCES[0]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the comparison."""
