@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,3 +152,23 @@ def test_a_lookup_does_not_touch_the_texts_of_others() -> None:
     assert index.same(str, array("i", [1, 2, 3]), "ben") == []
     index.remove("hers")
     assert not index._roots
+
+
+def test_nobody_changes_the_texts_during_a_lookup() -> None:
+    """A pool drops texts in the thread of a step, while workers of a server look for others."""
+    index = PrefixIndex()
+    tokens = array("i", [1, 2, 3])
+    index.add("first", tokens)
+    others: list[threading.Thread] = []
+
+    def saved(_: str, shared: int) -> int:
+        others.append(threading.Thread(target=index.remove, args=("first",)))
+        others[0].start()
+        others[0].join(0.1)
+        assert others[0].is_alive()
+        assert "first" in index
+        return shared
+
+    assert index.nearest(str, tokens, None, saved) == ("first", 3)
+    others[0].join(10)
+    assert "first" not in index
