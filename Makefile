@@ -274,7 +274,7 @@ web/node_modules/.installed: web/package-lock.json
 	@cd web && npm ci --silent --no-fund --no-audit
 	@touch $@
 
-architectures: install  ## which store serves which architecture: the table of the package and of docs/
+architectures: install  ## which store serves which architecture: the table of the package
 	$(BIN)/python -m tests.architectures.table
 
 bench: install  ## the figures of the README; on an otherwise idle machine

@@ -1,14 +1,16 @@
 """Write the reference pages that are generated from code, whenever mkdocs builds the docs.
 
-The options come from the command line's parser, the formats from JSON schemas and docstrings.
-mkdocs calls `on_files` (see `hooks` in mkdocs.yml). The files of these names in the repository only
-say where the pages are, so that links work there, too.
+The options come from the command line's parser, the formats from JSON schemas and docstrings, the
+flags of llama.cpp from the table by which the commands read them, and the architectures from what
+`make architectures` measured. mkdocs calls `on_files` (see `hooks` in mkdocs.yml). The files of
+these names in the repository have the part that people write, so that links work there, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,18 @@ from mkdocs.structure.files import File, Files
 
 import entropykv
 from entropykv import cli
+from entropykv.cli.llama_flags import (
+    CLI,
+    COMPLETION,
+    FLAGS,
+    SERVER,
+    LlamaFlag,
+    Treatment,
+    Use,
+    count_uses,
+)
+from entropykv.cli.models import format_architectures
+from entropykv.model.architectures import checked_architectures
 from entropykv.profile import learnt
 from entropykv.server.options import ModelOptions
 from entropykv.session import file as session_file
@@ -27,17 +41,26 @@ from entropykv.settings.declared import declared
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.recovery import Recovery
 
+REFERENCE = Path(__file__).parent / "reference"
+NOT_HERE = "<!-- generated from here on -->"
+"""It begins the part of a page that readers of the repository see instead of a table."""
+
 SCHEMA = Path(entropykv.__file__).parent / "schemas" / "entropy_profile.schema.json"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the pages that mkdocs found."""
-    pages = {"reference/options.md": options_page(), "reference/formats.md": formats_page()}
-    for path, text in pages.items():
+    pages = {
+        "reference/options.md": options_page,
+        "reference/formats.md": formats_page,
+        "reference/llama-flags.md": flags_page,
+        "reference/architectures.md": architectures_page,
+    }
+    for path, page in pages.items():
         in_repository = files.get_file_from_path(path)
         if in_repository is not None:
             files.remove(in_repository)
-        files.append(File.generated(config, path, content=text))
+        files.append(File.generated(config, path, content=page()))
     return files
 
 
@@ -169,3 +192,60 @@ def kind(field: dict[str, Any]) -> str:
         return "one of " + ", ".join(f"`{value}`" for value in field["enum"])
     types = field.get("type", "any")
     return types if isinstance(types, str) else " or ".join(types)
+
+
+def flags_page() -> str:
+    """Return what the repository's page says of llama.cpp's flags, and what becomes of each."""
+    return f"{written_part('llama-flags.md')}\n{flag_table()}"
+
+
+def architectures_page() -> str:
+    """Return what the repository's page says of architectures, and the table of all of them."""
+    return f"{written_part('architectures.md')}\n{format_architectures(checked_architectures())}\n"
+
+
+def written_part(page: str) -> str:
+    """Return a page of the reference without its note where the generated part is."""
+    text = (REFERENCE / page).read_text(encoding="utf-8")
+    return text.partition(NOT_HERE)[0]
+
+
+def flag_table() -> str:
+    """Return the counts, and one row for all flags that are treated equally."""
+    counts = ["| flags of | at | taken | taken with a note | refused |", "|---|---|---|---|---|"]
+    for tools, programs, command in (
+        (CLI, "llama-cli", "run"),
+        (CLI, "llama-cli", "chat"),
+        (CLI + COMPLETION, "llama-cli, llama-completion", "run"),
+        (SERVER, "llama-server", "serve"),
+    ):
+        uses = count_uses(tools, command)
+        numbers = " | ".join(str(uses[use]) for use in Use)
+        counts.append(f"| {programs} | `entropykv {command}` | {numbers} |")
+    rows = ["| flags | `run` and `chat` | `serve` |", "|---|---|---|"]
+    for (run, chat, serve), flags in itertools.groupby(FLAGS, treatments):
+        names = ", ".join(f"`{' '.join(flag.names)}`" for flag in flags)
+        here = told_of(run)
+        if chat != run:
+            here = f"run: {here}; chat: {told_of(chat)}"
+        rows.append(f"| {names} | {here} | {told_of(serve)} |")
+    return "\n".join([*counts, "", *rows, ""])
+
+
+def treatments(flag: LlamaFlag) -> tuple[Treatment, Treatment, Treatment]:
+    """Return what `run`, `chat` and `serve` do with a flag; flags that agree share a row."""
+    return flag.run, flag.chat, flag.serve
+
+
+def told_of(treatment: Treatment) -> str:
+    """Return what a command does with a flag, in the words of its messages."""
+    if treatment.use is Use.TAKEN:
+        return "taken"
+    if treatment.use is Use.NOTED:
+        return f"note: {treatment.why}"
+    told = f"refused: {treatment.why}"
+    if treatment.unless:
+        told += f" (`{'`, `'.join(treatment.unless)}`: taken with a note)"
+    if treatment.places_weights:
+        told += " (without a GPU: taken with a note)"
+    return told

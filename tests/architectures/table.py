@@ -16,26 +16,23 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
-from entropykv.cli.models import format_architectures
 from entropykv.model.architectures import ArchitectureCheck, ArchitectureTable, Served
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.architectures.checks import GREEDY_TOKENS, check, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = "python/entropykv/model/architectures.json"
-DOCUMENT = "docs/reference/architectures.md"
 MODELS = tuple(chain.from_iterable(ARCHITECTURES.values()))
 
 Check = Callable[[Architecture], ArchitectureCheck]
 
 
 def main(models: Iterable[Architecture] = MODELS, check: Check = check, folder: Path = ROOT) -> int:
-    """Write both files below a folder; returns 1, with messages on stderr, if a check failed."""
+    """Write the table below a folder; return 1, with messages on stderr, if a check failed."""
     with closing(_Worker(check)) as worker:
         rows = merged(map(worker, models))
     table = ArchitectureTable(LLAMA_CPP_PYTHON_VERSION, GREEDY_TOKENS, rows)
     write(folder / JSON, table.to_json())
-    write(folder / DOCUMENT, document(table))
     failures = [failure for row in rows for failure in row.failures]
     for failure in failures:
         print(failure, file=sys.stderr)
@@ -52,14 +49,6 @@ def merged(checks: Iterable[ArchitectureCheck]) -> tuple[ArchitectureCheck, ...]
         key = found.architecture, found.store, found.notes
         rows[key] = _worst(rows[key], found) if key in rows else found
     return tuple(sorted(rows.values(), key=lambda row: (row.architecture, row.models)))
-
-
-def document(table: ArchitectureTable) -> str:
-    """Return the text of docs/reference/architectures.md."""
-    return (
-        "# Architectures\n\nWritten by `make architectures`; "
-        "`entropykv models --architectures` prints it.\n\n" + format_architectures(table) + "\n"
-    )
 
 
 def write(path: Path, text: str) -> None:

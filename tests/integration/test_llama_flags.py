@@ -17,10 +17,7 @@ import pytest
 from entropykv.cli import main, parsers_of
 from entropykv.cli.llama_flags import CLI, FLAGS, SERVER, LlamaFlag, Use, flags_of
 from entropykv.cli.parser import CommandParser
-from tests.support.flag_table import flag_table
 from tests.support.running_server import Server
-
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "llama-flags.md"
 
 # All spellings in common/arg.cpp of the llama.cpp in llama-cpp-python 0.3.36, as the READMEs of its
 # tools list them: their number, and the SHA-256 of the sorted lines.
@@ -103,10 +100,6 @@ def test_one_note_names_all_that_change_nothing(
     assert "--color changes nothing here: " in capsys.readouterr().err
     assert main([*plain, "--prio"]) == 2
     assert "--prio needs 1 value" in capsys.readouterr().err
-
-
-def test_the_table_of_the_docs_is_the_table() -> None:
-    assert flag_table() in DOCS.read_text(encoding="utf-8")
 
 
 # --- command lines as people paste them -----------------------------------------------------------

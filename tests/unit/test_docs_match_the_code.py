@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from entropykv.cli.llama_flags import FLAGS
+from entropykv.model.architectures import checked_architectures
 from tests.support.guide import GUIDE, blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +91,8 @@ def test_pages_of_the_reference_come_from_the_code() -> None:
     pytest.importorskip("mkdocs")
     script = (
         "import sys; sys.path.insert(0, 'docs'); import generated_pages as pages; "
-        "print(pages.options_page()); print(pages.formats_page())"
+        "print(pages.options_page()); print(pages.formats_page()); "
+        "print(pages.flags_page()); print(pages.architectures_page())"
     )
     result = subprocess.run(
         [sys.executable, "-B", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
@@ -98,3 +101,7 @@ def test_pages_of_the_reference_come_from_the_code() -> None:
     assert "## entropykv serve" in result.stdout
     assert "`--kv-budget` `B`" in result.stdout
     assert "| `head_entropies` | object |" in result.stdout
+    assert "| llama-server | `entropykv serve` |" in result.stdout
+    assert all(f"`{' '.join(flag.names)}`" in result.stdout for flag in FLAGS)
+    assert all(f"| {row.architecture} " in result.stdout for row in checked_architectures().rows)
+    assert "after `make docs`. `entropykv run`" not in result.stdout

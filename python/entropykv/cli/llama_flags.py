@@ -3,7 +3,7 @@ entropykv treats it.
 
 The flags are those of the llama.cpp version in llama-cpp-python 0.3.36 (common/arg.cpp), and some
 of earlier versions that are still in use. The parser of the commands, the tests and
-docs/reference/llama-flags.md all use this table.
+the page of the docs about flags (docs/generated_pages.py) all use this table.
 """
 
 from __future__ import annotations
