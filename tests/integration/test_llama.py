@@ -226,7 +226,7 @@ def test_chats_are_those_of_stock(smol_pair: tuple[EntropyLlama, Llama], call: s
 
 @pytest.mark.parametrize("call", CHATS_OF_JSON)
 def test_chats_in_json_are_complete(smol_pair: tuple[EntropyLlama, Llama], call: str) -> None:
-    """Those of stock are not: its grammars know fewer keywords."""
+    """Stock llama_cpp.Llama cuts such chats off, because its grammars know fewer keywords."""
     ours, _ = smol_pair
     chat: Any = {"messages": [{"role": "user", "content": "Name a city in France, as JSON."}]}
     chat |= {"temperature": 0.0, "max_tokens": 100, **CHATS_OF_JSON[call]}

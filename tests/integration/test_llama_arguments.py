@@ -75,7 +75,7 @@ def write_adapter(path: Path, n_embd: int, rank: int = 4) -> None:
 
 
 def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: str) -> None:
-    """It is used in the context of the budget, and in the one that detach() makes."""
+    """The adapter is used in the context of the budget, and in the one that detach() makes."""
     write_adapter(tmp_path / "lora.gguf", n_embd=192)
     lora: dict[str, Any] = {"lora_path": str(tmp_path / "lora.gguf"), "lora_scale": 0.7}
     tokens = tokens_for(30)

@@ -134,8 +134,8 @@ def test_penalties_consider_the_prompt_at_every_door_but_llama_cpp_s_own(tmp_pat
 
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> None:
-    """It knows how long the prompt is before it reads its beginning, and cuts it in no other
-    places.
+    """A server knows the length of a prompt before it reads the beginning, and cuts the prompt
+    where a session cuts it.
     """
     text = "The old garden was heavy all morning. Simon likes walnuts. " * 24
     cache = {**CACHE, "kv_budget": str(48 * parallel), "kv_type": "q8_0", "learn": False}

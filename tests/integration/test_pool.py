@@ -183,7 +183,7 @@ def test_frozen_entries_are_each_their_own(model: Path) -> None:
 
 @pytest.mark.parametrize("store", ["headwise", "flat"])
 def test_a_session_alone_is_live_and_shares_with_nobody(model: Path, store: str) -> None:
-    """It keeps its place and its budget, whatever it is asked for."""
+    """A session without company keeps its place and its budget, whatever it is asked for."""
     with Session(model, n_ctx=N_CTX, kv_budget=128, store=store, n_threads=1) as session:
         budgets = session.cache.budgets()
         assert min(map(min, budgets)) > 0

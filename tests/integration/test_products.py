@@ -61,8 +61,8 @@ def test_the_statistics_say_who_computes(
 def test_one_token_is_computed_as_many_are(
     weight_type: str, original: Path, tmp_path: Path
 ) -> None:
-    """It is as close to the same tokens in one batch as llama.cpp, which also uses one
-    arithmetic.
+    """Tokens that are read one by one are as close to the same tokens in one batch as those of
+    llama.cpp, which also uses one arithmetic.
     """
     path = quantised(original, tmp_path, weight_type)
     stock = StockSession(path, n_ctx=128, n_threads=1)

@@ -230,7 +230,7 @@ def test_a_model_that_is_too_large_unloads_no_other_one(folder: Path) -> None:
 
 
 def test_a_model_sleeps_although_timers_fire_early(folder: Path) -> None:
-    """Those of uvloop may be a millisecond early."""
+    """Timers of uvloop may fire a millisecond early."""
 
     async def check() -> None:
         loop = asyncio.get_running_loop()

@@ -102,7 +102,9 @@ def test_every_choice_has_passages_of_its_own(small: Server) -> None:
 
 @pytest.mark.parametrize("question", ["Who?", "What is said about the sea and the ship here?"])
 def test_a_question_that_is_asked_again_has_the_same_passages(small: Server, question: str) -> None:
-    """Its end was a checkpoint, from which the second answer was written without reading it."""
+    """The checkpoint at the end of a question must not answer it without reading: passages come
+    from reading.
+    """
     first, second = (ask(small, question).json()["choices"][0] for _ in range(2))
     assert second == first
     follow_up = [

@@ -349,7 +349,7 @@ def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
-    """Its turn once came all the same, and its conversation was loaded for it."""
+    """A request that has left gets no turn, for which its conversation would be loaded."""
     engine = engine_of()
     release = asyncio.Event()
     inside = []

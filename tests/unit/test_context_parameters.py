@@ -11,7 +11,7 @@ from entropykv.llamacpp.context import decode_one_token
 
 
 def test_the_token_of_a_probe_lives_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory must not be reused by objects that are created meanwhile."""
+    """The memory of the token must not be reused by objects that are created meanwhile."""
     seen = []
 
     def decode(_context: Any, batch: Any) -> int:

@@ -116,7 +116,7 @@ def test_qwen2_from_either_source_is_the_same(tmp_path: Path) -> None:
 
 
 def test_biases_of_the_feed_forward_layer_are_divided_by_the_scale(tmp_path: Path) -> None:
-    """There llama.cpp adds the bias before it multiplies by the scale."""
+    """In the feed-forward layer, llama.cpp adds the bias before it multiplies by the scale."""
     bias = np.linspace(-1, 1, 96, dtype=np.float32)
     tensors = hf_tensors(LLAMA) | {"model.layers.0.mlp.up_proj.bias": bias}
     source = write_hf(tmp_path / "hf", hf_config(LLAMA), tensors)

@@ -85,7 +85,7 @@ class Text:
 def test_right_drafts_are_as_tokens_that_were_read_alone(
     kernel: str, kv_type: str, measure: str
 ) -> None:
-    """Bit by bit: outputs, entries, importance, what was dropped, and the counters."""
+    """Compare outputs, entries, importance, what was dropped, and the counters bit by bit."""
     chance = np.random.default_rng([KERNELS.index(kernel), MEASURES.index(measure)])
     for seed in range(3):
         budgets = [int(n) for n in chance.integers(6, 90, N_HEAD_KV)]

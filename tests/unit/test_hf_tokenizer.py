@@ -119,7 +119,9 @@ def sentencepiece_model(model_type: int, pieces: list[tuple[str, float, int]] = 
 
 
 def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    """It is used next to a tokenizer.json that is not byte-level, as in 1bitLLM's models."""
+    """The sentencepiece file is used next to a tokenizer.json that is not byte-level, as in
+    1bitLLM's models.
+    """
     config = hf_config(TINY, bos_token_id=1, eos_token_id=2)
     source = write_hf(tmp_path / "hf", config, hf_tensors(TINY))
     write_tokenizer(source, pre_tokenizer=None)

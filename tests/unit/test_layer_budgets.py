@@ -58,8 +58,8 @@ def test_heads_of_a_layer_choose_together(
     shared: bool,
     seed: int,
 ) -> None:
-    """They choose by the sum of what they observed; half of the budget is for sinks and recent
-    window.
+    """Heads of a layer choose by the sum of what they observed; half of the budget is for sinks and
+    recent window.
     """
     rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
     rules.observation_window = 128

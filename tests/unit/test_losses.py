@@ -77,7 +77,9 @@ def same_losses(layers: Layers) -> bool:
 @pytest.mark.parametrize("measure", ["mass", "attention"])
 @pytest.mark.parametrize("decay", [0.9, 0.99, 1.0])
 def test_losses_count_what_was_dropped(measure: str, decay: float) -> None:
-    """They count after any kind of eviction and in saved sessions, but not for another text."""
+    """Dropped entries count after any kind of eviction and in saved sessions, but not for another
+    text.
+    """
     rules = Rules(measure, "f16", N_SINKS, RECENT, decay=decay, by_values=True)
     layers = Layers(rules, [60, 30, 90], knots=KNOTS)
     layers.attend(MAX_TOKENS)

@@ -138,7 +138,7 @@ def test_text_and_profile_count_equally(factor: float) -> None:
 
 
 def test_curves_are_read_again_only_at_other_knots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They change with the budget, and not with every share."""
+    """Curves are read at the knots of a budget, which change with it, and not with every share."""
     read: list[int] = []
     knots = LossCurves.knots
 

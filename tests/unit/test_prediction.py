@@ -229,7 +229,9 @@ def test_losses_are_sums_of_what_is_not_kept() -> None:
 
 
 def test_predictions_take_no_echoes() -> None:
-    """Neither as the only measure, nor added to what queries gave."""
+    """Refuse an echo beside predictions, whether these are the only measure or are added to what
+    queries gave.
+    """
     assert str(Importance.parse("predicted+values")) == "predicted+values"
     assert Importance.parse("predicted").predicts
     with pytest.raises(SettingsError, match=r"predicted .*takes no modifier echo"):

@@ -172,7 +172,7 @@ def test_damaged_parts_are_named(path: str, value: Any, message: str) -> None:
     [("mass+values+echo", "mass+values+predicted"), ("reconstruct", "predicted")],
 )
 def test_names_of_earlier_versions_mean_what_is_predicted(earlier: str, now: str) -> None:
-    """These names mean a second reading of the text, for what is predicted now."""
+    """Earlier names mean a second reading of the text, for what is predicted now."""
     curves = EntropyProfile.from_dict(changed("curves.importance", earlier), "here").curves
     assert curves is not None
     assert curves.importance == now

@@ -209,7 +209,7 @@ def test_curves_that_count_must_be_there() -> None:
 
 
 def test_a_device_store_still_shares_by_curves() -> None:
-    """Its budgets cannot follow the text, and were not compared."""
+    """Budgets of a device store cannot follow the text, and were not compared."""
     profile = with_best(PREDICTOR_ONLY)
     assert policy_named("auto", profile, "device").name == "profile:mass+values+predicted"
 

@@ -33,7 +33,9 @@ _MOST_PLACES = 2_000
 _MOST_WHOLE = 200_000
 """The most characters of an expression that is the whole grammar."""
 _MOST_LEXEMES = 400
-"""The most lexemes that are compared with each other; of more, all become single characters."""
+"""The most lexemes that are compared with each other; in a grammar with more, every character
+becomes a lexeme.
+"""
 _MOST_DEPTH = 200
 """The most rules that lead to one another: llguidance follows them by recursion."""
 _MOST_STEPS = 300_000

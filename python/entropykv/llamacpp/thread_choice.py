@@ -89,7 +89,7 @@ class ThreadChoice:
         self._seen = self.way
         """The way that was expected when other processes were looked at last."""
         self._rejected: Way | None = None
-        """The expected way whose trial has failed last."""
+        """The way that others' use of cores suggested, and whose trial has failed last."""
         self._calm = False
         """Whether nobody else wants a core, as far as the system tells."""
         self._steps = Steps()
@@ -111,7 +111,7 @@ class ThreadChoice:
 
     @property
     def tries(self) -> bool:
-        """Tell whether the current way is only tried."""
+        """Tell whether the current way to divide the threads is only tried."""
         return self._before is not None
 
     @property

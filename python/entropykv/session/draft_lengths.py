@@ -23,7 +23,7 @@ class Outcomes:
     _PRIORS = (0.7, 0.9, 0.4)
     """By outcome at the source, the share of right drafts that is expected before any was seen."""
     _WEIGHT = 6.0
-    """As how many drafts each of these priors counts beside the drafts that were seen."""
+    """The weight of each prior, as a number of drafts, beside the drafts that were seen."""
     _LEAST_ROOM = 256
 
     def __init__(self) -> None:
@@ -107,15 +107,15 @@ class DraftLengths:
     """
 
     _PRIOR_WEIGHT = 6.0
-    """As how many drafts the prior of a group counts beside the drafts that were seen."""
+    """The weight of a group's prior, as a number of drafts, beside the drafts that were seen."""
     _PLACE_WEIGHT = 2.0
-    """As how many drafts the share of right drafts of a whole group counts for each number within a
-    run.
+    """The weight of the share of right drafts of a whole group, as a number of drafts, in the
+    estimate for one number within a run.
     """
     _DECAY = 0.96
     _ANY, _LONGER = 1.05, 1.02
-    """Estimates are not exact: as many times as many tokens per second must be expected of drafts
-    as of none, and of a longer run as of the best shorter one.
+    """How many times as many tokens per second must be expected: of drafts as of none, and of a
+    longer run as of the best shorter one. Both are above 1, because estimates are not exact.
     """
     _RECOVERY = 0.995
     """By which counts fade with every token, so that drafts are tried again after a while."""

@@ -20,8 +20,8 @@ LONGEST_MATCH = 32
 _MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
 """From so many agreeing tokens on, a draft belongs to the next group."""
 _RESUMED = (6, 9, 12)
-"""From so many agreeing tokens on, a draft that goes on where an earlier draft was copied from
-belongs to the next group; these groups follow those of other drafts.
+"""The least numbers of agreeing tokens of the last groups of drafts: of those that go on where an
+earlier draft was copied from.
 """
 PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.6)
 """By group, the share of right drafts that is expected before any was seen."""

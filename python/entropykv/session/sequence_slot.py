@@ -25,7 +25,7 @@ class SequenceSlot:
         self.number = number
         """A unique number: how many slots the runner has made before."""
         self.weight = weight
-        """Its weight, relative to other sequences of the pool."""
+        """The weight of the sequence, relative to the other sequences of the pool."""
         self.live = live
         self.gone = False
         """True once its session is closed; then nothing can be read any more."""

@@ -167,9 +167,9 @@ class Session:
         """The options, and what they mean for the model."""
         self._slot = slot = runner.add_slot(weight)
         self.weight = weight
-        """Its weight in the pool, relative to the others."""
+        """The weight of the session in its pool, relative to the others."""
         self.number = slot.number
-        """How many sessions its pool had made before."""
+        """How many sessions the pool had made before this one."""
         self.hook = slot.store.context.hook
         """Changes the context's graphs, and can time them: see entropykv.evaluation.work."""
         self.counts = SessionCounts()

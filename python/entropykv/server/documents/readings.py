@@ -101,8 +101,8 @@ class Readings:
         """`files` counts who uses a document."""
         self._files = files
         self._changed = threading.Condition()
-        """Its lock is held for changes of the tables and the removal of a text's file alone: never
-        while a document is written or the storage is waited for.
+        """The lock of this condition is held for changes of the tables and the removal of a text's
+        file alone: never while a document is written or the storage is waited for.
         """
         self._of: dict[Path, Reading] = {}
         """The readings in the order in which they are read."""
