@@ -345,7 +345,7 @@ def test_names_of_policies_are_shown_to_their_end(browser: Any) -> None:
     server = Server("--policy", "adaptive:attention+values+echo")
     try:
         page = Watched(browser, server.url, **CONTEXT)
-        name = page.page.locator(".budget dd", has_text="adaptive:attention+values+echo")
+        name = page.page.locator(".budget .policy", has_text="adaptive:attention+values+echo")
         name.wait_for()
         assert name.evaluate("e => e.scrollWidth <= e.clientWidth")
         page.check(LOADING)
@@ -389,6 +389,30 @@ def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server
     }""")
     assert painted, "nothing was drawn"
     assert not set(painted) & set(range(8, 16)), painted
+
+
+def test_a_document_that_is_read_in_long_steps_has_its_true_speed(
+    page: Watched, server: Server
+) -> None:
+    """A step of a large model takes seconds, in which the server has nothing to send."""
+    (_, _, model), (_, _, now) = events(server, most=2)
+    (holder,) = now["conversations"]
+    begun = time.time() - 100
+
+    def picture(i: int) -> str:
+        each = holder | {"document": True, "state": "active", "position": 150 * i}
+        data = now | {"time": begun + 5 * i, "conversations": [each], "map": None}
+        return f"event: kv\ndata: {json.dumps(data)}\n\n"
+
+    body = f"event: model\ndata: {json.dumps(model)}\n\n" + "".join(map(picture, range(1, 8)))
+
+    def send(route: Any) -> None:
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.page.route("**/v1/kv/stream*", send)
+    page.page.reload()
+    chart = page.page.locator("figure.chart", has_text="Tokens per second")
+    chart.get_by_text("read 30").wait_for()
 
 
 def test_a_page_that_is_slower_than_its_server_does_not_fall_behind(

@@ -122,6 +122,19 @@ def test_a_bar_is_shown_before_anything_is_read(
     assert "reading the prompt:   0%" in shown[0]
 
 
+def test_the_table_at_the_end_wraps_between_words(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "50")
+    assert main(["run", "-m", str(tiny_llama), "-p", "the and of to", *SMALL]) == 0
+    table = capsys.readouterr().err.rpartition("\r")[2].splitlines()
+    names = {line.split()[0] for line in table if line[:12].strip()}
+    assert {"model", "prompt", "text"} <= names
+    assert all(len(line) <= 50 for line in table)
+    assert len(table) > len(names)
+
+
 def test_ctrl_c_while_reading_tells_how_far_it_came(
     tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

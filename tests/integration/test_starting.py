@@ -111,6 +111,14 @@ def test_help_is_one_screen_with_an_example_and_help_all_is_everything(
     assert {*shown} <= {*options}
 
 
+@pytest.mark.parametrize("command", ["", "calibrate", "profile", "models", "convert", "report"])
+def test_help_all_works_where_help_shows_all(command: str) -> None:
+    words = command.split()
+    everything = entropykv(*words, "--help-all")
+    assert (everything.returncode, everything.stderr) == (0, "")
+    assert everything.stdout == entropykv(*words, "--help").stdout
+
+
 @pytest.mark.parametrize("width", ["80", "120"])
 def test_the_first_options_of_run_are_those_that_it_has(
     width: str, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import sys
 import textwrap
+from typing import TextIO
 
 
 def say(text: str) -> None:
@@ -14,10 +15,14 @@ def say(text: str) -> None:
     A progress bar makes room for it.
     """
     note = f"entropykv: {text}"
-    if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
+    if (columns := columns_of(sys.stderr)) is not None:
         note = textwrap.fill(note, columns, break_long_words=False, break_on_hyphens=False)
     bars = sys.modules.get("tqdm")  # Without a bar, the library need not be loaded.
     beside = contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(sys.stderr)
     with beside:
         print(note, file=sys.stderr)
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return how many columns the terminal of a stream has; None for a file or a pipe."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None

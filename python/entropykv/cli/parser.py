@@ -106,6 +106,8 @@ class CommandParser(argparse.ArgumentParser):
         Raises SettingsError for a flag of several letters that this command does not have.
         """
         self.add_now()
+        if "--help-all" not in self._option_string_actions:  # --help shows all options already.
+            self.add_argument("--help-all", action=_HelpAll, help=argparse.SUPPRESS)
         notes: dict[str, str] = {}
         kept = self._without_noted(list(args or ()), notes)
         parsed = super().parse_known_args(kept, namespace)

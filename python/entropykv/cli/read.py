@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from entropykv.cli.chat import BUDGET
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
-from entropykv.cli.notes import say
+from entropykv.cli.notes import columns_of, say
 from entropykv.cli.options import add_budget_options
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.progress import ProgressBar
@@ -159,7 +160,7 @@ def _show(path: str) -> int:
     for layer, heads in enumerate(contents.entries):
         kept = sum(heads) / max(len(heads) * contents.position, 1)
         rows.append((f"layer {layer}", f"{sum(heads)} entries ({kept:.1%})"))
-    print(format_rows(rows))
+    print(format_rows(rows, columns_of(sys.stdout)))
     return 0
 
 

@@ -31,7 +31,7 @@ from entropykv.cli.image_options import (
     with_places,
 )
 from entropykv.cli.interrupts import EXIT_INTERRUPTED
-from entropykv.cli.notes import say
+from entropykv.cli.notes import columns_of, say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw_trajectory
@@ -169,7 +169,8 @@ def _check_plot(options: argparse.Namespace) -> None:
 
 def _report(session: Session, path: str | None) -> None:
     stats = session.stats()
-    print(format_rows([*stats_rows(stats), dropped_row(session)]), file=sys.stderr)
+    rows = [*stats_rows(stats), dropped_row(session)]
+    print(format_rows(rows, columns_of(sys.stderr)), file=sys.stderr)
     if path is None:
         return
     figures = dataclasses.asdict(stats)

@@ -1,5 +1,5 @@
 // What the budget holds: of one conversation, or of all that share a pool.
-import type { ComponentChildren, JSX } from "preact";
+import type { JSX } from "preact";
 import { useStore } from "../store";
 import { colourOf } from "./colours";
 import { about, hasSeveral, type Holder, picture } from "./stream";
@@ -42,13 +42,11 @@ export function Budget({ shown }: { shown: Holder | undefined }): JSX.Element {
           />
         )}
         {shown && <OfOne map={shown} />}
-        <Figure
-          name="Policy"
-          value={model.policy.split(/(?<=[:+])/).map((part) => [part, <wbr />])}
-          more={`${model.store}, ${model.kv_type}`}
-          class={model.policy.length > 10 ? "long" : ""}
-        />
       </dl>
+      <p class="beside policy">
+        Policy {model.policy.split(/(?<=[:+])/).map((part) => [part, <wbr />])}, {model.store}{" "}
+        store, {model.kv_type}
+      </p>
       <Outside />
     </section>
   );
@@ -87,7 +85,7 @@ function Outside(): JSX.Element | null {
   const frozen = conversations.reduce((sum, each) => sum + each.frozen_bytes, 0);
   if (frozen + pool.swapped_bytes === 0) return null;
   return (
-    <p class="outside">
+    <p class="beside">
       {frozen > 0 &&
         `${bytes(frozen)} of frozen entries lie outside of the budget: nothing is computed with them until they come back. `}
       {pool.swapped_bytes > 0 &&
@@ -98,14 +96,13 @@ function Outside(): JSX.Element | null {
 
 interface FigureProps {
   name: string;
-  value: ComponentChildren;
+  value: string;
   more?: string;
-  class?: string;
 }
 
-function Figure({ name, value, more, class: kind = "" }: FigureProps): JSX.Element {
+function Figure({ name, value, more }: FigureProps): JSX.Element {
   return (
-    <div class={kind}>
+    <div>
       <dt>{name}</dt>
       <dd>
         {value}

@@ -38,7 +38,11 @@ interface ChartProps {
 
 const POWERS_OF_TWO = Array.from({ length: 50 }, (_, i) => 2 ** i);
 
-const agoOf = (seconds: number): string => `−${duration(seconds)}`;
+// The label of a time; none at the left edge, where it would touch the axis of values.
+function timeLabel(seconds: number, least: number): string {
+  if (seconds === 0) return "now";
+  return seconds < 0.93 * least ? "" : `−${duration(-seconds)}`;
+}
 
 // A value between two times in which there is none has no line: it is shown as a point.
 function alone(plot: uPlot, series: number): number[] {
@@ -72,7 +76,7 @@ function options({ lines, stacked, limit = null }: ChartProps, width: number): u
         size: 18,
         gap: 2,
         space: 60,
-        values: (_, splits) => splits.map((each) => (each === 0 ? "now" : agoOf(-each))),
+        values: (plot, splits) => splits.map((each) => timeLabel(each, plot.scales["x"]!.min ?? 0)),
       },
       {
         ...axis,

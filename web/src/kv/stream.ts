@@ -12,7 +12,8 @@ const LEAST_SECONDS = 0.02;
 // Speeds of conversations are those over so long: there are few tokens between two pictures.
 const SPEED_SECONDS = 1.5;
 // Pictures come only while something changes: without one for so long, and for several times as long
-// as from one to the next before, nothing happened. (Large pictures are rare.)
+// as from one to the next before, nothing happened. (Large pictures are rare.) A conversation that is
+// active works all the same: one step of a large model takes longer.
 const REST_SECONDS = 3;
 const REST_TIMES = 4;
 // The server looks so often.
@@ -247,8 +248,9 @@ function note(now: Sent): void {
   const points = history.value.slice(2 - MOST_POINTS);
   const [last, lastButOne] = [points.at(-1), points.at(-2)];
   const usual = last && lastButOne ? last.time - lastButOne.time : 0;
+  const works = noted?.conversations.some((each) => each.state === "active") ?? false;
   // What was held stays as it was while nothing happens; what moves stands still.
-  if (last && now.time - last.time > Math.max(REST_SECONDS, REST_TIMES * usual))
+  if (last && !works && now.time - last.time > Math.max(REST_SECONDS, REST_TIMES * usual))
     points.push(restOf(last, now.time - LOOK_SECONDS));
   history.set([...points, pointOf(now, noted, points)]);
   noted = now;
