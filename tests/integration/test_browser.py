@@ -395,8 +395,11 @@ def test_a_document_that_is_read_in_long_steps_has_its_true_speed(
     page: Watched, server: Server
 ) -> None:
     """A step of a large model takes seconds, in which the server has nothing to send."""
+    page.settings(Longest_answer=4)
+    page.ask(DEMO.question)
+    page.finished()
     (_, _, model), (_, _, now) = events(server, most=2)
-    (holder,) = now["conversations"]
+    holder = now["conversations"][0]
     begun = time.time() - 100
 
     def picture(i: int) -> str:

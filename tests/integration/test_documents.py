@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from entropykv import ContextError, EntropyLlama, Pool, Session, SessionFileError, system
+from entropykv.cli.read import expected_bytes
 from entropykv.model.geometry import read_geometry
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.readings import DocumentId
@@ -430,6 +431,15 @@ def test_the_command_line_reads_shows_and_asks(tiny_llama: Path, tmp_path: Path)
     )
     assert chat.returncode == 0, chat.stderr
     assert run.stdout.strip() == chat.stdout.strip()
+
+
+def test_the_bytes_of_a_document_are_said_before_it_is_read(smollm2: Path, tmp_path: Path) -> None:
+    """A large vocabulary makes the logits of the last token a good part of a short document."""
+    path = tmp_path / "book.kv"
+    with Session(smollm2, n_ctx=512, kv_budget=64, n_threads=1) as session:
+        read_document(session, TEXT, path)
+        expected = expected_bytes(session, session.position, len(TEXT))
+    assert path.stat().st_size == pytest.approx(expected, rel=0.1)
 
 
 def test_the_command_line_reads_into_and_asks_object_storage(

@@ -13,7 +13,7 @@ import {
 import { models } from "./models";
 
 const LEAST_MS = 50;
-// What comes within a shorter time tells no speed.
+// The speed of an answer that comes within a shorter time is not shown: it would mean nothing.
 const LEAST_SECONDS = 0.05;
 // How many passages of a document are shown under an answer.
 const PASSAGES = 4;

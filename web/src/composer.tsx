@@ -12,13 +12,13 @@ const MOST_BYTES = 3_500_000;
 
 interface ComposerProps {
   busy: boolean;
-  // Another conversation is being answered.
+  // Whether another conversation is being answered.
   blocked: boolean;
   onEditLast: () => void;
   onSay: () => void;
   // The document that the conversation is about.
   document: string | undefined;
-  // Nothing was said yet.
+  // Whether nothing was said in the conversation yet.
   isNew: boolean;
 }
 

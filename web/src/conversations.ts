@@ -119,7 +119,7 @@ function restored(): State {
     const saved = JSON.parse(localStorage.getItem(PLACE) ?? "null");
     if (saved?.list?.length) return { ...saved, answering: null, problem: null };
   } catch {
-    // what cannot be read is replaced by what is said next
+    // Conversations that cannot be read are replaced by the next one that is kept.
   }
   const first = made();
   return { list: [first], chosen: first.id, answering: null, problem: null };

@@ -4,9 +4,9 @@ import { change, chosen, defaults } from "./conversations";
 import { models, withModel } from "./models";
 import { Store } from "./store";
 
-// What the server takes.
+// The largest text that the server takes as a document.
 export const MOST_DOCUMENT_BYTES = 8 * 2 ** 20;
-// Longer ones are not cut into passages.
+// The longest document whose answers have passages.
 const MOST_PASSAGE_TOKENS = 2 ** 18;
 const WATCH_MS = 400;
 const MOST_NAMES = 20;

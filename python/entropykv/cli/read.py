@@ -111,6 +111,15 @@ def _text_of(name: str) -> str:
     return read_standard_input(ContextError) if name == "-" else read_text(name, ContextError)
 
 
+def expected_bytes(session: Session, n_tokens: int, text_bytes: int) -> int:
+    """Return about how many bytes the document of a text will have: entries, tokens, the logits of
+    the last token, and the text.
+    """
+    full = n_tokens * session.cache.bytes_full_per_token
+    kept = min(session.stats().kv_bytes_budget, full)
+    return kept + 4 * n_tokens + 4 * session.model.n_vocab + text_bytes
+
+
 def _progress(
     session: Session, bar: ProgressBar, check: Callable[[], None], text_bytes: int
 ) -> Callable[[int, int], None]:
@@ -125,10 +134,10 @@ def _progress(
             (begin, start), (end, now) = first
             seconds = (now - start) / max(end - begin, 1) * (total - end)
             most = session.stats().kv_bytes_budget
-            kept = min(most, total * session.cache.bytes_full_per_token)
+            disk = expected_bytes(session, total, text_bytes)
             say(
                 f"{total} tokens: about {seconds:.0f} s more, at most {most / 2**20:.1f} MiB of KV "
-                f"cache, and about {(kept + 4 * total + text_bytes) / 2**20:.1f} MiB on disk"
+                f"cache, and about {disk / 2**20:.1f} MiB on disk"
             )
         bar.advance_to(done, total)
         check()

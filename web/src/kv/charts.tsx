@@ -28,11 +28,11 @@ interface Line {
 interface ChartProps {
   title: string;
   lines: Line[];
-  // One upon the other, as areas.
+  // Whether the lines are drawn as areas, one upon the other.
   stacked?: boolean;
   // Lines of conversations: their names are in the table above.
   unnamed?: boolean;
-  // What can be reached, in bytes; null: a count of no limit.
+  // The most that values can be, in bytes; null: counts without a limit.
   limit?: number | null;
 }
 

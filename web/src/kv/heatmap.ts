@@ -189,7 +189,7 @@ export class Heatmap {
   }
 }
 
-// Round numbers between two positions, about so many.
+// Return about `wanted` round numbers between two positions.
 function ticks(first: number, last: number, wanted: number): number[] {
   const rough = (last - first) / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(Math.max(rough, 1)));

@@ -7,16 +7,18 @@ import { Store } from "../store";
 // The least time from one request to the next: a server that refuses is not asked all the time.
 const REQUEST_MS = 2000;
 const MOST_POINTS = 1200;
-// What is shorter tells no speed: the first token of an answer costs nothing but its sampling.
+// Work that took less time has no speed: the first token of an answer costs nothing but its
+// sampling.
 const LEAST_SECONDS = 0.02;
-// Speeds of conversations are those over so long: there are few tokens between two pictures.
+// The seconds over which speeds of conversations are measured: there are few tokens between two
+// pictures.
 const SPEED_SECONDS = 1.5;
 // Pictures come only while something changes: without one for so long, and for several times as long
 // as from one to the next before, nothing happened. (Large pictures are rare.) A conversation that is
 // active works all the same: one step of a large model takes longer.
 const REST_SECONDS = 3;
 const REST_TIMES = 4;
-// The server looks so often.
+// The seconds after which the server looks for changes again.
 const LOOK_SECONDS = 0.25;
 
 export interface About {
@@ -48,7 +50,7 @@ export interface Holder {
   // Entries that left for the sake of others.
   given_up: number;
   swapped_out: boolean;
-  // What is kept outside of the pool.
+  // The bytes of the conversation that are kept outside of the pool.
   swapped_bytes: number;
   entries: number;
   entries_full: number;
@@ -104,7 +106,7 @@ interface Sent {
 }
 
 export interface Picture extends Omit<Sent, "map"> {
-  // When it came, by the clock of this page, in milliseconds.
+  // When the picture came, by the clock of this page, in milliseconds.
   received: number;
   // null: what is looked at is swapped out, or nothing has been read yet.
   map: HeldMap | null;
@@ -132,7 +134,7 @@ export interface Point {
   rests: boolean;
   held: number;
   frozen: number;
-  // null: nothing happened for a while.
+  // Entries and tokens per second; null: nothing happened for a while.
   evicted: number | null;
   restored: number | null;
   read: number | null;
@@ -249,7 +251,7 @@ function note(now: Sent): void {
   const [last, lastButOne] = [points.at(-1), points.at(-2)];
   const usual = last && lastButOne ? last.time - lastButOne.time : 0;
   const works = noted?.conversations.some((each) => each.state === "active") ?? false;
-  // What was held stays as it was while nothing happens; what moves stands still.
+  // While nothing happens, the number of held entries stays, and there are no speeds.
   if (last && !works && now.time - last.time > Math.max(REST_SECONDS, REST_TIMES * usual))
     points.push(restOf(last, now.time - LOOK_SECONDS));
   history.set([...points, pointOf(now, noted, points)]);
@@ -303,7 +305,7 @@ function pointOf(now: Sent, before: Sent | null, points: Point[]): Point {
 function shareOf(holder: Holder, time: number, points: Point[]): Share {
   const then = points.findLast((point) => point.rests || point.time <= time - SPEED_SECONDS);
   const former = then?.of.get(holder.id);
-  // What was not there yet had read and written nothing.
+  // A conversation that was not there yet had read and written nothing.
   const rate = (now: number, before = 0): number =>
     then ? Math.max(0, now - before) / (time - then.time) : 0;
   const prompt = holder.document ? holder.position : holder.prompt_tokens;
@@ -344,7 +346,7 @@ export interface HeldText {
   texts: string[];
   held: number[];
   frozen: number[];
-  // No head is counted then.
+  // Whether the conversation is swapped out, so that no head is counted.
   swapped_out: boolean;
 }
 
