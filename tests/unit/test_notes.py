@@ -48,6 +48,13 @@ def test_a_note_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPat
     assert sum("50%" in line for line in lines) >= 2  # The bar is drawn again behind the note.
 
 
+def test_a_bar_writes_nothing_into_a_file() -> None:
+    file = io.StringIO()
+    with ProgressBar(total=10, file=file, mininterval=0) as bar:
+        bar.update(5)
+    assert file.getvalue() == ""
+
+
 def test_a_note_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)

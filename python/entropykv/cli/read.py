@@ -89,7 +89,7 @@ def _read(options: argparse.Namespace) -> int:
 def _read_into(options: argparse.Namespace, text: str, path: Path) -> None:
     with open_engine(options) as session:
         start = time.perf_counter()
-        bar = ProgressBar(unit="token", disable=None)
+        bar = ProgressBar(unit="token")
         try:
             with bar, noted_interrupts() as interrupts:
                 contents = read_document(

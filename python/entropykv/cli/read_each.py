@@ -141,7 +141,7 @@ def read_each(options: argparse.Namespace) -> int:
     options.model = os.path.abspath(options.model)
     options.threads = options.threads or usable_cores()
     reading = _Reading(options, identity_of(read_geometry(options.model)))
-    bar = ProgressBar(total=len(tasks), unit="document", disable=None)
+    bar = ProgressBar(total=len(tasks), unit="document")
     n_read = 0
 
     def receive(task: DocumentTask, done: DocumentRead) -> None:
