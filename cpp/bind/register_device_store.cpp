@@ -34,6 +34,7 @@ std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& d
                           node.op_params,
                           node.has_sinks,
                           node.slots,
+                          node.dense_queries,
                           node.rope,
                           {}});
         if (predictor.empty()) continue;
@@ -102,13 +103,15 @@ void register_device_store(py::module_& m) {
     m.def(
         "device_rows",
         [](const LayerShape& shape, const std::string& kv_type, const std::vector<int>& budgets,
-           int max_tokens, int max_entries) {
-            return rows_of_layer(rows_of_heads(
-                budgets, max_tokens, max_entries,
-                row_multiple(shape, ggml_type_of(kv_type_named(kv_type)), kRowAlignment)));
+           int max_tokens, int max_entries, int n_places) {
+            return rows_of_layer(
+                rows_of_heads(
+                    budgets, max_tokens, max_entries,
+                    row_multiple(shape, ggml_type_of(kv_type_named(kv_type)), kRowAlignment)),
+                n_places);
         },
         py::arg("shape"), py::arg("kv_type"), py::arg("budgets"), py::arg("max_tokens"),
-        py::arg("max_entries"));
+        py::arg("max_entries"), py::arg("n_places") = 1);
     m.def(
         "feature_count",
         [](const LayerShape& shape, const RopeParams& rope) {
@@ -116,7 +119,7 @@ void register_device_store(py::module_& m) {
         },
         py::arg("shape"), py::arg("rope"));
     py::class_<Devices, std::shared_ptr<Devices>>(m, "Devices")
-        .def(py::init<int>(), py::arg("n_threads"))
+        .def(py::init<int, int>(), py::arg("n_threads"), py::arg("n_places"))
         .def("close", &Devices::close)
         .def_property_readonly("scratch_bytes", &Devices::scratch_bytes)
         .def_property_readonly("on_host", &Devices::on_host)
@@ -134,18 +137,13 @@ void register_device_store(py::module_& m) {
              py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
              py::arg("budgets"), py::arg("live") = true,
              py::arg("predictor") = std::vector<InputArray<float>>{})
-        .def(
-            "set_budgets",
-            [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks, int recent_window) {
-                self.set_budgets(budgets, {n_sinks, recent_window});
+        .def_static(
+            "resize",
+            [](const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
+               int n_sinks, int recent_window) {
+                DeviceStore::resize(stores, budgets, {n_sinks, recent_window});
             },
-            py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
-        .def(
-            "grow",
-            [](DeviceStore& self, const std::vector<int>& budgets, int n_sinks, int recent_window) {
-                self.grow(budgets, {n_sinks, recent_window});
-            },
-            py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
+            py::arg("stores"), py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
         .def("commit_step", &DeviceStore::commit_step)
         .def("most_drafts", &DeviceStore::most_drafts, py::arg("position"), py::arg("wanted"))
         .def("settle_drafts", &DeviceStore::settle_drafts, py::arg("n_accepted"))
@@ -153,7 +151,7 @@ void register_device_store(py::module_& m) {
         .def("rebase", &DeviceStore::rebase, py::arg("ropes"), py::arg("n_sinks"),
              py::arg("old_shift"), py::arg("new_shift"))
         .def("release", &DeviceStore::release)
-        .def("acquire", &DeviceStore::acquire)
+        .def("acquire", &DeviceStore::acquire, py::arg("place"))
         .def("truncate", &DeviceStore::truncate, py::arg("position"))
         .def(
             "positions",

@@ -118,6 +118,8 @@ void AttentionProbe::probe_attention(const ggml_tensor* node) {
     seen.is_apart = !is_usable_in(seen.memory, node);
     std::memcpy(seen.op_params.data(), node->op_params, sizeof node->op_params);
     seen.slots = static_cast<int>(order_.slots_of(node).size());
+    seen.dense_queries = q->nb[2] == q->nb[0] * static_cast<std::size_t>(q->ne[0]) &&
+                         q->nb[1] == q->nb[2] * static_cast<std::size_t>(q->ne[2]);
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
         return refuse("its query heads are no multiple of its KV heads");
     const auto of_layer = [&](const Keys& keys) { return keys.cache_layer == cache_layer; };
@@ -149,6 +151,7 @@ void AttentionProbe::probe_reader(AttentionNode& first, const ggml_tensor* node,
     if (!same) return refuse("layers that attend to the same K and V do so in different ways");
     ++first.shape.readers;
     first.slots = std::min(first.slots, seen.slots);
+    first.dense_queries = first.dense_queries && seen.dense_queries;
     first.has_sinks = first.has_sinks || seen.has_sinks;
 }
 

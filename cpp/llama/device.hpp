@@ -43,6 +43,7 @@ ggml_tensor* leaf_of(ggml_context* context, const ggml_tensor* tensor, std::size
 // in that memory, or both are main memory.
 bool is_usable_in(ggml_backend_buffer_type_t memory, const ggml_tensor* tensor);
 
+class DevicePlaces;
 class DeviceRelay;
 
 // Computes graphs one after another, in working memory that they share.
@@ -70,6 +71,9 @@ public:
     static ggml_cgraph* new_graph(ggml_context* context);
     // Tells whether the context of a graph has room for n more tensors.
     static bool has_room_for(ggml_context* context, int n);
+    bool supports(const ggml_tensor* operation) const {
+        return ggml_backend_supports_op(backend_.get(), operation);
+    }
     // Returns the name of an operation that the device cannot compute, or an empty string.
     std::string unsupported_in(ggml_cgraph* graph) const;
     // Gives tensors of a graph their places in the working memory. Throws std::bad_alloc.
@@ -145,7 +149,14 @@ private:
 // same time.
 class Devices {
 public:
-    explicit Devices(int n_threads) : n_threads_(n_threads), workers_(n_threads) {}
+    // n_places: how many sequences there may be at most.
+    Devices(int n_threads, int n_places)
+        : n_threads_(n_threads), n_places_(n_places), workers_(n_threads) {}
+
+    int n_places() const { return n_places_; }
+    // The places of the sequences that came last; null if all of those are gone.
+    std::shared_ptr<DevicePlaces> places() const { return places_.lock(); }
+    void set_places(const std::shared_ptr<DevicePlaces>& places) { places_ = places; }
 
     // Returns the device with such a buffer type, which is opened once. Throws as Device does.
     Device& of(ggml_backend_buffer_type_t memory);
@@ -167,6 +178,8 @@ public:
 
 private:
     int n_threads_;
+    int n_places_;
+    std::weak_ptr<DevicePlaces> places_;
     OfOwnProcess<WorkerThreads> workers_;
     OfOwnProcess<BackgroundThread> background_;
     std::vector<std::unique_ptr<Device>> devices_;

@@ -7,6 +7,7 @@
 
 #include "attention/step.hpp"
 #include "llama/device_graph.hpp"
+#include "llama/device_places.hpp"
 #include "llama/step_input.hpp"
 
 namespace entropykv {
@@ -47,7 +48,9 @@ int DeviceAttention::add(DeviceLayer& layer, const DeviceParams& params, bool ha
     return static_cast<int>(layers_.size()) - 1;
 }
 
-void DeviceAttention::allocate(int max_tokens, bool in_graph, bool several, bool alike) {
+void DeviceAttention::allocate(int max_tokens, bool in_graph, bool several, bool alike,
+                               SingleSteps& singles) {
+    singles_ = &singles;
     max_tokens_ = max_tokens;
     several_ = several;
     const std::size_t n = index_of(max_tokens);
@@ -121,20 +124,20 @@ std::size_t DeviceAttention::most_changed(const LayerShape& shape) const {
 
 void DeviceAttention::lay_out_positions(bool packed) {
     packed_ = packed;
+    if (packed) layout_ = singles_->layout;
     masks_known_ = false;
     position_bytes_ = 0;
-    for (Served& served : layers_) {
-        served.layer->lay_out_positions(packed);
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
+        Served& served = layers_[i];
+        served.layer->lay_out_positions(packed ? singles_->layers[i].widths
+                                               : served.layer->full_widths());
         served.places.positions = position_bytes_;
         served.positions_known = false;
         position_bytes_ += device_.aligned(index_of(served.layer->n_positions()) * sizeof(float));
     }
 }
 
-bool DeviceAttention::positions_fit() const {
-    return std::all_of(layers_.begin(), layers_.end(),
-                       [](const Served& served) { return served.layer->positions_fit(); });
-}
+bool DeviceAttention::keeps_places() const { return packed_ && layout_ == singles_->layout; }
 
 // Writes the weights of all predictors to the device, where they stay.
 void DeviceAttention::place_predictors() {
@@ -201,8 +204,12 @@ std::size_t DeviceAttention::scratch_bytes() const {
     std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
     for (const auto* memory :
          {&input_, &positions_, &findings_, &predictors_, &sinks_, &row_numbers_, &moves_, &ones_,
-          &masks_of_alike_, &masks_, &queries_, &looked_up_})
+          &masks_of_alike_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
+    if (singles_ != nullptr) {  // with those of the other sequences, it is at least all of it
+        const std::size_t n = index_of(layers_.front().layer->n_places());
+        bytes += (singles_->bytes() + n - 1) / n;
+    }
     for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
 }
@@ -287,7 +294,6 @@ void DeviceAttention::add_changed_positions(Served& served, StepInput& input) {
 void DeviceAttention::begin_step(const DeviceStep& step) {
     device_.wait();  // for rows that are moved, and for what observes the step before
     step_ = step;
-    if (step.is_single_in_graph()) return begin_single();
     if (step.alike) return begin_alike();
     if (packed_) lay_out_positions(false);
     StepInput input(device_, written_);

@@ -40,6 +40,7 @@ struct DeviceStep {
     // Whether all KV heads of a layer hide the same rows from a token, and those of all layers with
     // equally many rows. A single token in llama.cpp's own graph does not ask for it.
     bool alike = false;
+    int n_together = 1;  // how many single tokens, each of another sequence, that graph reads
 
     bool is_single_in_graph() const { return in_graph && n_tokens == 1; }
     // Returns the last of its tokens that one of them attends to.
@@ -88,6 +89,7 @@ struct LayerRange {
 };
 
 class StepInput;
+struct SingleSteps;
 
 // The layers of one sequence on one device.
 class DeviceAttention {
@@ -104,10 +106,14 @@ public:
             const DevicePredictor& predictor, int slots);
     // Must be called once, after all layers were added. in_graph: there will be steps of single
     // tokens in llama.cpp's own graph. several: also steps of several tokens. alike: there will be
-    // steps with heads that are alike. Throws std::bad_alloc.
-    void allocate(int max_tokens, bool in_graph, bool several, bool alike);
+    // steps with heads that are alike. singles: shared with the other sequences of the device, and
+    // outlives this object. Throws std::bad_alloc.
+    void allocate(int max_tokens, bool in_graph, bool several, bool alike, SingleSteps& singles);
     // Tells whether nodes of llama.cpp's graph can compute a layer for a single token.
     bool can_be_in_graph(int layer) const;
+    // Returns in how many nodes, at most, they can attend for single tokens of several sequences;
+    // 0: in none.
+    int most_runs(int layer) const;
     // Tells whether they can compute all layers for several tokens, if heads are alike.
     bool can_read_several_in_graph(int max_tokens) const;
     // Tells whether heads can be alike, and whether they are now.
@@ -123,11 +129,24 @@ public:
     // Writes to the device what the layers' graphs need for a step, for which all heads have chosen
     // their rows. Throws as add_attention() does.
     void begin_step(const DeviceStep& step);
-    // Change nodes of llama.cpp's graph in a step that is computed there: a node that writes K or V
-    // of a layer, and the attention node of one of its readers with nodes that compute nothing.
+    // Lets masks have room for the rows that single tokens of these sequences see. Must be called
+    // before add_late_findings() of their stores: see keeps_places().
+    static void fit_masks(const std::vector<DeviceAttention*>& sequences);
+    // Does what begin_step() does for single tokens of several sequences in llama.cpp's own graph,
+    // which attends in n_runs nodes for them. `sequences` are in the order of the micro-batch.
+    static void begin_singles(const std::vector<DeviceAttention*>& sequences, int n_runs);
+    void set_step(const DeviceStep& step) { step_ = step; }
+    // Changes a node of llama.cpp's graph in a step that is computed there: one that writes K or V
+    // of a layer, for all sequences of the step.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
-    void change_attention(int layer, int reader, const DeviceNode& node, ggml_tensor* target,
-                          const std::vector<ggml_tensor*>& slots, NodeChanges& changes);
+    // Returns what the attention node of one of a layer's readers, with nodes that compute nothing,
+    // becomes: the attention of this sequence and of those in the next places, n_sequences in all.
+    std::vector<ggml_tensor*> attention_of(int layer, int reader, const DeviceNode& node,
+                                           int n_sequences);
+    // Returns what else they become, for all sequences of the step; the first of it, if
+    // `writes_masks`, must be computed before anything attends.
+    std::vector<ggml_tensor*> upkeep_of(int layer, int reader, const DeviceNode& node,
+                                        bool& writes_masks);
     // Begins to compute what such a step has found out: what its queries gave to the rows, and what
     // the host must know of unknown tokens. It is computed by parts of the layers, about n_parts,
     // one after another, so that the host can decide about one while the device computes the next.
@@ -148,7 +167,7 @@ public:
     int n_found() const { return n_found_; }
     // Tells whether the next single token leaves the positions of rows where they are, and so what
     // was observed before it.
-    bool keeps_places() const { return packed_ && positions_fit(); }
+    bool keeps_places() const;
     // Return what queries gave to the rows of a head in the last step, and the squared norms of V
     // of those tokens; null if that was not asked for.
     const float* observed(int layer, int head) const;
@@ -238,8 +257,8 @@ private:
     void keep_sinks(Served& served, int reader, const ggml_tensor* sinks);
     void place_ones();
     void lay_out_positions(bool packed);
-    bool positions_fit() const;
     void allocate_for_graph();
+    void allocate_singles();
     void allocate_masks_of_alike();
     std::size_t mask_bytes(const Served& served, int max_tokens) const;
     template <typename Visit>
@@ -255,14 +274,18 @@ private:
     std::size_t most_changed(const LayerShape& shape) const;
     bool heads_are_aligned(const LayerShape& shape) const;
     bool results_fit_nodes(const Served& served, int n_tokens) const;
-    void begin_single();
+    bool computes_in_node(const Served& served, int n_tokens, int third, int fourth) const;
     void begin_alike();
-    bool writes_masks_in_graph() const;
-    void write_all_masks();
+    bool writes_masks_in_graph(int n_runs) const;
+    void change_own_mask(std::vector<std::int64_t>& own_rows, std::vector<std::int64_t>& changed,
+                         std::vector<float>& values);
+    static void write_all_masks(const std::vector<DeviceAttention*>& sequences);
+    void copy_mask(std::size_t layer, std::vector<ggml_fp16_t>& to) const;
     void change_masks(const std::vector<std::int64_t>& changed, const std::vector<float>& values,
                       StepInput& input);
     ggml_tensor* write_masks(ggml_context* context, std::size_t rows_at, std::size_t values_at,
                              std::size_t n) const;
+    void begin_nodes();
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
     static void copy_positions(const Served& served, float* to);
     void build_part();
@@ -291,21 +314,19 @@ private:
     std::unique_ptr<DeviceMemory> moves_;        // from which rows to which ones
     std::unique_ptr<DeviceMemory> ones_;  // in f32; null: the device does not multiply by them
     std::unique_ptr<DeviceMemory> masks_of_alike_;  // [token][row], f16; null: they never are
-    // Serve steps in llama.cpp's own graph, and are null if there are none: masks by row in f16,
-    // placed as the positions are; kept queries; and which rows findings are computed for.
-    std::unique_ptr<DeviceMemory> masks_;
+    // Serve steps in llama.cpp's own graph, and are null if there are none: kept queries of several
+    // tokens, and which rows findings are computed for.
     std::unique_ptr<DeviceMemory> queries_;
     std::unique_ptr<DeviceMemory> looked_up_;
+    SingleSteps* singles_ = nullptr;
     std::vector<Alike> alike_;
     std::vector<std::uint8_t> node_memory_;
     std::unique_ptr<ggml_context, FreeContext> node_context_;  // what nodes become lies in it
-    // Positions are packed if heads have as many as attention reads, and not one for every row.
+    // Positions are packed if heads have as many as masks of single tokens, and not one for every
+    // row.
     bool packed_ = false;
+    int layout_ = 0;            // the layout of masks that packed positions follow
     bool masks_known_ = false;  // whether the device has them, for packed positions
-    bool is_mask_due_ = false;  // whether this step has yet to let its token see itself
-    std::size_t own_rows_ = 0;  // offset in the input: [KV head of all layers], i64
-    std::size_t visible_ = 0;   // is another one: as own_rows_, f32, all 0
-    std::size_t n_own_rows_ = 0;
     std::size_t position_bytes_ = 0;
     std::size_t token_positions_ = 0;  // offset in the input: [token], f32
     // Says where another input is: [KV head][token], i32, by how many positions keys are turned

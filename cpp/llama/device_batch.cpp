@@ -45,7 +45,26 @@ void DeviceBatch::guarded(Function function) noexcept {
 
 void DeviceBatch::begin(bool in_graph) noexcept {
     guarded([&] {
+        runs_.clear();
+        for (std::size_t i = 0; i < parts_.size(); ++i)
+            if (i == 0 || !parts_[i]->is_beside(*parts_[i - 1])) runs_.push_back(i);
+        runs_.push_back(parts_.size());
+        if (in_graph && can_read_singles()) {
+            DeviceStore::begin_singles(parts_, static_cast<int>(runs_.size()) - 1);
+            in_graph_ = true;
+            return;
+        }
         for (DeviceStore* store : parts_) in_graph_ = store->begin(in_graph && parts_.size() == 1);
+    });
+}
+
+// Tells whether all sequences read a single token that llama.cpp's own graph can read.
+bool DeviceBatch::can_read_singles() const {
+    const auto n_runs = static_cast<int>(runs_.size()) - 1;
+    return std::all_of(parts_.begin(), parts_.end(), [&](const DeviceStore* store) {
+        return store->can_read_single() &&
+               (parts_.size() == 1 ||
+                (store->shares_places(*parts_.front()) && n_runs <= store->most_runs()));
     });
 }
 
@@ -59,7 +78,24 @@ void DeviceBatch::change_attention(int layer, const DeviceNode& node, ggml_tenso
                                    NodeChanges& changes) noexcept {
     guarded([&] {
         check_tokens(node);
-        parts_.front()->change_attention(layer, node, target, slots, changes);
+        std::vector<ggml_tensor*> attention;
+        for (std::size_t i = 0; i + 1 < runs_.size(); ++i) {
+            const auto of_run = parts_[runs_[i]]->attention_of(
+                layer, node, static_cast<int>(runs_[i + 1] - runs_[i]));
+            attention.insert(attention.end(), of_run.begin(), of_run.end());
+        }
+        bool writes_masks = false;
+        std::vector<ggml_tensor*> others = parts_.front()->upkeep_of(layer, node, writes_masks);
+        others.insert(others.begin() + (writes_masks ? 1 : 0), attention.begin() + 1,
+                      attention.end());
+        if (others.size() > slots.size())
+            throw std::runtime_error(
+                "a graph has fewer nodes that compute nothing than the first one");
+        for (std::size_t i = 0; i < others.size(); ++i) changes.become(slots[i], others[i]);
+        changes.become(target, attention.front());
+        bool is_last = false;
+        for (DeviceStore* store : parts_) is_last = store->note_changed(layer);
+        if (is_last) DeviceStore::decide_meanwhile(parts_);
     });
 }
 

@@ -21,7 +21,8 @@ public:
              int n_drafts = 0, bool see_all = false);
 
     // Must be called before the first node is computed. in_graph: whether llama.cpp's own graph may
-    // compute attention. Errors are kept for check_step(), here and in the following functions.
+    // compute attention: for one sequence, or for single tokens of several. Errors are kept for
+    // check_step(), here and in the following functions.
     void begin(bool in_graph) noexcept;
     // Tells whether it does. Then its nodes are changed.
     bool in_graph() const { return in_graph_; }
@@ -38,8 +39,11 @@ private:
     template <typename Function>
     void guarded(Function function) noexcept;
     void check_tokens(const DeviceNode& node) const;
+    bool can_read_singles() const;
 
     std::vector<DeviceStore*> parts_;
+    // Where the runs of neighbouring places begin, each of which one node attends for, and the end.
+    std::vector<std::size_t> runs_;
     int n_tokens_ = 0;
     bool in_graph_ = false;
     std::string fault_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "llama/device_places.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -66,27 +68,29 @@ ggml_tensor* DeviceGraph::write_of(bool keys, const ggml_tensor* values) {
     from->ne[0] = to->ne[0];
     from->nb[1] = from->nb[0] * index_of(static_cast<int>(to->ne[0]));
     const std::size_t token_bytes = from->nb[1] * index_of(n_head_kv);
-    if (step_.n_tokens == 1 || values->nb[1] == token_bytes) {
-        from->ne[1] = std::int64_t{n_head_kv} * step_.n_tokens;
-        from->nb[2] = from->nb[3] = token_bytes * index_of(step_.n_tokens);
+    const int n = n_written();
+    if (n == 1 || values->nb[1] == token_bytes) {
+        from->ne[1] = std::int64_t{n_head_kv} * n;
+        from->nb[2] = from->nb[3] = token_bytes * index_of(n);
         return ggml_set_rows(context_, to, from, rows_of_tokens());
     }
     // Tokens lie apart, so each is an index of the third dimension, and all are written to the same
     // rows.
     from->ne[1] = n_head_kv;
-    from->ne[2] = to->ne[2] = step_.n_tokens;
+    from->ne[2] = to->ne[2] = n;
     from->nb[2] = values->nb[1];
-    from->nb[3] = from->nb[2] * index_of(step_.n_tokens);
-    to->nb[3] = to->nb[2] * index_of(step_.n_tokens);
-    ggml_tensor* written = ggml_set_rows(
-        context_, to, from, ggml_reshape_2d(context_, rows_of_tokens(), n_head_kv, step_.n_tokens));
+    from->nb[3] = from->nb[2] * index_of(n);
+    to->nb[3] = to->nb[2] * index_of(n);
+    ggml_tensor* written = ggml_set_rows(context_, to, from,
+                                         ggml_reshape_2d(context_, rows_of_tokens(), n_head_kv, n));
     for (ggml_tensor* all : {to, written}) all->nb[2] = all->nb[3] = 0;
     return written;
 }
 
-std::vector<ggml_tensor*> DeviceGraph::attention_of() {
-    q_ = leaf_of(context_, node_.q);
-    output_ = leaf_of(context_, node_.output);
+std::vector<ggml_tensor*> DeviceGraph::attention_of(int n_sequences) {
+    n_sequences_ = n_sequences;
+    q_ = leaf_of(context_, node_.q, node_.q->nb[1] * index_of(step_.first));
+    output_ = leaf_of(context_, node_.output, node_.output->nb[2] * index_of(step_.first));
     refer_to_rows();
     std::vector<ggml_tensor*> all;
     const bool single = step_.n_tokens == 1;
@@ -120,16 +124,21 @@ void DeviceGraph::refer_to_positions() {
 }
 
 ggml_tensor* DeviceGraph::rows_of_tokens() {
+    if (step_.is_single_in_graph())
+        return device_.singles_->input->tensor(
+            context_, GGML_TYPE_I64, device_.singles_->layers[number()].rows,
+            std::int64_t{layer_.shape().n_head_kv} * n_written());
     return device_.input_->tensor(context_, GGML_TYPE_I64, served_.places.rows,
                                   std::int64_t{layer_.shape().n_head_kv} * step_.n_tokens);
 }
 
-// Returns the mask of the single token of this step.
+// Returns the mask of the single tokens of this step.
 ggml_tensor* DeviceGraph::stored_mask(const DeviceGroup& group) {
-    const std::size_t first = index_of(first_position(group));
-    return device_.masks_->tensor(context_, GGML_TYPE_F16,
-                                  served_.places.positions / 2 + sizeof(ggml_fp16_t) * first,
-                                  layer_.position_stride(group), 1, 1, group.n_heads);
+    const std::int64_t first =
+        device_.singles_->first_value(number(), layer_.place()) + first_position(group);
+    return device_.singles_->masks->tensor(context_, GGML_TYPE_F16,
+                                           sizeof(ggml_fp16_t) * static_cast<std::size_t>(first),
+                                           layer_.position_stride(group), 1, 1, n_indices(group));
 }
 
 // Returns the mask of the tokens for heads that are alike, [token][row].
@@ -214,8 +223,8 @@ DeviceGraph::Order DeviceGraph::positions_of(const DeviceGroup& group, std::int6
 // Tells whether all heads of a group hide the same rows, and whether those are the last ones:
 // tokens lie in the order of the text behind all entries.
 bool DeviceGraph::is_plain(const DeviceGroup& group) const {
-    return !all_uneven_ && layer_.is_even(group) && layer_.shape().window == 0 &&
-           served_.slopes.empty();
+    return !all_uneven_ && n_sequences_ == 1 && layer_.is_even(group) &&
+           layer_.shape().window == 0 && served_.slopes.empty();
 }
 
 DeviceGraph::Order DeviceGraph::order_of(const DeviceGroup& group, std::int64_t width) {
@@ -269,7 +278,7 @@ ggml_tensor* DeviceGraph::rows_of(ggml_tensor* all, int dim, const DeviceGroup& 
     const DeviceHead& head = layer_.heads()[index_of(group.first_head)];
     const std::size_t stride = all->nb[1] * index_of(head.rows());
     ggml_tensor* rows = ggml_view_4d(context_, all, dim, std::min<std::int64_t>(width, head.rows()),
-                                     1, group.n_heads, all->nb[1], stride, stride,
+                                     1, n_indices(group), all->nb[1], stride, stride,
                                      all->nb[1] * index_of(head.first_row));
     rows->ne[1] = width;
     return rows;
@@ -285,7 +294,7 @@ ggml_tensor* DeviceGraph::by_row(ggml_tensor* all, const DeviceGroup& group, std
 // Returns the queries of a group: [KV head][query head of the KV head][token][k_dim].
 ggml_tensor* DeviceGraph::queries_of(const DeviceGroup& group, int first, int n) {
     const int of_kv = query_heads();
-    return ggml_view_4d(context_, q_, q_->ne[0], n, of_kv, group.n_heads, q_->nb[1], q_->nb[2],
+    return ggml_view_4d(context_, q_, q_->ne[0], n, of_kv, n_indices(group), q_->nb[1], q_->nb[2],
                         q_->nb[2] * index_of(of_kv),
                         q_->nb[1] * index_of(first - first_query_) +
                             q_->nb[2] * index_of(of_kv * group.first_head));

@@ -53,8 +53,9 @@ public:
     ggml_tensor* write_of(bool keys, const ggml_tensor* values);
 
     // Returns the operations that attend, one for every group, whose results lie in the output of
-    // the node.
-    std::vector<ggml_tensor*> attention_of();
+    // the node. n_sequences: single tokens of so many sequences attend in the same operation, this
+    // one and those in the next places.
+    std::vector<ggml_tensor*> attention_of(int n_sequences);
 
     // Returns an operation that keeps the queries that are observed for add_observation().
     ggml_tensor* copy_of_queries();
@@ -81,6 +82,7 @@ private:
     ggml_tensor* mask_of_observed(const DeviceGroup& group, const Order& order, int first, int n);
     int n_kept_queries() const { return device_.observed_of(step_.n_tokens); }
     ggml_tensor* kept_queries();
+    ggml_tensor* queries_of_singles();
     ggml_tensor* of_tokens(std::size_t offset);
     void write_tokens();
     void find_out(ggml_tensor* keys, ggml_tensor* values);
@@ -108,6 +110,14 @@ private:
         return layer_.heads()[index_of(group.first_head)].first_position;
     }
     int query_heads() const { return layer_.shape().n_head / layer_.shape().n_head_kv; }
+    // Returns the size of the fourth dimension of attention: a group's KV heads of all sequences.
+    int n_indices(const DeviceGroup& group) const { return group.n_heads * n_sequences_; }
+    // Returns how many tokens llama.cpp's node has that are written to rows.
+    int n_written() const { return step_.n_tokens * step_.n_together; }
+    // Returns the layer's number on its device.
+    std::size_t number() const {
+        return static_cast<std::size_t>(&served_ - device_.layers_.data());
+    }
     ggml_tensor* queries_of(const DeviceGroup& group, int first, int n);
     ggml_tensor* sinks_of(const DeviceGroup& group);
     int tokens_of_part(const DeviceGroup& group, int width) const;
@@ -133,6 +143,7 @@ private:
     const DeviceLayer& layer_;
     const ImportanceSettings& importance_;
     bool all_uneven_ = false;
+    int n_sequences_ = 1;  // that attend in one operation
     int reader_;
     bool first_reader_;
     const DeviceNode node_;

@@ -9,6 +9,7 @@
 #include "decide/eviction.hpp"
 #include "llama/device_attention.hpp"
 #include "llama/device_graph.hpp"
+#include "llama/device_places.hpp"
 #include "llama/step_input.hpp"
 
 namespace entropykv {
@@ -29,6 +30,10 @@ constexpr std::size_t kMostMaskBytes = std::size_t{1} << 26;
 constexpr std::size_t kMostQueryBytes = std::size_t{1} << 28;
 // In f16, the mask of a hidden row is -infinity.
 constexpr float kHidden = -1e30f;
+// So many values of a KV head's mask may change with a token: rows of evicted entries, of those
+// that are moved to them, and of those that leave a window. If more do, all masks are written
+// again.
+constexpr int kChangedValues = 192;
 
 bool has_left(const DeviceHead& head, int row, std::int32_t oldest) {
     return head.positions[index_of(row)] < static_cast<float>(oldest);
@@ -51,25 +56,52 @@ bool has_rows_of(const DeviceLayer& a, const DeviceLayer& b) {
 
 // Allocates what steps in llama.cpp's own graph need.
 void DeviceAttention::allocate_for_graph() {
+    if (singles_->masks == nullptr) allocate_singles();
     std::size_t queries = 0;
     const std::size_t looked_up = index_of(looked_up_tokens());
     std::size_t rows = device_.aligned(looked_up * index_of(most_heads()) * sizeof(std::int32_t));
     std::size_t n_tensors = kTensorsOfWrites;
-    const int n_observed = several_ ? observed_of(max_tokens_) : 1;
     for (Served& served : layers_) {
         const LayerShape& shape = served.layer->shape();
         served.places.queries = queries;
-        queries += query_bytes(served, n_observed);
+        queries += query_bytes(served, observed_of(max_tokens_));
         rows += device_.aligned(looked_up * index_of(shape.n_head_kv) * sizeof(std::int32_t));
         n_tensors += kTensorsOfWrites +
                      index_of(shape.readers) *
                          (kTensorsOfReader + kTensorsOfGroup * served.layer->groups().size());
     }
-    if (importance_.measure().observes())
+    if (several_ && importance_.measure().observes())
         queries_ = std::make_unique<DeviceMemory>(device_, queries);
-    masks_ = std::make_unique<DeviceMemory>(device_, position_bytes_ / 2);
     looked_up_ = std::make_unique<DeviceMemory>(device_, rows);
     node_memory_.resize(n_tensors * ggml_tensor_overhead());
+}
+
+// Allocates what steps of single tokens need, for the sequences in all places.
+void DeviceAttention::allocate_singles() {
+    SingleSteps& singles = *singles_;
+    singles.layers.resize(layers_.size());
+    std::size_t masks = 0;
+    std::size_t queries = 0;
+    std::size_t input = 0;
+    std::size_t n_own = 0;
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
+        const DeviceLayer& layer = *layers_[i].layer;
+        const std::size_t n_places = index_of(layer.n_places());
+        const std::size_t n_heads = n_places * layer.heads().size();
+        masks += n_places * index_of(layer.n_positions()) * sizeof(ggml_fp16_t);
+        singles.layers[i].queries = queries;
+        queries += query_bytes(layers_[i], layer.n_places());
+        input += device_.aligned(n_heads * sizeof(std::int64_t));
+        n_own += n_heads;
+    }
+    singles.most_changed = n_own * kChangedValues;
+    for (const std::size_t n : {n_own, singles.most_changed + n_own})
+        input += device_.aligned(n * sizeof(std::int64_t)) + device_.aligned(n * sizeof(float));
+    singles.input = std::make_unique<DeviceMemory>(device_, input);
+    if (importance_.measure().observes())
+        singles.queries = std::make_unique<DeviceMemory>(device_, queries);
+    singles.mask_values = masks / sizeof(ggml_fp16_t);
+    singles.masks = std::make_unique<DeviceMemory>(device_, masks);
 }
 
 void DeviceAttention::allocate_masks_of_alike() {
@@ -90,7 +122,7 @@ void DeviceAttention::allocate_masks_of_alike() {
 
 // Returns how many bytes the mask of a layer takes if its heads are alike.
 std::size_t DeviceAttention::mask_bytes(const Served& served, int max_tokens) const {
-    const int width = rows_of_layer({served.layer->heads().front().rows()});
+    const int width = rows_of_layer({served.layer->heads().front().rows()}, 1);
     return device_.aligned(sizeof(ggml_fp16_t) * index_of(width) * index_of(max_tokens));
 }
 
@@ -157,83 +189,178 @@ bool DeviceAttention::can_be_in_graph(int layer) const {
            results_fit_nodes(served, 1);
 }
 
+int DeviceAttention::most_runs(int layer) const {
+    const Served& served = layers_.at(index_of(layer));
+    const int n_places = served.layer->n_places();
+    // Groups of heads would be unevenly spaced in the queries and results of several tokens.
+    if (served.layer->groups().size() > 1) return 0;
+    for (int n = 2; n < 2 * n_places; n *= 2)
+        if (!computes_in_node(served, 1, 1,
+                              std::min(n, n_places) * served.layer->shape().n_head_kv))
+            return 0;
+    const std::size_t of_queries = sizeof(float) * index_of(served.layer->shape().n_head);
+    const bool begins_anywhere =
+        device_.is_aligned(of_queries * index_of(served.layer->shape().k_dim)) &&
+        device_.is_aligned(of_queries * index_of(served.layer->shape().v_dim));
+    const int most = served.slots + 1 - (importance_.measure().observes() ? 1 : 0);
+    return begins_anywhere ? most : std::min(most, 1);
+}
+
 // Tells whether attention of n_tokens to any number of a layer's rows writes no further than its
-// results go. The nodes that it becomes have no room behind them; some devices need it for copies
-// of rows in another type.
+// results go.
 bool DeviceAttention::results_fit_nodes(const Served& served, int n_tokens) const {
+    const auto& groups = served.layer->groups();
+    return std::all_of(groups.begin(), groups.end(), [&](const DeviceGroup& group) {
+        return computes_in_node(served, n_tokens, group.n_heads, 1) &&
+               (n_tokens > 1 || computes_in_node(served, 1, 1, group.n_heads));
+    });
+}
+
+// Tells whether the device computes such attention, and writes no further than its results go. The
+// nodes that it becomes have no room behind them; some devices need it for copies of rows in
+// another type. third, fourth: sizes of the dimensions of K and V.
+bool DeviceAttention::computes_in_node(const Served& served, int n_tokens, int third,
+                                       int fourth) const {
     const DeviceLayer& layer = *served.layer;
     const LayerShape& shape = layer.shape();
     const int of_kv = shape.n_head / shape.n_head_kv;
+    const std::vector<int> widths = layer.full_widths();
+    std::int64_t width = *std::max_element(widths.begin(), widths.end());
     const auto context = device_.graph_context();
-    const auto fits = [&](std::int64_t width, int third, int fourth) {
-        ggml_tensor* q = ggml_new_tensor_4d(context.get(), GGML_TYPE_F32, shape.k_dim, n_tokens,
-                                            of_kv * third, fourth);
-        ggml_tensor* k =
-            ggml_new_tensor_4d(context.get(), layer.type(), shape.k_dim, width, third, fourth);
-        ggml_tensor* v = shape.latent ? ggml_view_4d(context.get(), k, shape.v_dim, width, third,
-                                                     fourth, k->nb[1], k->nb[2], k->nb[3], 0)
-                                      : ggml_new_tensor_4d(context.get(), layer.type(), shape.v_dim,
-                                                           width, third, fourth);
-        ggml_tensor* mask =
-            ggml_new_tensor_4d(context.get(), GGML_TYPE_F16, width, n_tokens, 1, fourth);
-        ggml_tensor* attended = ggml_flash_attn_ext(context.get(), q, k, v, mask, 1.0f, 0.0f, 0.0f);
-        std::memcpy(attended->op_params, served.params.data(), sizeof attended->op_params);
-        if (served.has_sinks)
-            ggml_flash_attn_ext_add_sinks(
-                attended,
-                ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, std::int64_t{of_kv} * third));
-        // Devices choose their kernels by how many rows there are.
-        for (; width > 0; width -= kDeviceRowStep) {
-            k->ne[1] = v->ne[1] = mask->ne[0] = width;
-            if (ggml_backend_buft_get_alloc_size(device_.memory(), attended) >
-                ggml_nbytes(attended))
-                return false;
-        }
-        return true;
-    };
-    return std::all_of(layer.groups().begin(), layer.groups().end(), [&](const auto& group) {
-        const std::int64_t width = layer.position_stride(group);
-        return fits(width, group.n_heads, 1) && (n_tokens > 1 || fits(width, 1, group.n_heads));
-    });
+    ggml_tensor* q = ggml_new_tensor_4d(context.get(), GGML_TYPE_F32, shape.k_dim, n_tokens,
+                                        of_kv * third, fourth);
+    ggml_tensor* k =
+        ggml_new_tensor_4d(context.get(), layer.type(), shape.k_dim, width, third, fourth);
+    ggml_tensor* v = shape.latent ? ggml_view_4d(context.get(), k, shape.v_dim, width, third,
+                                                 fourth, k->nb[1], k->nb[2], k->nb[3], 0)
+                                  : ggml_new_tensor_4d(context.get(), layer.type(), shape.v_dim,
+                                                       width, third, fourth);
+    ggml_tensor* mask =
+        ggml_new_tensor_4d(context.get(), GGML_TYPE_F16, width, n_tokens, 1, fourth);
+    ggml_tensor* attended = ggml_flash_attn_ext(context.get(), q, k, v, mask, 1.0f, 0.0f, 0.0f);
+    std::memcpy(attended->op_params, served.params.data(), sizeof attended->op_params);
+    if (served.has_sinks)
+        ggml_flash_attn_ext_add_sinks(attended, ggml_new_tensor_1d(context.get(), GGML_TYPE_F32,
+                                                                   std::int64_t{of_kv} * third));
+    if (!device_.supports(attended)) return false;
+    // Devices choose their kernels by how many rows there are.
+    for (; width > 0; width -= kDeviceRowStep) {
+        k->ne[1] = v->ne[1] = mask->ne[0] = width;
+        if (ggml_backend_buft_get_alloc_size(device_.memory(), attended) > ggml_nbytes(attended))
+            return false;
+    }
+    return true;
 }
 
 int DeviceAttention::looked_up_tokens() const {
     return several_ ? max_tokens_ : std::min(kMostUnknown, max_tokens_);
 }
 
-// Tells whether the first layer has a node that shows the rows of a single token to it.
-bool DeviceAttention::writes_masks_in_graph() const {
+// Tells whether the first layer has a node that shows the rows of single tokens to them.
+bool DeviceAttention::writes_masks_in_graph(int n_runs) const {
     const Served& first = layers_.front();
-    const auto groups = static_cast<int>(first.layer->groups().size());
-    return groups + (queries_ != nullptr ? 1 : 0) <= first.slots;
+    const auto nodes = n_runs * static_cast<int>(first.layer->groups().size());
+    return nodes + (singles_->queries != nullptr ? 1 : 0) <= first.slots;
 }
 
-// Writes the rows of a single token, and which rows the others hide from it since the last one. All
-// inputs have the same places in every such step, and so have the sources of the changed nodes:
-// then a backend that records graphs need not record them again.
-void DeviceAttention::begin_single() {
-    if (!keeps_places()) lay_out_positions(true);
-    StepInput input(device_, written_);
+void DeviceAttention::fit_masks(const std::vector<DeviceAttention*>& sequences) {
+    const DeviceAttention& first = *sequences.front();
+    SingleSteps& singles = *first.singles_;
+    // A sequence without masks, since it has read a prompt, writes all of them in any case.
+    const bool rejoins = std::any_of(sequences.begin(), sequences.end(),
+                                     [](const auto* sequence) { return !sequence->packed_; });
+    bool too_narrow = false;
+    bool too_wide = false;
+    std::vector<std::vector<int>> all;
+    for (std::size_t i = 0; i < singles.layers.size(); ++i) {
+        const std::vector<int>& now = singles.layers[i].widths;
+        std::vector<int> needed(first.layers_[i].layer->groups().size(), 0);
+        for (const DeviceAttention* sequence : sequences) {
+            const std::vector<int> of_one = sequence->layers_[i].layer->widths(1);
+            for (std::size_t group = 0; group < needed.size(); ++group)
+                needed[group] = std::max(needed[group], of_one[group]);
+        }
+        for (std::size_t group = 0; group < needed.size(); ++group) {
+            too_narrow = too_narrow || now.empty() || now[group] < needed[group];
+            too_wide = too_wide || (!now.empty() && now[group] > needed[group]);
+            // Sequences that read nothing in this step may need more.
+            if (!rejoins && !now.empty()) needed[group] = std::max(needed[group], now[group]);
+        }
+        all.push_back(std::move(needed));
+    }
+    if (!too_narrow && !(rejoins && too_wide)) return;
+    ++singles.layout;
+    std::size_t end = 0;
+    for (std::size_t i = 0; i < singles.layers.size(); ++i) {
+        SingleSteps::Layer& layer = singles.layers[i];
+        const DeviceLayer& of = *first.layers_[i].layer;
+        layer.widths = all[i];
+        layer.mask = end;
+        layer.place_bytes = 0;
+        for (std::size_t group = 0; group < layer.widths.size(); ++group)
+            layer.place_bytes +=
+                index_of(of.groups()[group].n_heads * layer.widths[group]) * sizeof(ggml_fp16_t);
+        end += index_of(of.n_places()) * layer.place_bytes;
+    }
+}
+
+// Writes the rows of single tokens, and which rows the others hide from them since their last ones.
+void DeviceAttention::begin_singles(const std::vector<DeviceAttention*>& sequences, int n_runs) {
+    DeviceAttention& first = *sequences.front();
+    SingleSteps& singles = *first.singles_;
+    first.device_.wait();  // for rows that are moved, and for what observes the step before
+    StepInput input(first.device_, singles.written);
+    for (std::size_t i = 0; i < singles.layers.size(); ++i) {
+        std::vector<std::int64_t> rows;
+        for (const DeviceAttention* sequence : sequences)
+            for (const DeviceHead& head : sequence->layers_[i].layer->heads())
+                rows.push_back(head.first_row + head.count);
+        singles.layers[i].rows = input.add(rows);
+    }
     std::vector<std::int64_t> own_rows;
     std::vector<std::int64_t> changed;
     std::vector<float> values;
-    std::size_t most = 0;
-    for (Served& served : layers_) {
+    for (DeviceAttention* sequence : sequences) {
+        if (!sequence->keeps_places()) sequence->lay_out_positions(true);
+        sequence->change_own_mask(own_rows, changed, values);
+        sequence->begin_nodes();
+    }
+    if (changed.size() > singles.most_changed) {
+        changed.clear();
+        for (DeviceAttention* sequence : sequences) sequence->masks_known_ = false;
+    }
+    write_all_masks(sequences);
+    singles.is_mask_due = first.writes_masks_in_graph(n_runs);
+    values.resize(changed.size());
+    if (!singles.is_mask_due) {
+        changed.insert(changed.end(), own_rows.begin(), own_rows.end());
+        values.insert(values.end(), own_rows.size(), 0.0f);
+    }
+    singles.n_own_rows = own_rows.size();
+    singles.own_rows = input.add(own_rows);
+    singles.visible = input.add(std::vector<float>(own_rows.size(), 0.0f));
+    first.change_masks(changed, values, input);
+}
+
+// Adds where the mask of this sequence's token has itself, and, if the device has the mask, what
+// has changed there.
+void DeviceAttention::change_own_mask(std::vector<std::int64_t>& own_rows,
+                                      std::vector<std::int64_t>& changed,
+                                      std::vector<float>& values) {
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
+        Served& served = layers_[i];
         DeviceLayer& layer = *served.layer;
-        most += most_changed(layer.shape());
+        served.positions_known = false;
         const std::int32_t oldest = std::max(0, layer.shape().oldest_seen(step_.position));
         const std::int32_t oldest_before = std::exchange(served.oldest_seen, oldest);
         if (oldest < oldest_before) masks_known_ = false;  // the text was shortened
-        std::vector<std::int64_t> rows;
         for (DeviceHead& head : layer.heads()) {
             const std::int64_t first =
-                static_cast<std::int64_t>(served.places.positions / sizeof(float)) +
-                head.first_position;
+                singles_->first_value(i, layer.place()) + head.first_position;
             const auto change = [&](int row) {
                 changed.push_back(first + row);
                 values.push_back(is_seen(head, row, oldest) ? 0.0f : kHidden);
             };
-            rows.push_back(head.first_row + head.count);
             own_rows.push_back(first + head.count);
             for (const int row : head.changed)
                 if (masks_known_ && row != head.count) change(row);
@@ -241,39 +368,44 @@ void DeviceAttention::begin_single() {
             for (int row = 0; masks_known_ && oldest > oldest_before && row < head.count; ++row)
                 if (has_left(head, row, oldest) && !has_left(head, row, oldest_before)) change(row);
         }
-        served.places.rows = input.add(rows);
-        served.positions_known = false;
     }
-    n_own_rows_ = own_rows.size();
-    own_rows_ = input.add(own_rows);
-    visible_ = input.add(std::vector<float>(n_own_rows_, 0.0f));
-    const bool written_by_graph = writes_masks_in_graph();
-    if (!masks_known_ || changed.size() + n_own_rows_ > most) {
-        write_all_masks();
-        changed.clear();
-    } else if (!written_by_graph) {
-        changed.insert(changed.end(), own_rows.begin(), own_rows.end());
-        values.insert(values.end(), n_own_rows_, 0.0f);
-    }
-    is_mask_due_ = written_by_graph;
-    values.resize(changed.size());
-    change_masks(changed, values, input);
-    node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
-    if (node_context_ == nullptr) throw std::bad_alloc();
 }
 
-// Writes to the device which rows a single token sees, and the input of its step.
-void DeviceAttention::write_all_masks() {
-    std::vector<ggml_fp16_t> all(position_bytes_ / sizeof(float), ggml_fp32_to_fp16(-INFINITY));
+// Writes to the device which rows single tokens see, of those sequences whose masks it does not
+// have.
+void DeviceAttention::write_all_masks(const std::vector<DeviceAttention*>& sequences) {
+    const SingleSteps& singles = *sequences.front()->singles_;
+    std::vector<ggml_fp16_t> values;
+    std::size_t begin = 0;  // where the values go
+    const auto write = [&] {
+        if (!values.empty())
+            singles.masks->write(begin * sizeof(ggml_fp16_t), values.data(),
+                                 values.size() * sizeof(ggml_fp16_t));
+        values.clear();
+    };
+    for (std::size_t i = 0; i < singles.layers.size(); ++i)
+        for (const DeviceAttention* sequence : sequences) {
+            if (sequence->masks_known_) continue;
+            const auto first = static_cast<std::size_t>(
+                singles.first_value(i, sequence->layers_[i].layer->place()));
+            if (first != begin + values.size()) write();
+            if (values.empty()) begin = first;
+            sequence->copy_mask(i, values);
+        }
+    write();
+    for (DeviceAttention* sequence : sequences) sequence->masks_known_ = true;
+}
+
+// Adds the mask of a layer to `to`.
+void DeviceAttention::copy_mask(std::size_t layer, std::vector<ggml_fp16_t>& to) const {
+    const Served& served = layers_[layer];
+    const std::size_t first = to.size();
+    to.resize(first + index_of(served.layer->n_positions()), ggml_fp32_to_fp16(-INFINITY));
     const ggml_fp16_t seen = ggml_fp32_to_fp16(0.0f);
-    for (const Served& served : layers_)
-        for (const DeviceHead& head : served.layer->heads())
-            for (int row = 0; row < head.used(); ++row)
-                if (is_seen(head, row, served.oldest_seen))
-                    all[served.places.positions / sizeof(float) +
-                        index_of(head.first_position + row)] = seen;
-    masks_->write(0, all.data(), all.size() * sizeof(ggml_fp16_t));
-    masks_known_ = true;
+    for (const DeviceHead& head : served.layer->heads())
+        for (int row = 0; row < head.used(); ++row)
+            if (is_seen(head, row, served.oldest_seen))
+                to[first + index_of(head.first_position + row)] = seen;
 }
 
 // Writes the input of a step, and changes values of masks.
@@ -281,7 +413,7 @@ void DeviceAttention::change_masks(const std::vector<std::int64_t>& changed,
                                    const std::vector<float>& values, StepInput& input) {
     const std::size_t changed_at = input.add(changed);
     const std::size_t values_at = input.add(values);
-    input_->write(0, written_.data(), written_.size());
+    singles_->input->write(0, singles_->written.data(), singles_->written.size());
     if (changed.empty()) return;
     const auto context = device_.graph_context();
     ggml_cgraph* graph = Device::new_graph(context.get());
@@ -295,11 +427,19 @@ void DeviceAttention::change_masks(const std::vector<std::int64_t>& changed,
 ggml_tensor* DeviceAttention::write_masks(ggml_context* context, std::size_t rows_at,
                                           std::size_t values_at, std::size_t n) const {
     const auto n_values = static_cast<std::int64_t>(n);
+    const DeviceMemory& input = *singles_->input;
     return ggml_set_rows(context,
-                         masks_->tensor(context, GGML_TYPE_F16, 0, 1,
-                                        static_cast<std::int64_t>(position_bytes_ / sizeof(float))),
-                         input_->tensor(context, GGML_TYPE_F32, values_at, 1, n_values),
-                         input_->tensor(context, GGML_TYPE_I64, rows_at, n_values));
+                         singles_->masks->tensor(context, GGML_TYPE_F16, 0, 1,
+                                                 static_cast<std::int64_t>(singles_->mask_values)),
+                         input.tensor(context, GGML_TYPE_F32, values_at, 1, n_values),
+                         input.tensor(context, GGML_TYPE_I64, rows_at, n_values));
+}
+
+// Makes room for what nodes of llama.cpp's graph become in a step.
+void DeviceAttention::begin_nodes() {
+    node_context_.reset();
+    node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
+    if (node_context_ == nullptr) throw std::bad_alloc();
 }
 
 bool DeviceAttention::are_alike() const {
@@ -370,8 +510,7 @@ void DeviceAttention::begin_alike() {
     }
     for (Alike& alike : alike_) alike.count = alike.first->layer->heads().front().count;
     if (!step_.in_graph) return place_findings(n, step_.observing);
-    node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
-    if (node_context_ == nullptr) throw std::bad_alloc();
+    begin_nodes();
 }
 
 void DeviceAttention::change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) {
@@ -380,26 +519,30 @@ void DeviceAttention::change_write(int layer, bool keys, ggml_tensor* node, Node
     changes.become(node, graph.write_of(keys, node->src[0]));
 }
 
-void DeviceAttention::change_attention(int layer, int reader, const DeviceNode& node,
-                                       ggml_tensor* target, const std::vector<ggml_tensor*>& slots,
-                                       NodeChanges& changes) {
+std::vector<ggml_tensor*> DeviceAttention::attention_of(int layer, int reader,
+                                                        const DeviceNode& node, int n_sequences) {
     Served& served = layers_.at(index_of(layer));
     keep_sinks(served, reader, node.sinks);
-    DeviceGraph graph(node_context_.get(), nullptr, *this, served, reader, node, step_);
-    std::vector<ggml_tensor*> operations = graph.attention_of();
-    // Those of a single token also if they are not observed: a backend records a graph only if it
-    // stays the same.
-    if (queries_ != nullptr && (step_.n_tokens == 1 || step_.observing))
-        operations.push_back(graph.copy_of_queries());
-    if (step_.n_tokens == 1 && std::exchange(is_mask_due_, false))
-        // The masks are written before all nodes that attend instead of others.
-        operations.insert(operations.begin() + 1,
-                          write_masks(node_context_.get(), own_rows_, visible_, n_own_rows_));
-    if (operations.size() - 1 > slots.size())
-        throw std::runtime_error("a graph has fewer nodes that compute nothing than the first one");
-    for (std::size_t i = 0; i + 1 < operations.size(); ++i)
-        changes.become(slots[i], operations[i + 1]);
-    changes.become(target, operations.front());
+    return DeviceGraph(node_context_.get(), nullptr, *this, served, reader, node, step_)
+        .attention_of(n_sequences);
+}
+
+std::vector<ggml_tensor*> DeviceAttention::upkeep_of(int layer, int reader, const DeviceNode& node,
+                                                     bool& writes_masks) {
+    std::vector<ggml_tensor*> operations;
+    const bool single = step_.n_tokens == 1;
+    // The masks are written before all nodes that attend instead of others.
+    writes_masks = single && std::exchange(singles_->is_mask_due, false);
+    if (writes_masks)
+        operations.push_back(write_masks(node_context_.get(), singles_->own_rows, singles_->visible,
+                                         singles_->n_own_rows));
+    // Queries of single tokens are kept also if they are not observed: a backend records a graph
+    // only if it stays the same.
+    if (single ? singles_->queries != nullptr : queries_ != nullptr && step_.observing)
+        operations.push_back(DeviceGraph(node_context_.get(), nullptr, *this,
+                                         layers_.at(index_of(layer)), reader, node, step_)
+                                 .copy_of_queries());
+    return operations;
 }
 
 void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed, int n_parts) {

@@ -70,8 +70,8 @@ std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, 
     return needed;
 }
 
-int rows_of_layer(const std::vector<int>& head_rows) {
-    int first = 0;
+int rows_of_layer(const std::vector<int>& head_rows, int n_places) {
+    int first = (n_places - 1) * std::accumulate(head_rows.begin(), head_rows.end(), 0);
     int end = 0;
     for (const int rows : head_rows) {
         end = std::max(end, first + whole_steps(rows));
@@ -126,29 +126,43 @@ void DeviceHead::move(int from, int to) {
     std::replace(unknown.begin(), unknown.end(), from, to);
 }
 
-DeviceLayer::DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
-                         ggml_backend_buffer_type_t memory, bool alone)
-    : shape_(shape), context_(ggml_init({2 * ggml_tensor_overhead(), nullptr, true})) {
+LayerRows::LayerRows(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
+                     ggml_backend_buffer_type_t memory, int n_places)
+    : head_rows_(head_rows),
+      n_places_(n_places),
+      context_(ggml_init({2 * ggml_tensor_overhead(), nullptr, true})) {
     if (context_ == nullptr) throw std::bad_alloc();
-    int n_rows = 0;
-    for (int head = 0; head < shape.n_head_kv; ++head) {
-        const int rows = head_rows.at(static_cast<std::size_t>(head));
-        if (alone || groups_.empty() || heads_.back().rows() != rows) groups_.push_back({head, 0});
-        ++groups_.back().n_heads;
-        DeviceHead& added = heads_.emplace_back();
-        added.first_row = n_rows;
-        added.positions.assign(static_cast<std::size_t>(rows), kFreeRow);
-        n_rows += rows;
-    }
-    lay_out_positions(false);
     // Attention may read rows behind the last head's, which are masked.
-    n_rows = rows_of_layer(head_rows);
+    const int n_rows = rows_of_layer(head_rows, n_places);
     k_ = ggml_new_tensor_2d(context_.get(), type, shape.k_dim, n_rows);
     if (!shape.latent) v_ = ggml_new_tensor_2d(context_.get(), type, shape.v_dim, n_rows);
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory));
     if (buffer_ == nullptr) throw std::bad_alloc();
     // Masked rows are multiplied by 0, so they must hold numbers.
     ggml_backend_buffer_clear(buffer_.get(), 0);
+}
+
+int LayerRows::of_place() const { return std::accumulate(head_rows_.begin(), head_rows_.end(), 0); }
+
+DeviceLayer::DeviceLayer(const LayerShape& shape, const LayerRows& rows, int place, bool alone)
+    : shape_(shape), all_(rows), place_(place) {
+    int first_row = place * rows.of_place();
+    for (int head = 0; head < shape.n_head_kv; ++head) {
+        const int n_rows = rows.head_rows().at(static_cast<std::size_t>(head));
+        if (alone || groups_.empty() || heads_.back().rows() != n_rows)
+            groups_.push_back({head, 0});
+        ++groups_.back().n_heads;
+        DeviceHead& added = heads_.emplace_back();
+        added.first_row = first_row;
+        added.positions.assign(static_cast<std::size_t>(n_rows), kFreeRow);
+        first_row += n_rows;
+    }
+    lay_out_positions(full_widths());
+}
+
+std::size_t DeviceLayer::bytes() const {
+    const auto n = static_cast<std::size_t>(all_.n_places());
+    return (all_.bytes() + n - 1) / n;
 }
 
 int DeviceLayer::width_of(const DeviceGroup& group, int n_tokens) const {
@@ -159,14 +173,26 @@ int DeviceLayer::width_of(const DeviceGroup& group, int n_tokens) const {
     return whole_steps(used);
 }
 
-void DeviceLayer::lay_out_positions(bool packed) {
+void DeviceLayer::lay_out_positions(const std::vector<int>& widths) {
     n_positions_ = 0;
-    for (const DeviceGroup& group : groups_) {
-        const int rows = heads_[static_cast<std::size_t>(group.first_head)].rows();
-        const int width = packed ? width_of(group, 1) : whole_steps(rows);
-        for (int i = 0; i < group.n_heads; ++i, n_positions_ += width)
+    for (std::size_t number = 0; number < groups_.size(); ++number) {
+        const DeviceGroup& group = groups_[number];
+        for (int i = 0; i < group.n_heads; ++i, n_positions_ += widths.at(number))
             heads_[static_cast<std::size_t>(group.first_head + i)].first_position = n_positions_;
     }
+}
+
+std::vector<int> DeviceLayer::full_widths() const {
+    std::vector<int> widths;
+    for (const DeviceGroup& group : groups_)
+        widths.push_back(whole_steps(heads_[static_cast<std::size_t>(group.first_head)].rows()));
+    return widths;
+}
+
+std::vector<int> DeviceLayer::widths(int n_tokens) const {
+    std::vector<int> widths;
+    for (const DeviceGroup& group : groups_) widths.push_back(width_of(group, n_tokens));
+    return widths;
 }
 
 bool DeviceLayer::is_even(const DeviceGroup& group) const {
@@ -179,12 +205,6 @@ int DeviceLayer::position_stride(const DeviceGroup& group) const {
     const auto next = static_cast<std::size_t>(group.first_head + 1);
     const int end = next < heads_.size() ? heads_[next].first_position : n_positions_;
     return end - heads_[next - 1].first_position;
-}
-
-bool DeviceLayer::positions_fit() const {
-    return std::all_of(groups_.begin(), groups_.end(), [this](const DeviceGroup& group) {
-        return width_of(group, 1) <= position_stride(group);
-    });
 }
 
 std::vector<float> DeviceLayer::read(ggml_tensor* tensor, int head) const {

@@ -1,7 +1,7 @@
 // Holds K and V of one attention layer in tensors in the memory of the layer's device. Every KV
-// head has rows of its own: entries lie in its first rows, in the order of the ledger, and the
-// tokens of the micro-batch behind them. So heads with equally many entries hide the same rows from
-// a query. Only ggml's own operations read, write and move rows.
+// head of a sequence has rows of its own: entries lie in its first rows, in the order of the
+// ledger, and the tokens of the micro-batch behind them. So heads with equally many entries hide
+// the same rows from a query. Only ggml's own operations read, write and move rows.
 #pragma once
 
 #include <ggml-alloc.h>
@@ -40,9 +40,9 @@ int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment)
 // groups as possible if this adds at most a twentieth.
 std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries,
                                int multiple);
-// Returns how many rows a layer with such heads has, with those that attention reads behind the
-// last heads' rows.
-int rows_of_layer(const std::vector<int>& head_rows);
+// Returns how many rows a layer with such heads has for so many sequences, with those that
+// attention reads behind the last heads' rows.
+int rows_of_layer(const std::vector<int>& head_rows, int n_places);
 
 // Returns the bytes of K and V of one entry of such a layer.
 std::size_t entry_bytes_of(const LayerShape& shape, ggml_type type);
@@ -95,23 +95,50 @@ struct DeviceGroup {
     int n_heads;
 };
 
+// K and V of a layer for several sequences. Each has a place, and the rows of one place lie behind
+// those of the place before, so that one attention node can read those of several.
+class LayerRows {
+public:
+    // head_rows: how many rows each KV head of a place gets. memory: the buffer type in which
+    // llama.cpp has the layer's cache. Throws std::bad_alloc if the device has no memory.
+    LayerRows(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
+              ggml_backend_buffer_type_t memory, int n_places);
+
+    const std::vector<int>& head_rows() const { return head_rows_; }
+    int n_places() const { return n_places_; }
+    // Returns how many rows a place has.
+    int of_place() const;
+    // Return tensors [dim][row]; v() is null if V is a part of K.
+    ggml_tensor* k() const { return k_; }
+    ggml_tensor* v() const { return v_; }
+    std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
+
+private:
+    std::vector<int> head_rows_;
+    int n_places_;
+    std::unique_ptr<ggml_context, FreeContext> context_;
+    std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
+    ggml_tensor* k_ = nullptr;
+    ggml_tensor* v_ = nullptr;
+};
+
+// The rows of one place.
 class DeviceLayer {
 public:
-    // head_rows: how many rows each KV head gets. memory: the buffer type in which llama.cpp has
-    // the layer's cache. alone: every KV head is a group of its own. Throws std::bad_alloc if the
-    // device has no memory.
-    DeviceLayer(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
-                ggml_backend_buffer_type_t memory, bool alone);
+    // rows must outlive this object. alone: every KV head is a group of its own.
+    DeviceLayer(const LayerShape& shape, const LayerRows& rows, int place, bool alone);
 
     const LayerShape& shape() const { return shape_; }
-    ggml_type type() const { return k_->type; }
+    ggml_type type() const { return all_.k()->type; }
     const std::vector<DeviceGroup>& groups() const { return groups_; }
     std::vector<DeviceHead>& heads() { return heads_; }
     const std::vector<DeviceHead>& heads() const { return heads_; }
-    // Return tensors [dim][row], the rows of the heads one after another; v() is null if V is a
-    // part of K.
-    ggml_tensor* k() const { return k_; }
-    ggml_tensor* v() const { return v_; }
+    // Return tensors [dim][row] of all places, in which the rows of a place's heads lie one after
+    // another; v() is null if V is a part of K.
+    ggml_tensor* k() const { return all_.k(); }
+    ggml_tensor* v() const { return all_.v(); }
+    int place() const { return place_; }
+    int n_places() const { return all_.n_places(); }
     // Returns how many rows attention must read to see all entries of a group, and n_tokens more.
     int width_of(const DeviceGroup& group, int n_tokens) const;
     // Tells whether all heads of a group have equally many entries.
@@ -120,29 +147,29 @@ public:
     int n_positions() const { return n_positions_; }
     // Returns how many positions each head of a group has.
     int position_stride(const DeviceGroup& group) const;
-    // Gives every head a position for each of its rows; packed: only for those that attention must
-    // read.
-    void lay_out_positions(bool packed);
-    // Tells whether the heads have positions for all rows that attention must read.
-    bool positions_fit() const;
+    // Gives every head of a group as many positions as `widths` says for it.
+    void lay_out_positions(const std::vector<int>& widths);
+    // Returns how many positions, by group, all rows have, and those that attention must read to
+    // see all entries and n_tokens more.
+    std::vector<int> full_widths() const;
+    std::vector<int> widths(int n_tokens) const;
 
     // Copies rows of one head from and to the device as floats, [row][dim].
     std::vector<float> read(ggml_tensor* tensor, int head) const;
     void write(ggml_tensor* tensor, int head, const std::vector<float>& values);
 
-    std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
+    // Counts the bytes of its place; with those of the others, they are at least those of all rows.
+    std::size_t bytes() const;
     // Returns the bytes of K and V of one entry.
     std::size_t entry_bytes() const { return entry_bytes_of(shape_, type()); }
 
 private:
     LayerShape shape_;
+    const LayerRows& all_;
+    int place_;
     std::vector<DeviceHead> heads_;
     std::vector<DeviceGroup> groups_;
     int n_positions_ = 0;
-    std::unique_ptr<ggml_context, FreeContext> context_;
-    std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
-    ggml_tensor* k_ = nullptr;
-    ggml_tensor* v_ = nullptr;
 };
 
 }  // namespace entropykv

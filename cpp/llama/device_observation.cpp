@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "llama/device_graph.hpp"
+#include "llama/device_places.hpp"
 
 namespace entropykv {
 namespace {
@@ -46,6 +47,8 @@ int DeviceAttention::tensors_of_observation(const Served& served) const {
 
 ggml_tensor* DeviceGraph::copy_of_queries() {
     const int n = n_kept_queries();
+    if (step_.n_tokens == 1)
+        return ggml_cpy(context_, leaf_of(context_, node_.q), queries_of_singles());
     ggml_tensor* last = leaf_of(context_, node_.q, node_.q->nb[1] * index_of(step_.n_tokens - n));
     last->ne[1] = n;
     return ggml_cpy(context_, last, kept_queries());
@@ -67,10 +70,26 @@ void DeviceGraph::add_observation() {
 
 ggml_tensor* DeviceGraph::kept_queries() {
     const LayerShape& shape = layer_.shape();
+    if (step_.n_tokens == 1) {
+        ggml_tensor* all = queries_of_singles();
+        return ggml_view_3d(context_, all, all->ne[0], 1, all->ne[2], all->nb[1], all->nb[2],
+                            all->nb[1] * index_of(step_.first));
+    }
     const std::size_t of_reader = device_.query_bytes(served_, n_kept_queries()) /
                                   index_of(shape.readers) * index_of(reader_);
     return device_.queries_->tensor(context_, GGML_TYPE_F32, served_.places.queries + of_reader,
                                     shape.k_dim, n_kept_queries(), shape.n_head);
+}
+
+// Returns the kept queries of the single tokens of all sequences.
+ggml_tensor* DeviceGraph::queries_of_singles() {
+    const LayerShape& shape = layer_.shape();
+    const std::size_t of_reader = device_.query_bytes(served_, layer_.n_places()) /
+                                  index_of(shape.readers) * index_of(reader_);
+    const SingleSteps& singles = *device_.singles_;
+    return singles.queries->tensor(context_, GGML_TYPE_F32,
+                                   singles.layers[number()].queries + of_reader, shape.k_dim,
+                                   step_.n_together, shape.n_head);
 }
 
 // Sums up what the queries of the observation window gave to each row.

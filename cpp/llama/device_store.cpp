@@ -1,6 +1,7 @@
 #include "llama/device_store.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -70,9 +71,10 @@ DeviceStore::DeviceStore(std::shared_ptr<Devices> devices,
     if (live) place_layers();
 }
 
-// Allocates rows, for layers whose device cannot compute their attention in main memory.
+// Takes the first place, with rows in main memory for layers whose device cannot compute their
+// attention.
 void DeviceStore::place_layers() {
-    acquire();
+    acquire(0);
     bool moved = false;
     for (int i = 0; i < n_layers(); ++i) {
         const Layer& layer = layers_[index(i)];
@@ -88,25 +90,56 @@ void DeviceStore::place_layers() {
     if (moved) place_layers();
 }
 
-void DeviceStore::acquire() {
+// Allocates rows of all places for the budgets of this store.
+std::shared_ptr<DevicePlaces> DeviceStore::make_places() const {
+    const StoreSettings& settings = ledger_.settings();
+    const std::vector<int> most = budgets();
+    std::vector<std::unique_ptr<LayerRows>> layers;
+    auto first = most.begin();
+    for (const DeviceLayerSource& source : sources_) {
+        const auto end = first + source.shape.n_head_kv;
+        const ggml_type type = ggml_type_of(type_);
+        const std::size_t alignment =
+            std::max(kRowAlignment, ggml_backend_buft_get_alignment(source.memory));
+        layers.push_back(std::make_unique<LayerRows>(
+            source.shape, type,
+            rows_of_heads({first, end}, settings.max_tokens, settings.max_entries,
+                          row_multiple(source.shape, type, alignment)),
+            source.memory, shared_->n_places()));
+        first = end;
+    }
+    return std::make_shared<DevicePlaces>(std::move(layers), most);
+}
+
+void DeviceStore::acquire(int place) {
     release();
     ledger_.truncate(0);
-    most_ = budgets();
+    try {
+        take(place);
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+// Takes a place, with rows for the budgets.
+void DeviceStore::take(int place) {
+    std::shared_ptr<DevicePlaces> places = shared_->places();
+    if (places == nullptr || !places->can_take(place, budgets())) {
+        places = make_places();
+        shared_->set_places(places);
+    }
+    places->take(place);
+    places_ = std::move(places);
+    place_ = place;
+    most_ = places_->budgets();
     std::vector<LayerShape> shapes;
     for (const DeviceLayerSource& source : sources_) shapes.push_back(source.shape);
     const std::vector<PageLayout> layouts = page_layouts(shapes, type_);
     const StoreSettings& settings = ledger_.settings();
     layers_.reserve(sources_.size());
-    std::size_t next = 0;
     for (const DeviceLayerSource& source : sources_) {
-        const auto first = most_.begin() + static_cast<std::ptrdiff_t>(next);
-        next += index(source.shape.n_head_kv);
-        const std::size_t alignment =
-            std::max(kRowAlignment, ggml_backend_buft_get_alignment(source.memory));
-        add_layer(source,
-                  rows_of_heads({first, first + source.shape.n_head_kv}, settings.max_tokens,
-                                settings.max_entries,
-                                row_multiple(source.shape, ggml_type_of(type_), alignment)));
+        add_layer(source);
         layers_.back().layout = layouts[layers_.size() - 1];
     }
     can_be_in_graph_ = true;
@@ -117,6 +150,11 @@ void DeviceStore::acquire() {
                            layers_[i].device->can_be_in_graph(layers_[i].number);
         n_readers_ += sources_[i].shape.readers;
     }
+    most_runs_ = can_be_in_graph_ && shared_->n_places() > 1 ? shared_->n_places() : 0;
+    for (std::size_t i = 0; i < layers_.size() && most_runs_ > 0; ++i)
+        most_runs_ = sources_[i].dense_queries
+                         ? std::min(most_runs_, layers_[i].device->most_runs(layers_[i].number))
+                         : 0;
     const int most = settings.max_tokens;
     heads_can_be_alike_ = std::all_of(devices_.begin(), devices_.end(), [&](const auto& device) {
         return device->can_be_alike(most);
@@ -126,10 +164,11 @@ void DeviceStore::acquire() {
             return device->can_read_several_in_graph(most);
         });
     for (const auto& device : devices_)
-        device->allocate(most, can_be_in_graph_, several_can_be_in_graph_, heads_can_be_alike_);
+        device->allocate(most, can_be_in_graph_, several_can_be_in_graph_, heads_can_be_alike_,
+                         places_->singles(device->device()));
 }
 
-void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows) {
+void DeviceStore::add_layer(const DeviceLayerSource& source) {
     const auto same = [&](const auto& device) {
         return device->device().memory() == source.memory;
     };
@@ -139,11 +178,9 @@ void DeviceStore::add_layer(const DeviceLayerSource& source, const std::vector<i
                                 std::make_unique<DeviceAttention>(shared_->of(source.memory),
                                                                   ledger_.settings().importance));
     // ggml takes one sink for every query head of a node, whatever the KV head.
+    const LayerRows& rows = places_->rows(n_layers());
     layers_.push_back(
-        {DeviceLayer(source.shape, ggml_type_of(type_), head_rows, source.memory, source.has_sinks),
-         found->get(),
-         0,
-         {}});
+        {DeviceLayer(source.shape, rows, place_, source.has_sinks), found->get(), 0, {}});
     Layer& added = layers_.back();
     added.number =
         added.device->add(added.rows, source.params, source.has_sinks,
@@ -199,17 +236,35 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
                           [&](int layer, int h, int) { head(layer, h).stage(n_tokens, position); });
 }
 
+void DeviceStore::begin_singles(const std::vector<DeviceStore*>& stores, int n_runs) {
+    const std::size_t n_devices = stores.front()->devices_.size();
+    std::vector<std::vector<DeviceAttention*>> sequences(n_devices);
+    for (DeviceStore* store : stores) {
+        store->step_.in_graph = true;
+        store->step_.n_together = static_cast<int>(stores.size());
+        for (std::size_t i = 0; i < n_devices; ++i) {
+            store->devices_[i]->set_step(store->step_);
+            sequences[i].push_back(store->devices_[i].get());
+        }
+    }
+    for (const auto& of_device : sequences) DeviceAttention::fit_masks(of_device);
+    for (DeviceStore* store : stores)
+        for (const auto& device : store->devices_)
+            if (!device->keeps_places()) store->add_late_findings();
+    for (const auto& of_device : sequences) DeviceAttention::begin_singles(of_device, n_runs);
+    for (DeviceStore* store : stores) {
+        store->n_changed_ = 0;
+        store->plan_commit();
+    }
+}
+
 bool DeviceStore::begin(bool alone) {
-    const bool single = step_.n_tokens == 1 && alone && can_be_in_graph_;
-    step_.alike = !single && heads_can_be_alike_ &&
-                  std::all_of(devices_.begin(), devices_.end(),
-                              [](const auto& device) { return device->are_alike(); });
-    step_.in_graph =
-        single || (step_.n_tokens > 1 && alone && several_can_be_in_graph_ && step_.alike);
+    step_.alike =
+        heads_can_be_alike_ && std::all_of(devices_.begin(), devices_.end(),
+                                           [](const auto& device) { return device->are_alike(); });
+    step_.in_graph = step_.n_tokens > 1 && alone && several_can_be_in_graph_ && step_.alike;
     // What other steps find out takes the place of what is still unknown.
-    if (!step_.is_single_in_graph()) complete_ledger();
-    for (const auto& device : devices_)
-        if (!device->keeps_places()) add_late_findings();
+    complete_ledger();
     for (const auto& device : devices_) device->begin_step(step_);
     n_changed_ = 0;
     plan_commit();
@@ -266,21 +321,33 @@ int DeviceStore::most_unknown() const {
     return std::min(kMostUnknown, ledger_.settings().max_tokens);
 }
 
-// Begins to commit a step that the devices compute, if nothing that they find out is needed.
-void DeviceStore::decide_meanwhile() {
-    if (!plan_.meanwhile) return;
-    deciding_ = true;
-    shared_->background().start([this] {
+void DeviceStore::decide_meanwhile(const std::vector<DeviceStore*>& stores) {
+    std::vector<DeviceStore*> deciding;
+    for (DeviceStore* store : stores)
+        if (store->plan_.meanwhile) deciding.push_back(store);
+    if (deciding.empty()) return;
+    for (DeviceStore* store : deciding) store->deciding_ = true;
+    stores.front()->shared_->background().start([deciding] {
+        for (DeviceStore* store : deciding) store->decide();
+    });
+}
+
+// Commits the step, and keeps what that throws.
+void DeviceStore::decide() noexcept {
+    try {
         add_late_findings();
         for_each_head_at_once(
             plan_.evicting, [&](int layer, int h, int worker) { commit(layer, h, false, worker); });
-    });
+    } catch (...) {
+        decision_error_ = std::current_exception();
+    }
 }
 
 // Waits for the decisions about a step. Throws what they have thrown, and as add_attention() does.
 void DeviceStore::end_decisions() {
     if (!std::exchange(deciding_, false)) return;
     shared_->background().wait();
+    if (decision_error_ != nullptr) std::rethrow_exception(std::exchange(decision_error_, nullptr));
     move_rows();
     unknown_ = plan_.unknown;
     unknown_.n_staged = 0;
@@ -324,12 +391,21 @@ void DeviceStore::change_write(int layer, bool keys, ggml_tensor* node, NodeChan
     of.device->change_write(of.number, keys, node, changes);
 }
 
-void DeviceStore::change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
-                                   const std::vector<ggml_tensor*>& slots, NodeChanges& changes) {
-    Layer& of = layers_.at(index(layer));
-    of.device->change_attention(of.number, of.read++, node, target, slots, changes);
-    // The graph needs nothing more of the heads then.
-    if (++n_changed_ == n_readers_) decide_meanwhile();
+std::vector<ggml_tensor*> DeviceStore::attention_of(int layer, const DeviceNode& node,
+                                                    int n_sequences) {
+    const Layer& of = layers_.at(index(layer));
+    return of.device->attention_of(of.number, of.read, node, n_sequences);
+}
+
+std::vector<ggml_tensor*> DeviceStore::upkeep_of(int layer, const DeviceNode& node,
+                                                 bool& writes_masks) {
+    const Layer& of = layers_.at(index(layer));
+    return of.device->upkeep_of(of.number, of.read, node, writes_masks);
+}
+
+bool DeviceStore::note_changed(int layer) {
+    ++layers_.at(index(layer)).read;
+    return ++n_changed_ == n_readers_;
 }
 
 int DeviceStore::most_drafts(std::int32_t position, int wanted) const {
@@ -536,41 +612,86 @@ std::vector<int> DeviceStore::budgets() const {
     return all;
 }
 
+void DeviceStore::resize(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
+                         const Protection& protection) {
+    const bool fits = std::all_of(stores.begin(), stores.end(), [&](const DeviceStore* store) {
+        return store->has_rows_for(budgets);
+    });
+    if (!fits) return grow(stores, budgets, protection);
+    for (DeviceStore* store : stores) store->set_budgets(budgets, protection);
+}
+
+// Tells whether budgets can be set without other rows.
+bool DeviceStore::has_rows_for(const std::vector<int>& budgets) const {
+    if (budgets.size() != ledger_.components().n_heads())
+        throw std::invalid_argument("there must be a budget for every KV head");
+    return n_layers() == 0 ||
+           std::equal(budgets.begin(), budgets.end(), most_.begin(), std::less_equal<>());
+}
+
+// Sets budgets that there are rows for.
 void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection& protection) {
-    for (std::size_t i = 0; n_layers() > 0 && i < most_.size(); ++i)
-        if (budgets.at(i) > most_[i])
-            throw std::invalid_argument("a budget that has no rows on the device");
     complete_ledger();
     ledger_.set_budgets(budgets, pages_of(budgets), protection);
     for_each_head([&](int layer, int h) { follow_ledger(layer, h); });
     move_rows();
 }
 
-void DeviceStore::grow(const std::vector<int>& budgets, const Protection& protection) {
-    std::vector<int> counts;
-    std::vector<std::vector<std::byte>> states;
-    std::vector<std::byte*> addresses;
-    for_each_head([&](int layer, int h) {
-        counts.push_back(count(layer, h));
-        states.emplace_back(state_bytes(layer, h));
-        save_head(layer, h, states.back().data());
-        addresses.push_back(states.back().data());
-    });
-    const auto take = [&](const std::vector<int>& most, const Protection& protected_ones) {
-        release();
-        ledger_.truncate(0);
-        ledger_.set_budgets(most, pages_of(most), protected_ones);
-        acquire();
-        load(counts, addresses);
+// Sets budgets with other rows.
+void DeviceStore::grow(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
+                       const Protection& protection) {
+    // What a store holds and may hold.
+    struct Held {
+        DeviceStore* store;
+        bool live;
+        std::vector<int> counts;
+        std::vector<std::vector<std::byte>> states;
+        std::vector<int> most;
+        std::vector<int> budgets;
+        Protection protection;
     };
-    const std::vector<int> most_before = most_;
-    const std::vector<int> budgets_before = this->budgets();
-    const Protection protection_before = ledger_.settings().protection;
+    std::vector<Held> all;
+    for (DeviceStore* store : stores) {
+        Held& held = all.emplace_back(Held{store,
+                                           store->n_layers() > 0,
+                                           {},
+                                           {},
+                                           store->most_,
+                                           store->budgets(),
+                                           store->ledger_.settings().protection});
+        if (!held.live) continue;
+        store->for_each_head([&](int layer, int h) {
+            held.counts.push_back(store->count(layer, h));
+            held.states.emplace_back(store->state_bytes(layer, h));
+            store->save_head(layer, h, held.states.back().data());
+        });
+    }
+    const auto take = [&](auto budgets_of, auto protection_of) {
+        for (const Held& held : all) held.store->release();
+        for (Held& held : all) {
+            DeviceStore& store = *held.store;
+            if (held.live) store.ledger_.truncate(0);
+            store.ledger_.set_budgets(budgets_of(held), store.pages_of(budgets_of(held)),
+                                      protection_of(held));
+            if (!held.live) continue;
+            store.acquire(store.place_);
+            std::vector<std::byte*> addresses;
+            for (std::vector<std::byte>& state : held.states) addresses.push_back(state.data());
+            store.load(held.counts, addresses);
+        }
+    };
     try {
-        take(budgets, protection);
+        take([&](const Held&) -> const std::vector<int>& { return budgets; },
+             [&](const Held&) { return protection; });
     } catch (const std::bad_alloc&) {
-        take(most_before, protection_before);
-        set_budgets(budgets_before, protection_before);
+        const auto protection_before = [](const Held& held) { return held.protection; };
+        take(
+            [](const Held& held) -> const std::vector<int>& {
+                return held.live ? held.most : held.budgets;
+            },
+            protection_before);
+        for (const Held& held : all)
+            if (held.live) held.store->set_budgets(held.budgets, held.protection);
         throw;
     }
 }
@@ -639,6 +760,8 @@ void DeviceStore::release() noexcept {
     forget_unknown();
     layers_.clear();
     devices_.clear();
+    if (places_ != nullptr) places_->leave(place_);
+    places_.reset();
 }
 
 std::size_t DeviceStore::budget_bytes() const {

@@ -6,12 +6,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "llama/device_attention.hpp"
 #include "llama/device_layer.hpp"
+#include "llama/device_places.hpp"
 #include "store/head_store.hpp"
 
 namespace entropykv {
@@ -23,8 +25,9 @@ struct DeviceLayerSource {
     bool is_apart;        // whether llama.cpp computes its attention on another device than that
     DeviceParams params;  // parameters of its attention node
     bool has_sinks;
-    int slots;        // of the nodes that can become others before an attention node: see NodeOrder
-    RopeParams rope;  // rotates its keys
+    int slots;  // of the nodes that can become others before an attention node: see NodeOrder
+    bool dense_queries;  // whether those of one token lie behind those of the token before
+    RopeParams rope;     // rotates its keys
     std::vector<float> predictor;  // [KV head][feature], see features.hpp; empty: none
 };
 
@@ -49,10 +52,20 @@ public:
     // them, also to later ones.
     void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
                  int n_drafts = 0, bool see_all = false);
-    // Must be called next, before the first node is computed. alone: the micro-batch has no tokens
-    // of other sequences. Returns whether llama.cpp's own graph shall compute attention, whose
-    // nodes change_write() and change_attention() change then; otherwise add_attention() does.
-    // Throws as that does.
+    // begin_singles() or begin() must be called next, before the first node is computed. The first
+    // one is for single tokens that llama.cpp's own graph reads, of one sequence or of several,
+    // which must be in runs of neighbouring places and in the order of the micro-batch: most_runs()
+    // says in how many, at most; 0: not at all. Both throw as add_attention() does.
+    bool can_read_single() const { return step_.n_tokens == 1 && can_be_in_graph_; }
+    int most_runs() const { return most_runs_; }
+    bool shares_places(const DeviceStore& other) const { return places_ == other.places_; }
+    bool is_beside(const DeviceStore& other) const {
+        return shares_places(other) && place_ == other.place_ + 1;
+    }
+    static void begin_singles(const std::vector<DeviceStore*>& stores, int n_runs);
+    // alone: the micro-batch has no tokens of other sequences. Returns whether llama.cpp's own
+    // graph shall compute attention, whose nodes change_write() and attention_of() change then;
+    // otherwise add_attention() does.
     bool begin(bool alone);
     // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
     // queries may count towards importance, since those of wrong drafts could not be taken out, and
@@ -66,8 +79,13 @@ public:
     Device& device_of(int layer) const;
     // Change nodes of llama.cpp's graph: see DeviceAttention.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
-    void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
-                          const std::vector<ggml_tensor*>& slots, NodeChanges& changes);
+    std::vector<ggml_tensor*> attention_of(int layer, const DeviceNode& node, int n_sequences);
+    std::vector<ggml_tensor*> upkeep_of(int layer, const DeviceNode& node, bool& writes_masks);
+    // Must be called for every attention node that was changed. Returns whether it was the last
+    // one: the graph needs nothing more of the heads then, and decide_meanwhile() can be called.
+    bool note_changed(int layer);
+    // Begins to commit steps that the devices compute, if nothing that they find out is needed.
+    static void decide_meanwhile(const std::vector<DeviceStore*>& stores);
     // Must be called after every micro-batch that was read: commits its entries in all layers,
     // which evicts what budgets cannot hold.
     void commit_step();
@@ -79,13 +97,12 @@ public:
     // late for single ones that llama.cpp's own graph read.
     void complete_ledger();
 
-    // Sets smaller or equal budgets; heads that hold more evict. Throws std::invalid_argument if a
-    // budget has no rows on the device. After release(), all budgets may be set.
-    void set_budgets(const std::vector<int>& budgets, const Protection& protection);
-    // Sets budgets for which rows are allocated anew: all entries are kept on the host meanwhile.
-    // Throws std::bad_alloc if the devices have no memory for them; then the
-    // store is as it was.
-    void grow(const std::vector<int>& budgets, const Protection& protection);
+    // Sets the budgets of all stores of a context; heads that hold more evict. If there are not
+    // rows enough, those of all places are allocated anew, and all entries are kept on the host
+    // meanwhile. Throws std::bad_alloc if the devices have no memory for them; then the stores are
+    // as they were.
+    static void resize(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
+                       const Protection& protection);
     // Drops the entries at positions >= position.
     void truncate(std::int32_t position);
 
@@ -99,9 +116,9 @@ public:
     // be gone when the garbage collector ends the store, so closing a session must not wait for
     // that.
     void release() noexcept;
-    // Allocates rows again, for the budgets that are set; the store is empty then.
-    // Throws std::bad_alloc.
-    void acquire();
+    // Takes a place, with rows for the budgets that are set; the store is empty then. The first one
+    // of a context allocates all places. Throws std::bad_alloc.
+    void acquire(int place);
 
     // Returns how many layers there are; 0 after release().
     int n_layers() const { return static_cast<int>(layers_.size()); }
@@ -149,8 +166,14 @@ private:
         int read = 0;       // how many layers of the model have attended in this step
     };
 
-    void add_layer(const DeviceLayerSource& source, const std::vector<int>& head_rows);
+    void add_layer(const DeviceLayerSource& source);
+    bool has_rows_for(const std::vector<int>& budgets) const;
+    void set_budgets(const std::vector<int>& budgets, const Protection& protection);
+    static void grow(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
+                     const Protection& protection);
     void place_layers();
+    std::shared_ptr<DevicePlaces> make_places() const;
+    void take(int place);
     std::string unsupported_in(const Layer& layer) const;
     std::size_t pages_of(const std::vector<int>& budgets) const;
     std::vector<int> budgets() const;
@@ -161,7 +184,7 @@ private:
     void stage(int layer, int head, bool found);
     bool evicts() const;
     void plan_commit();
-    void decide_meanwhile();
+    void decide() noexcept;
     void end_decisions();
     void commit_in_graph();
     void look_up_late();
@@ -196,6 +219,8 @@ private:
 
     std::shared_ptr<Devices> shared_;
     std::vector<DeviceLayerSource> sources_;
+    std::shared_ptr<DevicePlaces> places_;
+    int place_ = 0;
     std::vector<int> most_;  // the budgets that rows are allocated for
     HeadStore ledger_;
     KvType type_;
@@ -203,6 +228,7 @@ private:
     std::vector<Layer> layers_;
     DeviceStep step_;
     bool can_be_in_graph_ = false;  // whether single tokens can be read in llama.cpp's graph
+    int most_runs_ = 0;
     bool several_can_be_in_graph_ = false;  // whether several tokens can, if heads are alike
     bool heads_can_be_alike_ = false;       // see DeviceStep::alike
     int n_changed_ = 0;                     // attention nodes that were changed in this step
@@ -217,6 +243,7 @@ private:
     };
     CommitPlan plan_;
     bool deciding_ = false;  // whether the step is being committed while devices compute
+    std::exception_ptr decision_error_;
     // Says what the devices look up while the next token is read, and the ledger is told later.
     struct Late {
         std::int32_t position = -1;  // of the single token whose query was observed; -1: none

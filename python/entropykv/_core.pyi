@@ -915,9 +915,14 @@ class CacheMap:
         """
 
 def device_rows(
-    shape: LayerShape, kv_type: str, budgets: Sequence[int], max_tokens: int, max_entries: int
+    shape: LayerShape,
+    kv_type: str,
+    budgets: Sequence[int],
+    max_tokens: int,
+    max_entries: int,
+    n_places: int = 1,
 ) -> int:
-    """Return how many rows a layer of a DeviceStore has whose KV heads have such budgets.
+    """Return how many rows a layer of `n_places` DeviceStores has whose KV heads have such budgets.
 
     Raises ValueError for an unknown `kv_type`.
     """
@@ -929,9 +934,12 @@ def feature_count(shape: LayerShape, rope: RopeParams) -> int:
     """
 
 class Devices:
-    """Hold the devices that the stores of one context share, and their working memory."""
+    """Hold the devices that the stores of one context share, and their working memory.
 
-    def __init__(self, n_threads: int) -> None: ...
+    `n_places`: how many stores may be live at a time.
+    """
+
+    def __init__(self, n_threads: int, n_places: int) -> None: ...
     def close(self) -> None:
         """Free the working memory; no store may use the devices afterwards."""
 
@@ -970,7 +978,8 @@ class DeviceStore:
         live: bool = True,
         predictor: Sequence[npt.NDArray[np.float32]] = ...,
     ) -> None:
-        """Allocate rows for the budgets, by KV head of all layers, and for one micro-batch.
+        """Take the first place, with rows for the budgets, by KV head of all layers, and for one
+        micro-batch.
 
         The CPU serves layers whose device cannot compute their attention: see Devices.on_host,
         which the first store of a context finds out. Not `live`: acquire() does so later.
@@ -1002,13 +1011,12 @@ class DeviceStore:
     ) -> None:
         """Move all keys from their positions under one shift to those under another one."""
 
-    def set_budgets(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
-        """Set budgets that rows were allocated for, or any after release(); raises ValueError for
-        larger ones.
-        """
-
-    def grow(self, budgets: Sequence[int], n_sinks: int, recent_window: int) -> None:
-        """Set budgets, and allocate rows for them anew; the entries stay.
+    @staticmethod
+    def resize(
+        stores: Sequence[DeviceStore], budgets: Sequence[int], n_sinks: int, recent_window: int
+    ) -> None:
+        """Set the budgets of all stores of a context; heads that hold more evict. Larger ones than
+        there are rows for have them allocated anew, and the entries stay.
 
         Raises MemoryError if the devices have none; then nothing has changed.
         """
@@ -1016,8 +1024,10 @@ class DeviceStore:
     def release(self) -> None:
         """Free the memory of the devices; nothing may be read until acquire()."""
 
-    def acquire(self) -> None:
-        """Allocate rows for the budgets that it was made with; raises MemoryError."""
+    def acquire(self, place: int) -> None:
+        """Take a place, from 0 on, with rows for its budgets. The first store of a context makes
+        those of all places; raises MemoryError.
+        """
 
     @property
     def is_live(self) -> bool:

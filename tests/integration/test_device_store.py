@@ -37,6 +37,7 @@ from tests.support.draft_oracles import Oracle, draft_with
 from tests.support.image_reference import helper_logits
 from tests.support.learnt import kept_in
 from tests.support.logits import relative_error, tokens_for
+from tests.support.pools import read_in_one_step
 from tests.support.profiles import predicting_profile, profile_of
 from tests.support.releases import write_known
 from tests.support.saved_sessions import all_entries
@@ -782,6 +783,112 @@ def test_conversations_of_a_pool_read_as_they_read_alone(llama: Path) -> None:
                 for i in range(9):
                     assert relative_error(rows[i][number], alone.decode([text[i]])) < 2e-3
                 assert all_entries(alone) == all_entries(sessions[number])
+
+
+class Twins:
+    """A conversation of a pool, and one that reads the same text alone, with the same budget."""
+
+    def __init__(self, pool: Pool, path: Path, text: list[int], **options: Any) -> None:
+        self.text = text
+        self.session = pool.session()
+        self.alone = alone_like(self.session, path, **options)
+
+    def read(self, n: int) -> None:
+        """Read the next n tokens, each for itself."""
+        tokens = self.text[self.session.position :][:n]
+        for each in (self.session, self.alone):
+            each.decode(tokens)
+
+
+def write_together(pool: Pool, twins: list[Twins], n: int) -> int:
+    """Let conversations read the next n tokens of their texts, one of each in a step, and compare
+    them with those that read alone; returns how many graphs there were besides llama.cpp's.
+    """
+    before = twins[0].session.stats().device_traffic["computed"]
+    rows = []
+    for i in range(n):
+        tokens = [each.text[each.alone.position + i] for each in twins]
+        rows.append(read_in_one_step(pool, [each.session for each in twins], tokens))
+    computed = twins[0].session.stats().device_traffic["computed"] - before
+    for number, each in enumerate(twins):
+        begin = each.alone.position
+        alone = [each.alone.decode([token])[-1] for token in each.text[begin:][:n]]
+        assert relative_error(np.array([row[number] for row in rows]), np.array(alone)) < 2e-3
+        assert all_entries(each.session) == all_entries(each.alone)
+        stats = each.session.stats()
+        assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+    return computed
+
+
+TOGETHER: dict[str, Callable[[Path], None]] = {
+    "llama": partial(write_llama, n_layer=5, head_dim=64),
+    "multi-head": partial(write_llama, n_layer=5, n_head=4, n_head_kv=4, head_dim=64),
+    "70b": partial(write_llama, n_layer=2, n_head=64, n_head_kv=8, head_dim=64),
+    "gemma2": lambda path: write_known(path, OTHER_ATTENTION["gemma2"]),
+    "deepseek2": lambda path: write_known(path, OTHER_ATTENTION["deepseek2"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "policy"),
+    [
+        ("llama", 8, "uniform"),
+        ("llama", 17, "recency"),
+        ("multi-head", 5, "auto"),
+        ("70b", 3, "uniform"),  # As many query heads and KV heads as models of 70B have.
+        ("gemma2", 3, "uniform"),
+        ("deepseek2", 3, "recency"),
+    ],
+)
+def test_single_tokens_of_several_conversations_are_read_in_llama_cpps_graph(
+    name: str, n: int, policy: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    TOGETHER[name](path)
+    options: dict[str, Any] = {"policy": policy, "n_ctx": 1600}
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pool_of(path, n_sequences=n, kv_budget=0.25, **options))
+
+        def begin(length: int, seed: int) -> Twins:
+            twins = Twins(pool, path, tokens_for(length + 40, seed=seed), **options)
+            stack.enter_context(twins.alone)
+            twins.read(length)
+            return twins
+
+        # Some have not evicted anything, and some see rows up to another multiple of 256.
+        twins = [begin(30 + 17 * i + 370 * (i % 3 == 2), i) for i in range(n)]
+        # Attention between two nodes has a graph for every layer in every step; others are masks,
+        # what is observed of each conversation in every fourth step, and moves.
+        n_layers = len(twins[0].session.cache.budgets())
+        assert write_together(pool, twins, 8) < 8 * n_layers
+        # Without this one, two nodes attend for the places on both sides.
+        twins.pop(1).session.close()
+        assert write_together(pool, twins, 8) < 8 * n_layers
+        twins.append(begin(100, 99))
+        write_together(pool, twins, 8)
+        assert pool.stats().evictions > 0
+
+
+def test_a_step_reads_either_single_tokens_or_a_prompt(llama: Path) -> None:
+    with pool_of(llama, n_sequences=3, kv_budget=1.0) as pool:
+        sessions = [pool.session() for _ in range(3)]
+        steps: list[list[int]] = []
+        run = pool.runner.scheduler._run
+
+        def noted(works: Any) -> None:
+            steps.append([len(work.part.tokens) for work in works])
+            run(works)
+
+        pool.runner.scheduler._run = noted
+
+        def write(session: Session) -> None:
+            for token in tokens_for(40):
+                session.decode([token])
+
+        calls = [partial(write, session) for session in sessions[:2]]
+        in_threads([*calls, partial(sessions[2].decode, tokens_for(400))])
+    assert sum(map(sum, steps)) == 480
+    assert all(set(step) == {1} or len(step) == 1 for step in steps)
 
 
 def test_prompts_of_several_conversations_are_read_in_one_step(llama: Path) -> None:

@@ -39,6 +39,66 @@ print(json.dumps([{{name: b[name] - a[name] for name in a}} for a, b in rows]))
 """
 
 
+COUNT_TOGETHER = f"""
+import json, sys
+from tests.support.idle_device import counted, use_idle_device
+use_idle_device()
+from entropykv import Pool
+from tests.support.pools import read_in_one_step
+path, options = sys.argv[1], json.loads(sys.argv[2])
+with Pool(path, n_ctx=512, n_ubatch=64, n_gpu_layers=99, kv_type="f16", **options) as pool:
+    sessions = [pool.session() for _ in range(options["n_sequences"])]
+    for n, session in enumerate(sessions):
+        session.decode([3 + i % 250 for i in range(100 + 3 * n)])
+    for _ in range({N_WRITTEN}):
+        read_in_one_step(pool, sessions, [5] * len(sessions))
+    before = counted()
+    for _ in range({N_WRITTEN}):
+        read_in_one_step(pool, sessions, [5] * len(sessions))
+    after = counted()
+print(json.dumps({{name: after[name] - before[name] for name in before}}))
+"""
+
+
+def counts_together(path: Path, **options: Any) -> dict[str, float]:
+    """Return what is counted for a step in which several conversations read a token each."""
+    output = subprocess.run(
+        [sys.executable, "-c", COUNT_TOGETHER, str(path), json.dumps(options)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return {name: n / N_WRITTEN for name, n in json.loads(output.splitlines()[-1]).items()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [
+        # Besides llama.cpp's own graph and copies: moves of each conversation once in 16 tokens.
+        ("recency", {"waits": 0.7, "graphs": 0.7, "copies": 1.6}),
+        # Besides these, what the queries of every fourth token gave.
+        ("uniform", {"waits": 3, "graphs": 3.4, "copies": 5.6}),
+    ],
+)
+def test_conversations_that_write_at_once_wait_as_often_for_many_layers_as_for_few(
+    tmp_path: Path, policy: str, most: dict[str, float]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_layer=5, head_dim=64)
+    _, stock = counts_of(path, store="flat", policy="recency", kv_budget=1.0)
+    counts = []
+    for n_layer in (2, 9):
+        path = tmp_path / f"{n_layer}.gguf"
+        write_llama(path, n_layer=n_layer, head_dim=64)
+        counts.append(
+            counts_together(path, store="device", policy=policy, kv_budget=0.12, n_sequences=8)
+        )
+    few, many = counts
+    for name, n in most.items():
+        assert many[name] == few[name]
+        assert many[name] - stock[name] <= n + (name == "waits"), (name, many, stock)
+
+
 def counts_of(path: Path, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
     """Return what is counted for a micro-batch and for a token, in a process of its own."""
     output = subprocess.run(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Pool, Session
+from entropykv.store.step import decode_parts
 from tests.support.threads import in_threads
 
 Rows = list[npt.NDArray[np.float32]]
@@ -53,6 +54,24 @@ class Steps:
             assert core.used_bytes <= core.budget_bytes
 
         scheduler._run = noted
+
+
+def read_in_one_step(pool: Pool, sessions: Sequence[Session], tokens: Sequence[int]) -> Rows:
+    """Return the logits after a token of each conversation, all of which are read in one step,
+    whatever the threads of a loaded machine do.
+    """
+    runner = pool.runner
+    readers = [session.reader for session in sessions]
+    with runner.scheduler.between_steps():
+        parts = [r._part([token], 1, None) for r, token in zip(readers, tokens, strict=True)]
+        decode_parts(parts, runner._batch, runner.model.name)
+    rows = []
+    for reader, part in zip(readers, parts, strict=True):
+        result = part.result()
+        assert result is not None
+        rows.append(result[-1].copy())
+        reader._slot.text.add(part.tokens, rows[-1], is_prompt=False, continues=False)
+    return rows
 
 
 def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) -> list[Rows]:

@@ -107,9 +107,11 @@ class MemoryPlan:
         places = {"devices": 0, "main memory": 0}
         layers = zip(numbers, attention_layers(geometry), self.plan.budgets, strict=True)
         for number, shape, budgets in layers:
-            rows = _core.device_rows(shape, config.kv_type, budgets, config.n_ubatch, config.n_ctx)
+            rows = _core.device_rows(
+                shape, config.kv_type, budgets, config.n_ubatch, config.n_ctx, self.n_sequences
+            )
             row_bytes = shape.entry_values * (_Q8_0_BITS / 8 if config.kv_type == "q8_0" else 2)
-            n_bytes = int(rows * row_bytes) * self.n_sequences
+            n_bytes = int(rows * row_bytes)
             places["devices" if number >= first else "main memory"] += n_bytes
         return places
 

@@ -122,7 +122,7 @@ class ModelRunner:
         self.step_costs = StepCosts()
         self._threads = Threads(self.config.options, let_help=context.let_help, others=others)
         self.scheduler = Scheduler(
-            self._admit, self._step, together=not self.recurrent, tidy=self._tidy
+            self._admit, self._step, together=context.reads_together, tidy=self._tidy
         )
         self.shared = SharedPool(
             context,

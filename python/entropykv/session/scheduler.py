@@ -50,7 +50,8 @@ def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> li
     """Return the works of one step: all single tokens, then the first piece of a prompt.
 
     Without `together`, it is either the one or the other, in turns: recurrent layers accept only
-    sequences of equal length, and llama.cpp reads either tokens or embeddings in one step.
+    sequences of equal length, a device attends to single tokens of several sequences in llama.cpp's
+    own graph if nothing else is read, and llama.cpp reads either tokens or embeddings in one step.
     """
     singles = [work for work in waiting if work.is_single]
     pieces = [work for work in waiting if not work.is_single]

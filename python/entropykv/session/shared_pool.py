@@ -167,7 +167,10 @@ class SharedPool:
                 f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
                 "one, or give it more bytes (kv_budget) and sequences (n_sequences)"
             )
-        slot.pooled.take_place(self._free_numbers.pop())
+        # Neighbours can attend at once on a device.
+        number = min(self._free_numbers)
+        slot.pooled.take_place(number)
+        self._free_numbers.remove(number)
         slot.live = True
         slot.last_step = now
         try:

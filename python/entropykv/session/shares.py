@@ -106,8 +106,8 @@ class WholeBudget:
 class EqualPlaces:
     """Give every sequence an equal part of the budget, whoever else is live.
 
-    Device stores have rows for it, which they allocate when they take a place and free when they
-    leave it. With another budget, those of live sequences are allocated anew.
+    Device stores have rows for it: the first one that takes a place allocates those of all, and the
+    last one that leaves frees them. For a larger budget, they are allocated anew.
     """
 
     keeps_places = False
@@ -153,7 +153,7 @@ class EqualPlaces:
         """Give all sequences an equal part of another budget, those that are swapped out, too."""
         self._config.equal_share(budget, self._layers)
         held = [slot.pooled.n_entries for slot in slots]
-        self._places.resize(budget, self._budget)
+        self._places.resize(budget)
         self._budget = budget
         for slot, n_held in zip(slots, held, strict=True):
             slot.given_up += n_held - slot.pooled.n_entries

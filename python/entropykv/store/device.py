@@ -29,8 +29,8 @@ class DeviceStore(Store, Pooled):
     """Keep the entries of one sequence per (layer, KV head), on the device of the layer.
 
     Every KV head has rows for its budget and for one micro-batch. They are allocated when the store
-    is made or, in a pool, when the sequence takes its place. Budgets do not change while a text is
-    read.
+    is made or, in a pool, for all places, when the first sequence takes one. Budgets do not change
+    while a text is read.
     """
 
     name = "device"
@@ -58,7 +58,7 @@ class DeviceStore(Store, Pooled):
         self._rebases = 0
         hook = context.hook
         check_config(config, model, self.layers, hook.rope_obstacle)
-        self._plan = self._plan_of(options.budget if budget is None else budget)
+        self._plan = self.plan_of(options.budget if budget is None else budget)
         self._store = self._make_rows()
         self._ropes = [node.rope for node in hook.nodes]
         if context.rope_obstacle is None:
@@ -74,11 +74,6 @@ class DeviceStore(Store, Pooled):
             rope_obstacle=context.rope_obstacle,
             file_format="headwise",
         )
-
-    def _plan_of(self, budget: Budget) -> HeadwisePlan:
-        if self._config.options.in_pool:
-            return self._config.equal_share(budget, self.layers)
-        return self._config.headwise_plan(budget, self.layers)
 
     def _make_rows(self) -> _core.DeviceStore:
         config, plan = self._config, self._plan
@@ -175,40 +170,20 @@ class DeviceStore(Store, Pooled):
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads; those that hold more evict.
 
-        In a pool, it is the budget of all sequences, of which this one gets an equal part. Rows for
-        a larger one are allocated anew. Raises BudgetError if the devices have no memory for them;
-        nothing has changed then.
+        In a pool, it is the budget of all sequences, each of which gets an equal part. Raises
+        BudgetError if the devices have no memory for it; nothing has changed then.
         """
-        plan = self._plan_of(budget)
-        try:
-            self._store.set_budgets(*_arguments(plan))
-        except ValueError:
-            try:
-                self._reallocate(plan)
-            except MemoryError:
-                raise BudgetError(
-                    f"{self._model.name}: a KV budget of {budget} does not fit into the memory of "
-                    "its devices; give a smaller one (kv_budget)"
-                ) from None
+        self.context.resize(budget)
+
+    def plan_of(self, budget: Budget) -> HeadwisePlan:
+        """Return the plan of this store with a budget; in a pool, that of an equal part of it."""
+        if self._config.options.in_pool:
+            return self._config.equal_share(budget, self.layers)
+        return self._config.headwise_plan(budget, self.layers)
+
+    def take_plan(self, plan: HeadwisePlan) -> None:
+        """Go on with a plan whose budgets core() has."""
         self._plan = plan
-
-    def take_back_resize(self, budget: Budget) -> None:
-        """Return to an earlier, smaller budget, with rows for no more than that; nothing was read
-        since.
-        """
-        self._plan = self._plan_of(budget)
-        if self._store.is_live:
-            self._reallocate(self._plan)
-        else:
-            self._store.set_budgets(*_arguments(self._plan))
-
-    def _reallocate(self, plan: HeadwisePlan) -> None:
-        """Allocate rows for a plan, and keep the entries; raises MemoryError."""
-        whole_from = self.rollback.whole_from
-        try:
-            self._store.grow(*_arguments(plan))
-        finally:
-            self.rollback.begin_from(whole_from)
 
     def reach(self) -> Reach:
         """Return how much of a text the budget holds; budgets do not change while it is read."""
@@ -298,15 +273,19 @@ class DeviceStore(Store, Pooled):
         return self
 
     def take_place(self, sequence: int) -> None:
-        """Allocate rows for its part; `sequence` is llama.cpp's number of the sequence."""
+        """Take a place with rows for its part, beside those of others; `sequence` is llama.cpp's
+        number of the sequence.
+        """
         self.sequence = sequence
         try:
-            self._store.acquire()
+            self._store.acquire(sequence)
         except MemoryError:
             raise self._no_memory() from None
 
     def set_aside(self) -> None:
-        """Drop everything, and free the rows until take_place()."""
+        """Drop everything, and leave the place until take_place(); the last one frees the rows of
+        all.
+        """
         self.truncate(0)
         self._store.release()
 
@@ -343,9 +322,3 @@ class DeviceStore(Store, Pooled):
             "device_traffic": self.context.devices.traffic,
             "rebases": self._rebases,
         }
-
-
-def _arguments(plan: HeadwisePlan) -> tuple[list[int], int, int]:
-    """Return the budgets of all KV heads, the sinks, and the recent window of a plan."""
-    protection = plan.protection
-    return list(itertools.chain(*plan.budgets)), protection.n_sinks, protection.recent_window

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from entropykv.errors import BudgetError
 from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.headwise_probe import (
@@ -20,6 +22,7 @@ from entropykv.store.headwise_probe import (
     refuse_by_kind,
     unsupported,
 )
+from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.store_context import StoreContext
 
 
@@ -28,15 +31,17 @@ class PlacedStore(Protocol):
     budget.
     """
 
+    rollback: RollbackRange
+
     @property
     def core(self) -> _core.DeviceStore:
         """Return the extension's store."""
 
-    def resize(self, budget: Budget) -> None:
-        """Take an equal part of another budget; raises BudgetError."""
+    def plan_of(self, budget: Budget) -> HeadwisePlan:
+        """Return the plan of an equal part of a budget."""
 
-    def take_back_resize(self, budget: Budget) -> None:
-        """Return to an earlier budget."""
+    def take_plan(self, plan: HeadwisePlan) -> None:
+        """Go on with a plan whose budgets the extension's store has."""
 
 
 class DeviceContext(StoreContext):
@@ -46,6 +51,8 @@ class DeviceContext(StoreContext):
     It has the figures of all its stores, as SequencePool has those of headwise stores.
     """
 
+    reads_together = False
+
     def __init__(self, model: Model, config: ResolvedConfig) -> None:
         """Probe the model's graph, and compute its attention from then on.
 
@@ -53,6 +60,7 @@ class DeviceContext(StoreContext):
         support.
         """
         options = config.options
+        self._name = model.name
         refuse_by_kind(model, "device")
         if is_recurrent(model):
             raise unsupported(model, "it has recurrent layers", "device")
@@ -70,7 +78,7 @@ class DeviceContext(StoreContext):
         except BaseException:
             self.close()
             raise
-        self.devices = _core.Devices(options.most_threads)
+        self.devices = _core.Devices(options.most_threads, self.n_sequences)
         self.batch = _core.DeviceBatch()
         self.hook.serve_on_devices(self.batch)
         self.rope_obstacle: str | None = None
@@ -100,20 +108,35 @@ class DeviceContext(StoreContext):
         on_host = self.devices.on_host
         return all(i in on_host or not n.on_device for i, n in enumerate(self.hook.nodes))
 
-    def resize(self, budget: Budget, former: Budget) -> None:
-        """Give all stores of a pool their equal part of another budget, or leave all as they were.
+    def resize(self, budget: Budget) -> None:
+        """Give all stores their equal part of another budget, or leave all as they were.
 
-        Raises BudgetError if the devices have no memory for it.
+        Rows for a larger one are allocated anew. Raises BudgetError if the devices have no memory
+        for it.
         """
-        done: list[PlacedStore] = []
+        stores = list(self._stores)
+        if not stores:
+            return
+        plan = stores[0].plan_of(budget)
+        protection = plan.protection
+        whole_from = [store.rollback.whole_from for store in stores]
         try:
-            for store in self._stores:
-                store.resize(budget)
-                done.append(store)
-        except BudgetError:
-            for store in done:
-                store.take_back_resize(former)
-            raise
+            _core.DeviceStore.resize(
+                [store.core for store in stores],
+                list(itertools.chain(*plan.budgets)),
+                protection.n_sinks,
+                protection.recent_window,
+            )
+        except MemoryError:
+            raise BudgetError(
+                f"{self._name}: a KV budget of {budget} does not fit into the memory of its "
+                "devices; give a smaller one (kv_budget)"
+            ) from None
+        finally:
+            for store, first in zip(stores, whole_from, strict=True):
+                store.rollback.begin_from(first)
+        for store in stores:
+            store.take_plan(plan)
 
     def add(self, store: PlacedStore) -> None:
         """Count the bytes of a store, as long as it exists."""
@@ -151,8 +174,9 @@ class DeviceContext(StoreContext):
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes of rows beyond the budgets of live sequences."""
-        return sum(store.core.staging_bytes for store in self._stores if store.core.is_live)
+        """Return the bytes of rows beyond the budgets of all places, as long as there are rows."""
+        live = [store.core for store in self._stores if store.core.is_live]
+        return self.n_sequences * live[0].staging_bytes if live else 0
 
     @property
     def scratch_bytes(self) -> int:

@@ -43,6 +43,7 @@ class HeadwiseContext(StoreContext):
         self.let_help = self.hook.help
         self.handle = hooked_context(model, options, self.hook, n_tokens, self.n_sequences)
         self.recurrent = is_recurrent(model)
+        self.reads_together = not self.recurrent
         try:
             self.layers = probed_layers(model, options, self.hook, self.handle)
             self.key_centres = key_centres(config, self.hook)

@@ -122,7 +122,10 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
     context.begin_step()
     for part in parts:
         part.limit_drafts()
-    in_order = sorted(parts, key=lambda part: (not part.is_single, part.n_drafts > 0))
+    # A device attends at once for sequences in neighbouring places.
+    in_order = sorted(
+        parts, key=lambda part: (not part.is_single, part.n_drafts > 0, part.store.sequence)
+    )
     ready = [part for part in in_order if _made_room(part, model_name)]
     if not ready:
         return

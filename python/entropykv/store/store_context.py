@@ -39,7 +39,7 @@ class PoolFigures(Protocol):
 class Places(PoolFigures, Protocol):
     """Give every store of a pool a place of the same size."""
 
-    def resize(self, budget: Budget, former: Budget) -> None:
+    def resize(self, budget: Budget) -> None:
         """Give all stores their equal part of another budget, or leave all as they were.
 
         Raises BudgetError if there is no memory for it.
@@ -62,6 +62,8 @@ class StoreContext(ABC):
     """True if its stores save, besides their entries, a state that llama.cpp has of each sequence,
     and that cannot be rolled back.
     """
+    reads_together: bool = True
+    """False where a step reads either single tokens of sequences, or a piece of a prompt."""
     masked_by_llama: bool = False
     """True where llama.cpp's own attention says which tokens see each other."""
     let_help: Callable[[int], None] | None = None
