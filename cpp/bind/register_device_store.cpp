@@ -190,6 +190,7 @@ void register_device_store(py::module_& m) {
     py::class_<DeviceBatch>(m, "DeviceBatch")
         .def(py::init<>())
         .def("clear", &DeviceBatch::clear)
+        .def("commit", &DeviceBatch::commit)
         .def("add", &DeviceBatch::add, py::arg("store"), py::arg("n_tokens"), py::arg("position"),
              py::arg("rope_position"), py::arg("n_drafts") = 0, py::arg("see_all") = false);
 }

@@ -154,8 +154,14 @@ public:
     void look_up(const UnknownTokens& unknown, bool observed, int n_parts);
     // Returns when the next part is there, and lets the device begin the one after it.
     LayerRange next_part();
-    // Begins all parts; they are there after Device::wait().
-    void look_up_all(const UnknownTokens& unknown, bool observed);
+    // Says what is looked up of a sequence.
+    struct LookUp {
+        DeviceAttention* sequence;
+        UnknownTokens unknown;
+        bool observed;
+    };
+    // Begins all parts of several sequences at once; they are there after Device::wait().
+    static void look_up_all(const std::vector<LookUp>& all);
     // Adds to a graph the attention of one of the layers that read its K and V; the first one
     // writes them. Throws std::runtime_error if the device fails, std::bad_alloc if it has no
     // memory.
@@ -176,9 +182,9 @@ public:
     // the layer has no predictor.
     float predicted(int layer, int head, int token) const;
 
-    // Begins to move rows of all layers, as their heads say; nothing may read them before
-    // Device::wait(). Throws as add_attention() does.
-    void move_rows();
+    // Begins to move rows of all layers of sequences that share places, as their heads say; nothing
+    // may read them before Device::wait(). Throws as add_attention() does.
+    static void move_rows(const std::vector<DeviceAttention*>& sequences);
     // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
     void rotate(int layer, const RopeParams& rope,
                 const std::vector<std::vector<std::int32_t>>& by_row);
@@ -288,6 +294,9 @@ private:
     void begin_nodes();
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
     static void copy_positions(const Served& served, float* to);
+    void begin_look_up(const UnknownTokens& unknown, bool observed);
+    int tensors_of_look_up(const Served& served) const;
+    void add_look_up(std::size_t layer, ggml_context* context, ggml_cgraph* graph) const;
     void build_part();
     void launch_part();
     bool has_moves() const;

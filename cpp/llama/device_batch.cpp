@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <stdexcept>
 
@@ -121,6 +122,13 @@ void DeviceBatch::attend(int layer, const DeviceNode& node) noexcept {
 void DeviceBatch::check_tokens(const DeviceNode& node) const {
     if (node.q->ne[1] != n_tokens_)
         throw std::runtime_error("a graph reads another number of tokens than the session");
+}
+
+void DeviceBatch::commit() {
+    std::vector<DeviceStore*> stores;
+    std::copy_if(parts_.begin(), parts_.end(), std::back_inserter(stores),
+                 [](const DeviceStore* store) { return !store->has_drafts(); });
+    DeviceStore::commit_steps(stores);
 }
 
 void DeviceBatch::check_step() const {

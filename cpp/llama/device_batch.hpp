@@ -34,6 +34,8 @@ public:
     void attend(int layer, const DeviceNode& node) noexcept;
     // Throws std::runtime_error with what went wrong since clear().
     void check_step() const;
+    // Commits the steps of all stores without drafts. Throws as DeviceStore::commit_step() does.
+    void commit();
 
 private:
     template <typename Function>

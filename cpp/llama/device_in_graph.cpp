@@ -545,7 +545,8 @@ std::vector<ggml_tensor*> DeviceAttention::upkeep_of(int layer, int reader, cons
     return operations;
 }
 
-void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed, int n_parts) {
+// Writes to the device what a look-up needs.
+void DeviceAttention::begin_look_up(const UnknownTokens& unknown, bool observed) {
     place_findings(unknown.n, observed);
     looked_for_ = unknown;
     StepInput input(device_, written_);
@@ -566,6 +567,26 @@ void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed, int n
         rows_looked_up_.push_back(input.add(numbers));
     }
     if (unknown.n > 0) looked_up_->write(0, written_.data(), written_.size());
+}
+
+int DeviceAttention::tensors_of_look_up(const Served& served) const {
+    const auto groups = static_cast<int>(served.layer->groups().size());
+    return kTensorsOfFindings +
+           served.layer->shape().readers * groups * tensors_of_observation(served);
+}
+
+void DeviceAttention::add_look_up(std::size_t layer, ggml_context* context,
+                                  ggml_cgraph* graph) const {
+    const Served& served = layers_[layer];
+    for (int reader = 0; has_observed_ && reader < served.layer->shape().readers; ++reader)
+        DeviceGraph(context, graph, *this, served, reader, {}, step_).add_observation();
+    if (looked_for_.n > 0 && needs_findings(served))
+        DeviceGraph(context, graph, *this, served, 0, {}, step_)
+            .add_findings(looked_for_.n, rows_looked_up_[layer]);
+}
+
+void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed, int n_parts) {
+    begin_look_up(unknown, observed);
     const std::size_t n = index_of(std::max(n_parts, 1));
     layers_of_part_ = std::max<std::size_t>(1, (layers_.size() + n - 1) / n);
     launched_ = {};
@@ -585,17 +606,10 @@ void DeviceAttention::build_part() {
     part.graph = Device::new_graph(part.context.get());
     const std::size_t end = std::min(layers_.size(), first + layers_of_part_);
     for (; first < end; ++first) {
-        const Served& served = layers_[first];
-        const auto groups = static_cast<int>(served.layer->groups().size());
-        const int n = kTensorsOfFindings +
-                      served.layer->shape().readers * groups * tensors_of_observation(served);
-        if (!Device::has_room_for(part.context.get(), n) && first > part.layers.first) break;
-        for (int reader = 0; has_observed_ && reader < served.layer->shape().readers; ++reader)
-            DeviceGraph(part.context.get(), part.graph, *this, served, reader, {}, step_)
-                .add_observation();
-        if (looked_for_.n > 0 && needs_findings(served))
-            DeviceGraph(part.context.get(), part.graph, *this, served, 0, {}, step_)
-                .add_findings(looked_for_.n, rows_looked_up_[first]);
+        if (first > part.layers.first &&
+            !Device::has_room_for(part.context.get(), tensors_of_look_up(layers_[first])))
+            break;
+        add_look_up(first, part.context.get(), part.graph);
     }
     part.layers.end = first;
 }
@@ -624,9 +638,36 @@ LayerRange DeviceAttention::next_part() {
     return launched;
 }
 
-void DeviceAttention::look_up_all(const UnknownTokens& unknown, bool observed) {
-    look_up(unknown, observed, 1);
-    while (launched_.end < layers_.size()) next_part();
+void DeviceAttention::look_up_all(const std::vector<LookUp>& all) {
+    Device& device = all.front().sequence->device_;
+    for (const LookUp& each : all) each.sequence->begin_look_up(each.unknown, each.observed);
+    // Single tokens need few tensors, so one graph has room for many sequences.
+    auto context = device.next_graph_context();
+    ggml_cgraph* graph = Device::new_graph(context.get());
+    const auto launch = [&] {
+        if (ggml_graph_n_nodes(graph) == 0) return;
+        device.wait();
+        device.place(graph);
+        device.launch(graph);
+    };
+    for (const LookUp& each : all) {
+        const DeviceAttention& sequence = *each.sequence;
+        for (std::size_t i = 0; i < sequence.layers_.size(); ++i) {
+            if (ggml_graph_n_nodes(graph) > 0 &&
+                !Device::has_room_for(context.get(),
+                                      sequence.tensors_of_look_up(sequence.layers_[i]))) {
+                launch();
+                context.reset();
+                context = device.next_graph_context();
+                graph = Device::new_graph(context.get());
+            }
+            sequence.add_look_up(i, context.get(), graph);
+        }
+    }
+    launch();
+    for (const LookUp& each : all)
+        each.sequence->findings_->begin_read(each.sequence->found_, 0,
+                                             each.sequence->found_.size());
 }
 
 }  // namespace entropykv

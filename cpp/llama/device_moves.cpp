@@ -15,28 +15,33 @@ bool DeviceAttention::has_moves() const {
     });
 }
 
-void DeviceAttention::move_rows() {
+void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) {
+    DeviceAttention& first = *sequences.front();
+    Device& device = first.device_;
+    const auto is_moving = [](const auto* sequence) { return sequence->has_moves(); };
     // A row that gets another one's content is none whose content is moved, so moves may be done in
     // any order, and by parts if there is no room for all.
-    while (has_moves()) {
-        const auto context = device_.graph_context();
+    while (std::any_of(sequences.begin(), sequences.end(), is_moving)) {
+        const auto context = device.graph_context();
         ggml_cgraph* graph = Device::new_graph(context.get());
-        StepInput input(device_, written_);
-        for (Served& served : layers_) {
-            DeviceLayer& layer = *served.layer;
+        StepInput input(device, first.written_);
+        for (std::size_t i = 0; i < first.layers_.size(); ++i) {
+            const DeviceLayer& layer = *first.layers_[i].layer;
             std::vector<std::int32_t> from;
             std::vector<std::int64_t> to;
-            const std::size_t most = index_of(max_tokens_ * layer.shape().n_head_kv);
-            for (DeviceHead& head : layer.heads())
-                for (; !head.moves.empty() && from.size() < most; head.moves.pop_back()) {
-                    from.push_back(head.first_row + head.moves.back().from);
-                    to.push_back(head.first_row + head.moves.back().to);
-                }
+            const std::size_t most = index_of(first.max_tokens_ * layer.shape().n_head_kv);
+            for (const DeviceAttention* sequence : sequences)
+                for (DeviceHead& head : sequence->layers_[i].layer->heads())
+                    for (; !head.moves.empty() && from.size() < most; head.moves.pop_back()) {
+                        from.push_back(head.first_row + head.moves.back().from);
+                        to.push_back(head.first_row + head.moves.back().to);
+                    }
             if (from.empty()) continue;
             const auto n = static_cast<std::int64_t>(from.size());
             ggml_tensor* from_rows =
-                moves_->tensor(context.get(), GGML_TYPE_I32, input.add(from), n);
-            ggml_tensor* to_rows = moves_->tensor(context.get(), GGML_TYPE_I64, input.add(to), n);
+                first.moves_->tensor(context.get(), GGML_TYPE_I32, input.add(from), n);
+            ggml_tensor* to_rows =
+                first.moves_->tensor(context.get(), GGML_TYPE_I64, input.add(to), n);
             for (const ggml_tensor* rows : {layer.k(), layer.v()}) {
                 if (rows == nullptr) continue;
                 ggml_tensor* all = leaf_of(context.get(), rows);
@@ -45,9 +50,9 @@ void DeviceAttention::move_rows() {
                                          ggml_get_rows(context.get(), all, from_rows), to_rows));
             }
         }
-        moves_->write(0, written_.data(), written_.size());
-        device_.place(graph);
-        device_.launch(graph);
+        first.moves_->write(0, first.written_.data(), first.written_.size());
+        device.place(graph);
+        device.launch(graph);
     }
 }
 

@@ -230,6 +230,7 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
     const bool observing =
         measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
     step_ = {n_tokens, position, observing, first, n_drafts, rope_position, see_all};
+    is_committed_ = false;
     ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
     for (Layer& layer : layers_) layer.read = 0;
     for_each_head_at_once(n_tokens > 1,
@@ -343,26 +344,47 @@ void DeviceStore::decide() noexcept {
     }
 }
 
-// Waits for the decisions about a step. Throws what they have thrown, and as add_attention() does.
-void DeviceStore::end_decisions() {
-    if (!std::exchange(deciding_, false)) return;
+// Waits for the decisions about a step, and returns whether there were any. Throws what they have
+// thrown.
+bool DeviceStore::take_decisions() {
+    if (!std::exchange(deciding_, false)) return false;
     shared_->background().wait();
     if (decision_error_ != nullptr) std::rethrow_exception(std::exchange(decision_error_, nullptr));
-    move_rows();
     unknown_ = plan_.unknown;
     unknown_.n_staged = 0;
+    return true;
 }
 
-// Lets the devices look up what the ledger is told while the next token is read: what the query of
-// this one gave, and what must be known of the newest entries, before they are too many.
-void DeviceStore::look_up_late() {
+// Does so, and begins to move rows. Throws as add_attention() does, too.
+void DeviceStore::end_decisions() {
+    if (take_decisions()) move_rows();
+}
+
+// Decides what the devices look up, and the ledger is told while the next token is read: what the
+// query of this one gave, and what must be known of the newest entries, before they are too many.
+void DeviceStore::plan_late_look_up() {
     const int most = most_unknown();
     const bool observed = step_.observing;
     late_.unknown = unknown_.n >= most || (observed && unknown_.n > most - kScoringInterval);
     if (observed) late_.position = step_.position;
-    if (!late_) return;
-    for (const auto& device : devices_)
-        device->look_up_all(late_.unknown ? unknown_ : UnknownTokens{}, observed);
+}
+
+void DeviceStore::look_up_late(const std::vector<DeviceStore*>& stores) {
+    std::vector<DeviceStore*> looking;
+    for (DeviceStore* store : stores) {
+        if (store->step_.n_tokens > 1) continue;
+        store->plan_late_look_up();
+        if (store->late_) looking.push_back(store);
+    }
+    if (looking.empty()) return;
+    for (std::size_t i = 0; i < looking.front()->devices_.size(); ++i) {
+        std::vector<DeviceAttention::LookUp> all;
+        for (const DeviceStore* store : looking)
+            all.push_back({store->devices_[i].get(),
+                           store->late_.unknown ? store->unknown_ : UnknownTokens{},
+                           store->late_.position >= 0});
+        DeviceAttention::look_up_all(all);
+    }
 }
 
 // Tells the ledger what was looked up late.
@@ -439,7 +461,8 @@ void DeviceStore::complete_ledger() {
     add_late_findings();
     for (const auto& device : devices_) device->device().wait();  // for rows that are moved
     if (unknown_.n == 0) return;
-    for (const auto& device : devices_) device->look_up_all(unknown_, false);
+    for (const auto& device : devices_)
+        DeviceAttention::look_up_all({{device.get(), unknown_, false}});
     for (const auto& device : devices_) device->device().wait();
     for_each_head([&](int layer, int h) { complete_entries(layer, h, 0); });
     unknown_ = {};
@@ -469,27 +492,35 @@ void DeviceStore::complete_entries(int layer, int h, int n_later) {
     unknown.clear();
 }
 
-void DeviceStore::commit_step() {
-    if (step_.in_graph) return commit_in_graph();
-    for (const auto& device : devices_) device->end_step();
-    for_each_head_at_once(true,
-                          [&](int layer, int h, int worker) { commit(layer, h, true, worker); });
-    move_rows();
-    peak_ = std::max(peak_, used_bytes());
+void DeviceStore::commit_steps(const std::vector<DeviceStore*>& stores) {
+    std::vector<DeviceStore*> decided;
+    for (DeviceStore* store : stores) {
+        if (std::exchange(store->is_committed_, true)) continue;
+        if (store->step_.in_graph && store->plan_.meanwhile) {
+            store->take_decisions();
+            decided.push_back(store);
+        } else {
+            store->commit_alone();
+        }
+        store->peak_ = std::max(store->peak_, store->used_bytes());
+    }
+    if (decided.empty()) return;
+    move_rows(decided);
+    look_up_late(decided);
 }
 
-void DeviceStore::commit_in_graph() {
-    if (plan_.meanwhile) {
-        end_decisions();
-        if (step_.n_tokens == 1) look_up_late();
-    } else {
+void DeviceStore::commit_alone() {
+    if (step_.in_graph) {
         add_late_findings();
         commit_by_parts();
-        move_rows();
         unknown_ = plan_.due ? UnknownTokens{} : plan_.unknown;
         unknown_.n_staged = 0;
+    } else {
+        for (const auto& device : devices_) device->end_step();
+        for_each_head_at_once(
+            true, [&](int layer, int h, int worker) { commit(layer, h, true, worker); });
     }
-    peak_ = std::max(peak_, used_bytes());
+    move_rows();
 }
 
 // Commits a step with what the devices have found out, part by part of the layers.
@@ -595,8 +626,13 @@ void DeviceStore::take_order_of_ledger(int layer, int h) {
     of.hold_first(entries.count());
 }
 
-void DeviceStore::move_rows() {
-    for (const auto& device : devices_) device->move_rows();
+// The stores must share places.
+void DeviceStore::move_rows(const std::vector<DeviceStore*>& stores) {
+    for (std::size_t i = 0; i < stores.front()->devices_.size(); ++i) {
+        std::vector<DeviceAttention*> sequences;
+        for (const DeviceStore* store : stores) sequences.push_back(store->devices_[i].get());
+        DeviceAttention::move_rows(sequences);
+    }
 }
 
 void DeviceStore::settle_drafts(int n_accepted) {

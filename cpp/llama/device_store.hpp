@@ -87,8 +87,10 @@ public:
     // Begins to commit steps that the devices compute, if nothing that they find out is needed.
     static void decide_meanwhile(const std::vector<DeviceStore*>& stores);
     // Must be called after every micro-batch that was read: commits its entries in all layers,
-    // which evicts what budgets cannot hold.
-    void commit_step();
+    // which evicts what budgets cannot hold. Steps that were committed stay as they are.
+    static void commit_steps(const std::vector<DeviceStore*>& stores);
+    void commit_step() { commit_steps({this}); }
+    bool has_drafts() const { return step_.n_drafts > 0; }
     // Undoes the commits of all drafts but the first n_accepted; must follow commit_step() after a
     // micro-batch with drafts.
     void settle_drafts(int n_accepted);
@@ -185,9 +187,11 @@ private:
     bool evicts() const;
     void plan_commit();
     void decide() noexcept;
+    bool take_decisions();
     void end_decisions();
-    void commit_in_graph();
-    void look_up_late();
+    void commit_alone();
+    void plan_late_look_up();
+    static void look_up_late(const std::vector<DeviceStore*>& stores);
     void add_late_findings();
     void forget_unknown() noexcept;
     bool reads_values() const;
@@ -196,7 +200,8 @@ private:
     // Lets the rows of a head be in the order of the ledger, with moves where it has changed.
     void follow_ledger(int layer, int head);
     void take_order_of_ledger(int layer, int head);
-    void move_rows();
+    void move_rows() { move_rows({this}); }
+    static void move_rows(const std::vector<DeviceStore*>& stores);
     // Calls visit(layer, head) for the KV heads of all layers in order.
     template <typename Visit>
     void for_each_head(Visit visit) const {
@@ -242,6 +247,7 @@ private:
         bool meanwhile = false;  // whether nothing that the device finds out is needed
     };
     CommitPlan plan_;
+    bool is_committed_ = true;
     bool deciding_ = false;  // whether the step is being committed while devices compute
     std::exception_ptr decision_error_;
     // Says what the devices look up while the next token is read, and the ledger is told later.

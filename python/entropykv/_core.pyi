@@ -995,7 +995,9 @@ class DeviceStore:
         """Return how many drafts may follow the token at `position`, at most `wanted`."""
 
     def commit_step(self) -> None:
-        """Take the entries of a micro-batch that was read; evict what budgets cannot hold."""
+        """Take the entries of a micro-batch that was read; evict what budgets cannot hold. What
+        DeviceBatch.commit() has done is not done again.
+        """
 
     def settle_drafts(self, n_accepted: int) -> None:
         """Undo what all drafts of the last micro-batch but the first `n_accepted` have changed."""
@@ -1098,6 +1100,9 @@ class DeviceBatch:
         RoPE sees the first one at `rope_position`. The last `n_drafts` are drafts. With `see_all`,
         every token attends to all of them, also to later ones.
         """
+
+    def commit(self) -> None:
+        """Commit the steps of all stores without drafts, at once."""
 
 class FlatStore:
     """Evict whole positions from the cache of a llama_context, which is given by its address."""

@@ -32,6 +32,7 @@ from entropykv.errors import ContextError
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.memory_plan import format_plan, make_plan
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.store.step import Part, decode_parts
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.support.draft_oracles import Oracle, draft_with
 from tests.support.image_reference import helper_logits
@@ -709,6 +710,15 @@ def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
         stats = session.stats()
         assert sum(places.values()) == stats.kv_bytes_budget + stats.kv_bytes_staging
     assert ("in devices" if LAYERS else "in main memory") in format_plan(plan)
+    of_pool = make_plan(llama, CacheOptions(**options, n_sequences=3))
+    with pool_of(llama, kv_budget=0.3, n_sequences=3) as pool:
+        session = pool.session()
+        session.decode([5])
+        pool_stats = pool.stats()
+        # The rows of all places are there with the first one, each part rounded up.
+        more = pool_stats.kv_bytes_budget + pool_stats.kv_bytes_staging
+        more -= sum(of_pool.bytes_by_place.values())
+        assert 0 <= more <= 3 * len(session.cache.budgets())
 
 
 @pytest.mark.usefixtures("learnt_folder")
@@ -789,9 +799,11 @@ class Twins:
     """A conversation of a pool, and one that reads the same text alone, with the same budget."""
 
     def __init__(self, pool: Pool, path: Path, text: list[int], **options: Any) -> None:
+        """Open them; `options` are those of the pool, whose budget is a fraction."""
         self.text = text
         self.session = pool.session()
-        self.alone = alone_like(self.session, path, **options)
+        self.alone = on_device(path, **options)
+        assert self.alone.cache.budgets() == self.session.cache.budgets()
 
     def read(self, n: int) -> None:
         """Read the next n tokens, each for itself."""
@@ -830,24 +842,24 @@ TOGETHER: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "policy"),
+    ("name", "n", "policy", "kv_budget"),
     [
-        ("llama", 8, "uniform"),
-        ("llama", 17, "recency"),
-        ("multi-head", 5, "auto"),
-        ("70b", 3, "uniform"),  # As many query heads and KV heads as models of 70B have.
-        ("gemma2", 3, "uniform"),
-        ("deepseek2", 3, "recency"),
+        ("llama", 8, "uniform", 0.25),
+        ("llama", 17, "recency", 0.25),
+        ("multi-head", 5, "auto", 0.25),
+        ("70b", 3, "uniform", 0.25),  # As many query heads and KV heads as models of 70B have.
+        ("gemma2", 3, "uniform", 0.1),  # Windows of 48 tokens in every other layer.
+        ("deepseek2", 3, "recency", 0.25),
     ],
 )
 def test_single_tokens_of_several_conversations_are_read_in_llama_cpps_graph(
-    name: str, n: int, policy: str, tmp_path: Path
+    name: str, n: int, policy: str, kv_budget: float, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
     TOGETHER[name](path)
-    options: dict[str, Any] = {"policy": policy, "n_ctx": 1600}
+    options: dict[str, Any] = {"policy": policy, "n_ctx": 1600, "kv_budget": kv_budget}
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(pool_of(path, n_sequences=n, kv_budget=0.25, **options))
+        pool = stack.enter_context(pool_of(path, n_sequences=n, **options))
 
         def begin(length: int, seed: int) -> Twins:
             twins = Twins(pool, path, tokens_for(length + 40, seed=seed), **options)
@@ -867,6 +879,48 @@ def test_single_tokens_of_several_conversations_are_read_in_llama_cpps_graph(
         twins.append(begin(100, 99))
         write_together(pool, twins, 8)
         assert pool.stats().evictions > 0
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "bloom", "learned-positions"])
+def test_with_sinks_or_alibi_or_without_rope_conversations_read_at_once_as_they_do_alone(
+    name: str, tmp_path: Path
+) -> None:
+    path = model_of(name, tmp_path)
+    options: dict[str, Any] = {"n_ctx": 512, "kv_budget": 0.25}
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pool_of(path, n_sequences=3, **options))
+        twins = []
+        for i in range(3):
+            twins.append(Twins(pool, path, tokens_for(200 + 30 * i, seed=i), **options))
+            stack.enter_context(twins[-1].alone)
+            twins[-1].read(180 + 30 * i)
+        computed = write_together(pool, twins, 12)
+        # ALiBi needs a graph for every layer.
+        n_layers = len(twins[0].session.cache.budgets())
+        assert name != "bloom" or computed >= 12 * n_layers
+
+
+def test_drafts_are_left_out_where_several_conversations_write_at_once(llama: Path) -> None:
+    text = tokens_for(100)
+    with pool_of(llama, kv_budget=1.0, spec_type="ngram", draft_max=3) as pool:
+        sessions = [pool.session() for _ in range(2)]
+        for session in sessions:
+            session.decode(text)
+        runner = pool.runner
+        with runner.scheduler.between_steps():
+            parts = []
+            for session in sessions:
+                part = Part(session.reader._store, [5, 6, 7], 100, 3)
+                part.n_drafts, part.verify = 2, lambda _: 2
+                parts.append(part)
+            decode_parts(parts, runner._batch, runner.model.name)
+        for session, part in zip(sessions, parts, strict=True):
+            logits = part.result()
+            assert part.n_read == 1
+            assert logits is not None
+            with alone_like(session, llama) as alone:
+                alone.decode(text)
+                assert relative_error(logits[-1], alone.decode([5])[-1]) < 2e-3
 
 
 def test_a_step_reads_either_single_tokens_or_a_prompt(llama: Path) -> None:

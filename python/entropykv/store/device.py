@@ -37,8 +37,6 @@ class DeviceStore(Store, Pooled):
     copies_checkpoints = True
     context: DeviceContext
     shift = 0
-    _is_committed = True
-    """True if the last micro-batch, with its drafts, is in the ledger."""
 
     def __init__(
         self,
@@ -141,7 +139,6 @@ class DeviceStore(Store, Pooled):
         sees_all = reading.embedded is not None and reading.embedded.sees_all
         n_drafts = reading.n_drafts
         self.context.batch.add(self._store, n_tokens, position, rope_position, n_drafts, sees_all)
-        self._is_committed = False
 
     @property
     def drafts(self) -> DeviceStore | None:
@@ -158,13 +155,10 @@ class DeviceStore(Store, Pooled):
         """Evict what the budget cannot hold, and undo what wrong drafts have changed."""
         self._store.commit_step()
         self._store.settle_drafts(n_right)
-        self._is_committed = True
 
     def after(self, n_tokens: int) -> None:  # noqa: ARG002
         """Evict what the budget cannot hold."""
-        if not self._is_committed:
-            self._store.commit_step()
-        self._is_committed = True
+        self._store.commit_step()
         self.context.note_use()
 
     def resize(self, budget: Budget) -> None:

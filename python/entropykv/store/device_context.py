@@ -149,8 +149,11 @@ class DeviceContext(StoreContext):
         self.hook.begin_step()
 
     def end_step(self) -> None:
-        """End the micro-batch: check that every layer was served."""
+        """End the micro-batch: check that every layer was served, and let stores without drafts
+        decide who stays.
+        """
         self.hook.check_step()
+        self.batch.commit()
 
     def note_use(self) -> None:
         """Record how many bytes are in use after a micro-batch."""

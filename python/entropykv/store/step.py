@@ -75,11 +75,14 @@ class Part:
             self.recalls,
         )
 
-    def limit_drafts(self) -> None:
-        """Leave out the last drafts where the store could not undo so many."""
+    def limit_drafts(self, *, alone: bool) -> None:
+        """Leave out the last drafts where the store could not undo so many, and all of them where
+        several sequences read nothing but single tokens; `alone`: there are no other parts.
+        """
         if self.n_drafts:
             drafts = self.store.drafts
-            most = 0 if drafts is None else drafts.most_drafts(self.position, self.n_drafts)
+            possible = drafts is not None and (alone or self.store.context.reads_together)
+            most = drafts.most_drafts(self.position, self.n_drafts) if drafts and possible else 0
             self.tokens = self.tokens[: len(self.tokens) - self.n_drafts + most]
             self.n_drafts, self.n_rows = most, 1 + most
 
@@ -121,7 +124,7 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
     context = parts[0].store.context
     context.begin_step()
     for part in parts:
-        part.limit_drafts()
+        part.limit_drafts(alone=len(parts) == 1)
     # A device attends at once for sequences in neighbouring places.
     in_order = sorted(
         parts, key=lambda part: (not part.is_single, part.n_drafts > 0, part.store.sequence)
