@@ -2,11 +2,14 @@ r"""Measure how well a predictor predicts that was learnt from few tokens, and w
 
 For each text, a predictor is fitted to its first tokens, chunk by chunk, as sessions do, and tested
 with the other texts: Pearson's r of predicted and true logarithms, the mean over all KV heads. With
---speed, a prompt is read by `fast`, by `auto` in a session that learns, and by `auto` in the next
-one; speeds are tokens per second of CPU time, times the threads.
+--speed, a prompt is read by `fast`, by `auto` in a session that learns, by `auto` in the next one,
+by stock llama.cpp, and by `fast` once more; speeds are tokens per second of CPU time, times the
+threads. --by leaves readers out: long prompts can be measured in several runs, because CPU time
+hardly depends on the load.
 
-python benchmarks/learning.py --model qwen-0.5b.gguf
-python benchmarks/learning.py --model qwen-1.5b.gguf --speed 1536 -t 2
+python benchmarks/learning.py --model qwen-0.5b
+python benchmarks/learning.py --model qwen-1.5b --speed 2048 -t 2
+python benchmarks/learning.py --model qwen-1.5b --speed 6144 --by auto
 """
 
 from __future__ import annotations
@@ -15,19 +18,26 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
 from entropykv import Session
 from entropykv.calibration.fitting import _EchoReader
+from entropykv.evaluation.bench import history_tokens
+from entropykv.llamacpp.stock import StockSession
+from entropykv.policy.names import AUTO
 from entropykv.profile.growing import GrowingPredictor, _correlations, _moments
 from entropykv.profile.predictor import Lessons
 from entropykv.session.predictor_fit import value_features
-from inputs import find_model, read_texts
+from inputs import find_model
 
 ROOT = Path(__file__).parents[1]
+STOCK = "stock"
+READERS = ("fast", AUTO, STOCK, "fast")
+"""The policies that read a prompt in a budget, and llama.cpp, which holds it whole in f16."""
 NAMES = ("tuning_prose_01", "04_python", "18_french", "03_dialogue")
 
 
@@ -62,18 +72,37 @@ def _r(growing: GrowingPredictor, others: Lessons) -> float:
     return float(np.mean([r for w, (_, s) in layers for r in _correlations(_moments(w, s))]))
 
 
-def measure_speed(model: str, n_tokens: int, n_threads: int) -> None:
-    """Print tokens per second of CPU time of all threads."""
-    text = "\n".join(read_texts("tuning_*").values())
+def measure_speed(model: str, n_tokens: int, n_threads: int, readers: Sequence[str]) -> None:
+    """Print tokens per second of CPU time of all threads, a line for each reader in READERS."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
-    for what in ("fast", "auto, first", "auto, second", "fast"):
-        options = {"n_ctx": n_tokens, "kv_budget": 0.2, "n_threads": n_threads, "learn": True}
-        with Session(model, policy=what.partition(",")[0], **options) as session:
-            tokens = session.tokenize(text)[:n_tokens]
-            before = time.process_time()
-            session.decode(tokens)
-            speed = n_tokens * n_threads / (time.process_time() - before)
-        print(f"{what}: {speed:.1f} tokens/s", flush=True)
+    for reader in readers:
+        for number, session in enumerate(_sessions(reader, model, n_tokens, n_threads)):
+            with closing(session):
+                tokens = history_tokens(session, n_tokens)
+                before = time.process_time()
+                session.decode(tokens)
+                speed = n_tokens * n_threads / (time.process_time() - before)
+            which = "" if reader != AUTO else ", second" if number else ", first"
+            print(f"{reader}{which}: {speed:.1f} tokens/s", flush=True)
+
+
+def _sessions(
+    reader: str, model: str, n_tokens: int, n_threads: int
+) -> Iterator[Session | StockSession]:
+    """Open the sessions of a reader, one after the other."""
+    if reader == STOCK:
+        yield StockSession(model, n_ctx=n_tokens, n_threads=n_threads)
+        return
+    for _ in range(2 if reader == AUTO else 1):
+        yield Session(
+            model,
+            n_ctx=n_tokens,
+            kv_budget=0.2,
+            n_threads=n_threads,
+            fixed_threads=True,
+            policy=reader,
+            learn=True,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,11 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model")
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--speed", type=int, metavar="TOKENS")
+    parser.add_argument("--by", default=",".join(READERS), help="readers (%(default)s)")
     parser.add_argument("-t", type=int, default=1)
     options = parser.parse_args(arguments)
     model = find_model(options.model)
     if options.speed:
-        measure_speed(model, options.speed, options.t)
+        measure_speed(model, options.speed, options.t, options.by.split(","))
     else:
         measure(model, options.chunks)
 
