@@ -99,9 +99,12 @@ struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
         const PageLayout& layout = this->head(head).layout();
         const float* source = query.row(token, head * split.group + of_group);
         const auto n = static_cast<std::size_t>(layout.k_dim);
-        for (std::size_t d = 0; d < n; ++d) row[d * apart] = source[d] * params.scale;
-        if (layout.key_centre == nullptr) return;
-        for (std::size_t d = 0; d < n; ++d) row[d * apart] *= layout.key_centre->unit[d];
+        if (layout.key_centre == nullptr) {
+            for (std::size_t d = 0; d < n; ++d) row[d * apart] = source[d] * params.scale;
+            return;
+        }
+        const float* unit = layout.key_centre->unit.data();
+        for (std::size_t d = 0; d < n; ++d) row[d * apart] = source[d] * params.scale * unit[d];
     }
     // Returns by how much the logits of a query (see load_query()) are smaller than those of the
     // model, because keys are stored with a centre.
