@@ -353,10 +353,18 @@ def test_names_of_policies_are_shown_to_their_end(browser: Any) -> None:
         server.end()
 
 
+def one_answered(page: Watched, server: Server) -> tuple[Any, Any, Any]:
+    """Ask something, and return what the server then sends: model, picture, and a conversation."""
+    page.settings(Longest_answer=4)
+    page.ask(DEMO.question)
+    page.finished()
+    (_, _, model), (_, _, now) = events(server, most=2)
+    return model, now, now["conversations"][0]
+
+
 def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server: Server) -> None:
     """The server sends nothing then."""
-    (_, _, model), (_, _, now) = events(server, most=2)
-    (holder,) = now["conversations"]
+    model, now, holder = one_answered(page, server)
     begun = time.time() - 100
 
     def picture(seconds: float, tokens: int) -> str:
@@ -395,11 +403,7 @@ def test_a_document_that_is_read_in_long_steps_has_its_true_speed(
     page: Watched, server: Server
 ) -> None:
     """A step of a large model takes seconds, in which the server has nothing to send."""
-    page.settings(Longest_answer=4)
-    page.ask(DEMO.question)
-    page.finished()
-    (_, _, model), (_, _, now) = events(server, most=2)
-    holder = now["conversations"][0]
+    model, now, holder = one_answered(page, server)
     begun = time.time() - 100
 
     def picture(i: int) -> str:
