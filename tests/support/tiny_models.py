@@ -7,6 +7,7 @@ single spike, and that logits vary by a few units.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from tests.support.tiny_writer import TinyGpt2Writer, TinyRope, TinyShape, TinyWriter
 
@@ -32,10 +33,11 @@ def write_llama(
 ) -> None:
     """Write a llama model; raises AssertionError for a shape that llama.cpp cannot load.
 
-    `activation` is the value of entropykv.activation in the file. `architecture`: llama, or
-    hunyuan-dense, which norms its keys after RoPE, or smollm3, without RoPE in every fourth layer.
-    `uneven`: the first layer, and the first half of the heads of all layers, attend to everything
-    equally. `key_bias`: the bias of the keys in their slowest pair; 0: keys have no biases.
+    `activation` is the value of entropykv.activation in the file: silu, relu2, or None.
+    `architecture`: llama, bitnet, hunyuan-dense, which norms its keys after RoPE, or smollm3,
+    without RoPE in every fourth layer. `uneven`: the first layer, and the first half of the heads
+    of all layers, attend to everything equally. `key_bias`: the bias of the keys in their slowest
+    pair; 0: keys have no biases.
     """
     shape = TinyShape(
         architecture,
@@ -52,39 +54,11 @@ def write_llama(
     TinyWriter(path, shape, seed, activation, rope, uneven, key_bias).write()
 
 
-def write_bitnet(
-    path: str | os.PathLike[str],
-    *,
-    n_layer: int = 2,
-    n_head: int = 4,
-    n_head_kv: int = 2,
-    head_dim: int = 16,
-    n_ff: int = 64,
-    n_vocab: int = 320,
-    n_ctx_train: int = 2048,
-    weight_type: str = "F16",
-    seed: int = 0,
-    rope_freq_base: float = 10000.0,
-    activation: str | None = None,
-    rope: TinyRope | None = None,
-) -> None:
-    """Write a BitNet model (sub-norms, tied head); the weights are dense, not ternary.
-
-    `activation` is the value of entropykv.activation in the file: silu, relu2, or None.
+def write_bitnet(path: str | os.PathLike[str], **options: Any) -> None:
+    """Write a BitNet model (sub-norms, tied head), with options of write_llama(); the weights are
+    dense, not ternary.
     """
-    shape = TinyShape(
-        "bitnet",
-        n_layer=n_layer,
-        n_head=n_head,
-        n_head_kv=n_head_kv,
-        head_dim=head_dim,
-        n_ff=n_ff,
-        n_vocab=n_vocab,
-        n_ctx_train=n_ctx_train,
-        weight_type=weight_type,
-        rope_freq_base=rope_freq_base,
-    )
-    TinyWriter(path, shape, seed, activation, rope).write()
+    write_llama(path, architecture="bitnet", **options)
 
 
 def write_gemma(path: str | os.PathLike[str], *, activation: str | None = None) -> None:
