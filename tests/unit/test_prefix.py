@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv.generation.spelling import continuing, control_symbol, spelling
+from entropykv.generation.resuming import continuing, control_symbol, spelling
 from entropykv.session.prefix_index import common_prefix
 
 PIECES = [b"a", b"b", b" ", b"\n", b"ab", b"aba", b"ba", b" a", b"b ", b"\xc3", b"\xa9", b"<end>"]

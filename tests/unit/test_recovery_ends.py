@@ -13,8 +13,7 @@ import pytest
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import EntropyKVError
-from entropykv.generation.prompt import Prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
 from entropykv.settings.recovery import Recovery, Rung

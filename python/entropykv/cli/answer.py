@@ -21,7 +21,7 @@ from entropykv.cli.notes import say
 from entropykv.cli.options import integer, utf8
 from entropykv.errors import SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, generate
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.session import Session
 from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_switch
 

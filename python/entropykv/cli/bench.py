@@ -23,7 +23,7 @@ from entropykv.cli.options import (
     list_of,
 )
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.plots import check_plot, draw_bench
+from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.progress import ProgressBar
 from entropykv.errors import SettingsError
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
@@ -32,6 +32,7 @@ from entropykv.evaluation.metrics import disagreement_note
 from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import policy_named
+from entropykv.report.figures import bench_figure
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.declared import of_group
 from entropykv.settings.options import KV_TYPES
@@ -138,7 +139,7 @@ def _bench(options: argparse.Namespace) -> int:
         }
         Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if options.plot:
-        draw_bench(rows, options.plot)
+        draw(lambda: bench_figure({"": rows}), options.plot)
     return 0
 
 

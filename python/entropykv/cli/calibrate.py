@@ -33,6 +33,7 @@ from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.profile.find import SUFFIX, profile_beside
 from entropykv.profile.parts import ROWS
 from entropykv.profile.profile import EntropyProfile
+from entropykv.report.figures import profile_figure
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.options import KV_TYPES
 
@@ -166,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     if profile.comparison is not None:
         print("\n".join(["", *comparison_lines(profile.comparison)]))
     if options.plot:
-        draw(profile, options.plot)
+        draw(lambda: profile_figure(profile), options.plot)
     return 0
 
 

@@ -13,8 +13,7 @@ from entropykv.cli.image_options import prompt_of, with_places
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.generation.prompt import Prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.plain_chat import plain_chat
 from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back

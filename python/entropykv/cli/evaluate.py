@@ -19,7 +19,7 @@ from entropykv.cli.interrupts import (
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_model_options, check_output, demo_of, fetch_named
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.plots import check_plot, draw_eval, draw_suite
+from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.progress import ProgressBar
 from entropykv.cluster import RAY_HELP
 from entropykv.errors import SettingsError
@@ -34,6 +34,7 @@ from entropykv.evaluation.ruler.scores import RulerPart
 from entropykv.evaluation.runs import Evaluation
 from entropykv.files import new_file
 from entropykv.llamacpp.model import Model
+from entropykv.report.figures import eval_figure, suite_figure
 
 
 def add_evaluate(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -193,7 +194,8 @@ def _write_figures(
         }
         _write_json(options.json, content | figures)
     if options.plot:
-        (draw_eval if options.suite is None else draw_suite)(rows, options.plot)
+        figure = eval_figure if options.suite is None else suite_figure
+        draw(lambda: figure({"": rows}), options.plot)
 
 
 def _write_json(path: str, content: dict[str, object]) -> None:

@@ -1,5 +1,5 @@
-"""`entropykv models`: list models that run without a download, public 1.58-bit models, and
-architectures.
+"""`entropykv models`: list models that run without a download, public 1.58-bit models,
+architectures, and what sessions have learnt of models.
 """
 
 from __future__ import annotations
@@ -7,13 +7,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from entropykv.cli import learnt
+from entropykv.cli.notes import say
 from entropykv.cli.parser import CommandParser
 from entropykv.convert.known import KnownModel, known_models
-from entropykv.errors import SettingsError
+from entropykv.errors import ProfileError, SettingsError
 from entropykv.model.architectures import (
     ArchitectureCheck,
     ArchitectureTable,
@@ -23,6 +24,7 @@ from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import LocalModel, local_models
 from entropykv.policy.names import policy_named
 from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
+from entropykv.profile.learnt import LearntFile, learnt_files, remove_learnt
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget
 
@@ -71,8 +73,8 @@ def _models(options: argparse.Namespace) -> int:
         raise SettingsError("--remove is of --learnt; give both")
     if options.learnt:
         if options.remove is not None:
-            return learnt.remove(options.remove)
-        return learnt.list_learnt(as_json=options.json)
+            return _forget(options.remove)
+        return _list_learnt(as_json=options.json)
     if options.architectures is not None:
         return _architectures(options)
     if options.known:
@@ -301,3 +303,58 @@ def format_columns(rows: list[tuple[str, ...]]) -> str:
 def _line_of(cells: tuple[str, ...], widths: list[int]) -> str:
     padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
     return f"| {' | '.join(padded)} |"
+
+
+def _list_learnt(*, as_json: bool) -> int:
+    """Print one predictor a line, or all as JSON; returns the exit code."""
+    rows = [_learnt_row(file) for file in learnt_files()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif not rows:
+        print("nothing was learnt, or what was learnt was removed")
+    else:
+        print("\n".join(map(_learnt_text, rows)))
+    return 0
+
+
+def _forget(names: Sequence[str]) -> int:
+    """Remove the predictors of these names, or all; returns the exit code."""
+    try:
+        removed = remove_learnt(names)
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: cannot be removed ({error.strerror})") from None
+    for path in removed:
+        print(f"{path}: removed")
+    if names and not removed:
+        say(f"nothing was learnt of {', '.join(names)}; `entropykv models --learnt` lists all")
+        return 1
+    return 0
+
+
+def _learnt_row(file: LearntFile) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": str(file.path)}
+    try:
+        learnt = file.read()
+    except ProfileError as error:
+        return {**row, "damage": str(error)}
+    if learnt is None:  # Another process has removed it meanwhile.
+        return {**row, "damage": f"{file.path}: no such file"}
+    return {
+        **row,
+        "model": learnt.model,
+        "n_tokens": learnt.predictor.n_tokens,
+        "n_texts": learnt.n_texts,
+        "correlation": learnt.predictor.correlation,
+        "complete": learnt.complete,
+    }
+
+
+def _learnt_text(row: dict[str, Any]) -> str:
+    if "damage" in row:
+        return f"{row['damage']}; it is learnt again, or remove it"
+    r = row["correlation"]
+    quality = "not tested yet" if r is None else f"r = {r:.2f}"
+    state = "" if row["complete"] else ", more texts improve it"
+    return (
+        f"{row['model']}: learnt from {row['n_tokens']} tokens ({quality}{state})\n  {row['path']}"
+    )

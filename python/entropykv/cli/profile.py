@@ -19,6 +19,7 @@ from entropykv.profile.predictor import LOOKUP_SHARE, ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import NO_PROFILE, WayComparison
 from entropykv.report.budgets import budget_tables
+from entropykv.report.figures import profile_figure
 
 _LETTERS = "sfmxd"
 """A letter for each of HEAD_TYPES, printed next to a head's entropy."""
@@ -208,6 +209,6 @@ def run(options: argparse.Namespace) -> int:
         check_output(options.convert)
         profile.save(options.convert)
     if options.plot:
-        draw(profile, options.plot)
+        draw(lambda: profile_figure(profile), options.plot)
     print(text)
     return 0

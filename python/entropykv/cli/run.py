@@ -34,7 +34,7 @@ from entropykv.cli.interrupts import EXIT_INTERRUPTED
 from entropykv.cli.notes import columns_of, say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.plots import check_plot, draw_trajectory
+from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import (
@@ -49,10 +49,10 @@ from entropykv.cli.saved import (
     use_document,
 )
 from entropykv.errors import ContextError, SettingsError
-from entropykv.generation.prompt import Prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.policy.user_options import freezing_of
+from entropykv.report.figures import trajectory_figure
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 from entropykv.session.stats import format_rows, stats_rows
@@ -130,7 +130,8 @@ def run(options: argparse.Namespace) -> int:
         )
         _report(session, options.stats_json)
         if options.plot is not None and session.cache.trajectory:
-            draw_trajectory(session.cache.trajectory, options.plot)
+            trajectory = session.cache.trajectory.to_json()
+            draw(lambda: trajectory_figure({"": trajectory}), options.plot)
         if options.save_session is not None:
             _save(session, options.save_session, answer, chat=chat)
         elif cache is not None and cache.keeps_answer:

@@ -49,8 +49,7 @@ from entropykv.errors import (
     SettingsError,
 )
 from entropykv.generation.events import AnswerPiece, Ended, Event, generate
-from entropykv.generation.prompt import Prompt, infill_prompt, shown_prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, Prompt, infill_prompt, shown_prompt
 from entropykv.generation.resuming import as_held, resume
 from entropykv.llamacpp.foreign_text import MARK, without_names
 from entropykv.llamacpp.model import captured_log, last_error

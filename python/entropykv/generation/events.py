@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from entropykv.constraint.constraint import Constraint
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.generate import Chooser, Companions, StepHooks, read_prompt, write_tokens
 from entropykv.session.logprobs import LogprobRecorder, TokenLogprob
 from entropykv.session.sampling import Sampling

@@ -5,17 +5,15 @@ KV heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.policy.division import LossCurve
 from entropykv.policy.own_budgets import OwnBudgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.policy import Policy
-from entropykv.policy.readings import StoreReadings
+from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
 from entropykv.policy.sources.kim_jung import LayerEntropies
 from entropykv.profile.curves import LossCurves
 from entropykv.profile.profile import EntropyProfile
@@ -28,8 +26,6 @@ budget's.
 LEAST_TOKENS = 32
 """Budgets change at most once in so many tokens, because a few queries show little."""
 _MOST_ENTRIES = 2**31 - 1
-
-Floats = npt.NDArray[np.float64]
 
 
 def is_observed(n_tokens: int, n_ubatch: int) -> bool:
@@ -49,53 +45,6 @@ def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
     """
     crosses = position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
     return crosses and is_observed(n_tokens, n_ubatch)
-
-
-class OnlineBudgets(Protocol):
-    """Define how to record what a text shows, and derive budgets from it."""
-
-    tracks_entropies: bool
-    """True if the store must measure the entropies of attention rows."""
-
-    def expect(self, plan: HeadwisePlan) -> None:
-        """Take the plan whose budgets will be shared."""
-
-    def knots(self, growth: float) -> list[int]:
-        """Return the numbers of entries beyond the floor at which the store must measure losses;
-        may be empty.
-
-        It is called before every micro-batch after which budgets change. `growth`: by what factor
-        the text will be longer once all of it is read: 1 or more.
-        """
-
-    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
-        """Record what an observed micro-batch has shown: see is_observed()."""
-
-    def observe_again(self) -> None:
-        """Record what an echo has shown of text that was observed before."""
-
-    def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return the entries of every KV head in the order of layers; None before anything was
-        observed.
-        """
-
-    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
-        """Return what the text loses with fewer pages; the same object until it changes.
-
-        Returns None if that is not known.
-        """
-
-    def forget(self) -> None:
-        """Forget all records, because another text begins."""
-
-    def state(self) -> Floats:
-        """Return everything that was recorded, for session files."""
-
-    def problem(self, state: Floats) -> str | None:
-        """Return why a state is invalid; None if it is valid."""
-
-    def load(self, state: Floats) -> None:
-        """Load a valid state."""
 
 
 def online_budgets(
@@ -122,7 +71,7 @@ def online_budgets(
     return None
 
 
-class MeasuredLosses:
+class MeasuredLosses(OnlineBudgets):
     """Share for the smallest total loss, by what heads would have lost in the last micro-batch.
 
     The loss of dropping an entry is its score; with `mass+values`, this is the squared norm of its

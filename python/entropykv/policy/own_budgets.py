@@ -6,14 +6,13 @@ import copy
 from collections.abc import Sequence
 
 from entropykv import _core
-from entropykv.policy.division import LossCurve
 from entropykv.policy.plan import HeadwisePlan, own_shares
-from entropykv.policy.readings import StoreReadings
+from entropykv.policy.readings import OnlineBudgets, StoreReadings
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import BudgetToShare, Floats, MicroBatchSeen, OwnPolicy
 
 
-class OwnBudgets:
+class OwnBudgets(OnlineBudgets):
     """Get the shares from an OwnPolicy that observes the text; every text has a copy of
     the object.
     """
@@ -36,13 +35,6 @@ class OwnBudgets:
         self._profile = profile
         self.forget()
 
-    def expect(self, plan: HeadwisePlan) -> None:
-        """Do nothing: entropies are measured with any budgets."""
-
-    def knots(self, growth: float) -> list[int]:  # noqa: ARG002
-        """Return an empty list, because no losses are needed."""
-        return []
-
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
         """Pass what the store has measured in a micro-batch to the policy."""
         store = self._store
@@ -56,9 +48,6 @@ class OwnBudgets:
             )
         )
 
-    def observe_again(self) -> None:
-        """Do nothing after an echo, because entropies belong to the text's own queries."""
-
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Return the shares of the policy after all its observations."""
         ask = BudgetToShare(
@@ -70,10 +59,6 @@ class OwnBudgets:
             self._profile,
         )
         return own_shares(self._policy, ask, plan.entries_per_page)
-
-    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
-        """Return None, because the weights of a policy need not be losses."""
-        return None
 
     def forget(self) -> None:
         """Start another text with a new copy of the user's object."""

@@ -1,11 +1,19 @@
-"""Define what policies read from a store after a micro-batch; they change nothing in it."""
+"""Define what budgets that follow the text read from a store after a micro-batch, and what they do
+with it; they change nothing in the store.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from entropykv.policy.division import LossCurve
+from entropykv.policy.plan import HeadwisePlan
+
+Floats = npt.NDArray[np.float64]
 
 
 class StoreReadings(Protocol):
@@ -35,3 +43,60 @@ class StoreReadings(Protocol):
         """Return the importance of the entries that a KV head keeps, (n,), in order of
         positions.
         """
+
+
+class OnlineBudgets(ABC):
+    """Record what a text shows, and derive budgets from it; those that need no losses need nothing
+    but the default bodies.
+    """
+
+    tracks_entropies: bool
+    """True if the store must measure the entropies of attention rows."""
+
+    def expect(self, plan: HeadwisePlan) -> None:  # noqa: B027
+        """Take the plan whose budgets will be shared."""
+
+    def knots(self, growth: float) -> list[int]:  # noqa: ARG002
+        """Return the numbers of entries beyond the floor at which the store must measure losses;
+        may be empty.
+
+        It is called before every micro-batch after which budgets change. `growth`: by what factor
+        the text will be longer once all of it is read: 1 or more.
+        """
+        return []
+
+    @abstractmethod
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
+        """Record what an observed micro-batch has shown: see is_observed()."""
+
+    def observe_again(self) -> None:  # noqa: B027
+        """Record what an echo has shown of text that was observed before."""
+
+    @abstractmethod
+    def budgets(self, plan: HeadwisePlan) -> list[int] | None:
+        """Return the entries of every KV head in the order of layers; None before anything was
+        observed.
+        """
+
+    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
+        """Return what the text loses with fewer pages; the same object until it changes.
+
+        Returns None if that is not known.
+        """
+        return None
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget all records, because another text begins."""
+
+    @abstractmethod
+    def state(self) -> Floats:
+        """Return everything that was recorded, for session files."""
+
+    @abstractmethod
+    def problem(self, state: Floats) -> str | None:
+        """Return why a state is invalid; None if it is valid."""
+
+    @abstractmethod
+    def load(self, state: Floats) -> None:
+        """Load a valid state."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from entropykv import _core
 from entropykv.errors import BudgetError
@@ -23,34 +23,40 @@ MOST_FLOORS = 64
 """The most numbers of pages whose floors are cached."""
 
 
-class Shares(Protocol):
-    """Define how the live sequences of a pool share its budget."""
+class Shares(ABC):
+    """Share the budget of a pool among its live sequences; unless defined otherwise, the parts are
+    what the stores have from the start.
+    """
 
-    keeps_places: bool
+    keeps_places: bool = False
     """True if sequences never wait for room; then each is live from the start."""
-    grow_by_leaving: bool
+    grow_by_leaving: bool = False
     """True if the others get the share of a sequence that is swapped out."""
 
+    @abstractmethod
     def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
         """Tell whether every sequence would get its protected entries.
 
         `budget` None: of the current budget. Raises BudgetError for an unusable one.
         """
 
-    def learn(self, slots: Sequence[SequenceSlot]) -> bool:
+    def learn(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
         """Measure what sequences would lose with a smaller share; returns whether that has
         changed.
         """
+        return False
 
-    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
+    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:  # noqa: B027
         """Set the share of every sequence; those that shrink evict first."""
 
-    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
+    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: B027
         """Prepare for the expected growth of a sequence's text."""
 
+    @abstractmethod
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:
         """Tell whether note_growth() would let a sequence keep its whole text."""
 
+    @abstractmethod
     def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
         """Share another budget; raises BudgetError if that is impossible."""
 
@@ -64,14 +70,13 @@ def shares_of(context: StoreContext, config: ResolvedConfig) -> Shares:
     return WholeBudget()
 
 
-class WholeBudget:
+class WholeBudget(Shares):
     """Give the whole budget to the only sequence of a pool of one.
 
     Its store owns the pages, and can be of any kind.
     """
 
     keeps_places = True
-    grow_by_leaving = False
 
     def are_possible(
         self,
@@ -80,13 +85,6 @@ class WholeBudget:
     ) -> bool:
         """Return True, because the store itself checks its budget."""
         return True
-
-    def learn(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
-        """Return False, because there is no other share to compare with."""
-        return False
-
-    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
-        """Do nothing, because the store has the budget already."""
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: ARG002
         """Let the store plan for the expected length of the text."""
@@ -103,15 +101,12 @@ class WholeBudget:
             slot.store.resize(budget)
 
 
-class EqualPlaces:
+class EqualPlaces(Shares):
     """Give every sequence an equal part of the budget, whoever else is live.
 
     Device stores have rows for it: the first one that takes a place allocates those of all, and the
     last one that leaves frees them. For a larger budget, they are allocated anew.
     """
-
-    keeps_places = False
-    grow_by_leaving = False
 
     def __init__(
         self, places: Places, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
@@ -135,16 +130,6 @@ class EqualPlaces:
         """Tell whether there are so many places; the stores check their budgets."""
         return len(slots) <= self._n_places
 
-    def learn(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
-        """Return False, because parts stay equal."""
-        return False
-
-    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
-        """Do nothing, because every store has its part already."""
-
-    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
-        """Do nothing, because parts do not depend on texts."""
-
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
         """Tell whether an equal part holds the whole expected text."""
         return max(slot.expected, slot.position) <= slot.store.reach().whole
@@ -159,10 +144,9 @@ class EqualPlaces:
             slot.given_up += n_held - slot.pooled.n_entries
 
 
-class PageShares:
+class PageShares(Shares):
     """Divide the pages of a pool by what its sequences need; see policy/division.py."""
 
-    keeps_places = False
     grow_by_leaving = True
 
     def __init__(

@@ -12,11 +12,11 @@ from entropykv.policy.division import LossCurve, WholeTexts
 from entropykv.policy.online import (
     LEAST_TOKENS,
     MeasuredLosses,
-    OnlineBudgets,
     changes_budgets,
     is_observed,
 )
 from entropykv.policy.plan import HeadwisePlan, by_layer
+from entropykv.policy.readings import OnlineBudgets
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.cold import ColdSide

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.errors import EntropyKVError, SessionFileError
 from entropykv.llamacpp.recurrent import RecurrentState
-from entropykv.policy.online import OnlineBudgets
 from entropykv.policy.policy import Policy
+from entropykv.policy.readings import OnlineBudgets
 from entropykv.store.cold import ColdSide
 from entropykv.store.states import (
     DamagedState,

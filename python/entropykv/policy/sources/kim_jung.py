@@ -12,21 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.policy.division import LossCurve
 from entropykv.policy.importance import Importance
 from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.policy import BudgetRule, Policy
-from entropykv.policy.readings import StoreReadings
+from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
 
 LAYER_RANGE = (8, 128)
 """Budgets of the layers with the lowest and the highest entropy, as in the paper."""
 MOST_BITS = 32
 """The largest possible entropy of a row in bits, since it has fewer than 2^32 entries."""
 
-Floats = npt.NDArray[np.float64]
 
 _BY_ATTENTION = Importance("attention", (), decay=1.0)
 
@@ -45,7 +42,7 @@ LAYER_IN_RANGE = Policy(
 )
 
 
-class LayerEntropies:
+class LayerEntropies(OnlineBudgets):
     """Compute budgets per layer from the mean entropy of its query heads in the text so far.
 
     The budgets follow what observe() has added up to the micro-batch after which they last changed.
@@ -70,13 +67,6 @@ class LayerEntropies:
         self._seen: Floats
         self._followed: Floats
         self.forget()
-
-    def expect(self, plan: HeadwisePlan) -> None:
-        """Do nothing: entropies are measured with any budgets."""
-
-    def knots(self, growth: float) -> list[int]:  # noqa: ARG002
-        """Return an empty list, because no losses are needed."""
-        return []
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Add the entropies of the micro-batch's rows."""
@@ -112,10 +102,6 @@ class LayerEntropies:
             plan.limits,
         )
         return [min(layer) for layer in by_layer(shares, self._layers) for _ in layer]
-
-    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
-        """Return None, because entropies are not losses."""
-        return None
 
     def forget(self) -> None:
         """Forget all rows, before another text begins."""

@@ -11,8 +11,7 @@ from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from entropykv.constraint.constraint import Constraint
-from entropykv.generation.prompt import Prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.server.chat.constraints import made, single
 from entropykv.server.chat.image_parts import ImageParts

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from entropykv import _version
 from entropykv.generation.completion_parts import CompletionReader
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
-from entropykv.generation.prompt import Prompt, shown_prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, Prompt, shown_prompt
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model
 from entropykv.server.chat.tool_calls import CallReader, ToolUse, as_deltas

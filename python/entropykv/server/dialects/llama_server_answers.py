@@ -9,8 +9,7 @@ from typing import Any
 
 from entropykv.generation.completion_parts import CompletionReader
 from entropykv.generation.events import Ended, Event
-from entropykv.generation.prompt import shown_prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, shown_prompt
 from entropykv.server.dialects.answers import Chunk, TokenNames, timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.logprobs import TokenLogprob

@@ -13,8 +13,13 @@ from pydantic import AliasChoices, BaseModel, Field
 from typing_extensions import Self
 
 from entropykv.errors import ImageError
-from entropykv.generation.prompt import Prompt, ShownImages, infill_prompt, text_prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import (
+    GenerationRequest,
+    Prompt,
+    ShownImages,
+    infill_prompt,
+    text_prompt,
+)
 from entropykv.server.chat.constraints import single
 from entropykv.server.dialects.answers import written
 from entropykv.server.dialects.fields import (

@@ -14,8 +14,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, mo
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
-from entropykv.generation.prompt import Prompt, infill_prompt
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, Prompt, infill_prompt
 from entropykv.server.chat.constraints import ConstraintFields, single
 from entropykv.server.dialects.answers import (
     AnswerForm,

@@ -12,8 +12,7 @@ from entropykv.constraint.constraint import Constraint
 from entropykv.constraint.trial import Trials
 from entropykv.errors import EntropyKVError, PoolError, SessionFileError, SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead, generate
-from entropykv.generation.prompt import check_room
-from entropykv.generation.request import GenerationRequest
+from entropykv.generation.prompt import GenerationRequest, check_room
 from entropykv.generation.resuming import as_held, resume, spelled_on
 from entropykv.server.documents.asked_document import AskedDocument
 from entropykv.server.engine.pool_totals import Totals
