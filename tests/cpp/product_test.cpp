@@ -182,12 +182,15 @@ void test_what_helpers_finish_is_copied() {
         CHECK(!left);
 
         // Without a copy, each helper ends with its buffers full, which are copied when taken back.
-        std::fill(out.begin(), out.end(), NAN);
-        CHECK(helpers.offer(pieces));
         const int last = pieces.size() - 1;
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));
-        helpers.rest();
-        CHECK(!helpers.claim(last));
+        for (bool begun = false; !begun;) {  // Helpers may get no core before they rest.
+            std::fill(out.begin(), out.end(), NAN);
+            helpers.wake(2, pieces.size());
+            CHECK(helpers.offer(pieces));
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            helpers.rest();
+            begun = !helpers.claim(last);
+        }
         CHECK(!helpers.take_back(pieces, last));
         CHECK(out.back() == expected.back());
         CHECK(helpers.claim(0));

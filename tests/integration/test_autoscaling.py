@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.ray_cluster import ThreeNodes
-from tests.support.replicas import REPLICA, Served, two_replicas, wait_for
+from tests.support.replicas import REPLICA, Served, two_replicas
+from tests.support.waiting import wait_for
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.skipif(

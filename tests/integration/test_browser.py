@@ -358,7 +358,7 @@ def one_answered(page: Watched, server: Server) -> tuple[Any, Any, Any]:
     page.settings(Longest_answer=4)
     page.ask(DEMO.question)
     page.finished()
-    (_, _, model), (_, _, now) = events(server, most=2)
+    (_, model), (_, now) = events(server, most=2)
     return model, now, now["conversations"][0]
 
 
@@ -427,7 +427,7 @@ def test_a_page_that_is_slower_than_its_server_does_not_fall_behind(
 ) -> None:
     """Of pictures that have all come, it shows the newest, and not each in turn."""
     server.post("/v1/completions", json.dumps({"prompt": "The old garden", "max_tokens": 1}))
-    (_, _, model), (_, _, now) = events(server, most=2)
+    (_, model), (_, now) = events(server, most=2)
     assert now["map"] is not None
     each = next(holder for holder in now["conversations"] if holder["id"] == now["map"]["id"])
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tests.support.command import assert_refused, entropykv
 from tests.support.eval_command import words
 from tests.support.ray_cluster import ThreeNodes
+from tests.support.waiting import wait_for
 
 SETTINGS = ("--n-sequences", 4, "--max-length", 64, "--curve-texts", 3, "--curve-length", 256)
 
@@ -31,20 +31,13 @@ def begin(*options: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for_results(directory: Path, n: int) -> None:
-    deadline = time.monotonic() + 180
-    while len(list(directory.glob("*.npz"))) < n:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_an_interrupted_calibration_continues_and_writes_the_same_bytes(
     options: list[str], tmp_path: Path
 ) -> None:
     whole, continued, kept = tmp_path / "whole.json", tmp_path / "continued.json", tmp_path / "kept"
     assert entropykv("calibrate", *options, "-o", whole).returncode == 0
     process = begin(*options, "-o", continued, "--resume", kept)
-    wait_for_results(kept, 2)
+    wait_for(lambda: len(list(kept.glob("*.npz"))) >= 2)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -72,7 +65,7 @@ def test_a_cluster_writes_the_same_bytes_when_a_node_dies(
     alone, spread, kept = tmp_path / "alone.json", tmp_path / "spread.json", tmp_path / "kept"
     assert entropykv("calibrate", *options, "-o", alone).returncode == 0
     process = begin(*options, "-o", spread, "--ray", cluster.address, "--resume", kept)
-    wait_for_results(kept, 1)
+    wait_for(lambda: any(kept.glob("*.npz")))
     cluster.kill_a_node()
     _, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors

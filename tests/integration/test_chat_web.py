@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ import pytest
 
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.model import shipped
+from tests.support.waiting import wait_for
 
 CHAT = [sys.executable, "-m", "entropykv.cli", "chat", "--demo", "bitnet", "--web"]
 
@@ -38,10 +38,7 @@ def test_the_page_is_opened_with_what_chat_was_told(tmp_path: Path) -> None:
         found = re.search(r"http://127\.0\.0\.1:\d+/ in a browser", line)
         assert found, line
         url = found[0].split()[0]
-        deadline = time.monotonic() + 20
-        while not told.exists() or not told.read_text(encoding="ascii").strip():
-            assert time.monotonic() < deadline, "no browser was opened"
-            time.sleep(0.05)
+        wait_for(lambda: told.exists() and told.read_text(encoding="ascii").strip())
         assert told.read_text(encoding="ascii").strip() == url
         begins = httpx.get(f"{url}v1/web/defaults").json()
         assert begins["question"] == shipped.DEMOS["bitnet"].question

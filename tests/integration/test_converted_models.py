@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from tests.support.exact_logits import TOKENS, exact_logits
 from tests.support.i2s_files import I2sModel
 from tests.support.logits import relative_error
 from tests.support.tiny_models import write_bitnet
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("layout", ["x86", "arm64", "rows4"])
@@ -210,9 +210,7 @@ print(peak() - before)
 def test_an_interrupt_leaves_nothing(large: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.gguf"
     process = subprocess.Popen([sys.executable, "-m", "entropykv.cli", "convert", large, target])
-    deadline = time.monotonic() + 30
-    while not any(tmp_path.glob("*.part")) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_for(lambda: any(tmp_path.glob("*.part")))
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(30) == 130
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Hashable
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +32,7 @@ from entropykv.system import lock
 from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import MODEL, Server
 from tests.support.saved_sessions import all_entries, session_of
+from tests.support.waiting import wait_for
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 12
 SYSTEM = "Answer briefly."
@@ -389,21 +389,19 @@ def test_deleting_removes_what_a_killed_reader_left_while_saving(
 
 def test_a_killed_reader_leaves_a_part_that_is_continued(tiny_llama: Path, tmp_path: Path) -> None:
     source, path = tmp_path / "a.txt", tmp_path / "book.kv"
-    source.write_text(TEXT * 300)
+    source.write_text(TEXT * 100)
     command = [sys.executable, "-m", "entropykv.cli", "read", source, "-m", tiny_llama]
     options = ["-o", path, "--kv-budget", "96", "-ub", "64", "-t", "1"]
     reader = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
     partial = tmp_path / "book.kv.partial"
-    end = time.monotonic() + 60
-    while not partial.exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(partial.exists)
     reader.send_signal(signal.SIGKILL)
     reader.wait()
     assert not path.exists()
     result = entropykv("read", source, "-m", tiny_llama, *options)
     assert result.returncode == 0, result.stderr
     assert "continuing after" in result.stderr
-    assert document_header(path).note.text == TEXT * 300
+    assert document_header(path).note.text == TEXT * 100
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.ray_cluster import ThreeNodes
 from tests.support.replicas import start_replicas, two_replicas
+from tests.support.waiting import wait_for
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.replicas
@@ -24,11 +24,7 @@ def test_all_replicas_answer_about_a_document_that_one_has_read(
         documents = served.client
         sent = documents.post("/v1/documents", files={"file": ("book.txt", TEXT.encode())})
         assert sent.status_code == 202, sent.text
-        deadline = time.monotonic() + 120
-        while (status := documents.get("/v1/documents/book").json())["status"] != "ready":
-            assert status["status"] in ("queued", "reading"), status
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(lambda: documents.get("/v1/documents/book").json()["status"] == "ready")
         assert (tmp_path / "kept" / "book.kv").exists(), "the path is not that of the command"
         # Conversations are spread by their names, and each reads its question alone.
         answers = {

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.eval_command import SHORT, Command, words
 from tests.support.ray_cluster import ThreeNodes
+from tests.support.waiting import wait_for
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.replicas
@@ -45,10 +45,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def wait_for_records(log: Path, n: int) -> None:
     """Wait until the log has so many records after its header."""
-    deadline = time.monotonic() + 120
-    while not log.exists() or len(log.read_bytes().splitlines()) < 1 + n:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: log.exists() and len(log.read_bytes().splitlines()) > n)
 
 
 def test_figures_are_those_of_one_machine_when_a_node_dies(

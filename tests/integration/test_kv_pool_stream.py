@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,14 +38,14 @@ def of_name(picture: Any, name: str) -> Any:
 
 
 def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
-    assert events(pooled, most=1)[0][2]["shared"]
+    assert events(pooled, most=1)[0][1]["shared"]
     for name, text in (
         ("anna", PROMPT),
         ("ben", "A quiet market. " * 9),
         ("cleo", "In May " * 9),
     ):
         say(pooled, name, text)
-    (_, (_, _, picture)) = events(pooled, "columns=64", most=2)
+    (_, (_, picture)) = events(pooled, "columns=64", most=2)
     states = {each["name"]: each["state"] for each in picture["conversations"]}
     assert states == {"anna": "swapped_out", "ben": "swapped_out", "cleo": "idle"}
     anna, cleo = of_name(picture, "anna"), of_name(picture, "cleo")
@@ -58,7 +59,7 @@ def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
     assert anna["entries"] > 0
     swapped = [each["swapped_bytes"] for each in picture["conversations"]]
     assert sum(swapped) == picture["pool"]["swapped_bytes"]
-    chosen = events(pooled, f"conversation={anna['id']}", most=2)[1][2]
+    chosen = events(pooled, f"conversation={anna['id']}", most=2)[1][1]
     assert chosen["map"] is None, "what is swapped out holds nothing in the pool"
     text = pooled.get(f"/v1/kv/text?conversation={anna['id']}&count=4096").json()
     assert text["swapped_out"]
@@ -74,24 +75,33 @@ def test_what_a_newcomer_costs_is_counted(pooled: Server) -> None:
     ) as answer:
         lines = answer.iter_lines()  # The answer is closed when this iterator is deleted.
         next(lines)
-        alone = of_name(events(pooled, most=2)[1][2], "dora")
+        alone = of_name(events(pooled, most=2)[1][1], "dora")
         assert (alone["state"], alone["given_up"]) == ("active", 0)
         say(pooled, "emil", "A quiet market. " * 90)
-        beside = of_name(events(pooled, most=2)[1][2], "dora")
+        beside = of_name(events(pooled, most=2)[1][1], "dora")
     assert beside["given_up"] > 0
     assert beside["budget"] <= alone["budget"] // 2
     assert beside["bytes"] <= beside["budget"]
 
 
 def test_several_look_while_several_write(pooled: Server) -> None:
+    enough = threading.Event()
+
+    def write(number: int) -> None:
+        turns = 0
+        while not enough.is_set():
+            say(pooled, f"user {number} {turns}", PROMPT[number:], max_tokens=400)
+            turns += 1
+
     with ThreadPoolExecutor(6) as threads:
-        written = [
-            threads.submit(say, pooled, f"user {i}", PROMPT[i:], max_tokens=400) for i in range(4)
-        ]
+        writing = [threads.submit(write, number) for number in range(4)]
         seen = [threads.submit(events, pooled, most=4) for _ in range(2)]
-        for each in written:
+        try:
+            assert [len(each.result()) for each in seen] == [4, 4]
+        finally:
+            enough.set()
+        for each in writing:
             each.result()
-        assert [len(each.result()) for each in seen] == [4, 4]
 
 
 def test_documents_and_texts_of_other_keys_are_told_apart(tmp_path: Path) -> None:
@@ -102,7 +112,7 @@ def test_documents_and_texts_of_other_keys_are_told_apart(tmp_path: Path) -> Non
         body = {"name": "book", "text": "A quiet market. " * 30}
         assert server.post("/v1/documents", json.dumps(body)).status_code == 202
         say(server, "anna", "Who is there?", document="book")
-        (_, (_, _, picture)) = events(server, most=2)
+        (_, (_, picture)) = events(server, most=2)
         kinds = {each["name"]: each["document"] for each in picture["conversations"]}
         assert kinds == {"book": True, "anna": False}
         assert not picture["pool"]["others"]
@@ -114,7 +124,7 @@ def test_documents_and_texts_of_other_keys_are_told_apart(tmp_path: Path) -> Non
             timeout=60,
         )
         assert answer.status_code == 200
-        (_, (_, _, picture)) = events(server, most=2)
+        (_, (_, picture)) = events(server, most=2)
         assert len(picture["conversations"]) == 2
         assert picture["pool"]["others"]
     finally:

@@ -25,7 +25,7 @@ import pytest
 from entropykv import EntropyLlama
 from entropykv.model import shipped
 from tests.support.ending import ask_to_end, creation_flags
-from tests.support.replicas import wait_for
+from tests.support.waiting import wait_for
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("ray", reason="needs the extra ray")

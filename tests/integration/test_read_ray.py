@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from tests.support.command import assert_refused, entropykv
 from tests.support.eval_command import words
 from tests.support.ray_cluster import ThreeNodes
+from tests.support.waiting import wait_for
 
 N_TEXTS = 8
 SETTINGS = ("-c", 8192, "--kv-budget", 96, "-t", 1, "--policy", "uniform")
@@ -40,13 +40,6 @@ def begin(model: Path, texts: Sequence[Path], *options: object) -> subprocess.Po
 
 def documents_in(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def wait_for_a_document(folder: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("*.kv")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_each_file_becomes_the_document_that_it_would_be_alone(
@@ -97,7 +90,7 @@ def test_a_node_that_dies_loses_no_document(
     alone, spread = tmp_path / "alone", tmp_path / "spread"
     begin(tiny_llama, texts, "--out", alone).communicate(timeout=240)
     process = begin(tiny_llama, texts, "--out", spread, "--ray", cluster.address)
-    wait_for_a_document(spread)
+    wait_for(lambda: any(spread.glob("*.kv")))
     cluster.kill_a_node()
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
@@ -113,7 +106,7 @@ def test_ctrl_c_stops_the_cluster_s_tasks_and_the_same_command_continues(
     spread = tmp_path / "spread"
     options = ("--out", spread, "--ray", cluster.address)
     process = begin(tiny_llama, texts, *options)
-    wait_for_a_document(spread)
+    wait_for(lambda: any(spread.glob("*.kv")))
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.ray_cluster import ThreeNodes
 from tests.support.replicas import Served, two_replicas
+from tests.support.waiting import wait_for
 
 pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.replicas
@@ -54,6 +54,4 @@ def test_requests_find_their_text_and_a_node_that_dies_loses_no_finished_turn(
         # answer is lost, and the text that is sent again goes back to the end of the first prompt.
         assert 0 < read < whole / 4
     # The processes of a node that died may answer a little longer.
-    deadline = time.monotonic() + 60
-    while len({served.ask(text, name)[1] for name, text in texts.items()}) > 1:
-        assert time.monotonic() < deadline
+    wait_for(lambda: len({served.ask(text, name)[1] for name, text in texts.items()}) == 1)

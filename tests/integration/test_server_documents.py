@@ -17,6 +17,7 @@ import pytest
 from entropykv.errors import SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from tests.support.running_server import MODEL, Server
+from tests.support.waiting import wait_for
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 TEXT = SENTENCE * 12
@@ -61,11 +62,8 @@ class Asker:
         return self.client.get(f"/v1/documents/{name}").json()
 
     def until(self, name: str, *wanted: str) -> Any:
-        deadline = time.monotonic() + 60
-        while (status := self.status(name)).get("status") not in wanted:
-            assert time.monotonic() < deadline, status
-            time.sleep(0.01)
-        return status
+        wait_for(lambda: self.status(name).get("status") in wanted)
+        return self.status(name)
 
     def read(self, name: str, text: str = TEXT) -> Any:
         assert self.post(name, text).status_code == 202
@@ -376,9 +374,7 @@ def test_a_document_in_use_stays_and_another_one_is_deleted(asker: Asker) -> Non
         refused = asker.client.delete("/v1/documents/book")
         assert refused.status_code == 409
         assert "in use" in message_of(refused)
-    deadline = time.monotonic() + 20
-    while asker.client.delete("/v1/documents/book").status_code == 409:
-        assert time.monotonic() < deadline
+    wait_for(lambda: asker.client.delete("/v1/documents/book").status_code != 409)
     assert asker.names() == []
     assert asker.ask("book").status_code == 404
 
@@ -516,10 +512,7 @@ def test_a_reading_goes_on_after_a_server_has_died(tmp_path: Path, name: str) ->
     running = Server("--documents", tmp_path, usual=USUAL)
     asker = Asker(running)
     asker.post("book", LONG)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "book.kv.partial").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for((tmp_path / "book.kv.partial").exists)
     running.end(signal.Signals[name])
     assert not (tmp_path / "book.kv").exists(), "it was read before the server died"
     running = Server("--documents", tmp_path, usual=USUAL)
@@ -581,8 +574,7 @@ def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> N
         one.client.delete("/v1/documents/book")
         assert two.ask("book").status_code == 404
         one.post("other", LONG)
-        while not (tmp_path / "other.kv.partial").exists():
-            time.sleep(0.005)
+        wait_for((tmp_path / "other.kv.partial").exists)
         answers: list[str] = []
         asking = threading.Thread(target=lambda: answers.append(two.answer("other")))
         asking.start()
@@ -609,9 +601,7 @@ def test_a_document_that_another_server_uses_stays(tmp_path: Path) -> None:
             assert refused.status_code == 409
             assert "in use" in message_of(refused)
             assert one.status("book")["status"] == "ready"
-        deadline = time.monotonic() + 20
-        while two.client.delete("/v1/documents/book").status_code == 409:
-            assert time.monotonic() < deadline
+        wait_for(lambda: two.client.delete("/v1/documents/book").status_code != 409)
         assert one.ask("book").status_code == 404
         # The same name for another text: what the first server holds in memory is not asked.
         two.read("book", TEXT[::-1])

@@ -29,10 +29,10 @@ from tests.support.several_models import (
     catalog_of,
     run,
     running,
-    until,
     write_models,
 )
 from tests.support.tiny_models import write_llama
+from tests.support.waiting import until, wait_for
 
 LONG = {"max_tokens": 4000, "min_tokens": 4000}
 """An answer that takes more than a second, so that others find it unfinished."""
@@ -259,7 +259,6 @@ def test_an_idle_model_sleeps_until_the_next_request(folder: Path, several: bool
         models = catalog if several else catalog.models[0].options
         async with running(models) as served:
             before = await text_of(served, "one")
-            assert (await served.client.get("/props?model=one")).json()["is_sleeping"] is False
             await served.until("one", "sleeping")
             assert served.models.named("one").engine is None
             assert (await served.client.get("/health")).json() == {"status": "ok"}
@@ -303,6 +302,7 @@ def test_unloading_waits_for_the_end_of_an_answer(folder: Path) -> None:
             await text_of(served, "one")
             long = asyncio.ensure_future(streamed(served, "one"))
             await until(lambda: served.counts("one")[1] == 1)
+            assert (await served.client.get("/props?model=one")).json()["is_sleeping"] is False
             other = asyncio.ensure_future(served.ask("two"))
             await until(lambda: served.models.named("one").leaves)
             late = asyncio.ensure_future(served.ask("one"))
@@ -548,11 +548,9 @@ def ask(server: Server, model: str, prompt: str = "The old garden") -> int:
     return server.post("/v1/completions", body).status_code
 
 
-def wait_for(server: Server, model: str, state: str) -> None:
-    deadline = time.monotonic() + 60
-    while server.get(f"/v1/models/{model}").json()["status"]["value"] != state:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_until(server: Server, model: str, state: str) -> None:
+    entry = f"/v1/models/{model}"
+    wait_for(lambda: server.get(entry).json()["status"]["value"] == state)
 
 
 def test_memory_goes_back_when_a_model_is_unloaded(tmp_path: Path) -> None:
@@ -587,7 +585,7 @@ def test_a_signal_ends_the_process_while_a_model_is_loaded(
         encoding="utf-8",
     )
     with hub, serving("--models-preset", preset) as server:
-        wait_for(server, "slow", "loading")
+        wait_until(server, "slow", "loading")
         assert ask(server, "one") == 200
         start = time.monotonic()
         code, errors = server.end()
@@ -606,7 +604,7 @@ def test_the_command_serves_a_directory(tmp_path: Path) -> None:
             assert answer.model == "two"
             with pytest.raises(openai.NotFoundError, match="'one' and 'two' are"):
                 client.completions.create(model="three", prompt="The old", max_tokens=4)
-        wait_for(server, "two", "sleeping")
+        wait_until(server, "two", "sleeping")
         assert ask(server, "two") == 200
     assert "2 models, loaded when asked for: one, two" in "".join(server.log)
 

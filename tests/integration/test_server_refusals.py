@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,9 +173,7 @@ BAD: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_request_is_refused_by_name(server: Server, name: str, stream: bool) -> None:
     status, path, body = BAD[name]
-    start = time.monotonic()
     answer = server.post(path, json.dumps({**body, "stream": stream}))
-    assert time.monotonic() - start < 5
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["message"]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from entropykv import ContextError, Pool, PoolError
-from entropykv.session import sequence_slot
+from entropykv.session import model_runner, sequence_slot
 from tests.architectures import ARCHITECTURES
 from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together, written
 from tests.support.releases import write_known
 from tests.support.threads import in_threads
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -135,37 +137,40 @@ def test_where_nothing_more_can_be_parked_the_newcomer_is_refused(model: Path) -
 def test_a_newcomer_waits_for_those_who_write(model: Path) -> None:
     with pool_of(model, n_sequences=1, kv_budget=N_CTX) as pool:
         first, second = pool.session(), pool.session()
-        ended: dict[str, float] = {}
+        written: list[int] = []
 
         def write() -> None:
-            list(first.generate(PROMPTS[0], max_tokens=60, temperature=0))
-            ended["first"] = time.monotonic()
+            for token in first.generate(PROMPTS[0], max_tokens=60, temperature=0):
+                written.append(token)  # noqa: PERF402  # The other thread looks.
 
-        def come() -> None:
-            while first.position < len(PROMPTS[0]):
-                time.sleep(0.001)
+        def come() -> int:
+            wait_for(lambda: first.position >= len(PROMPTS[0]))
             second.decode(PROMPTS[1])
-            ended["second"] = time.monotonic()
+            return len(written)
 
-        in_threads([write, come])
-        assert ended["first"] < ended["second"]
+        assert in_threads([write, come])[1] == 60
 
 
 def test_a_newcomer_waits_for_one_that_becomes_idle_meanwhile(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 0.5)
+    """It becomes idle while the pool refuses the newcomer, which looked at the time before."""
+    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 1e6)
+    late = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, sleep=time.sleep)
+    monkeypatch.setattr(model_runner, "time", clock)
     with pool_of(model, n_sequences=1, kv_budget=N_CTX) as pool:
         first, second = pool.session(), pool.session()
         shared = pool.runner.shared
         make_live, refusals = shared.make_live, []
 
         def slowly(*args: Any) -> None:
+            nonlocal late
             try:
                 make_live(*args)
             except PoolError as error:
                 refusals.append(error)
-                time.sleep(0.6)
+                late = 2e6
                 raise
 
         monkeypatch.setattr(shared, "make_live", slowly)
@@ -174,13 +179,16 @@ def test_a_newcomer_waits_for_one_that_becomes_idle_meanwhile(
         assert refusals
 
 
-def test_one_thread_can_hold_several_generations(model: Path) -> None:
+def test_one_thread_can_hold_several_generations(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 120.0)
     with pool_of(model, n_sequences=2, kv_budget=N_CTX) as pool:
         streams = [pool.session().generate(p, max_tokens=6, temperature=0) for p in PROMPTS[:2]]
         start = time.monotonic()
         pairs = list(zip(*streams, strict=True))
         assert len(pairs) == 6
-        assert time.monotonic() - start < sequence_slot.IDLE_SECONDS
+        assert time.monotonic() - start < 60
 
 
 # --- forks ----------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 import zlib
 from typing import Any
 
@@ -17,7 +16,7 @@ PROMPT = "The old garden lay beside the road. " * 60
 LONG = {"prompt": PROMPT, "max_tokens": 9000, "min_tokens": 9000, "temperature": 0}
 
 
-def events(server: Server, query: str = "", most: int = 1, seconds: float = 20) -> list[Any]:
+def events(server: Server, query: str = "", most: int = 1, seconds: float = 60) -> list[Any]:
     """Return the first events of a stream as pairs of name and data."""
     found: list[Any] = []
     headers = {"authorization": f"Bearer {KEY}"}
@@ -26,7 +25,7 @@ def events(server: Server, query: str = "", most: int = 1, seconds: float = 20) 
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
             if line.startswith("event: "):
-                found.append([line[7:], time.monotonic()])
+                found.append([line[7:]])
             elif line.startswith("data: "):
                 found[-1].append(json.loads(line[6:]))
                 if len(found) == most:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,3 @@ def start_replicas(
             creationflags=creation_flags(),
         )
     return process, f"http://127.0.0.1:{port}"
-
-
-def wait_for(what: Callable[[], bool], seconds: float) -> None:
-    """Wait until something is true; fails after so many seconds."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.2)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.server.models.loading import load_model
 from entropykv.server.models.registry import ModelRegistry
 from tests.support.tiny_models import write_llama
+from tests.support.waiting import until
 
 WORDS = {"prompt": "The old garden", "max_tokens": 6, "temperature": 0.0}
 
@@ -119,15 +120,6 @@ class Running:
         """Return how often a model was loaded, and how many requests use it now."""
         held = self.models.named(name)
         return held.loads, held.users
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds, for at most a minute."""
-    for _ in range(6000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it took more than a minute")
 
 
 @contextlib.asynccontextmanager

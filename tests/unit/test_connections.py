@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 import uvicorn
 
 from entropykv.server.http.connections import protocol_of
+from tests.support.waiting import until
 
 
 def test_a_client_that_does_not_read_loses_its_connection() -> None:
@@ -87,16 +88,7 @@ async def running(app: Any) -> AsyncIterator[tuple[uvicorn.Server, socket.socket
     config.load()
     listener = config.bind_socket()
     life = asyncio.ensure_future(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started)
     yield server, listener
     server.should_exit = True
     await life
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds, for 10 seconds at most."""
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,10 +223,13 @@ def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> N
     inside: list[str] = []
     engine = Engine(FakeLoadedModel())  # type: ignore[arg-type]
 
+    begun, go_on = threading.Event(), threading.Event()
+
     def generate(name: str) -> None:
         assert not inside
         inside.append(name)
-        time.sleep(0.05)
+        begun.set()
+        assert go_on.wait(60)
         cache.read(named(name), name)
         inside.remove(name)
 
@@ -247,9 +250,10 @@ def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> N
         first, second, third = (
             asyncio.create_task(turns(scope(name), nothing, send)) for name in "abc"
         )
-        await asyncio.sleep(0.02)
+        assert await asyncio.to_thread(begun.wait, 60)
         first.cancel()
         third.cancel()
+        go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await first
         await second

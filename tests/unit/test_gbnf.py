@@ -160,14 +160,14 @@ def test_what_is_no_grammar_is_refused_with_its_line(grammar: str, reason: str) 
     ids=["before", "ambiguous", "nested", "count", "rules", "words", "many", "long", "doubling"],
 )
 def test_no_grammar_takes_long(grammar: str) -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     told = ""
     try:
         assert longest_step(Constraint.gbnf(grammar), b"a" * 300) < 0.5
     except SettingsError as error:
         told = str(error)
     assert len(told) < 400
-    assert time.monotonic() - start < 10
+    assert time.thread_time() - start < 10
 
 
 def test_the_vocabulary_of_the_tests_is_one_of_bytes() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from entropykv.errors import PoolError
 from entropykv.session.scheduler import Scheduler, Work, choose
 from entropykv.store.step import Part
+from tests.support.waiting import wait_for
 
 NO_STORE: Any = None
 
@@ -55,78 +57,56 @@ def test_works_of_one_kind_do_not_wait_for_the_turn_of_the_other(singles_turn: b
     assert choose([], together=True, singles_turn=singles_turn) == []
 
 
+class Patient(Scheduler):
+    """Wait for the sessions of the last step until they come or rest, however long they take."""
+
+    _patience = property(lambda _: 60.0, lambda *_: None)  # type: ignore[assignment]
+
+
 class Recorded:
-    """Hold a scheduler whose steps are recorded, and take some time."""
+    """Hold a scheduler whose steps are recorded."""
 
     def __init__(
-        self, seconds: float = 0.0, admit: Callable[[Work], bool] = lambda _: True
+        self,
+        kind: type[Scheduler] = Scheduler,
+        admit: Callable[[Work], bool] = lambda _: True,
     ) -> None:
         self.steps: list[list[Any]] = []
-        self.seconds = seconds
-        self.scheduler = Scheduler(admit, self.run, together=True)
+        self.scheduler = kind(admit, self.run, together=True)
 
     def run(self, step: list[Work]) -> None:
         self.steps.append([work.owner for work in step])
-        time.sleep(self.seconds)
 
     def submit(self, owner: str, n_tokens: int, arrival: int) -> Part:
         part = part_of(n_tokens)
         self.scheduler.submit(owner, part, arrival)
         return part
 
+    def submit_side_by_side(self, sizes: dict[str, int], many: int) -> None:
+        """Let every owner submit so many parts of its size, beginning when all of them wait."""
 
-def run_all(calls: list[Callable[[], Any]]) -> list[BaseException]:
-    errors: list[BaseException] = []
+        def submit(owner: str, arrival: int) -> None:
+            for _ in range(many):
+                self.submit(owner, sizes[owner], arrival)
+            self.scheduler.rest(owner)
 
-    def guarded(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    return errors
+        with ThreadPoolExecutor(len(sizes)) as threads:
+            with self.scheduler.between_steps():
+                running = [threads.submit(submit, *each) for each in zip(sizes, count())]
+                wait_for(lambda: self.scheduler.n_waiting == len(sizes))
+            for each in running:
+                each.result()
 
 
 def test_writers_come_into_one_step() -> None:
-    recorded = Recorded(seconds=0.02)
-
-    def write(name: str) -> None:
-        for _ in range(20):
-            recorded.submit(name, 1, 1)
-        recorded.scheduler.rest(name)
-
-    assert run_all([lambda n=name: write(n) for name in "abcd"]) == []
-    assert sum(map(len, recorded.steps)) == 80
-    assert len(recorded.steps) < 40  # It would be 20 without the beginning, and 80 one by one.
+    recorded = Recorded(Patient)
+    recorded.submit_side_by_side(dict.fromkeys("abcd", 1), 20)
+    assert [sorted(step) for step in recorded.steps] == [[*"abcd"]] * 20
 
 
 def test_prompts_are_read_in_the_order_of_their_arrival_among_tokens() -> None:
-    # A step waits half as long for the sessions of the previous step.
-    recorded = Recorded(seconds=0.03)
-    scheduler = recorded.scheduler
-    arrivals = {name: scheduler.arrive() for name in ("first", "second", "writer")}
-    with scheduler.between_steps():  # Until all of them wait.
-        threads = [
-            threading.Thread(target=lambda n=name: read(n))
-            for name in ("second", "first", "writer")
-        ]
-
-        def read(name: str) -> None:
-            for _ in range(4):
-                recorded.submit(name, 1 if name == "writer" else 8, arrivals[name])
-
-        for thread in threads:
-            thread.start()
-        while scheduler.n_waiting < 3:
-            time.sleep(0.001)
-    for thread in threads:
-        thread.join(20)
+    recorded = Recorded(Patient)
+    recorded.submit_side_by_side({"first": 8, "second": 8, "writer": 1}, 4)
     pieces = [owner for step in recorded.steps for owner in step if owner != "writer"]
     assert pieces[:2] == ["first", "first"]
     assert pieces == sorted(pieces)
@@ -174,8 +154,7 @@ def test_what_waits_can_be_called_off() -> None:
         ]
         for thread in threads:
             thread.start()
-        while recorded.scheduler.n_waiting < 2:
-            time.sleep(0.001)
+        wait_for(lambda: recorded.scheduler.n_waiting == 2)
         recorded.scheduler.cancel("a")
         threads[0].join(20)
         assert isinstance(parts["a"].error, PoolError)
