@@ -57,13 +57,7 @@ class _Keep(argparse.Action):
     work.
     """
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
         """Set the number of sinks; raises ArgumentError for -1, the whole prompt."""
         if values < 0:
             raise argparse.ArgumentError(

@@ -129,13 +129,7 @@ class Spellings:
 class _Once(argparse.Action):
     """Store a value, and refuse a second one, which would silently replace the first."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
         """Store the value; raises ArgumentError if there is one already."""
         if getattr(namespace, self.dest, None) is not None:
             raise argparse.ArgumentError(self, "is given twice; give it once")
@@ -160,13 +154,7 @@ class _Parts(_Once):
 class _Several(argparse.Action):
     """Collect the values of an option that may be given several times."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
         """Add the values to those before."""
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *values])
 
@@ -187,13 +175,7 @@ class _Translated(_Once):
 class _KvType(argparse.Action):
     """Read -ctk and -ctv, which may both be given, as --kv-type."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
         """Store the type; raises SettingsError for an unsupported one, and for two
         different ones.
         """
@@ -207,13 +189,7 @@ class _KvType(argparse.Action):
 class _LoadMode(argparse.Action):
     """Read -lm as settings of memory mapping and locking."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
         """Store both settings."""
         namespace.use_mmap, namespace.use_mlock = LOAD_MODES[values]
 

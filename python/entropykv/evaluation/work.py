@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from entropykv.model.geometry import ModelGeometry
 
@@ -16,17 +15,6 @@ WORKS = ("weights", "attention", "rest")
 """The kinds of work: products of weights; storing K and V, and attending to them; norms, rotations
 and all other nodes.
 """
-
-
-class Hook(Protocol):
-    """Define what times the graph nodes of a context: _core.WeightHook or _core.GraphHook."""
-
-    def measure_work(self, on: bool) -> None:
-        """Start timing if `on` is true, else stop it."""
-
-    @property
-    def work(self) -> dict[str, tuple[float, float, float]]:
-        """Return seconds, operations and bytes of every kind of work."""
 
 
 @dataclass(frozen=True)
