@@ -15,7 +15,7 @@ import pytest
 
 from entropykv import EntropyProfile
 from tests.support.calibration_texts import HAS_TRANSFORMERS, WORDS
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, started
 
 SCRIPT = Path(__file__).resolve().parents[2] / "calibration" / "calibrate_entropy.py"
 
@@ -85,13 +85,7 @@ def test_bad_arguments_of_calibrate(tiny_llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.needs("signal.SIGKILL")
 def test_an_interrupt_leaves_nothing(smollm2: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "entropykv.cli", "calibrate", "-m", str(smollm2), "-t", "1"]
-    process = subprocess.Popen(
-        [*command, "-o", str(tmp_path / "out.json")],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = started("calibrate", "-m", smollm2, "-t", "1", "-o", tmp_path / "out.json")
     assert process.stderr is not None
     seen = ""
     deadline = time.monotonic() + 60

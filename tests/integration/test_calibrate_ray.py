@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, started
 from tests.support.eval_command import words
 from tests.support.ray_cluster import ThreeNodes
 from tests.support.waiting import wait_for
@@ -26,17 +24,12 @@ def options(tiny_llama: Path, tmp_path: Path) -> list[str]:
     return [*map(str, ("-m", tiny_llama, "-t", 1, *SETTINGS, "--text", *texts))]
 
 
-def begin(*options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "entropykv.cli", "calibrate", *map(str, options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_an_interrupted_calibration_continues_and_writes_the_same_bytes(
     options: list[str], tmp_path: Path
 ) -> None:
     whole, continued, kept = tmp_path / "whole.json", tmp_path / "continued.json", tmp_path / "kept"
     assert entropykv("calibrate", *options, "-o", whole).returncode == 0
-    process = begin(*options, "-o", continued, "--resume", kept)
+    process = started("calibrate", *options, "-o", continued, "--resume", kept)
     wait_for(lambda: len(list(kept.glob("*.npz"))) >= 2)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -64,7 +57,9 @@ def test_a_cluster_writes_the_same_bytes_when_a_node_dies(
 ) -> None:
     alone, spread, kept = tmp_path / "alone.json", tmp_path / "spread.json", tmp_path / "kept"
     assert entropykv("calibrate", *options, "-o", alone).returncode == 0
-    process = begin(*options, "-o", spread, "--ray", cluster.address, "--resume", kept)
+    process = started(
+        "calibrate", *options, "-o", spread, "--ray", cluster.address, "--resume", kept
+    )
     wait_for(lambda: any(kept.glob("*.npz")))
     cluster.kill_a_node()
     _, errors = process.communicate(timeout=400)

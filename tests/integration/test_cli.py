@@ -15,7 +15,7 @@ import pytest
 from gguf import GGUFWriter
 
 from entropykv import EntropyProfile, Session
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, started
 from tests.support.ending import ask_to_end, creation_flags
 
 SLOW_COMMAND = """
@@ -100,18 +100,12 @@ def test_prompt_from_stdin_and_flat_store(tiny_llama: Path) -> None:
 def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
     prompt = "Once upon a time, in a village by the sea,"  # The model does not end its answer soon.
     options = ("-m", str(smollm2), "-p", prompt, "--no-chat", "--temp", "0", "-c", "4096")
-    with subprocess.Popen(
-        [sys.executable, "-m", "entropykv.cli", "run", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as process:
+    with started("run", *options) as process:
         assert process.stdout is not None
         process.stdout.read(1)  # The generation has begun.
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "peak RSS" in errors

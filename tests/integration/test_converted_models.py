@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from gguf import GGUFReader
 from entropykv import Session
 from entropykv.convert import convert
 from entropykv.model.geometry import read_geometry
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, started
 from tests.support.exact_logits import TOKENS, exact_logits
 from tests.support.i2s_files import I2sModel
 from tests.support.logits import relative_error
@@ -209,8 +208,9 @@ print(peak() - before)
 @pytest.mark.needs("signal.SIGKILL")
 def test_an_interrupt_leaves_nothing(large: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.gguf"
-    process = subprocess.Popen([sys.executable, "-m", "entropykv.cli", "convert", large, target])
-    wait_for(lambda: any(tmp_path.glob("*.part")))
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(30) == 130
+    with started("convert", large, target) as process:
+        wait_for(lambda: any(tmp_path.glob("*.part")))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
     assert list(tmp_path.iterdir()) == []

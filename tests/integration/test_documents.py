@@ -9,8 +9,6 @@ import resource
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Hashable
 from contextlib import closing
 from pathlib import Path
@@ -29,7 +27,7 @@ from entropykv.session.file import open_session
 from entropykv.session.session_files import document_header
 from entropykv.store.step import Part
 from entropykv.system import lock
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, started
 from tests.support.running_server import MODEL, Server
 from tests.support.saved_sessions import all_entries, session_of
 from tests.support.waiting import wait_for
@@ -390,13 +388,10 @@ def test_deleting_removes_what_a_killed_reader_left_while_saving(
 def test_a_killed_reader_leaves_a_part_that_is_continued(tiny_llama: Path, tmp_path: Path) -> None:
     source, path = tmp_path / "a.txt", tmp_path / "book.kv"
     source.write_text(TEXT * 100)
-    command = [sys.executable, "-m", "entropykv.cli", "read", source, "-m", tiny_llama]
     options = ["-o", path, "--kv-budget", "96", "-ub", "64", "-t", "1"]
-    reader = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
-    partial = tmp_path / "book.kv.partial"
-    wait_for(partial.exists)
-    reader.send_signal(signal.SIGKILL)
-    reader.wait()
+    with started("read", source, "-m", tiny_llama, *options) as reader:
+        wait_for((tmp_path / "book.kv.partial").exists)
+        reader.kill()
     assert not path.exists()
     result = entropykv("read", source, "-m", tiny_llama, *options)
     assert result.returncode == 0, result.stderr

@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command import started
 from tests.support.eval_command import SHORT, Command, words
 from tests.support.ray_cluster import ThreeNodes
 from tests.support.waiting import wait_for
@@ -35,8 +35,7 @@ def options(tmp_path: Path) -> list[str]:
 
 
 def begin(model: Path, *options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "entropykv.cli", "eval", "-m", model, "-t", "1", *options]
-    return subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
+    return started("eval", "-m", model, "-t", "1", *options)
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from entropykv.model.shipped import DEMOS
+from tests.support.command import entropykv
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -24,13 +23,7 @@ PLUGIN = EXAMPLES / "llm-entropykv" / "llm_entropykv.py"
 def assert_only_the_model_is_missing(words: list[str], folder: Path) -> None:
     """Run a command line of `serve` whose files are elsewhere: all that is wrong is its model."""
     moved = [re.sub(r"^(/models|/var/lib/entropykv)", str(folder), word) for word in words]
-    result = subprocess.run(
-        [sys.executable, "-m", "entropykv.cli", *moved],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    result = entropykv(*moved)
     assert result.returncode == 2, result.stderr
     assert f"{folder}/model.gguf: no such file" in result.stderr
 

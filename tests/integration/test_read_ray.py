@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, started
 from tests.support.eval_command import words
 from tests.support.ray_cluster import ThreeNodes
 from tests.support.waiting import wait_for
@@ -29,13 +28,7 @@ def texts(tmp_path: Path) -> list[Path]:
 
 
 def begin(model: Path, texts: Sequence[Path], *options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "entropykv.cli", "read", *texts, "-m", model, *SETTINGS]
-    return subprocess.Popen(
-        [*map(str, command), *map(str, options)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return started("read", *texts, "-m", model, *SETTINGS, *options)
 
 
 def documents_in(folder: Path) -> dict[str, bytes]:

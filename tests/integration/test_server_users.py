@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from starlette.middleware import Middleware
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.engine.conversations import Conversations
 from entropykv.server.engine.turns import TurnMiddleware
+from tests.support.command import started
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import served
 
@@ -146,13 +145,11 @@ def test_texts_are_off_where_there_is_a_key(key: str | None) -> None:
 def test_what_cannot_be_is_said_before_the_model_is_loaded(
     options: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "entropykv.cli", "serve", "-m", str(MODEL), "--port", "0"]
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode != 0
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    process = started("serve", "-m", MODEL, "--port", "0", *options, cwd=tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert says in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("parallel", [1, 2])

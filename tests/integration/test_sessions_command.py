@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from entropykv import Session
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, started
 from tests.support.saved_sessions import (
     session_of,
 )
@@ -119,14 +119,7 @@ def test_ctrl_c_saves_what_was_written(smollm2: Path, tmp_path: Path) -> None:
     file = tmp_path / "x.ekv"
     prompt = "Once upon a time, in a village by the sea,"  # The model does not end its answer soon.
     options = ("-m", str(smollm2), "--no-chat", "--temp", "0", "-c", "4096", "-t", "1")
-    command = [sys.executable, "-m", "entropykv.cli", "run", *options, "-p", prompt]
-    with subprocess.Popen(
-        [*command, "--save-session", str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as process:
+    with started("run", *options, "-p", prompt, "--save-session", file) as process:
         assert process.stdout is not None
         start = process.stdout.read(1)  # The generation has begun.
         time.sleep(0.3)

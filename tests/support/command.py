@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from typing import Any
 
 Result = subprocess.CompletedProcess[str]
 
@@ -17,6 +19,18 @@ def entropykv(*arguments: object, stdin: str | None = None) -> Result:
         timeout=120,
         check=False,
     )
+
+
+def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """Start the command line; its output is piped as text at once, unless options say otherwise."""
+    usual: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": {**os.environ, "PYTHONUNBUFFERED": "1"},
+    }
+    command = [sys.executable, "-m", "entropykv.cli", *map(str, arguments)]
+    return subprocess.Popen(command, **usual | options)
 
 
 def assert_refused(result: Result, *words: str) -> None:
