@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Session
-from entropykv.cli.plots import draw_trajectory
+from entropykv.cli.plots import draw
 from entropykv.llamacpp.stock import StockSession
+from entropykv.report.figures import trajectory_figure
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
 from entropykv.session.stats import SessionCounts
@@ -142,7 +143,8 @@ def main() -> None:
             )
             print(f"{policy:16} {fewer:27.1%} {at_end:11.1%} {statistics.median(ratios):12.2f}x")
             if options.plot and session.cache.trajectory:
-                draw_trajectory(session.cache.trajectory, options.plot)
+                trajectory = session.cache.trajectory.to_json()
+                draw(lambda course=trajectory: trajectory_figure({"": course}), options.plot)
         stock.close()
 
 

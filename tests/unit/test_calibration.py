@@ -30,6 +30,7 @@ from entropykv.cli.profile import compare, format_profile
 from entropykv.errors import CalibrationError, EntropyKVError, ProfileError, SettingsError
 from entropykv.evaluation.shipped_texts import Text, read_texts
 from entropykv.profile.profile import EntropyProfile
+from entropykv.report.figures import profile_figure
 from tests.support.profiles import example
 
 SIZES = {"a": 50, "b": 9, "c": 30, "d": 20}
@@ -267,7 +268,7 @@ def test_plots(suffix: str, tmp_path: Path) -> None:
     from entropykv.cli.plots import draw  # noqa: PLC0415
 
     path = tmp_path / f"profile.{suffix}"
-    draw(example(), path)
+    draw(lambda: profile_figure(example()), path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     assert len(content) > 5000

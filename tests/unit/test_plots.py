@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from entropykv.cli import plots
 from entropykv.evaluation.bench import BenchRow
 from entropykv.evaluation.rows import EvalRow
 from entropykv.profile.profile import EntropyProfile
+from entropykv.report.figures import bench_figure, eval_figure, profile_figure, suite_figure
 
 POLICIES = [f"policy {number}" for number in range(13)]
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that collects figures instead of writing files."""
-    figures: list[Any] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, _: figures.append(figure))
-    return figures
 
 
 def rows(field: str) -> list[EvalRow]:
@@ -41,10 +32,9 @@ def style(line: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("field", ["kl", "score"])
-def test_policies_and_types_are_told_apart(drawn: list[Any], tmp_path: Path, field: str) -> None:
-    draw = plots.draw_eval if field == "kl" else plots.draw_suite
-    draw(rows(field), tmp_path / "plot.svg")
-    (axes,) = drawn[0].axes
+def test_policies_and_types_are_told_apart(field: str) -> None:
+    figure = (eval_figure if field == "kl" else suite_figure)({"": rows(field)})
+    (axes,) = figure.axes
     lines = {
         line.get_label(): style(line) for line in axes.lines if line.get_label() != "full cache"
     }
@@ -59,42 +49,42 @@ def test_policies_and_types_are_told_apart(drawn: list[Any], tmp_path: Path, fie
     assert [list(line.get_ydata()) for line in full] == ([] if field == "kl" else [[0.8, 0.8]])
 
 
-def test_a_policy_has_one_colour_in_all_panels(drawn: list[Any], tmp_path: Path) -> None:
+def test_a_policy_has_one_colour_in_all_panels() -> None:
     """Also where the first policies were not measured in one of them."""
     measured = [
         EvalRow(**{**vars(row), "recall": None if row.policy in ("stock", *POLICIES[:3]) else 0.5})
         for row in rows("kl")
     ]
-    plots.draw_eval(measured, tmp_path / "plot.svg")
+    figure = eval_figure({"": measured})
     distance, recall = (
-        {line.get_label(): style(line) for line in axes.lines} for axes in drawn[0].axes
+        {line.get_label(): style(line) for line in axes.lines} for axes in figure.axes
     )
     assert 0 < len(recall) < len(distance)
     assert recall.items() <= distance.items()
 
 
-def test_every_table_of_a_suite_has_a_panel(drawn: list[Any], tmp_path: Path) -> None:
+def test_every_table_of_a_suite_has_a_panel() -> None:
     tables = [
         EvalRow(**{**vars(row), "length": length, "question": question})
         for row in rows("score")
         for length in (1024, 2048)
         for question in ("unknown", "known")
     ]
-    plots.draw_suite(tables, tmp_path / "plot.svg")
-    titles = {axes.get_title() for axes in drawn[0].axes}
-    assert len(titles) == len(drawn[0].axes) == 4
+    figure = suite_figure({"": tables})
+    titles = {axes.get_title() for axes in figure.axes}
+    assert len(titles) == len(figure.axes) == 4
     assert "2,048 tokens, question known" in titles
 
 
-def test_lines_of_bench_have_markers_of_their_own(drawn: list[Any], tmp_path: Path) -> None:
+def test_lines_of_bench_have_markers_of_their_own() -> None:
     names = ["stock", "f16 1", "f16 0.2", "q8_0 1", "q8_0 0.2"]
     bench = [
         BenchRow(**{**dict.fromkeys(BenchRow.__dataclass_fields__, 1.0), "name": name, "length": n})
         for name in names
         for n in (256, 257)
     ]
-    plots.draw_bench(bench, tmp_path / "plot.svg")
-    for axes in drawn[0].axes:
+    figure = bench_figure({"": bench})
+    for axes in figure.axes:
         assert len({line.get_marker() for line in axes.lines}) == len(names)
         assert whole(axes.get_xticks())
 
@@ -104,13 +94,11 @@ def whole(ticks: Any) -> bool:
 
 
 @pytest.mark.parametrize("n_layer", [1, 3])
-def test_heads_and_layers_are_counted_in_whole_numbers(
-    drawn: list[Any], tmp_path: Path, n_layer: int
-) -> None:
+def test_heads_and_layers_are_counted_in_whole_numbers(n_layer: int) -> None:
     entropies = np.linspace(0.5, 6.0, n_layer * 2).reshape(n_layer, 2)
-    plots.draw(EntropyProfile(n_layer, 2, 1, 512, entropies), tmp_path / "plot.svg")
+    figure = profile_figure(EntropyProfile(n_layer, 2, 1, 512, entropies))
     counted = 0
-    for axes in drawn[0].axes:
+    for axes in figure.axes:
         for label, ticks in (
             (axes.get_xlabel(), axes.get_xticks()),
             (axes.get_ylabel(), axes.get_yticks()),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import Session, SettingsError
+from entropykv.report.figures import trajectory_figure
 from entropykv.session.recovery import Climb
 from entropykv.session.stats import SessionStats, stats_rows
 from entropykv.session.trajectory import Trajectory
@@ -77,32 +78,27 @@ def test_going_back_forgets_what_came_after(steps: list[int], position: int) -> 
 @pytest.mark.parametrize("given", [[], [(4, 8, 0)], [(4, 8, 0), (9, 10, 8), (10, 6, 14)]])
 def test_a_trajectory_is_drawn(suffix: str, given: list[Point], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws")
-    from entropykv.cli.plots import draw_trajectory  # noqa: PLC0415
+    from entropykv.cli.plots import draw  # noqa: PLC0415
 
     trajectory = recorded(given, 2)
     for rung in ("soft", "soft", "full"):
         trajectory.mark(9, rung)
     path = tmp_path / f"trajectory.{suffix}"
-    draw_trajectory(trajectory, path)
+    draw(lambda: trajectory_figure({"": trajectory.to_json()}), path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     if suffix == "svg":
         for label in ("full cache", "in attention", "frozen", "recovery: soft", "recovery: full"):
             assert content.count(f"<!-- {label} -->".encode()) == 1, label
     with pytest.raises(SettingsError, match=r"\.png or \.svg"):
-        draw_trajectory(trajectory, tmp_path / "trajectory.pdf")
+        draw(lambda: None, tmp_path / "trajectory.pdf")
 
 
-def test_the_lines_are_the_trajectory_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_are_the_trajectory_s() -> None:
     pytest.importorskip("matplotlib", reason="draws")
-    from entropykv.cli import plots  # noqa: PLC0415
-
-    figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, _: figures.append(figure))
     trajectory = recorded([(4, 8, 0), (9, 10, 8)], 2)
     trajectory.mark(9, "soft")
-    plots.draw_trajectory(trajectory, tmp_path / "x.png")
-    (axes,) = figures[0].axes
+    (axes,) = trajectory_figure({"": trajectory.to_json()}).axes
     lines = {
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines
     }
