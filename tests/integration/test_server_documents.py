@@ -153,7 +153,7 @@ def test_the_progress_of_reading_can_be_watched(asker: Asker) -> None:
 def test_others_write_and_read_while_a_document_is_read(asker: Asker) -> None:
     """A stream gets tokens, and another prompt an answer, before the document is finished."""
     assert asker.post("book", LONG).status_code == 202
-    asker.until("book", "reading")
+    asker.until("book", "reading", "ready")
     body = {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "stream": True, "min_tokens": 20}
     positions = []
     with asker.client.stream("/v1/completions", body) as stream:
@@ -381,7 +381,7 @@ def test_a_document_in_use_stays_and_another_one_is_deleted(asker: Asker) -> Non
 
 def test_deleting_a_document_that_is_being_read_stops_it(asker: Asker) -> None:
     assert asker.post("book", LONG).status_code == 202
-    asker.until("book", "reading")
+    asker.until("book", "reading", "ready")
     assert asker.client.delete("/v1/documents/book").json()["deleted"]
     assert asker.names() == []
     asker.read("book")  # The name is free again, also for another text.
@@ -389,7 +389,7 @@ def test_deleting_a_document_that_is_being_read_stops_it(asker: Asker) -> None:
 
 def test_a_name_is_free_for_another_text_while_its_document_is_being_deleted(asker: Asker) -> None:
     assert asker.post("book", LONG).status_code == 202
-    asker.until("book", "reading")
+    asker.until("book", "reading", "ready")
     deleted: list[httpx.Response] = []
     deleting = threading.Thread(
         target=lambda: deleted.append(asker.client.delete("/v1/documents/book"))
@@ -567,7 +567,7 @@ def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> N
     one, two = Asker(first), Asker(second)
     try:
         one.post("book", LONG)
-        one.until("book", "reading")
+        one.until("book", "reading", "ready")
         again = two.post("book", LONG)
         assert again.json()["status"] in ("reading", "ready", "queued")
         assert two.answer("book") == one.answer("book")
