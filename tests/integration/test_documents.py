@@ -387,7 +387,7 @@ def test_deleting_removes_what_a_killed_reader_left_while_saving(
 
 def test_a_killed_reader_leaves_a_part_that_is_continued(tiny_llama: Path, tmp_path: Path) -> None:
     source, path = tmp_path / "a.txt", tmp_path / "book.kv"
-    source.write_text(TEXT * 100)
+    source.write_text(TEXT * 40)
     options = ["-o", path, "--kv-budget", "96", "-ub", "64", "-t", "1"]
     with started("read", source, "-m", tiny_llama, *options) as reader:
         wait_for((tmp_path / "book.kv.partial").exists)
@@ -396,7 +396,7 @@ def test_a_killed_reader_leaves_a_part_that_is_continued(tiny_llama: Path, tmp_p
     result = entropykv("read", source, "-m", tiny_llama, *options)
     assert result.returncode == 0, result.stderr
     assert "continuing after" in result.stderr
-    assert document_header(path).note.text == TEXT * 100
+    assert document_header(path).note.text == TEXT * 40
 
 
 # --- the command line -----------------------------------------------------------------------------
