@@ -100,10 +100,11 @@ def test_long_texts_are_joined() -> None:
     assert long_sequences(TEXTS[1:2], tokenize, n_sequences=1, length=99, seed=0) == []
 
 
-def test_long_texts_represent_as_many_texts_as_possible() -> None:
+def test_mixed_texts_represent_as_many_texts_as_possible() -> None:
     """A predictor that was fitted to code alone predicts prose badly."""
     texts = [Text(letter, f"{letter * 9} " * 200) for letter in "abcdefgh"]
-    found = long_sequences(texts, tokenize, n_sequences=2, length=4 * LEAST_PIECE, seed=0)
+    sizes = {"n_sequences": 2, "seed": 0}
+    found = long_sequences(texts, tokenize, length=4 * LEAST_PIECE, mixed=True, **sizes)
     assert [len(tokens) for tokens in found] == [4 * LEAST_PIECE] * 2
     letters = [{chr(token) for token in tokens} - set(" \n") for tokens in found]
     assert [len(of) for of in letters] == [4, 4]
@@ -113,8 +114,9 @@ def test_long_texts_represent_as_many_texts_as_possible() -> None:
         assert LEAST_PIECE - 10 <= len(first) <= LEAST_PIECE
         assert len(others) == 3
         assert first.endswith(first[0] * 9)  # Words are whole.
-    short = long_sequences(texts, tokenize, n_sequences=2, length=2 * LEAST_PIECE - 1, seed=0)
-    assert [len(set(map(chr, tokens)) - {" "}) for tokens in short] == [1, 1]
+    for length, mixed in ((2 * LEAST_PIECE - 1, True), (4 * LEAST_PIECE, False)):
+        whole = long_sequences(texts, tokenize, length=length, mixed=mixed, **sizes)
+        assert [len(set(map(chr, tokens)) - {" "}) for tokens in whole] == [1, 1]
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n", b"\xff\xfe\xff"])

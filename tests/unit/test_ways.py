@@ -22,6 +22,7 @@ from entropykv.profile.ways import (
     WayComparison,
     best_way,
     exceeds_noise,
+    gains_over,
 )
 from tests.support.profiles import example
 
@@ -141,6 +142,20 @@ def test_noise_is_seldom_taken_for_a_gain(n: int) -> None:
     assert np.mean([exceeds_noise(row + 3.0) for row in noise]) > 0.9
 
 
+def test_a_gain_at_one_budget_does_not_pay_for_a_loss_at_another() -> None:
+    """SmolLM2's predictor from 4,080 tokens, as a calibration with three texts found it."""
+    facts = ((8, 6, 7), (7, 4, 7))
+    none = ((0.0190, 0.0128, 0.0125), (0.0560, 0.0598, 0.0370))
+    found = ((0.0168, 0.0107, 0.0130), (0.0631, 0.0700, 0.0355))
+    ways = tuple(
+        ComparedWay(way, table, table, facts)
+        for way, table in ((NO_PROFILE, none), (PREDICTOR_ONLY, found))
+    )
+    comparison = WayComparison((0.2, 0.1), 1024, (8, 7, 7), (0.9,) * 3, ways, NO_PROFILE)
+    assert gains_over(ways[0], ways[1], comparison).mean() > 0.0
+    assert best_way(comparison) == NO_PROFILE
+
+
 def test_repetitions_count_as_far_as_the_model_repeats() -> None:
     """A model that answers word for word needs other entries than one that goes on; facts say more
     if it knows some.
@@ -168,7 +183,7 @@ def knowing(comparison: WayComparison, facts: tuple[int, ...]) -> WayComparison:
 def test_nothing_is_chosen_that_loses_more_than_no_profile(
     factors: list[list[float]], facts: list[list[int]]
 ) -> None:
-    """It knows no fewer facts at any of the budgets, and its mean loss is no larger."""
+    """At none of the budgets, it knows fewer facts, or has a larger mean loss."""
     tables = np.array(factors).reshape(3, 2, 4)
     known = np.array(facts).reshape(3, 2, 4)
     ways = [ComparedWay(NO_PROFILE, ((1.0,) * 4,) * 2, ((0.0,) * 4,) * 2, ((2,) * 4,) * 2)]
@@ -179,7 +194,7 @@ def test_nothing_is_chosen_that_loses_more_than_no_profile(
     best = WAYS.index(best_way(comparison)) - 1
     if best >= 0:
         assert np.all(known[best].sum(axis=1) >= 8)
-        assert np.log(tables[best]).mean() <= 1e-9
+        assert np.log(tables[best]).mean(axis=1).max() <= 1e-9
 
 
 def with_best(best: str, **changed: Any) -> EntropyProfile:

@@ -142,10 +142,11 @@ def calibrate(
             settings.compared_texts,
         )
         long_texts = _long_texts(kept, observer, settings, trained)
+        mixed_texts = _long_texts(kept, observer, settings, trained, mixed=True)
         passages: list[PlantedPassage] = []
         if long_texts:
             passages = _passages(held_back, observer, settings, trained, long_texts)
-        on_start(_extent_of(observer, excerpts, long_texts, passages))
+        on_start(_extent_of(observer, excerpts, long_texts, mixed_texts, passages))
         predictable = observer.predictable
         shape = (observer.n_layer, observer.n_head, observer.n_head_kv)
         name, fingerprint = observer.name, fingerprint_of(observer.geometry)
@@ -168,7 +169,7 @@ def calibrate(
     if curves is None:
         return profile
     if predictable:
-        predictor = fit_by_echoes(spread, step, long_texts, on_progress)
+        predictor = fit_by_echoes(spread, step, mixed_texts, on_progress)
         step = replace(step, profile=replace(profile, predictor=predictor))
         trust = head_trust(spread, step, long_texts, on_progress)
         profile = replace(profile, predictor=replace(predictor, trust=trust))
@@ -252,10 +253,19 @@ def losses_of(arrays: Arrays) -> list[list[HeadLoss]]:
 
 
 def _long_texts(
-    texts: Sequence[Text], observer: Observer, settings: CalibrationSettings, trained: int
+    texts: Sequence[Text],
+    observer: Observer,
+    settings: CalibrationSettings,
+    trained: int,
+    *,
+    mixed: bool = False,
 ) -> list[tuple[int, ...]]:
     """Return the texts to read for the loss curves, as tokens; raises CalibrationError for too
     little text.
+
+    If `mixed`, they are those to fit the predictor to, in which more texts are represented: what a
+    model looks up differs more between kinds of text than between parts of one. Curves need texts
+    that belong together, because where a text has to do with nothing before it, no head loses much.
     """
     found = long_sequences(
         texts,
@@ -263,6 +273,7 @@ def _long_texts(
         n_sequences=settings.curve_texts,
         length=min(settings.curve_length, trained),
         seed=settings.seed,
+        mixed=mixed,
     )
     if settings.curve_texts and not found:
         raise CalibrationError(
@@ -406,6 +417,7 @@ def _extent_of(
     observer: Observer,
     excerpts: Sequence[Excerpt],
     texts: Sequence[Sequence[int]],
+    mixed_texts: Sequence[Sequence[int]],
     passages: Sequence[PlantedPassage],
 ) -> Extent:
     """Return what a calibration will read, and how long this will take."""
@@ -415,7 +427,7 @@ def _extent_of(
     lengths = [len(text) for text in texts]
     n_echoed = 0
     if observer.predictable:
-        n_echoed = fitting_tokens(lengths)
+        n_echoed = fitting_tokens(list(map(len, mixed_texts)))
         n_tokens += n_echoed + trust_tokens(lengths)
     n_tokens += comparison_tokens(passages, observer.predictable)
     seconds = None

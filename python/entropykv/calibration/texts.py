@@ -119,17 +119,18 @@ def long_sequences(
     n_sequences: int,
     length: int,
     seed: int,
+    mixed: bool = False,
 ) -> list[tuple[int, ...]]:
     """Join texts with blank lines, and cut them into sequences of exactly `length` tokens.
 
-    As many texts as possible are represented, each by a piece of LEAST_PIECE tokens or more: what a
-    model looks up differs between kinds of text more than between parts of one. Without enough
-    text, fewer or shorter sequences are returned, all of one length, and none if all texts together
-    have fewer than 64 tokens.
+    If `mixed`, as many texts as possible are represented, each by its beginning of LEAST_PIECE
+    tokens or more. Without enough text, fewer or shorter sequences are returned, all of one length,
+    and none if all texts together have fewer than 64 tokens.
     """
     order = list(texts)
     random.Random(seed).shuffle(order)  # noqa: S311
-    n_pieces = max(1, min(len(order) // max(1, n_sequences), length // LEAST_PIECE))
+    most_pieces = min(len(order) // max(1, n_sequences), length // LEAST_PIECE)
+    n_pieces = max(1, most_pieces) if mixed else 1
     sequences: list[tuple[int, ...]] = []
     joined: list[str] = []
     longest: tuple[int, ...] = ()
