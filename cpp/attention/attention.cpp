@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "attention/head_finisher.hpp"
-#include "attention/tile_work.hpp"
 #include "platform/relax.hpp"
 #include "platform/scratch.hpp"
 #include "store/frozen_heads.hpp"
@@ -263,12 +261,11 @@ void Attention::attend_run(const AttentionCall& call) noexcept {
             const RowsView query = call.query.from(token);
             float* const output = call.output + index(token) * values;
             const AttentionCall of_token{call, call, call, {step, split, query, output, token}};
-            TileWork work(of_token);
-            HeadFinisher end(of_token, commits_, shared_choice_);
+            HeadAttention of_head(of_token);
             const int total = of_token.total(head);
             for (int unit = 0; unit < split.units(total); ++unit)
-                work.run(split.unit(head, unit, total), -1);
-            end.finish(head);
+                of_head.run(split.unit(head, unit, total), -1);
+            of_head.merge(head);
             store_.commit_token(call.layer, head, token, step.base_position,
                                 of_token.sum_observed(head), call.thread);
         }
@@ -278,25 +275,88 @@ void Attention::attend_run(const AttentionCall& call) noexcept {
 void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
     const Split split = Split::of(store_.shape(layer), step_.n_tokens);
-    const AttentionCall call{{store_, kernels_, entropies_, observations_, partials_.data()},
-                             {layer, reader, units_of(layer, reader), params},
-                             {thread, workers_[index(thread)]},
-                             {step_, split, query, output}};
+    const AttentionCall call{
+        {store_, kernels_, entropies_, observations_, commits_, shared_choice_, partials_.data()},
+        {layer, reader, units_of(layer, reader), params},
+        {thread, workers_[index(thread)]},
+        {step_, split, query, output}};
     if (queries_.captures() && thread == 0) queries_.take(layer, params, query);
     if (step_.recalling && reader == 0) recall(call);
     if (step_.n_drafts > 0) return attend_run(call);
-    TileWork work(call);
-    HeadFinisher end(call, commits_, shared_choice_);
+    HeadAttention heads(call);
     const auto owns = [&](int head) { return commits_.owns(head, thread); };
     UnitQueue::Cursor cursor;
     // A thread claims one unit ahead, so that it can prefetch the first entries of the next one.
     for (int number = call.units.claim(cursor, owns); number >= 0;) {
         const int next = call.units.claim(cursor, owns);
         const Unit unit = call.unit(number);
-        work.run(unit, next);
-        if (call.units.ends_head(unit.tile.head)) end.run(unit.tile.head);
+        heads.run(unit, next);
+        if (call.units.ends_head(unit.tile.head)) heads.finish(unit.tile.head);
         number = next;
     }
+}
+
+void AttentionBatch::clear() {
+    parts_.clear();
+    n_tokens_ = 0;
+    n_pages_ = 0;
+}
+
+void AttentionBatch::add(Attention& sequence, const StepTokens& reading) {
+    for (const Part& part : parts_)
+        if (part.sequence == &sequence)
+            throw std::invalid_argument("a sequence has one part of a micro-batch");
+    const Staging& staging = sequence.store().share().pool().staging();
+    if (reading.n_text < 0 || reading.n_echo < 0 ||
+        reading.n_text > kMostPositions - reading.n_echo)
+        throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
+    const int n_tokens = reading.n_tokens();
+    // Every token of a run with drafts is staged in a page of its own.
+    const std::size_t pages =
+        reading.n_drafts > 0 ? static_cast<std::size_t>(n_tokens) : staging.pages_of(n_tokens);
+    if (n_pages_ + pages > staging.row_pages())
+        throw std::invalid_argument("more tokens than the staging area holds");
+    if (n_tokens == 1 && n_pages_ >= staging.single_pages())
+        throw std::invalid_argument("sequences with a single token come first");
+    parts_.reserve(parts_.size() + 1);
+    sequence.begin(reading);
+    sequence.store().stage_at(n_pages_);
+    parts_.push_back({&sequence, n_tokens_});
+    n_tokens_ += n_tokens;
+    n_pages_ += pages;
+}
+
+int AttentionBatch::most_drafts(const Attention& sequence, int wanted) const {
+    const Staging& staging = sequence.store().share().pool().staging();
+    // A sequence that is alone in its pool may use all of the staging area.
+    const int room = staging.single_pages() == 1
+                         ? static_cast<int>(staging.row_pages() - n_pages_) - 1
+                         : staging.n_drafts();
+    return sequence.most_drafts(std::min(wanted, std::max(room, 0)));
+}
+
+void AttentionBatch::stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept {
+    for (const Part& part : parts_)
+        part.sequence->stage_k(layer, k.from(part.first), thread, n_threads);
+}
+
+void AttentionBatch::stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept {
+    for (const Part& part : parts_)
+        part.sequence->stage_v(layer, v.from(part.first), thread, n_threads);
+}
+
+// The last part goes first, since it may be a long chunk of a prompt: threads that finish it early
+// then compute the short parts. No thread commits before all parts are attended to, because a
+// commit waits until the heads are ready.
+void AttentionBatch::attend(int layer, int reader, const AttentionParams& params,
+                            const RowsView& query, float* output, int thread) noexcept {
+    for (auto part = parts_.rbegin(); part != parts_.rend(); ++part) {
+        const auto first = static_cast<std::size_t>(part->first);
+        const auto values = static_cast<std::size_t>(part->sequence->output_values(layer));
+        part->sequence->attend(layer, reader, params, query.from(part->first),
+                               output + first * values, thread);
+    }
+    for (const Part& part : parts_) part.sequence->finish(thread);
 }
 
 }  // namespace entropykv

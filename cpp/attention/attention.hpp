@@ -1,20 +1,23 @@
 // Computes the attention of one micro-batch over the entries that the heads keep, on ggml's
-// threads: threads claim units of work one by one, and the thread that finishes the last unit of a
-// head merges its partial results. Then the staged entries of the head are committed.
+// threads: of one sequence (Attention), and of all whose tokens are in the micro-batch
+// (AttentionBatch), which the nodes of the graph call.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <vector>
 
-#include "attention/attention_call.hpp"
-#include "attention/commit_queue.hpp"
+#include "attention/head_attention.hpp"
 #include "attention/query_capture.hpp"
 
 namespace entropykv {
 
+// Attends with the tokens of one sequence. Threads claim units of work one by one, and the thread
+// that does the last unit of a head merges its partial results. Then the staged entries of the head
+// are committed.
 class Attention {
 public:
     // workers: the scratch of the threads. Sequences of one model can share it, since every thread
@@ -113,6 +116,42 @@ private:
     std::atomic<int> recalled_heads_{0};
     std::atomic<int> next_head_{0};   // whom a run with drafts attends to next
     std::atomic<bool> ready_{false};  // whether the units of the current layer are made
+};
+
+// Attends with the tokens of several sequences. Each sequence attends to its own range of tokens
+// with its own store, positions and evictions. Threads go on to the next sequence without waiting
+// for each other, so that all of them stay busy.
+class AttentionBatch {
+public:
+    // Begins another micro-batch, which has no tokens yet.
+    void clear();
+    // Adds the next tokens, which belong to a sequence without tokens in this micro-batch.
+    // Sequences with a single token must be added first, and all must share one StorePool. If this
+    // throws, nothing was added.
+    void add(Attention& sequence, const StepTokens& reading);
+
+    // Returns how many drafts may follow the next token of a sequence, at most `wanted`, so that
+    // all other sequences still find room.
+    int most_drafts(const Attention& sequence, int wanted) const;
+
+    int n_tokens() const { return n_tokens_; }
+    int n_threads() const { return parts_.empty() ? 0 : parts_.front().sequence->n_threads(); }
+
+    // The nodes of the graph call these: see Attention.
+    void stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept;
+    void stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept;
+    void attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
+                float* output, int thread) noexcept;
+
+private:
+    struct Part {
+        Attention* sequence;
+        int first;  // its first token in the micro-batch
+    };
+
+    std::vector<Part> parts_;
+    int n_tokens_ = 0;
+    std::size_t n_pages_ = 0;  // pages of the staging area in use
 };
 
 }  // namespace entropykv

@@ -13,7 +13,8 @@ public:
     Observations(const Measure& measure, std::size_t n_layers)
         : measure_(measure), carried_(n_layers) {}
 
-    struct Room {             // says how much memory a micro-batch needs
+    // Says how much memory a micro-batch needs.
+    struct Room {
         std::size_t longest;  // entries of the longest head, staged ones included
         std::size_t rows;     // rows of a layer: its heads times their observed bands
         std::size_t logits;   // rows of logits of the decode kernel: query heads of a layer
@@ -58,7 +59,8 @@ public:
     std::size_t bytes() const;
 
 private:
-    struct Carried {                  // is what the readers of a layer observed so far
+    // Holds what the readers of a layer observed so far.
+    struct Carried {
         std::vector<float> observed;  // [head][longest], then the same for shares of an echo
         std::vector<float> squares;   // [head]
     };

@@ -15,7 +15,7 @@ public:
     struct Rows {
         std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
         std::vector<float> sinks;    // one logit per query head; kMaskedLogit: it has no sink
-        // Has one slope per query head; 0 means that logits do not depend on the distance.
+        // One slope per query head; 0: logits do not depend on the distance.
         std::vector<float> slopes;
         float softcap = 0.0f;
     };

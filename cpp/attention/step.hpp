@@ -1,23 +1,65 @@
 // Describes the micro-batch that is being attended to: its tokens, what the graph tells about their
-// attention, and which of its queries count towards the importance of entries.
+// attention, how the attention of a layer is split into units of work, and which queries count
+// towards the importance of entries.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "attention/units.hpp"
 #include "decide/importance.hpp"
+#include "store/layer_shape.hpp"
 
 namespace entropykv {
+
+// Names the query rows [first, first + count) of a KV head.
+struct RowTile {
+    int head;
+    int number;
+    int first;
+    int count;
+};
+
+struct Unit {
+    RowTile tile;  // the first tile of a band
+    int chunk;
+};
+
+// Says how the attention of a layer becomes units of work: rows of queries form tiles, and tiles
+// either form bands or are cut along the entries. This depends on lengths alone, not on the number
+// of threads, so that results are the same bit by bit with any number of threads.
+struct Split {
+    int group;      // query heads per KV head
+    int rows;       // n_tokens * group; the rows of a token are neighbours
+    int tile_rows;  // rows of a full tile
+    int tiles;
+    int band_tiles;   // tiles of a band; one thread attends to them in turn
+    bool by_rows;     // whether the prompt kernel is used
+    bool by_entries;  // a unit is a range of entries of a tile, to be merged; otherwise a band
+
+    static Split of(const LayerShape& shape, int n_tokens);
+
+    // chunk_entries() says how many entries a unit has if the head has `total` of them; chunks()
+    // says how many such units a tile has.
+    int chunk_entries(int total) const;
+    int chunks(int total) const;
+    // Returns the most chunks of a tile with up to `most` entries; longer heads may have fewer
+    // chunks, because their units are larger.
+    int most_chunks(int most) const;
+    // Returns how many units a head with `total` entries has.
+    int units(int total) const;
+    RowTile tile(int head, int number) const;
+    // Returns a unit by its number within the head.
+    Unit unit(int head, int number, int total) const;
+};
 
 // Holds the constants of one layer's attention.
 struct AttentionParams {
     float scale = 1.0f;
     float softcap = 0.0f;          // 0: logits are not capped
-    const float* sinks = nullptr;  // has one logit per query head, or is null
-    // Says by how much a logit falls per position of distance (ALiBi), one value per query head, or
-    // is null.
+    const float* sinks = nullptr;  // one logit per query head, or null
+    // By how much a logit falls per position of distance (ALiBi): one value per query head, or
+    // null.
     const float* slopes = nullptr;
 };
 
@@ -44,7 +86,7 @@ struct RowsView {
 struct StepTokens {
     int n_text = 0;
     std::int32_t position = 0;       // position of the first token in the text
-    std::int32_t rope_position = 0;  // at which RoPE sees that token
+    std::int32_t rope_position = 0;  // position at which RoPE sees that token
     int n_echo = 0;
     int n_drafts = 0;
     bool see_all = false;

@@ -13,21 +13,11 @@ namespace entropykv::bind {
 namespace py = pybind11;
 
 void register_build(py::module_& m);
-void register_kernels(py::module_& m);
-void register_importance(py::module_& m);
-void register_rope_params(py::module_& m);
-void register_probes(py::module_& m);
-void register_layer_shape(py::module_& m);
+void register_settings(py::module_& m);
+void register_decisions(py::module_& m);
 void register_hooks(py::module_& m);
-void register_budget(py::module_& m);
-void register_eviction(py::module_& m);
-void register_freeze_settings(py::module_& m);
 void register_sequence_pool(py::module_& m);
-void register_attention_batch(py::module_& m);
-void register_checkpoint(py::module_& m);
-void register_mapped_file(py::module_& m);
 void register_headwise_store(py::module_& m);
-void register_cache_map(py::module_& m);
 void register_flat_store(py::module_& m);
 void register_device_store(py::module_& m);
 

@@ -4,10 +4,10 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "attention/headwise.hpp"
+#include "attention/headwise_store.hpp"
 #include "bind/arrays.hpp"
 #include "platform/system_memory.hpp"
-#include "store/forks.hpp"
+#include "store/checkpoint.hpp"
 #include "store/head_states.hpp"
 
 namespace entropykv::bind {

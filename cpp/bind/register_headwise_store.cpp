@@ -4,9 +4,10 @@
 
 #include <pybind11/stl.h>
 
-#include "attention/headwise.hpp"
+#include "attention/headwise_store.hpp"
 #include "bind/arrays.hpp"
 #include "page/page_codec.hpp"
+#include "store/cache_map.hpp"
 
 namespace entropykv::bind {
 
@@ -332,6 +333,54 @@ void register_prediction(py::class_<HeadwiseStore>& store) {
         .def("clear_lessons", [](HeadwiseStore& self) { self.store.components().clear_lessons(); });
 }
 
+void register_attention_batch(py::module_& m) {
+    py::class_<AttentionBatch>(m, "AttentionBatch")
+        .def(py::init<>())
+        .def("clear", &AttentionBatch::clear)
+        .def(
+            "add",
+            [](AttentionBatch& self, HeadwiseStore& store, int n_tokens, int position,
+               int rope_position, int n_echo, bool see_all, int n_drafts, bool recalls) {
+                self.add(store.attention,
+                         {n_tokens, position, rope_position, n_echo, n_drafts, see_all, recalls});
+            },
+            py::arg("store"), py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
+            py::arg("n_echo") = 0, py::arg("see_all") = false, py::arg("n_drafts") = 0,
+            py::arg("recalls") = true)
+        .def(
+            "most_drafts",
+            [](const AttentionBatch& self, const HeadwiseStore& store, int wanted) {
+                return self.most_drafts(store.attention, wanted);
+            },
+            py::arg("store"), py::arg("wanted"))
+        .def_property_readonly("n_tokens", &AttentionBatch::n_tokens);
+}
+
+// Registers the map of held and frozen positions; arrays are bytes, (KV heads of all layers,
+// columns).
+void register_cache_map(py::module_& m) {
+    py::class_<CacheMap>(m, "CacheMap")
+        .def(py::init<>())
+        .def(
+            "count",
+            [](CacheMap& self, const HeadwiseStore& store, std::int32_t first, int per_column,
+               int n_columns) {
+                if (first < 0 || per_column < 1 || n_columns < 1)
+                    throw std::invalid_argument("columns must be 1 or more, from 0 or later on");
+                {
+                    const py::gil_scoped_release release;
+                    self.count(store.store, first, per_column, n_columns);
+                }
+                const auto rows = [n_columns](const std::vector<std::uint8_t>& shares) {
+                    const auto n = static_cast<py::ssize_t>(shares.size()) / n_columns;
+                    return py::array_t<std::uint8_t>({n, py::ssize_t{n_columns}}, shares.data());
+                };
+                return py::make_tuple(rows(self.held()), rows(self.frozen()),
+                                      rows(self.restored()));
+            },
+            py::arg("store"), py::arg("first"), py::arg("per_column"), py::arg("n_columns"));
+}
+
 }  // namespace
 
 void register_headwise_store(py::module_& m) {
@@ -399,6 +448,8 @@ void register_headwise_store(py::module_& m) {
             py::arg("position"));
     register_heads(store);
     register_losses(store);
+    register_attention_batch(m);
+    register_cache_map(m);
 }
 
 }  // namespace entropykv::bind

@@ -1,17 +1,80 @@
-// Registers the hooks that change llama.cpp's graphs.
+// Registers what sees llama.cpp's graphs: probes, which change nothing, and hooks that change them.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>
 
-#include "attention/attention_batch.hpp"
-#include "bind/hooks.hpp"
+#include <array>
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "attention/attention.hpp"
 #include "llama/device_batch.hpp"
 #include "llama/graph_hook.hpp"
 #include "llama/weight_hook.hpp"
+#include "llama/window_probe.hpp"
 
 namespace entropykv::bind {
+namespace {
+
+// Registers the two addresses that llama_context_params needs of every hook.
+template <typename Hook>
+void register_callback(py::class_<Hook>& hook) {
+    hook.def_property_readonly(
+            "callback",
+            [](const Hook&) { return reinterpret_cast<std::uintptr_t>(&Hook::on_node); })
+        .def_property_readonly("user_data",
+                               [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); });
+}
+
+// Registers what hooks that change graphs do around every llama_decode.
+template <typename Hook>
+void register_hook(py::class_<Hook>& hook) {
+    register_callback(hook);
+    hook.def("begin_step", &Hook::begin_step).def("check_step", &Hook::check_step);
+}
+
+// Registers what hooks that replace products of weights report.
+template <typename Hook>
+void register_products(py::class_<Hook>& hook) {
+    hook.def_property_readonly("products",
+                               [](const Hook& self) { return self.products().computed_by(); })
+        .def_property_readonly("products_scratch_bytes",
+                               [](const Hook& self) { return self.products().scratch_bytes(); });
+}
+
+// Registers how hooks time the nodes of graphs.
+template <typename Hook>
+void register_times(py::class_<Hook>& hook) {
+    hook.def(
+            "measure_work", [](Hook& self, bool on) { self.times().measure(on); }, py::arg("on"))
+        .def_property_readonly("work", [](Hook& self) {
+            std::map<std::string, std::array<double, 3>> found;
+            for (const auto& [name, work] : {std::pair{"weights", Work::weights},
+                                             {"attention", Work::attention},
+                                             {"rest", Work::rest}}) {
+                const WorkTime time = self.times().of(work);
+                found[name] = {time.seconds, time.operations, time.bytes};
+            }
+            return found;
+        });
+}
+
+void register_probes(py::module_& m) {
+    py::class_<KShiftProbe> probe(m, "KShiftProbe");
+    register_callback(probe);
+    probe.def(py::init<>()).def_property_readonly("obstacle", &KShiftProbe::obstacle);
+    py::class_<WindowProbe> windows(m, "WindowProbe");
+    register_callback(windows);
+    windows.def(py::init<>())
+        .def_property_readonly("visible", &WindowProbe::visible)
+        .def("clear", &WindowProbe::clear);
+}
+
+}  // namespace
 
 void register_hooks(py::module_& m) {
+    register_probes(m);
     py::class_<AttentionNode>(m, "AttentionNode")
         .def_readonly("cache_layer", &AttentionNode::cache_layer)
         .def_readonly("shape", &AttentionNode::shape)

@@ -1,11 +1,14 @@
-// Registers the pool that sequences of one model share.
+// Registers what sequences of one model share: the pool, checkpoints, and files that are mapped
+// into memory.
 #include "bind/register.hpp"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "attention/headwise.hpp"
+#include "attention/headwise_store.hpp"
 #include "page/page_codec.hpp"
+#include "platform/mapped_file.hpp"
+#include "store/checkpoint.hpp"
 
 namespace entropykv::bind {
 
@@ -41,6 +44,24 @@ void register_sequence_pool(py::module_& m) {
                                [](const SequencePool& s) { return s.store->staging().bytes(); })
         .def_property_readonly("scratch_bytes",
                                [](const SequencePool& s) { return s.scratch_bytes(); });
+    py::class_<Checkpoint>(m, "Checkpoint")
+        .def("drop", &Checkpoint::drop)
+        .def("copy", &Checkpoint::copy)
+        .def_property_readonly("is_dropped", &Checkpoint::is_dropped)
+        .def_property_readonly("pages", &Checkpoint::pages)
+        .def_property_readonly("own_pages", &Checkpoint::own_pages)
+        .def_property_readonly("is_lost", &Checkpoint::is_lost)
+        .def_property_readonly("copied_bytes", &Checkpoint::copied_bytes)
+        .def_property_readonly("entries", &Checkpoint::entries)
+        .def_property_readonly("evicted", &Checkpoint::evicted);
+    py::register_exception<MappedFileError>(m, "MappedFileError", PyExc_OSError);
+    py::class_<MappedFile, std::shared_ptr<MappedFile>>(m, "MappedFile", py::buffer_protocol())
+        .def_static("map", &MappedFile::map, py::arg("file"), py::arg("offset"), py::arg("n_bytes"))
+        .def_property_readonly("has_changed", &MappedFile::has_changed)
+        .def_buffer([](MappedFile& self) {
+            return py::buffer_info(reinterpret_cast<unsigned char*>(self.data()),
+                                   static_cast<py::ssize_t>(self.size()));
+        });
 }
 
 }  // namespace entropykv::bind

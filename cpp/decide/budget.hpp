@@ -9,8 +9,8 @@ struct BudgetRequest {
     int mean_entries;                   // the mean over all KV heads
     int max_entries;                    // the context: no head can use more
     int floor_entries;                  // sinks + recent window: no head gets less
-    std::vector<int> entries_per_page;  // has one value for every KV head, layer by layer
-    std::vector<double> weights;        // has one value for every KV head; empty: all are equal
+    std::vector<int> entries_per_page;  // one for every KV head, layer by layer
+    std::vector<double> weights;        // one for every KV head; empty: all are equal
     std::vector<int> limits{};          // what each head can use; empty: max_entries
 
     int limit_of(std::size_t head) const;

@@ -32,10 +32,10 @@ struct FreezeSchedule {
 
 struct FreezeSettings {
     ColdType type = ColdType::as_stored;
-    std::size_t limit_bytes = 0;  // is for all KV heads together; 0: no limit
+    std::size_t limit_bytes = 0;  // for all KV heads together; 0: no limit
     int recall_interval = 1;      // generated tokens from one recall to the next; 0: never
     std::optional<FreezeSchedule> schedule{};
-    int descriptor = -1;                   // is that of an open file; -1: in memory
+    int descriptor = -1;                   // an open file; -1: entries are frozen in memory
     std::array<std::uint64_t, 2> nonce{};  // goes into the checksum of every page of the file
 };
 

@@ -47,7 +47,7 @@ struct Measure {
     // Whether that limit is a share of attention. Recall must then ask for at least the same share,
     // since the schedule would freeze the entry again otherwise.
     bool of_shares;
-    float threshold;  // is the default of the schedule
+    float threshold;  // the default threshold of the schedule
 
     bool observes() const { return evidence == Evidence::queries; }
     // Tells whether the largest of what queries gave counts, and not the sum.

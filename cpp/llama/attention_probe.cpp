@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "llama/cache_tensors.hpp"
-#include "llama/custom_op.hpp"
 #include "llama/device.hpp"
+#include "llama/graph_nodes.hpp"
 
 namespace entropykv {
 namespace {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "llama/node_order.hpp"
+#include "llama/graph_nodes.hpp"
 #include "llama/rope_probe.hpp"
 #include "store/layer_shape.hpp"
 

@@ -1,5 +1,6 @@
-// Checks that the libraries match the headers that this extension was compiled with. It reads and
-// changes llama.cpp's structures in memory, so even a small difference could corrupt them.
+// Checks that the libraries match the headers that this extension was compiled with. The
+// extension reads and changes llama.cpp's structures in memory, so even a small difference could
+// corrupt them.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,7 @@
 #include "llama/device_rewrite.hpp"
 
-#include "llama/cache_tensors.hpp"
-#include "llama/custom_op.hpp"
 #include "llama/device_batch.hpp"
+#include "llama/graph_nodes.hpp"
 
 namespace entropykv {
 

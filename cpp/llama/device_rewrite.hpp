@@ -8,8 +8,8 @@
 
 #include "llama/attention_probe.hpp"
 #include "llama/graph_hook.hpp"
+#include "llama/graph_nodes.hpp"
 #include "llama/node_changes.hpp"
-#include "llama/node_order.hpp"
 #include "llama/node_times.hpp"
 
 namespace entropykv {

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/attention_batch.hpp"
+#include "attention/attention.hpp"
 #include "llama/attention_probe.hpp"
 #include "llama/weight_hook.hpp"
 
@@ -20,7 +20,7 @@ namespace entropykv {
 class DeviceBatch;
 
 // Changes the graphs so that the sequences of a micro-batch attend with their own stores: on the
-// CPU (headwise_rewrite.hpp) or on devices (device_rewrite.hpp).
+// CPU (graph_hook.cpp) or on devices (device_rewrite.hpp).
 class GraphRewrite {
 public:
     // fault: set to what is wrong with a graph, also by ggml's threads.
@@ -33,7 +33,7 @@ public:
     // Sees every node before it is computed, and may change it. Returns whether llama.cpp shall
     // compute the graph up to this node before it goes on. Throws std::bad_alloc.
     virtual bool change(ggml_tensor* node) = 0;
-    // Is called after the graph was computed up to a node. Returns whether the node's attention was
+    // Called after the graph was computed up to a node. Returns whether the node's attention was
     // computed instead of it.
     virtual bool attend_instead(ggml_tensor*) { return false; }
     // Must be called while the graph of the step exists.

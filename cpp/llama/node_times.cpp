@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "llama/cache_tensors.hpp"
+#include "llama/graph_nodes.hpp"
 #include "llama/product_hook.hpp"
 
 namespace entropykv {

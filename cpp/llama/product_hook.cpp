@@ -10,7 +10,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "llama/custom_op.hpp"
+#include "llama/graph_nodes.hpp"
 
 namespace entropykv {
 namespace {

@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "llama/custom_op.hpp"
+#include "llama/graph_nodes.hpp"
 #include "llama/product_hook.hpp"
 
 namespace entropykv {

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "llama/cache_tensors.hpp"
+#include "llama/graph_nodes.hpp"
 
 namespace entropykv {
 namespace {

@@ -1,6 +1,6 @@
 // Describes in one table how each KV type lies in pages: what units its rows consist of, and how a
 // row is read. Code that copies, sizes or packs entries uses this table instead of the type; only
-// kernels are written for one type (kernels/kernel_type.hpp).
+// kernels are written for one type (kernels/kernel_tile.hpp).
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ namespace entropykv {
 // values have scales, kQuantBlock of them share one.
 struct PageCodec {
     KvType type;
-    const char* name;  // is what llama.cpp calls it
+    const char* name;  // as llama.cpp calls it
     int k_unit_values, k_unit_bytes;
     int v_unit_values, v_unit_bytes;
     int v_together;  // entries whose units of V are interleaved

@@ -22,7 +22,7 @@ struct Watched {
     std::atomic<std::uintptr_t> end{0};
 };
 std::array<Watched, MappedFile::kMost> watched;
-std::size_t page_bytes = 0;  // is set before the first range is watched
+std::size_t page_bytes = 0;  // set before the first range is watched
 struct sigaction earlier_action{};
 
 // The system sends SIGBUS where a mapped page lies behind the end of a file that was shortened.

@@ -44,7 +44,7 @@ private:
     static constexpr int kBits = 32;
     static constexpr std::uint64_t kUntouched = ~std::uint64_t{0};
 
-    // Is pieces [first, last).
+    // Holds the pieces [first, last).
     struct Range {
         std::uint32_t first, last;
     };

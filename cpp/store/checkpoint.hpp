@@ -1,7 +1,7 @@
-// A checkpoint is what a sequence held at a moment, kept to continue from there. It owns the same
-// pages as the store, and the page is copied once one of the owners has to write to it. Only what
-// every micro-batch changes is copied at once: the importance of entries, and the statistics of the
-// queries.
+// A checkpoint is what a sequence held at a moment, kept to continue from there: a fork is a store
+// that does. Both own the same pages as the store of the sequence, and a page is copied when one of
+// its owners has to write to it: see HeadPages. Only what every micro-batch changes is copied at
+// once: the importance of entries, and the scores of those that were dropped.
 #pragma once
 
 #include <cstddef>
@@ -12,21 +12,23 @@
 #include <vector>
 
 #include "decide/dropped_scores.hpp"
-#include "store/store_pool.hpp"
+#include "store/store_components.hpp"
 
 namespace entropykv {
+
+class HeadStore;
 
 // Describes one KV head as it was.
 struct CheckpointHead {
     std::vector<std::byte*> pages;
     int count = 0;
-    std::vector<float> importance;  // has one value per entry, and per empty slot of the last page
+    std::vector<float> importance;  // of every entry, and of every empty slot of the last page
     std::optional<DroppedScores> dropped{};
 };
 
 class Checkpoint {
 public:
-    // Only make_checkpoint() in forks.hpp calls this.
+    // Only make_checkpoint() calls this.
     explicit Checkpoint(std::shared_ptr<StorePool> pool);
     ~Checkpoint();
     Checkpoint(const Checkpoint&) = delete;
@@ -68,5 +70,20 @@ private:
     std::size_t evicted_ = 0;
     std::int32_t whole_from_ = 0;
 };
+
+// Returns a checkpoint of what the store holds now. Must be called between micro-batches, and
+// throws std::logic_error if the store freezes entries.
+std::unique_ptr<Checkpoint> make_checkpoint(StoreComponents& components);
+
+// Replaces the entries of the store by those of a checkpoint of the same pool, and evicts what
+// exceeds the budgets. If `ends` is true, the checkpoint is dropped, and pages that only it owned
+// need not be copied. Returns false if the pool has no room for the copies: then the store is empty
+// and the checkpoint unchanged. Throws std::invalid_argument if the checkpoint belongs to another
+// pool or was dropped.
+bool fork_from(HeadStore& store, Checkpoint& from, bool ends);
+
+// Returns a KV head of a checkpoint of the same pool. Throws like fork_from().
+const CheckpointHead& checkpoint_head(const StoreComponents& components, const Checkpoint& from,
+                                      int layer, int head);
 
 }  // namespace entropykv

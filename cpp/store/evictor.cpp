@@ -2,29 +2,175 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "platform/scratch.hpp"
 
 namespace entropykv {
+namespace {
+
+// If norms exceed the range of floats, a score may be infinite or not a number, and could not be
+// compared.
+void make_finite(float* scores, int n) {
+    for (int i = 0; i < n; ++i)
+        scores[i] =
+            scores[i] > 0.0f ? std::min(scores[i], std::numeric_limits<float>::max()) : 0.0f;
+}
+
+}  // namespace
+
+void Evictor::size(std::size_t n, std::size_t page_entries) {
+    fit(positions_, n);
+    fit(scores_, n);
+    fit(scratch_, n);
+    fit(mask_, n);
+    fit(of_page_, page_entries);
+}
+
+std::size_t Evictor::bytes() const {
+    return bytes_of(positions_) + bytes_of(scores_) + bytes_of(scratch_) + bytes_of(of_page_) +
+           bytes_of(mask_);
+}
+
+void Evictor::add_observed(Head& head, const StagedEntries& staged,
+                           const float* observed) const noexcept {
+    // Of single tokens only every interval-th query counts, on behalf of all since the last one.
+    // Entries in its neighbourhood are left out here; for the queries of a chunk, the kernels leave
+    // them out.
+    const bool single = common_.single_query;
+    const int interval = common_.scoring_interval();
+    const float factor = decay_factor(common_.importance().decay, single ? interval : staged.count);
+    if (head.dropped) head.dropped->decay(factor);
+    const bool largest = common_.measure().by_largest();
+    const bool packed = common_.predicts();
+    const float weight = single ? static_cast<float>(interval) : 1.0f;
+    const std::int32_t limit = single ? staged.newest - common_.neighbourhood() : staged.newest;
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = head.layout().positions(page);
+        float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i) {
+            const float so_far = packed ? PackedImportance(importance[i]).given() : importance[i];
+            const float kept = so_far * factor;
+            const float given = positions[i] <= limit ? observed[first + i] : 0.0f;
+            const float next = largest ? std::max(kept, given) : kept + weight * given;
+            // Queries that are not numbers, or are too large for floats, must not change the
+            // importance.
+            const float sum = next <= std::numeric_limits<float>::max() ? next : kept;
+            importance[i] = packed ? PackedImportance(importance[i]).with_given(sum).packed() : sum;
+        }
+    });
+}
+
+void Evictor::raise_predicted_shares(Head& head, const StagedEntries& staged,
+                                     const float* echo_shares) const noexcept {
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
+        float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i)
+            importance[i] =
+                PackedImportance(importance[i]).with_larger_share(echo_shares[first + i]).packed();
+    });
+}
+
+// Collects positions and importance of all entries.
+void Evictor::gather(const Head& head, const StagedEntries& staged) noexcept {
+    newest_ = 0;
+    const ImportanceSettings& settings = common_.importance();
+    // The setting is read once, because the loop runs for every entry at every token.
+    const bool predicts = settings.predicts();
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = head.layout().positions(page);
+        const float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i) {
+            newest_ = std::max(newest_, positions[i]);
+            positions_[index(first + i)] = positions[i];
+            scores_[index(first + i)] = predicts ? settings.score_of(importance[i]) : importance[i];
+        }
+    });
+}
+
+// Computes scores from positions, or leaves the importance that scores_ holds already.
+void Evictor::score_separately(int n) noexcept {
+    const ImportanceSettings& settings = common_.importance();
+    if (const auto by_position = settings.measure().by_position) {
+        for (int i = 0; i < n; ++i) scores_[index(i)] = by_position(positions_[index(i)], newest_);
+    }
+}
+
+// Multiplies scores by the norms of V, squared if the scores are squares.
+void Evictor::weigh_by_values(const Head& head, const StagedEntries& staged) noexcept {
+    const bool squared = common_.measure().squared;
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
+        const PageLayout& layout = head.layout();
+        const float* norms = layout.elsewhere ? layout.value_squares(page) : of_page_.data();
+        if (!layout.elsewhere) common_.kernels->value_norms(layout, page, of_page_.data());
+        float* scores = scores_.data() + first;
+        if (squared) {
+            for (int i = 0; i < n; ++i) scores[i] *= norms[i];
+        } else {
+            for (int i = 0; i < n; ++i) scores[i] *= std::sqrt(norms[i]);
+        }
+    });
+}
+
+// Scores all entries. Afterwards newest_ is the newest position.
+void Evictor::score(const Head& head, const StagedEntries& staged) noexcept {
+    const ImportanceSettings& settings = common_.importance();
+    const int total = head.count() + staged.count;
+    gather(head, staged);
+    score_separately(total);
+    if (settings.by_values) weigh_by_values(head, staged);
+    make_finite(scores_.data(), total);
+}
+
+// Measures what the head would lose if it kept only so many of the scored entries beyond the
+// protected ones as each knot says.
+void Evictor::measure_losses(Head& head, int total, std::int32_t newest,
+                             float output_squares) noexcept {
+    const Protection protection = common_.protection_of(head, newest);
+    const bool relative = common_.measure().squared && common_.importance().by_values;
+    constexpr float kLeast = std::numeric_limits<float>::min();
+    constexpr float kMost = std::numeric_limits<float>::max();
+    const float unit = relative && output_squares >= kLeast ? 1.0f / output_squares : 1.0f;
+    int n = 0;
+    for (int i = 0; i < total; ++i)
+        if (protection.leaves_open(positions_[index(i)], newest))
+            scratch_[index(n++)] = std::min(scores_[index(i)] * unit, kMost);
+    std::sort(scratch_.data(), scratch_.data() + n, std::greater<float>());
+    const auto losses = [&](const DroppedScores& dropped, std::vector<float>& at_knots) {
+        losses_at(scratch_.data(), n, dropped, unit, common_.knots, at_knots.data());
+    };
+    losses({}, head.held_losses);
+    losses(head.dropped.value_or(DroppedScores{}), head.losses);
+}
+
+// Marks in mask_ the `keep` entries that stay and the protected ones; returns how many are marked.
+int Evictor::select(int total, int keep, const Protection& protection,
+                    std::int32_t newest) noexcept {
+    return select_survivors(scores_.data(), positions_.data(), total, keep, protection, newest,
+                            mask_.data(), scratch_.data());
+}
 
 void Evictor::evict_to_budget(Head& head) noexcept {
-    scorer_.score(head, {});
-    keep_highest_scored(head, {}, head.budget(), scorer_.newest());
+    score(head, {});
+    keep_highest_scored(head, {}, head.budget(), newest_);
 }
 
 void Evictor::keep_highest_scored(Head& head, const StagedEntries& staged, int keep,
                                   std::int32_t newest) noexcept {
     const int total = head.count() + staged.count;
     const Protection protection = common_.protection_of(head, newest);
-    int n_kept = scorer_.select(total, keep, protection, newest);
+    int n_kept = select(total, keep, protection, newest);
     // The head is still over its budget, because too many entries are protected: evict sinks and
     // recent entries, too.
-    if (n_kept > head.budget())
-        n_kept = scorer_.select(total, keep, {0, 0, protection.oldest}, newest);
+    if (n_kept > head.budget()) n_kept = select(total, keep, {0, 0, protection.oldest}, newest);
     if (head.frozen) {
-        freezer_.freeze_unmarked(head, staged, newest, scorer_.mask());
+        freezer_.freeze_unmarked(head, staged, newest, mask_.data());
     } else {
         count_dropped(head, total, n_kept, protection);
     }
-    head.keep(scorer_.mask(), staged, *common_.kernels);
+    head.keep(mask_.data(), staged, *common_.kernels);
 }
 
 // Entries that have left the window of their layer are not counted as evicted.
@@ -33,12 +179,12 @@ void Evictor::count_dropped(Head& head, int total, int n_kept,
     int n_left = 0;
     const bool counts_entries = protection.oldest > 0 || head.dropped;
     for (int i = 0; i < total && counts_entries; ++i) {
-        const std::int32_t position = scorer_.positions()[i];
+        const std::int32_t position = positions_[index(i)];
         if (protection.has_left(position)) {
             common_.note_left_window(head.shape(), position);
             ++n_left;
-        } else if (head.dropped && scorer_.mask()[i] == 0) {
-            head.dropped->add(scorer_.scores()[i]);
+        } else if (head.dropped && mask_[index(i)] == 0) {
+            head.dropped->add(scores_[index(i)]);
         }
     }
     const auto n_evicted = static_cast<std::size_t>(total - n_kept - n_left);
@@ -56,12 +202,12 @@ void Evictor::commit(Head& head, const StagedEntries& staged, float output_squar
     const int keep =
         entries_to_keep(head.budget(), staged.count, common_.protection_of(head, newest));
     if (measures) {
-        scorer_.score(head, staged);
-        scorer_.measure_losses(head, total, newest, output_squares);
+        score(head, staged);
+        measure_losses(head, total, newest, output_squares);
     }
     if (!evicts) return head.append(staged, *common_.kernels);
     if (drop_outside_window(head, staged)) return;
-    if (!measures) scorer_.score(head, staged);
+    if (!measures) score(head, staged);
     keep_highest_scored(head, staged, keep, newest);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     common_.eviction_nanoseconds.fetch_add(
@@ -83,7 +229,7 @@ bool Evictor::drop_outside_window(Head& head, const StagedEntries& staged) noexc
 bool Evictor::drop_before(Head& head, const StagedEntries& staged, std::int32_t oldest) noexcept {
     int n_kept = 0;
     std::int32_t left = -1;
-    std::uint8_t* mask = scorer_.mask();
+    std::uint8_t* mask = mask_.data();
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         for (int i = 0; i < n; ++i) {

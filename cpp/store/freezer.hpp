@@ -1,5 +1,5 @@
-// Moves entries between a KV head and its cold storage. Freezing an entry gives it a record, which
-// it keeps when it is restored.
+// Moves entries between a KV head and its cold storage, and decides by the freeze schedule which
+// entries these are.
 #pragma once
 
 #include <cstddef>
@@ -9,6 +9,8 @@
 
 namespace entropykv {
 
+// Freezes and restores entries. Freezing an entry gives it a record, which it keeps when it is
+// restored.
 class Freezer {
 public:
     explicit Freezer(StoreCommon& common) : common_(common) {}
@@ -72,5 +74,32 @@ int Freezer::append(Head& head, std::int32_t now, std::byte* buffer, Wants wants
     return restore(head, now, buffer, wants,
                    [&] { return head.count() < room ? head.add_place() : ColdHead::kNone; });
 }
+
+// Applies the freeze schedule (FreezeSchedule): entries that get little attention in a step are
+// frozen for some steps, and restored when their time is over.
+class Schedule {
+public:
+    explicit Schedule(StoreCommon& common) : common_(common), freezer_(common) {}
+
+    // Counts the stored entries that got little attention as detected, and freezes them. Entries
+    // that are due replace them, but leave room for the staged entries, of which there are as many
+    // as queries. mask: has room for the head's entries; buffer: for a page of storage.
+    void follow(Head& head, int n_queries, const float* observed, std::uint8_t* mask,
+                std::byte* buffer) const noexcept;
+    // Restores entries that are due while there is room.
+    void restore_due(Head& head, std::byte* buffer) const noexcept;
+
+private:
+    bool can_freeze(std::int32_t position) const {
+        return position >= common_.settings.protection.n_sinks &&
+               position <= common_.newest - common_.schedule->window;
+    }
+    float limit(const Head& head, int n_queries) const noexcept;
+    int freeze_detected(Head& head, float limit, const float* observed,
+                        std::uint8_t* mask) const noexcept;
+
+    StoreCommon& common_;
+    Freezer freezer_;
+};
 
 }  // namespace entropykv

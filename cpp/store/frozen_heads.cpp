@@ -102,7 +102,7 @@ int FrozenHeads::prepare(Head& head, int n_tokens) {
 }
 
 void FrozenHeads::freeze_all(std::int32_t now) {
-    std::uint8_t* mask = components_.workspaces.front().scorer.mask();
+    std::uint8_t* mask = components_.workspaces.front().evictor.mask();
     const Freezer freezer(components_.common);
     components_.for_each_head([](Head& head) {
         if (head.frozen) head.frozen.cold->prepare(head.count());

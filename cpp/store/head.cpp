@@ -4,8 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "store/entry_copies.hpp"
-
 namespace entropykv {
 namespace {
 

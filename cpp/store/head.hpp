@@ -98,11 +98,11 @@ public:
 
     HeadPages pages;
     FrozenEntries frozen;
-    std::optional<DroppedScores> dropped{};  // is set if losses count dropped entries
+    std::optional<DroppedScores> dropped{};  // set if losses count dropped entries
     std::vector<float> losses;               // [knot] (see decide/budget.hpp), as measured last
     std::vector<float> held_losses;          // losses by knot, without entries dropped before
     int upcoming = 0;                        // most entries after the next micro-batch
-    std::unique_ptr<UndoLog> undo{};         // is set once draft tokens are read
+    std::unique_ptr<UndoLog> undo{};         // set once draft tokens are read
 
 private:
     Slot writable_place(int i) noexcept;
@@ -123,7 +123,56 @@ void Head::for_each_page(const StagedEntries& staged, Visit visit) const {
               count_ + first);
 }
 
-// Entries as attention reads them, sorted by position.
+// Copies K and V of entries between pages of one layer. The keys of a group of entries are
+// interleaved, so moving one of them takes as long as moving all of them. Therefore copies from one
+// group to another are collected and made together.
+// The source pages must not change before flush(), which the destructor calls.
+class EntryCopies {
+public:
+    EntryCopies(const PageLayout& layout, const KernelTable& kernels)
+        : layout_(&layout), kernels_(&kernels) {}
+    ~EntryCopies() { flush(); }
+    EntryCopies(const EntryCopies&) = delete;
+    EntryCopies& operator=(const EntryCopies&) = delete;
+
+    // V is copied at once, K at the next flush().
+    void add(const std::byte* from, int from_slot, std::byte* to, int to_slot) noexcept {
+        copy_value(*layout_, from, from_slot, to, to_slot);
+        const unsigned from_group = static_cast<unsigned>(from_slot) / kGroupEntries;
+        const unsigned to_group = static_cast<unsigned>(to_slot) / kGroupEntries;
+        if (from != from_ || from_group != from_group_ || to != to_ || to_group != to_group_) {
+            flush();
+            from_ = from;
+            from_group_ = from_group;
+            to_ = to;
+            to_group_ = to_group;
+        }
+        moves_.from[moves_.n] = lane(from_slot);
+        moves_.to[moves_.n++] = lane(to_slot);
+    }
+
+    void flush() noexcept {
+        if (moves_.n > 0)
+            kernels_->move_keys(*layout_, from_, static_cast<int>(from_group_), to_,
+                                static_cast<int>(to_group_), moves_);
+        moves_.n = 0;
+    }
+
+private:
+    static std::uint8_t lane(int slot) {
+        return static_cast<std::uint8_t>(static_cast<unsigned>(slot) % kGroupEntries);
+    }
+
+    const PageLayout* layout_;
+    const KernelTable* kernels_;
+    const std::byte* from_ = nullptr;
+    std::byte* to_ = nullptr;
+    unsigned from_group_ = 0;
+    unsigned to_group_ = 0;
+    LaneMoves moves_{};
+};
+
+// Holds entries as attention reads them, sorted by position.
 struct StoredRows {
     std::vector<std::int32_t> positions;
     std::vector<float> importance;
@@ -132,7 +181,7 @@ struct StoredRows {
 };
 
 StoredRows rows_of(const Head& head);
-std::vector<std::int32_t> positions_of(const Head& head);  // are sorted
-std::vector<float> importance_of(const Head& head);        // has the order of positions_of()
+std::vector<std::int32_t> positions_of(const Head& head);  // sorted
+std::vector<float> importance_of(const Head& head);        // in the order of positions_of()
 
 }  // namespace entropykv

@@ -73,7 +73,7 @@ void own_what_is_written(Head& head, int n_tokens) {
 }
 
 std::size_t copies_to_truncate(StoreComponents& components, std::int32_t position) {
-    std::uint8_t* mask = components.workspaces.front().scorer.mask();
+    std::uint8_t* mask = components.workspaces.front().evictor.mask();
     return components.sum_over_heads([&](const Head& head) {
         if (!head.pages.any_shared()) return std::size_t{0};
         head.mark_before(position, mask);
@@ -191,20 +191,20 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
         if (components_.collects_lessons())
             components_.add_lessons(index(layer), index(head_index), staged,
                                     echo_shares + head.count(), own);
-        own.scorer.raise_predicted_shares(head, staged, echo_shares);
+        own.evictor.raise_predicted_shares(head, staged, echo_shares);
     }
     const bool scheduled = components_.common.schedule && head.frozen && observed != nullptr;
-    if (observed != nullptr) own.scorer.add_observed(head, staged, observed);
+    if (observed != nullptr) own.evictor.add_observed(head, staged, observed);
     if (scheduled)
-        own.schedule.follow(head, n_staged, observed, own.scorer.mask(), own.page_read.data());
+        own.schedule.follow(head, n_staged, observed, own.evictor.mask(), own.page_read.data());
     own.evictor.commit(head, staged, output_squares);
     if (scheduled) own.schedule.restore_due(head, own.page_read.data());
 }
 
 void HeadStore::observe(int layer, int head, const float* observed, std::int32_t position,
                         int workspace) noexcept {
-    components_.workspaces[index(workspace)].scorer.add_observed(components_.head(layer, head),
-                                                                 {nullptr, 0, position}, observed);
+    components_.workspaces[index(workspace)].evictor.add_observed(components_.head(layer, head),
+                                                                  {nullptr, 0, position}, observed);
 }
 
 void HeadStore::commit_token(int layer, int head_index, int token, std::int32_t position,
@@ -216,7 +216,7 @@ void HeadStore::commit_token(int layer, int head_index, int token, std::int32_t 
     if (is_draft) head.undo->begin_token(head);
     if (observed != nullptr) {
         if (is_draft) head.undo->save_importance(head);
-        own.scorer.add_observed(head, staged, observed);
+        own.evictor.add_observed(head, staged, observed);
     }
     own.evictor.commit(head, staged, 0.0f);
     if (is_draft) head.undo->end_token();
@@ -247,7 +247,7 @@ void HeadStore::check_files() {
 
 void HeadStore::truncate(std::int32_t position) {
     if (position < 0) throw std::invalid_argument("positions begin at 0");
-    std::uint8_t* mask = components_.workspaces.front().scorer.mask();
+    std::uint8_t* mask = components_.workspaces.front().evictor.mask();
     components_.share.pool().make_room([&] { return copies_to_truncate(components_, position); });
     components_.common.whole_from.store(std::min(windows_whole_from(), position),
                                         std::memory_order_relaxed);

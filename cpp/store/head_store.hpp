@@ -1,7 +1,7 @@
 // Holds what every KV head of a sequence keeps, in pages of a pool, within a hard budget. The
 // micro-batch of one layer is staged, attended to, and committed, which evicts what the budget
 // cannot hold. StoreComponents has the parts; FrozenHeads freezes and restores entries, HeadSaver
-// and HeadLoader save and load them, and forks.hpp shares pages with checkpoints.
+// and HeadLoader save and load them, and checkpoint.hpp shares pages with checkpoints.
 #pragma once
 
 #include <cstddef>

@@ -44,11 +44,11 @@ private:
     struct Layer {
         FeatureShape shape;
         std::size_t n_values;                   // features, and the observed share
-        std::vector<std::vector<double>> sums;  // has for each head the lower triangle row by row
+        std::vector<std::vector<double>> sums;  // for each head, the lower triangle row by row
     };
 
     std::vector<Layer> layers_{};
-    std::size_t most_values_ = 0;  // is the length of the longest row, with padding
+    std::size_t most_values_ = 0;  // length of the longest row, with padding
 };
 
 }  // namespace entropykv

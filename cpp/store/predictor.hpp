@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "decide/features.hpp"
+#include "decide/importance.hpp"
 #include "decide/inverse_rope.hpp"
-#include "decide/packed_importance.hpp"
 #include "kernels/kernels.hpp"
 #include "platform/scratch.hpp"
 

@@ -19,7 +19,8 @@ class Recall {
 public:
     explicit Recall(StoreCommon& common) : common_(common), freezer_(common) {}
 
-    // Makes room for heads of n entries, and for pages of so many entries and bytes.
+    // Makes room for heads of n entries, and for pages of page_entries entries and page_bytes
+    // bytes.
     void size(std::size_t n, std::size_t page_entries, std::size_t page_bytes);
     // Makes room for n records of a head.
     void size_for_records(std::size_t n);
@@ -35,7 +36,8 @@ public:
              std::byte* buffer) noexcept;
 
 private:
-    struct Incoming {  // is an entry that comes back
+    // Names an entry that comes back, and where its rows are.
+    struct Incoming {
         int record_number = ColdHead::kNone;
         // Points to what ColdHead::read() returns; null: the rows are in copied_page().
         const std::byte* rows = nullptr;
@@ -61,11 +63,11 @@ private:
     Freezer freezer_;
     int room_ = 0;  // free room of the head, in entries
     std::vector<float> logits_{};
-    std::vector<float> masses_{};        // has for each query the log of the sum of e^(q.k)
-    std::vector<float> active_needs_{};  // says how much each held entry is needed
+    std::vector<float> masses_{};        // for each query, the log of the sum of e^(q.k)
+    std::vector<float> active_needs_{};  // how much each held entry is needed
     std::vector<std::int32_t> victims_{};
-    std::vector<float> needs_{};        // says how much each record is needed
-    std::vector<std::int32_t> best_{};  // has the numbers of the selected records
+    std::vector<float> needs_{};        // how much each record is needed
+    std::vector<std::int32_t> best_{};  // numbers of the selected records
     AlignedBytes copies_{};
     std::vector<Incoming> incoming_{};
 };

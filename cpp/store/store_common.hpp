@@ -18,7 +18,7 @@ struct StoreCommon {
 
     StoreSettings settings;
     const KernelTable* kernels = &kKernelsPortable;
-    std::optional<FreezeSchedule> schedule{};  // is unset while no schedule is followed
+    std::optional<FreezeSchedule> schedule{};  // unset while no schedule is followed
     std::vector<int> knots{};                  // kept entries for which losses are measured
     std::int32_t newest = 0;                   // the last position of the micro-batch
     bool single_query = false;                 // whether the micro-batch has one query

@@ -87,7 +87,7 @@ void StoreComponents::size_workspaces(int upcoming) {
     }
     const std::size_t n = PageLayout::index(held) + PageLayout::index(common.settings.max_tokens);
     for (Workspace& workspace : workspaces) {
-        workspace.scorer.size(n, page_entries);
+        workspace.evictor.size(n, page_entries);
         if (lessons()) grow(workspace.lesson_rows, lessons()->scratch_values());
         if (!storage) continue;
         workspace.recall.size(n, page_entries, share.page_bytes());
@@ -101,7 +101,7 @@ std::size_t StoreComponents::scratch_bytes() const {
         return bytes_of(head.pages.copied_importance()) + (head.undo ? head.undo->bytes() : 0);
     });
     for (const Workspace& workspace : workspaces)
-        bytes += workspace.scorer.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
+        bytes += workspace.evictor.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
                  bytes_of(workspace.lesson_rows);
     for (const std::vector<KeyCentre>& of_layer : common.settings.key_centres)
         for (const KeyCentre& of : of_layer) bytes += bytes_of(of.centre) + bytes_of(of.unit);

@@ -12,7 +12,6 @@
 #include "store/lesson_sums.hpp"
 #include "store/predictor.hpp"
 #include "store/recall.hpp"
-#include "store/schedule.hpp"
 #include "store/store_pool.hpp"
 
 namespace entropykv {
@@ -20,7 +19,7 @@ namespace entropykv {
 struct StoreLayer {
     LayerShape shape;
     PageLayout layout;
-    // Has the layout of every KV head, with its key centre if its keys are stored with one.
+    // The layout of every KV head, with its key centre if its keys are stored with one.
     std::vector<PageLayout> head_layouts{};
     std::vector<Head> heads{};
     std::unique_ptr<ColdLayout> cold{};  // null: nothing of the layer is ever frozen
@@ -32,10 +31,8 @@ struct StoreLayer {
 
 // Holds what one thread uses to recall for a head and to commit it.
 struct Workspace {
-    explicit Workspace(StoreCommon& common)
-        : scorer(common), evictor(common, scorer), recall(common), schedule(common) {}
+    explicit Workspace(StoreCommon& common) : evictor(common), recall(common), schedule(common) {}
 
-    Scorer scorer;
     Evictor evictor;
     Recall recall;
     Schedule schedule;

@@ -2,7 +2,6 @@
 
 #include "decide/budget.hpp"
 #include "platform/scratch.hpp"
-#include "store/entry_copies.hpp"
 #include "store/head.hpp"
 
 namespace entropykv {

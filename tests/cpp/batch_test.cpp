@@ -1,6 +1,6 @@
 // Several sequences in one pool of pages are read together. Each computes and keeps what it does
 // alone, and together they never hold more pages than the pool has.
-#include "attention/attention_batch.hpp"
+#include "attention/attention.hpp"
 
 #include <array>
 

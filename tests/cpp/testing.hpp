@@ -15,7 +15,7 @@
 
 #include "attention/attention.hpp"
 #include "platform/worker_threads.hpp"
-#include "store/forks.hpp"
+#include "store/checkpoint.hpp"
 #include "store/frozen_heads.hpp"
 #include "store/head_states.hpp"
 #include "store/head_store.hpp"

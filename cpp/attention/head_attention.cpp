@@ -1,16 +1,45 @@
-#include "attention/tile_work.hpp"
+#include "attention/head_attention.hpp"
 
 #include <algorithm>
 #include <cmath>
+
+#include "platform/scratch.hpp"
 
 namespace entropykv {
 namespace {
 
 constexpr float kBitsPerNat = 1.44269504f;
+constexpr float kNatsPerBit = 0.69314718f;
 
 }  // namespace
 
-void TileWork::run(const Unit& unit, int upcoming) noexcept {
+void Worker::serve(const PageLayout& layout, bool recalls) {
+    const auto rows = static_cast<std::size_t>(kRowTile);
+    grow(query_, rows * PageLayout::index(layout.k_stride));
+    grow(output_, rows * PageLayout::index(layout.v_stride));
+    grow(kernel_, prompt_scratch_floats(layout));
+    grow(softmax_, 7 * rows);
+    if (!recalls) return;
+    grow(recall_, PageLayout::index(kMostQueryRows * (layout.k_stride + 1)));
+    recall_positions_.resize(kMostQueryRows);
+}
+
+void Worker::keep(std::size_t n_floats) { grow(kept_, n_floats); }
+
+void Worker::release() { std::vector<float>().swap(kept_); }
+
+std::size_t Worker::bytes() const {
+    return bytes_of(query_) + bytes_of(output_) + bytes_of(kernel_) + bytes_of(kept_) +
+           bytes_of(softmax_) + bytes_of(recall_) + bytes_of(recall_positions_);
+}
+
+std::size_t bytes_of_workers(const Workers& workers) {
+    std::size_t bytes = 0;
+    for (const Worker& worker : workers) bytes += worker.bytes();
+    return bytes;
+}
+
+void HeadAttention::run(const Unit& unit, int upcoming) noexcept {
     const auto [tile, chunk] = unit;
     if (!split_.by_rows) return attend_token(tile, chunk, upcoming);
     if (split_.by_entries) return attend_rows(tile, chunk);
@@ -22,7 +51,7 @@ void TileWork::run(const Unit& unit, int upcoming) noexcept {
 // Returns the stored entries of a unit of the decode kernel; its layout is null if the unit has
 // none. This thread must have claimed the unit, so that no other thread commits the head and
 // changes its page table meanwhile.
-EntryRange TileWork::stored_entries(int unit) const noexcept {
+EntryRange HeadAttention::stored_entries(int unit) const noexcept {
     if (unit < 0) return {};
     const auto [tile, chunk] = call_.unit(unit);
     const int size = split_.chunk_entries(call_.total(tile.head));
@@ -31,8 +60,8 @@ EntryRange TileWork::stored_entries(int unit) const noexcept {
     return {&call_.layout(), call_.head(tile.head).pages.all().data(), chunk * size, last};
 }
 
-void TileWork::start_softmax(const RowTile& tile, int chunk,
-                             const SoftmaxState& state) const noexcept {
+void HeadAttention::start_softmax(const RowTile& tile, int chunk,
+                                  const SoftmaxState& state) const noexcept {
     const bool sinks = call_.params.sinks != nullptr && chunk == 0;
     const float unit = split_.by_rows ? kBitsPerNat : 1.0f;
     // The prompt kernel computes whole vectors of rows.
@@ -46,14 +75,14 @@ void TileWork::start_softmax(const RowTile& tile, int chunk,
 
 // Returns the logit of a row's sink, relative to the logits that the stored keys have. Rows behind
 // the tile's only fill a vector.
-float TileWork::sink_of(const RowTile& tile, int r) const noexcept {
+float HeadAttention::sink_of(const RowTile& tile, int r) const noexcept {
     const int of_group = (tile.first + r) % split_.group;
     const float sink = call_.params.sinks[tile.head * split_.group + of_group];
     if (r >= tile.count) return sink;
     return sink - call_.missing_logit(tile.head, (tile.first + r) / split_.group, of_group);
 }
 
-SoftmaxState TileWork::partial(const RowTile& tile, int chunk) noexcept {
+SoftmaxState HeadAttention::partial(const RowTile& tile, int chunk) noexcept {
     const int chunks = split_.chunks(call_.total(tile.head));
     const std::size_t rows = index(split_.tile_rows);
     const std::size_t size = rows * index(call_.layout().v_stride + 3);
@@ -62,7 +91,7 @@ SoftmaxState TileWork::partial(const RowTile& tile, int chunk) noexcept {
     return {start, start + rows, start + 2 * rows, start + 3 * rows};
 }
 
-void TileWork::load_queries(const RowTile& tile) noexcept {
+void HeadAttention::load_queries(const RowTile& tile) noexcept {
     const PageLayout& layout = call_.layout();
     float* query = worker_.query();
     const std::size_t lanes = split_.by_rows ? kRowTile : 1;
@@ -82,7 +111,7 @@ void TileWork::load_queries(const RowTile& tile) noexcept {
 // Visits those ranges of the entries [first, last) that rows of the tile attend to; stored entries
 // come before staged ones. Also passes whether some row must not see all of the range.
 template <typename Visit>
-void TileWork::over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept {
+void HeadAttention::over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept {
     const PageLayout& layout = call_.layout();
     const int count = call_.head(tile.head).count();
     const bool windowed = call_.shape().window > 0;
@@ -100,7 +129,7 @@ void TileWork::over_ranges(const RowTile& tile, int first, int last, Visit visit
     part(staged, count, first_token + 1, last_token + 1, true);
 }
 
-PromptTask TileWork::prompt_task(const RowTile& tile, const SoftmaxState& state) noexcept {
+PromptTask HeadAttention::prompt_task(const RowTile& tile, const SoftmaxState& state) noexcept {
     PromptTask task{};
     task.query = worker_.query();
     task.base_position = step_.base_position;
@@ -115,7 +144,7 @@ PromptTask TileWork::prompt_task(const RowTile& tile, const SoftmaxState& state)
     return task;
 }
 
-void TileWork::attend_rows(const RowTile& tile, int chunk) noexcept {
+void HeadAttention::attend_rows(const RowTile& tile, int chunk) noexcept {
     const SoftmaxState state = worker_.state();
     const int total = call_.total(tile.head);
     const int size = split_.by_entries ? split_.chunk_entries(total) : total;
@@ -151,7 +180,7 @@ void TileWork::attend_rows(const RowTile& tile, int chunk) noexcept {
     observe(tile, rows);
 }
 
-void TileWork::attend_token(const RowTile& tile, int chunk, int upcoming) noexcept {
+void HeadAttention::attend_token(const RowTile& tile, int chunk, int upcoming) noexcept {
     const PageLayout& layout = call_.layout();
     const SoftmaxState state = partial(tile, chunk);
     const int total = call_.total(tile.head);
@@ -179,7 +208,38 @@ void TileWork::attend_token(const RowTile& tile, int chunk, int upcoming) noexce
                 });
 }
 
-void TileWork::write_output(const RowTile& tile, const SoftmaxState& state) noexcept {
+// Merges the partial softmaxes of a tile into that of its first chunk.
+SoftmaxState HeadAttention::merge_tile(const RowTile& tile) noexcept {
+    const int chunks = split_.chunks(call_.total(tile.head));
+    for (int r = 0; chunks > 1 && r < tile.count; ++r) merge_row(tile, chunks, r);
+    return partial(tile, 0);
+}
+
+void HeadAttention::merge_row(const RowTile& tile, int chunks, int r) noexcept {
+    const int stride = call_.layout().v_stride;
+    const SoftmaxState all = partial(tile, 0);
+    const float nats = split_.by_rows ? kNatsPerBit : 1.0f;
+    float max = all.max[r];
+    for (int chunk = 1; chunk < chunks; ++chunk) max = std::max(max, partial(tile, chunk).max[r]);
+    float sum = 0.0f;
+    float weighted = 0.0f;
+    float* output = all.output + index(r) * index(stride);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        const SoftmaxState part = partial(tile, chunk);
+        const float shift = std::max((part.max[r] - max) * nats, -200.0f);
+        const float factor = part.sum[r] == 0.0f ? 0.0f : std::exp(shift);
+        weighted += factor * (part.weighted[r] + part.sum[r] * shift);
+        sum += factor * part.sum[r];
+        const float* more = part.output + index(r) * index(stride);
+        for (int d = 0; d < stride; ++d)
+            output[d] = (chunk == 0 ? 0.0f : output[d]) + factor * more[d];
+    }
+    all.max[r] = max;
+    all.sum[r] = sum;
+    all.weighted[r] = weighted;
+}
+
+void HeadAttention::write_output(const RowTile& tile, const SoftmaxState& state) noexcept {
     const PageLayout& layout = call_.layout();
     const int n_head = call_.shape().n_head;
     for (int r = 0; r < tile.count; ++r) {
@@ -194,7 +254,7 @@ void TileWork::write_output(const RowTile& tile, const SoftmaxState& state) noex
 }
 
 // Returns 1 for every row of a tile from `first` to `end` of the micro-batch, and 0 for the others.
-const float* TileWork::weights_of(const RowTile& tile, int first, int end) noexcept {
+const float* HeadAttention::weights_of(const RowTile& tile, int first, int end) noexcept {
     float* weights = worker_.weights();
     for (int r = 0; r < kRowTile; ++r) {
         const int row = tile.first + r;
@@ -203,17 +263,7 @@ const float* TileWork::weights_of(const RowTile& tile, int first, int end) noexc
     return weights;
 }
 
-// Rows before the observation window do not count, nor those of an echo that only raises predicted
-// shares.
-const float* TileWork::row_weights(const RowTile& tile) noexcept {
-    return weights_of(tile, step_.first_observed_row(split_), step_.end_of_counted_rows(split_));
-}
-
-const float* TileWork::echo_weights(const RowTile& tile) noexcept {
-    return weights_of(tile, step_.first_echo_row(split_), tile.first + tile.count);
-}
-
-void TileWork::observe(const RowTile& tile, const SoftmaxState& state) noexcept {
+void HeadAttention::observe(const RowTile& tile, const SoftmaxState& state) noexcept {
     if (!step_.observes(split_, tile)) return;
     const int total = call_.total(tile.head);
     const int band = step_.band_of(split_, tile.number);
@@ -224,21 +274,26 @@ void TileWork::observe(const RowTile& tile, const SoftmaxState& state) noexcept 
         return sums;
     };
     if (step_.observing) {
+        // Rows before the observation window do not count, nor those of an echo that only raises
+        // predicted shares.
         float* observed = begin(call_.observed(tile.head, band));
         if (tile.first < step_.end_of_counted_rows(split_))
-            add_observed(tile, state, step_.importance.measure().statistic, row_weights(tile),
+            add_observed(tile, state, step_.importance.measure().statistic,
+                         weights_of(tile, step_.first_observed_row(split_),
+                                    step_.end_of_counted_rows(split_)),
                          observed);
     }
     if (step_.observing_echo) {
         float* echo_shares = begin(call_.echo_shares(tile.head, band));
         if (tile.first + tile.count > step_.first_echo_row(split_))
-            add_observed(tile, state, Statistic::largest_probability, echo_weights(tile),
+            add_observed(tile, state, Statistic::largest_probability,
+                         weights_of(tile, step_.first_echo_row(split_), tile.first + tile.count),
                          echo_shares);
     }
 }
 
-void TileWork::add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
-                            const float* weights, float* observed) noexcept {
+void HeadAttention::add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
+                                 const float* weights, float* observed) noexcept {
     const int total = call_.total(tile.head);
     const auto neighbourhood = static_cast<float>(call_.store.components().common.neighbourhood());
     PromptTask task = prompt_task(tile, state);
@@ -251,7 +306,7 @@ void TileWork::add_observed(const RowTile& tile, const SoftmaxState& state, Stat
     });
 }
 
-void TileWork::observe_decode(const RowTile& tile, const SoftmaxState& state) noexcept {
+void HeadAttention::observe_decode(const RowTile& tile, const SoftmaxState& state) noexcept {
     if (!step_.observing) return;
     const int total = call_.total(tile.head);
     const Statistic what = step_.importance.measure().statistic;
@@ -260,6 +315,92 @@ void TileWork::observe_decode(const RowTile& tile, const SoftmaxState& state) no
     for (int r = 0; r < tile.count; ++r)
         call_.kernels.logits_observe(call_.observations.logits(tile.head * split_.group + r), total,
                                      what, state.max[r], state.sum[r], observed);
+}
+
+void HeadAttention::merge(int head) noexcept {
+    for (int number = 0; split_.by_entries && number < split_.tiles; ++number) {
+        const RowTile tile = split_.tile(head, number);
+        const SoftmaxState state = merge_tile(tile);
+        write_output(tile, state);
+        call_.entropies.note(call_.layer, split_, tile, state);
+        if (split_.by_rows) {
+            load_queries(tile);
+            observe(tile, state);
+        } else {
+            observe_decode(tile, state);
+        }
+    }
+    call_.entropies.add_head(call_.layer, split_, head);
+}
+
+void HeadAttention::finish(int head) noexcept {
+    merge(head);
+    if (call_.reader + 1 < call_.shape().readers) {
+        carry(head);
+        carry_echo_shares(head);
+    } else if (queues(step_, call_.shape(), call_.shared_choice)) {
+        call_.commits.add(call_.layer, head, call_.sum_observed(head), output_squares(head));
+    } else if (!call_.shared_choice) {
+        commit(head, carry(head), carry_echo_shares(head));
+    } else if (call_.units.ends_layer()) {
+        commit_layer();
+    }
+}
+
+// Returns the sum of the squared norms of a head's outputs over the query heads of its group and
+// all queries of the text, or those of the echo if there is no text; 0 if losses are not measured.
+float HeadAttention::output_squares(int head) const noexcept {
+    if (!call_.store.components().common.measures_losses()) return 0.0f;
+    const LayerShape& shape = call_.shape();
+    const std::size_t size = index(split_.group * shape.v_dim);
+    const int n_tokens = step_.n_text > 0 ? step_.n_text : step_.n_tokens;
+    double sum = 0.0;
+    for (int token = 0; token < n_tokens; ++token) {
+        const float* output =
+            call_.output + index(token * shape.n_head * shape.v_dim) + index(head) * size;
+        float of_token = 0.0f;
+        for (std::size_t d = 0; d < size; ++d) of_token += output[d] * output[d];
+        sum += of_token;
+    }
+    return static_cast<float>(sum);
+}
+
+// Returns what the readers of the layer, up to this one, observed of a head; null if nothing is
+// observed.
+float* HeadAttention::carry(int head) noexcept {
+    float* observed = call_.sum_observed(head);
+    if (call_.shape().readers == 1) return observed;
+    return call_.observations.carry(call_.layer, head, call_.reader == 0, observed,
+                                    output_squares(head), call_.total(head));
+}
+
+// Returns the largest shares that an echo gave to the entries of a head, over the same readers.
+float* HeadAttention::carry_echo_shares(int head) noexcept {
+    float* echo_shares = call_.max_echo_shares(head);
+    const LayerShape& shape = call_.shape();
+    if (shape.readers == 1 || echo_shares == nullptr) return echo_shares;
+    return call_.observations.carry_largest(call_.layer, shape.n_head_kv + head, call_.reader == 0,
+                                            echo_shares, call_.total(head));
+}
+
+void HeadAttention::commit(int head, const float* observed, const float* echo_shares) noexcept {
+    const float squares = call_.shape().readers > 1
+                              ? call_.observations.carried_squares(call_.layer, head)
+                              : output_squares(head);
+    call_.store.commit(call_.layer, head, step_.n_text, observed, echo_shares, squares,
+                       call_.thread);
+}
+
+// Commits all heads by the sum of what they observed. This is possible because heads with equally
+// many entries have them in the same places.
+void HeadAttention::commit_layer() noexcept {
+    const int n_heads = call_.shape().n_head_kv;
+    const int n = call_.total(0);
+    float* shared = carry(0);
+    for (int head = 1; shared != nullptr && head < n_heads; ++head)
+        call_.observations.add_up(shared, carry(head), n);
+    // No measure with predicted scores has a shared choice, so no echo was observed.
+    for (int head = 0; head < n_heads; ++head) commit(head, shared, nullptr);
 }
 
 }  // namespace entropykv

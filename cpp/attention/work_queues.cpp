@@ -1,4 +1,4 @@
-#include "attention/commit_queue.hpp"
+#include "attention/work_queues.hpp"
 
 #include <algorithm>
 #include <numeric>
@@ -6,6 +6,11 @@
 #include "platform/relax.hpp"
 
 namespace entropykv {
+
+UnitQueue::UnitQueue(int n_heads)
+    : first_unit_(index(n_heads + 1)),
+      unfinished_units_(std::make_unique<std::atomic<int>[]>(index(n_heads))),
+      next_unit_(std::make_unique<std::atomic<int>[]>(index(n_heads))) {}
 
 CommitQueue::CommitQueue(HeadStore& store, int n_threads) : store_(store), next_(index(n_threads)) {
     for (int layer = 0; layer < store.n_layers(); ++layer)

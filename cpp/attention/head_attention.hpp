@@ -1,5 +1,7 @@
-// Everything that a unit of work needs to know: the attention of one reader of a layer, as one
-// thread computes it, with the scratch of the thread.
+// Attends to the entries of KV heads with the queries of one reader of a layer, as one of ggml's
+// threads does: unit by unit, with scratch of the thread. A tile of query rows that is split by
+// entries leaves one partial softmax per unit; the thread that has done the last unit of a head
+// merges them, and commits the head.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +11,7 @@
 #include "attention/entropy_meter.hpp"
 #include "attention/observations.hpp"
 #include "attention/step.hpp"
-#include "store/head_store.hpp"
+#include "attention/work_queues.hpp"
 
 namespace entropykv {
 
@@ -60,7 +62,9 @@ struct CallOfSequence {
     const KernelTable& kernels;
     EntropyMeter& entropies;
     Observations& observations;
-    float* partials;  // partial results of tiles that are split by entries: see TileWork
+    CommitQueue& commits;
+    bool shared_choice;  // see Attention::set_shared_choice()
+    float* partials;     // partial results of tiles that are split by entries
 };
 
 struct CallOfNode {
@@ -81,10 +85,11 @@ struct CallOfTokens {
     Split split;
     const RowsView& query;
     float* output;
-    // Numbers the token in a run with drafts, whose tokens are attended to one after the other.
+    // The number of the token in a run with drafts, whose tokens are attended to one by one.
     int token = 0;
 };
 
+// Says all that a thread needs to know to attend for one reader of a layer.
 struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
     const LayerShape& shape() const { return store.shape(layer); }
     const PageLayout& layout() const { return store.layout(layer); }
@@ -143,6 +148,65 @@ struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
         const int bands = step.observed_bands(split);
         return observations.largest(layer, (shape().n_head_kv + head) * bands, bands, total(head));
     }
+};
+
+// Tells whether the heads of a layer are committed through the queue: when a single token is read,
+// and no other reader or head needs what they observed.
+inline bool queues(const Step& step, const LayerShape& shape, bool shared_choice) noexcept {
+    return step.n_tokens == 1 && shape.readers == 1 && !shared_choice;
+}
+
+class HeadAttention {
+public:
+    explicit HeadAttention(const AttentionCall& call)
+        : call_(call), split_(call.split), step_(call.step), worker_(call.worker) {}
+
+    // Attends with the rows of a unit. upcoming: the next unit of the thread, whose first entries
+    // the decode kernel prefetches; -1: none.
+    void run(const Unit& unit, int upcoming) noexcept;
+    // Both are for a head whose units are done: merge() merges their partial results, writes the
+    // outputs, and observes what the queries gave to the entries; finish() also commits the head,
+    // or has it committed.
+    void merge(int head) noexcept;
+    void finish(int head) noexcept;
+
+private:
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+
+    // The following functions attend with a tile.
+    void attend_rows(const RowTile& tile, int chunk) noexcept;
+    void attend_token(const RowTile& tile, int chunk, int upcoming) noexcept;
+    void load_queries(const RowTile& tile) noexcept;
+    EntryRange stored_entries(int unit) const noexcept;
+    PromptTask prompt_task(const RowTile& tile, const SoftmaxState& state) noexcept;
+    template <typename Visit>
+    void over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept;
+    void start_softmax(const RowTile& tile, int chunk, const SoftmaxState& state) const noexcept;
+    float sink_of(const RowTile& tile, int r) const noexcept;
+    SoftmaxState partial(const RowTile& tile, int chunk) noexcept;
+    SoftmaxState merge_tile(const RowTile& tile) noexcept;
+    void merge_row(const RowTile& tile, int chunks, int r) noexcept;
+    void write_output(const RowTile& tile, const SoftmaxState& state) noexcept;
+
+    // The following functions add what the rows of a tile gave to the entries; `state` is final.
+    void observe(const RowTile& tile, const SoftmaxState& state) noexcept;
+    void observe_decode(const RowTile& tile, const SoftmaxState& state) noexcept;
+    const float* weights_of(const RowTile& tile, int first, int end) noexcept;
+    // Attention scores are computed again unless the attention weights were kept. weights: [rows].
+    void add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
+                      const float* weights, float* observed) noexcept;
+
+    // The following functions are for a head with all of its tiles.
+    float output_squares(int head) const noexcept;
+    float* carry(int head) noexcept;
+    float* carry_echo_shares(int head) noexcept;
+    void commit(int head, const float* observed, const float* echo_shares) noexcept;
+    void commit_layer() noexcept;
+
+    const AttentionCall& call_;
+    const Split& split_;
+    const Step& step_;
+    Worker& worker_;
 };
 
 }  // namespace entropykv

@@ -38,8 +38,8 @@ struct RowsOfTokens {
     int dim;
 };
 
-// One sequence, which may belong to a pool. Methods throw std::invalid_argument for layers and
-// heads that do not exist.
+// Holds one sequence, which may belong to a pool. Methods throw std::invalid_argument for layers
+// and heads that do not exist.
 class HeadwiseStore {
 public:
     HeadwiseStore(const std::vector<LayerShape>& layers, const StoreSettings& settings,

@@ -1,4 +1,4 @@
-#include "attention/headwise.hpp"
+#include "attention/headwise_store.hpp"
 
 #include <stdexcept>
 
