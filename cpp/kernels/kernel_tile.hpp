@@ -1,10 +1,10 @@
-// Part of kernels.cpp: cuts entries into tiles of groups, which a kernel computes at a time.
+// Part of kernels.cpp: cuts entries into tiles of groups, which a kernel computes at a time, and
+// calls code that is compiled for the KV type of a page.
 #pragma once
 
 #include <type_traits>
 #include <utility>
 
-#include "kernels/kernel_type.hpp"
 #include "kernels/kernels.hpp"
 #include "platform/simd.hpp"
 
@@ -27,6 +27,26 @@ template <int N, typename Step>
 ENTROPYKV_INLINE inline void repeat(Step step) {
     repeat_each(std::make_integer_sequence<int, N>(), step);
 }
+
+// Wraps a KV type in a C++ type.
+template <KvType Type>
+struct KnownType {
+    static constexpr KvType type = Type;
+};
+
+// Calls run(KnownType). There is no default branch, so the compiler reports a missing type.
+template <typename Run>
+inline void with_type(KvType type, Run run) {
+    switch (type) {
+        case KvType::f16: return run(KnownType<KvType::f16>{});
+        case KvType::q8_0: return run(KnownType<KvType::q8_0>{});
+    }
+}
+
+// Goes into the last branch of code that distinguishes types, so that a type without a branch does
+// not compile.
+template <KvType Type>
+constexpr bool kIsUnknown = false;
 
 constexpr int kMaxBlocks = kMaxHeadDim / kQuantBlock;
 

@@ -24,30 +24,25 @@ void decode(const DecodeTask& task) {
 }  // namespace
 
 #if defined(__AVX512VNNI__)
-const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,     store_v,         move_keys,
-                                     decode,       prompt,      prompt_observe,  logits_observe,
-                                     value_norms,  products,    sketch_products, log_sum,
-                                     features,     predict_key, predict_value,   add_products};
+#define ENTROPYKV_KERNELS kKernelsAvx512Vnni
+constexpr const char kName[] = "avx512vnni";
 #elif defined(__AVX512F__)
-const KernelTable kKernelsAvx512{"avx512",    store_k,     store_v,         move_keys,
-                                 decode,      prompt,      prompt_observe,  logits_observe,
-                                 value_norms, products,    sketch_products, log_sum,
-                                 features,    predict_key, predict_value,   add_products};
+#define ENTROPYKV_KERNELS kKernelsAvx512
+constexpr const char kName[] = "avx512";
 #elif defined(__AVX2__)
-const KernelTable kKernelsAvx2{"avx2",      store_k,     store_v,         move_keys,
-                               decode,      prompt,      prompt_observe,  logits_observe,
-                               value_norms, products,    sketch_products, log_sum,
-                               features,    predict_key, predict_value,   add_products};
+#define ENTROPYKV_KERNELS kKernelsAvx2
+constexpr const char kName[] = "avx2";
 #elif defined(ENTROPYKV_NEON)
-const KernelTable kKernelsNeon{"neon",      store_k,     store_v,         move_keys,
-                               decode,      prompt,      prompt_observe,  logits_observe,
-                               value_norms, products,    sketch_products, log_sum,
-                               features,    predict_key, predict_value,   add_products};
+#define ENTROPYKV_KERNELS kKernelsNeon
+constexpr const char kName[] = "neon";
 #else
-const KernelTable kKernelsPortable{"portable",  store_k,     store_v,         move_keys,
-                                   decode,      prompt,      prompt_observe,  logits_observe,
-                                   value_norms, products,    sketch_products, log_sum,
-                                   features,    predict_key, predict_value,   add_products};
+#define ENTROPYKV_KERNELS kKernelsPortable
+constexpr const char kName[] = "portable";
 #endif
+
+const KernelTable ENTROPYKV_KERNELS{kName,       store_k,     store_v,         move_keys,
+                                    decode,      prompt,      prompt_observe,  logits_observe,
+                                    value_norms, products,    sketch_products, log_sum,
+                                    features,    predict_key, predict_value,   add_products};
 
 }  // namespace entropykv

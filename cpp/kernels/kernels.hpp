@@ -41,10 +41,10 @@ struct DecodeTask {
     const float* query;  // [rows][layout.k_stride], scaled
     int rows;
     float softcap;          // 0: logits are not capped
-    std::int32_t position;  // is that of the token
-    float oldest;         // is relative to the token; earlier entries are not seen (sliding window)
-    const float* slopes;  // [rows]: by what a logit falls per position (ALiBi); null: 0
-    float* logits;        // [rows][logits_stride], from entries.first on; null: not kept
+    std::int32_t position;  // position of the token
+    float oldest;           // relative to the token; earlier entries are not seen (sliding window)
+    const float* slopes;    // [rows]: by what a logit falls per position (ALiBi); null: 0
+    float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
     SoftmaxState state;   // its output is [rows][layout.v_stride]
     EntryRange upcoming;  // what the thread reads next, for prefetching; null layout: unknown
@@ -56,7 +56,7 @@ struct DecodeTask {
 struct PromptTask {
     EntryRange entries;
     const float* query;          // [layout.k_stride][kRowTile], scaled
-    std::int32_t base_position;  // is that of the first token of the micro-batch
+    std::int32_t base_position;  // position of the first token of the micro-batch
     const float* row_positions;  // [kRowTile], relative to base_position
     const float* row_oldest;  // [kRowTile], relative to base_position; earlier entries are not seen
     int rows;

@@ -81,11 +81,11 @@ private:
     const ProductTable& kernels_;
     std::deque<Helper> helpers_;
     int awake_ = 0;
-    // Says for each piece whose it is: the number of the op, then nobody's, an op's thread's, or
-    // that of the slot of a helper.
+    // Names the owner of every piece. The upper bits are the number of the op; the lower ones say
+    // that the piece belongs to nobody, to a thread of the op, or to a slot of a helper.
     std::vector<std::atomic<std::uint64_t>> claims_;
     Offer offer_;
-    std::atomic<std::uint64_t> op_{0};    // is odd while an offer is written
+    std::atomic<std::uint64_t> op_{0};    // odd while an offer is written
     std::atomic<int> next_{-1};           // helpers begin with the last piece
     std::atomic<CoreSet> used_cores_{0};  // cores of the threads of the current op
     HelperThreads threads_;               // ends first: its threads use all of the above

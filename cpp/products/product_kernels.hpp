@@ -25,7 +25,7 @@ struct WeightRows {
     const std::byte* data;
     std::size_t stride;
     int n_rows;
-    int n_values;  // is a multiple of the type's block
+    int n_values;  // a multiple of the type's block
 };
 
 // Refers to tokens as quantise() writes them, `stride` bytes apart.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "platform/instruction_sets.hpp"
 #include "platform/relax.hpp"
 
 namespace entropykv {
@@ -19,6 +20,21 @@ int parts_of(int n, int size) { return (n + size - 1) / size; }
 std::size_t size(int i) { return static_cast<std::size_t>(i); }
 
 }  // namespace
+
+std::vector<const ProductTable*> available_products() {
+    std::vector<const ProductTable*> tables;
+#if defined(ENTROPYKV_X86)
+    if (has_avx2()) tables.push_back(&kProductsAvx2);
+#if defined(ENTROPYKV_AVX_VNNI)
+    if (has_avx_vnni()) tables.push_back(&kProductsAvxVnni);
+#endif
+    if (has_avx512_vnni()) tables.push_back(&kProductsAvx512Vnni);
+#elif defined(ENTROPYKV_ARM64)
+    tables.push_back(&kProductsNeon);
+    if (has_neon_dot_products()) tables.push_back(&kProductsNeonDot);
+#endif
+    return tables;
+}
 
 Products::Products(const ProductTable& kernels, int n_threads)
     : kernels_(kernels), token_(size(n_threads)), pieces_(n_threads) {

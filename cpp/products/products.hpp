@@ -47,8 +47,8 @@ private:
 
     const ProductTable& kernels_;
     AlignedBytes rounded_;             // rounded activations of a task
-    std::vector<AlignedBytes> token_;  // holds for each thread a single rounded token
-    std::vector<AlignedBytes> tiles_;  // holds for each thread a tile of weights and sums
+    std::vector<AlignedBytes> token_;  // for each thread, a single rounded token
+    std::vector<AlignedBytes> tiles_;  // for each thread, a tile of weights and sums
     std::atomic<int> arrived_{0};      // threads that have rounded their tokens
     std::atomic<unsigned> rounds_{0};  // tasks whose tokens all threads have rounded
     StealingRanges pieces_;            // pieces of rows and tokens that threads take

@@ -100,7 +100,7 @@ inline RowFloats signed_bytes(RowBytes a, int k) {
     return to_floats(_mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * k), 24));
 }
 
-// Holds 4 bytes of each of 4 rows.
+// Loads 4 bytes of each of 4 rows, from an offset on.
 template <class R>
 inline __m128i four_of_four(const R& rows, std::size_t offset) {
     const auto four = [&](int r) { return load_as<int>(rows.near(r) + offset); };
