@@ -60,15 +60,21 @@ print(json.dumps({{name: after[name] - before[name] for name in before}}))
 """
 
 
-def counts_together(path: Path, **options: Any) -> dict[str, float]:
-    """Return what is counted for a step in which several conversations read a token each."""
+def printed_by(program: str, path: Path, options: dict[str, Any]) -> Any:
+    """Return what a program of Python prints as JSON in its last line."""
     output = subprocess.run(
-        [sys.executable, "-c", COUNT_TOGETHER, str(path), json.dumps(options)],
+        [sys.executable, "-c", program, str(path), json.dumps(options)],
         check=True,
         capture_output=True,
         text=True,
     ).stdout
-    return {name: n / N_WRITTEN for name, n in json.loads(output.splitlines()[-1]).items()}
+    return json.loads(output.splitlines()[-1])
+
+
+def counts_together(path: Path, **options: Any) -> dict[str, float]:
+    """Return what is counted for a step in which several conversations read a token each."""
+    counts = printed_by(COUNT_TOGETHER, path, options)
+    return {name: n / N_WRITTEN for name, n in counts.items()}
 
 
 @pytest.mark.parametrize(
@@ -101,13 +107,7 @@ def test_conversations_that_write_at_once_wait_as_often_for_many_layers_as_for_f
 
 def counts_of(path: Path, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
     """Return what is counted for a micro-batch and for a token, in a process of its own."""
-    output = subprocess.run(
-        [sys.executable, "-c", COUNT, str(path), json.dumps(options)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    prompt, written = json.loads(output.splitlines()[-1])
+    prompt, written = printed_by(COUNT, path, options)
     return (
         {name: 64 * n / N_PROMPT for name, n in prompt.items()},
         {name: n / N_WRITTEN for name, n in written.items()},

@@ -248,10 +248,9 @@ def _chosen(
             name = compared.policy
     if not foresees:
         return name
-    if compared is not None:
-        importance = compared.importance
-    else:
-        importance = (curves and curves.importance) or IMPORTANCES[0]
+    importance = IMPORTANCES[0]  # That of all ways which are compared.
+    if compared is None and curves is not None:
+        importance = curves.importance or importance
     if not predictable:
         importance = _READ_TWICE[importance]
     return f"{name}:{importance}"

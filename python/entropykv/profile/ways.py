@@ -140,11 +140,6 @@ class WayComparison:
         best = PREDICTOR_ONLY if self.best == NO_PROFILE else self.best
         return best.partition(":")[0]
 
-    @property
-    def importance(self) -> str:
-        """Return the measure by which policy auto ranks entries, that of all WAYS."""
-        return IMPORTANCES[0]
-
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the comparison."""
         return {

@@ -197,8 +197,8 @@ class AnswerForm:
         """Yield what each event adds to an answer; that the prompt was read adds nothing.
 
         A call is in the part in which its JSON has ended; if there may be one alone, the answer
-        ends behind it. deepseek-legacy leaves thoughts in the
-        text, and `whole` answers have them beside it, too.
+        ends behind it. deepseek-legacy leaves thoughts in the text, and `whole` answers have them
+        beside it, too.
         """
         reader = None if self.use is None else CallReader(self.use)
         thought = self.prompt.thought
