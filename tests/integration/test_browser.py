@@ -367,19 +367,13 @@ def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server
     model, now, holder = one_answered(page, server)
     begun = time.time() - 100
 
-    def picture(seconds: float, tokens: int) -> str:
+    def picture(seconds: float, tokens: int) -> dict[str, Any]:
         each = holder | {"generated_tokens": tokens, "decode_seconds": tokens / 100}
-        data = now | {"time": begun + seconds, "conversations": [each], "map": None}
-        return f"event: kv\ndata: {json.dumps(data)}\n\n"
+        return now | {"time": begun + seconds, "conversations": [each], "map": None}
 
     wrote = [picture(10 + i / 4, 100 + 25 * i) for i in range(8)]
     later = [picture(90 + i / 4, 300 + 25 * i) for i in range(8)]
-    body = "".join([f"event: model\ndata: {json.dumps(model)}\n\n", *wrote, *later])
-
-    def send(route: Any) -> None:
-        route.fulfill(body=body, content_type="text/event-stream")
-
-    page.page.route("**/v1/kv/stream*", send)
+    page.shows_instead(model, [*wrote, *later])
     page.page.reload()
     chart = page.page.locator("figure.chart", has_text="Tokens per second")
     chart.get_by_text("written 100").wait_for()
@@ -406,17 +400,11 @@ def test_a_document_that_is_read_in_long_steps_has_its_true_speed(
     model, now, holder = one_answered(page, server)
     begun = time.time() - 100
 
-    def picture(i: int) -> str:
+    def picture(i: int) -> dict[str, Any]:
         each = holder | {"document": True, "state": "active", "position": 150 * i}
-        data = now | {"time": begun + 5 * i, "conversations": [each], "map": None}
-        return f"event: kv\ndata: {json.dumps(data)}\n\n"
+        return now | {"time": begun + 5 * i, "conversations": [each], "map": None}
 
-    body = f"event: model\ndata: {json.dumps(model)}\n\n" + "".join(map(picture, range(1, 8)))
-
-    def send(route: Any) -> None:
-        route.fulfill(body=body, content_type="text/event-stream")
-
-    page.page.route("**/v1/kv/stream*", send)
+    page.shows_instead(model, map(picture, range(1, 8)))
     page.page.reload()
     chart = page.page.locator("figure.chart", has_text="Tokens per second")
     chart.get_by_text("read 30").wait_for()
@@ -431,17 +419,11 @@ def test_a_page_that_is_slower_than_its_server_does_not_fall_behind(
     assert now["map"] is not None
     each = next(holder for holder in now["conversations"] if holder["id"] == now["map"]["id"])
 
-    def picture(i: int) -> str:
+    def picture(i: int) -> dict[str, Any]:
         holder = each | {"position": 10_000 + i, "generated_tokens": i}
-        data = now | {"time": now["time"] + i / 4, "conversations": [holder]}
-        return f"event: kv\ndata: {json.dumps(data)}\n\n"
+        return now | {"time": now["time"] + i / 4, "conversations": [holder]}
 
-    body = f"event: model\ndata: {json.dumps(model)}\n\n" + "".join(map(picture, range(2000)))
-
-    def send(route: Any) -> None:
-        route.fulfill(body=body, content_type="text/event-stream")
-
-    page.page.route("**/v1/kv/stream*", send)
+    page.shows_instead(model, map(picture, range(2000)))
     page.page.add_init_script("""
         window.shown = new Set();
         const note = () => window.shown.add(document.querySelector(".budget dd")?.textContent);

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ class Watched:
         except Exception as error:
             shown = self.page.locator("#app").inner_text()
             raise AssertionError(f"{error}\n{self.problems}\n{shown}") from error
+
+    def shows_instead(self, model: Any, pictures: Iterable[Any]) -> None:
+        """Send these pictures of the cache to the page when it asks for the server's stream."""
+        sent = [("model", model), *(("kv", picture) for picture in pictures)]
+        body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in sent)
+        self.page.route(
+            "**/v1/kv/stream*",
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        )
 
     # --- what a user does -------------------------------------------------------------------------
 
