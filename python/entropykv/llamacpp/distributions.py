@@ -29,23 +29,27 @@ def log_softmax(logits: Logits) -> LogProbabilities:
     return result
 
 
-def divergences(reference: LogProbabilities, other: LogProbabilities) -> npt.NDArray[np.float64]:
-    """Return the KL divergence from `reference` to `other` for every row, in nats.
+def divergences(reference: Logits, other: Logits) -> npt.NDArray[np.float64]:
+    """Return the KL divergence from the reference's logits to the others for every row, in nats.
 
     A token that the reference excludes, with a logit of minus infinity, adds nothing.
     """
-    surplus = np.zeros_like(reference)
-    np.subtract(reference, other, out=surplus, where=np.isfinite(reference))
-    result: npt.NDArray[np.float64] = (np.exp(reference) * surplus).sum(axis=1)
-    return result
+    found = np.empty(len(reference))
+    for part in blocks(len(reference)):
+        logs, others = (
+            logits[part] - logits[part].max(axis=1, keepdims=True).astype(np.float64)
+            for logits in (reference, other)
+        )
+        shares = np.exp(logs)
+        total = shares.sum(axis=1)
+        surplus = np.subtract(logs, others, out=np.zeros_like(logs), where=shares > 0.0)
+        log_ratio = np.log(np.exp(others, out=others).sum(axis=1) / total)
+        found[part] = np.einsum("ij,ij->i", shares, surplus) / total + log_ratio
+    return found
 
 
 def mean_divergence(reference: Logits, other: Logits) -> float:
     """Return the mean KL divergence from the reference's logits to the others, in nats, 0
     or more.
     """
-    total = 0.0
-    for part in blocks(len(reference)):
-        rows = divergences(log_softmax(reference[part]), log_softmax(other[part]))
-        total += float(rows.sum())
-    return max(0.0, total / len(reference))
+    return max(0.0, float(divergences(reference, other).mean()))
