@@ -61,11 +61,10 @@ def example() -> EntropyProfile:
         comparison=WayComparison(
             (0.2,),
             1024,
-            (4, 6),
             (0.75, 0.5),
             (
-                ComparedWay(NO_PROFILE, ((0.5, 0.25),), ((0.5, 0.25),), ((4, 5),)),
-                ComparedWay(PREDICTOR_ONLY, ((0.25, 0.125),), ((0.125, 0.5),), ((4, 6),)),
+                ComparedWay(NO_PROFILE, ((0.5, 0.25),), ((0.5, 0.25),), ((1, 1, 0, 1),)),
+                ComparedWay(PREDICTOR_ONLY, ((0.25, 0.125),), ((0.125, 0.5),), ((1, 1, 1, 1),)),
             ),
             PREDICTOR_ONLY,
         ),

@@ -181,14 +181,13 @@ def compare_ways(
     found = spread.run(try_ways, settings, work, on_progress)
     continued = np.array([continuing for continuing, *_ in found])
     repeated = np.array([repeating for _, repeating, *_ in found])
-    facts = np.array([right[:, :, known].sum(axis=2) for *_, known, right in found])
+    facts = np.concatenate([right[:, :, known] for *_, known, right in found], axis=2).astype(int)
     comparison = WayComparison(
         BUDGETS,
         max(len(passage.tokens) for passage in passages),
-        n_facts=tuple(int(known.sum()) for *_, known, _ in found),
         repeats=tuple(float(weight) for _, _, weight, *_ in found),
         compared=tuple(
-            ComparedWay(way, _table(continued[:, i]), _table(repeated[:, i]), _table(facts[:, i]))
+            ComparedWay(way, _table(continued[:, i].T), _table(repeated[:, i].T), _table(facts[i]))
             for i, way in enumerate(ways)
         ),
         best=NO_PROFILE,
@@ -196,14 +195,13 @@ def compare_ways(
     return replace(comparison, best=best_way(comparison))
 
 
-def _table(of_texts: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Return figures, (texts, budgets), as [budget][text]."""
-    return tuple(map(tuple, of_texts.T.tolist()))
+def _table(figures: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, figures.tolist()))
 
 
 def going(way: str) -> WayComparison:
     """Return a comparison without figures that makes policy auto use a profile in this way."""
-    return WayComparison((), 0, (), (), (), way)
+    return WayComparison((), 0, (), (), way)
 
 
 def try_ways(

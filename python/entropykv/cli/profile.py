@@ -89,7 +89,7 @@ def comparison_lines(comparison: WayComparison) -> list[str]:
         "tokens:",
         "KL in nats per token while a text goes on, and while it is repeated (the full cache",
         f"predicts {np.mean(comparison.repeats):.0%} of that); planted facts, of "
-        f"{sum(comparison.n_facts)} that the full cache knows:",
+        f"{comparison.n_facts} that the full cache knows:",
         f"  {'':30}" + "".join(f"  {b:5.0%}: KL  repeated  facts" for b in comparison.budgets),
     ]
     for each in comparison.compared:

@@ -37,14 +37,10 @@ WAYS = (
 )
 """The ways in which policy auto can use a profile, the simplest first."""
 
-MARGIN = 0.05
-"""A gain in KL must be larger than this to count; less is not worth budgets by curves."""
+SURE = 1.64
+"""A larger advantage is no chance, with a probability of 95 %."""
 _FEW_FACTS = 6
 """If the full cache knows fewer facts, repetitions are compared instead."""
-_SURE = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89)
-"""Student's t for a probability of 95 %, by degrees of freedom from 1: a mean difference that is
-larger than so many of its standard errors is no noise.
-"""
 _MOST_LOSS = 1e4
 _NO_LOSS = 1e-9
 _MOST = 2**31 - 1
@@ -64,11 +60,13 @@ class ComparedWay:
     repetitions: Table
     """The KL while the beginning of a text is repeated, in nats per token."""
     facts: tuple[tuple[int, ...], ...]
-    """How many planted facts are known, of those that the full cache knows."""
+    """For every planted fact that the full cache knows, in all texts, 1 if it is known, else 0,
+    [budget][fact].
+    """
 
     @property
     def n_known(self) -> tuple[int, ...]:
-        """Return for every budget how many facts are known, in all texts."""
+        """Return for every budget how many facts are known."""
         return tuple(map(sum, self.facts))
 
 
@@ -77,15 +75,14 @@ class WayComparison:
     """Hold what was compared on texts that the profile was not made with, and what won.
 
     `budgets`: fractions of the bytes of a full f16 cache. The longest text had `n_tokens` tokens.
-    For every text, the full cache knows `n_facts` of the facts that were planted in it, and
-    `repeats` is the share of the tokens of a repetition that it predicts, from 0 to 1. `compared`
-    is empty if the texts were too short. `best` is the way that policy auto goes, one of WAYS; with
-    NO_PROFILE, the profile has no predictor. Raises ProfileError, naming the field.
+    `repeats`: for every text, the share of the tokens of a repetition that the full cache predicts,
+    from 0 to 1. `compared` is empty if the texts were too short. `best` is the way that policy auto
+    goes, one of WAYS; with NO_PROFILE, the profile has no predictor. Raises ProfileError, naming
+    the field.
     """
 
     budgets: tuple[float, ...]
     n_tokens: int
-    n_facts: tuple[int, ...]
     repeats: tuple[float, ...]
     compared: tuple[ComparedWay, ...]
     best: str
@@ -102,22 +99,13 @@ class WayComparison:
                 raise ProfileError(
                     f"profile: comparison.compared has no way {shown(each.way)}; {ADVICE}"
                 )
-            for table in (each.divergences, each.repetitions, each.facts):
-                if len(table) != len(self.budgets) or {*map(len, table)} - {self.n_texts}:
+            columns = ((each.divergences, self.n_texts), (each.repetitions, self.n_texts))
+            for table, n in (*columns, (each.facts, self.n_facts)):
+                if len(table) != len(self.budgets) or {*map(len, table)} - {n}:
                     raise ProfileError(
-                        "profile: comparison.compared must have a figure for every budget and "
-                        f"text; {ADVICE}"
+                        "profile: comparison.compared must have a figure for every budget, and "
+                        f"every text or fact; {ADVICE}"
                     )
-        if len(self.n_facts) != self.n_texts:
-            raise ProfileError(
-                f"profile: comparison.n_facts must have a number for every text; {ADVICE}"
-            )
-        for each in self.compared:
-            if np.any(np.array(each.facts) > np.array(self.n_facts)):
-                raise ProfileError(
-                    "profile: comparison.compared must not have more facts than "
-                    f"comparison.n_facts; {ADVICE}"
-                )
 
     @property
     def n_texts(self) -> int:
@@ -125,9 +113,10 @@ class WayComparison:
         return len(self.repeats)
 
     @property
-    def tells_facts(self) -> bool:
-        """Tell whether the full cache knows enough facts to compare ways by them."""
-        return sum(self.n_facts) >= _FEW_FACTS
+    def n_facts(self) -> int:
+        """Return how many of the planted facts the full cache knows, in all texts."""
+        facts = [of_budget for each in self.compared for of_budget in each.facts]
+        return max(map(len, facts), default=0)
 
     @property
     def uses_curves(self) -> bool:
@@ -145,7 +134,6 @@ class WayComparison:
         return {
             "budgets": list(self.budgets),
             "n_tokens": self.n_tokens,
-            "n_facts": list(self.n_facts),
             "repeats": rounded(np.array(self.repeats)),
             "compared": [
                 {
@@ -167,10 +155,10 @@ class WayComparison:
             number_in(budget, where, f"comparison.budgets[{i}]", 0.0, 1.0)
             for i, budget in enumerate(_list_in(data["budgets"], where, "comparison.budgets"))
         ]
-        n_facts = _counts_in(data["n_facts"], where, "comparison.n_facts")
-        repeats = table_in(data["repeats"], where, "comparison.repeats", (len(n_facts),), 1.0)
+        n_texts = len(_list_in(data["repeats"], where, "comparison.repeats"))
+        repeats = table_in(data["repeats"], where, "comparison.repeats", (n_texts,), 1.0)
         rows = _list_in(data["compared"], where, "comparison.compared")
-        shape = (len(budgets), len(n_facts))
+        shape = (len(budgets), n_texts)
         compared = [
             _way_in(row, where, f"comparison.compared[{i}]", shape) for i, row in enumerate(rows)
         ]
@@ -178,7 +166,6 @@ class WayComparison:
             return cls(
                 tuple(budgets),
                 integer_in(data["n_tokens"], where, "comparison.n_tokens", 0, _MOST),
-                n_facts,
                 tuple(repeats.tolist()),
                 tuple(compared),
                 text_in(data["best"], where, "comparison.best"),
@@ -193,11 +180,6 @@ def _list_in(value: object, where: str, field: str) -> list[Any]:
     return value
 
 
-def _counts_in(value: object, where: str, field: str) -> tuple[int, ...]:
-    counts = enumerate(_list_in(value, where, field))
-    return tuple(integer_in(count, where, f"{field}[{i}]", 0, _MOST) for i, count in counts)
-
-
 def _way_in(value: object, where: str, field: str, shape: tuple[int, int]) -> ComparedWay:
     data = object_in(value, where, field, tuple(ComparedWay.__dataclass_fields__))
     divergences, repetitions = (
@@ -206,80 +188,63 @@ def _way_in(value: object, where: str, field: str, shape: tuple[int, int]) -> Co
         )
         for name in ("divergences", "repetitions")
     )
-    facts = _list_in(data["facts"], where, f"{field}.facts")
+    facts = [
+        [
+            integer_in(known, where, f"{field}.facts[{i}][{j}]", 0, 1)
+            for j, known in enumerate(_list_in(of_budget, where, f"{field}.facts[{i}]"))
+        ]
+        for i, of_budget in enumerate(_list_in(data["facts"], where, f"{field}.facts"))
+    ]
     return ComparedWay(
         text_in(data["way"], where, f"{field}.way"),
         divergences,
         repetitions,
-        tuple(_counts_in(of, where, f"{field}.facts[{i}]") for i, of in enumerate(facts)),
+        tuple(map(tuple, facts)),
     )
 
 
-def gains_over(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> Floats:
-    """Return how much less a way loses than another one, (budgets, texts); more is negative.
+def advantage(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> float:
+    """Return how much less a way loses than another one, in standard deviations of chance.
 
-    It is the logarithm of the ratio of their divergences. Of a model that knows hardly any facts,
-    repetitions count, too, as far as the full cache predicts them.
+    KL and facts count equally, over all budgets. Of a model that knows hardly any facts,
+    repetitions count instead, as far as the full cache predicts them.
     """
-    gains = _log_ratios(base.divergences, other.divergences)
-    if comparison.tells_facts:
-        return gains
-    weights = np.array(comparison.repeats)
-    repeated = _log_ratios(base.repetitions, other.repetitions)
-    weighted: Floats = (gains + weights * repeated) / (1.0 + weights)
-    return weighted
+    found = [(1.0, _gains(base.divergences, other.divergences))]
+    if comparison.n_facts >= _FEW_FACTS:
+        found.append((1.0, np.subtract(other.facts, base.facts, dtype=np.float64)))
+    else:
+        repeated = _gains(base.repetitions, other.repetitions)
+        found.append((float(np.mean(comparison.repeats)), repeated))
+    total = sum(weight * _against_chance(gains) for weight, gains in found)
+    return float(total / np.linalg.norm([weight for weight, _ in found]))
 
 
-def _log_ratios(base: Table, other: Table) -> Floats:
+def _gains(base: Table, other: Table) -> Floats:
+    """Return the logarithms of the ratios of losses."""
     logs = [np.log(np.maximum(np.array(table), _NO_LOSS)) for table in (base, other)]
-    ratios: Floats = logs[0] - logs[1]
-    return ratios
+    gains: Floats = logs[0] - logs[1]
+    return gains
 
 
-def exceeds_noise(differences: Floats) -> bool:
-    """Tell whether the mean of differences, one for each text, is larger than 0 by more than chance
-    explains.
+def _against_chance(gains: Floats) -> float:
+    """Return the sum of gains, divided by the standard deviation that it would have if their signs
+    were chance.
     """
-    n = len(differences)
-    if n < 2:
-        return False
-    error = differences.std(ddof=1) / np.sqrt(n)
-    return bool(differences.mean() > _SURE[min(n - 1, len(_SURE)) - 1] * error)
-
-
-def is_no_worse(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> bool:
-    """Tell whether a way, at every budget, loses no more than another one in the mean of the texts,
-    and knows no fewer facts.
-    """
-    knows = all(b >= a for a, b in zip(base.n_known, other.n_known, strict=True))
-    return knows and bool(np.all(gains_over(base, other, comparison).mean(axis=1) >= 0.0))
-
-
-def beats(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> bool:
-    """Tell whether a way is no worse than another one, and gains more than noise: in KL, where less
-    than MARGIN does not count, or in facts.
-    """
-    if not is_no_worse(base, other, comparison):
-        return False
-    gains = gains_over(base, other, comparison).mean(axis=0)
-    more = np.array(other.facts).sum(axis=0) - np.array(base.facts).sum(axis=0)
-    return exceeds_noise(more) or (bool(gains.mean() > MARGIN) and exceeds_noise(gains))
+    deviation = np.linalg.norm(gains)
+    return float(gains.sum() / deviation) if deviation else 0.0
 
 
 def best_way(comparison: WayComparison) -> str:
-    """Return the way that loses least; a simpler one (earlier in WAYS) unless a later one beats it.
+    """Return the way that loses least; a simpler one (earlier in WAYS) unless a later one has an
+    advantage over it that is no chance.
 
-    What is chosen must beat no profile. Only the profile's predictor needs to be no worse: with it,
-    a model's first texts are read once, too.
+    What is chosen must have it over no profile, too. Only the profile's predictor needs no more
+    than not to lose: with it, a model's first texts are read once, too.
     """
     by_name = {each.way: each for each in comparison.compared}
     none = best = by_name[NO_PROFILE]
-    for way in filter(by_name.get, WAYS[1:]):
-        found = by_name[way]
-        if way == PREDICTOR_ONLY:
-            chosen = is_no_worse(none, found, comparison)
-        else:
-            chosen = all(beats(base, found, comparison) for base in (none, best))
-        if chosen:
+    for found in filter(None, map(by_name.get, WAYS[1:])):
+        gain = min(advantage(base, found, comparison) for base in (none, best))
+        if gain > SURE or (found.way == PREDICTOR_ONLY and gain >= 0.0):
             best = found
     return best.way
