@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from entropykv.calibration.comparing import (
 from entropykv.calibration.measure import Extent, calibrate
 from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.evaluation.shipped_texts import Text, read_texts
+from entropykv.llamacpp.model import Model
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import policy_named
 from entropykv.profile.profile import EntropyProfile
@@ -85,7 +87,8 @@ def test_what_is_compared_is_what_the_definition_says(
     predicted = wholes[1][:-1].argmax(axis=1) == np.array(repeated[1:])
     assert weight == pytest.approx(predicted.mean(), abs=0.02)
     n_bytes = 2 * read_geometry(tiny_llama).cached_values * len(read)
-    learnt = learn(settings, profile, taught)
+    with closing(Model(tiny_llama, n_gpu_layers=0, verbose=False)) as model:
+        learnt = learn(model, settings, profile, taught)
     for i, way in enumerate(WAYS):
         used = as_if(profile, way, learnt)
         for j, fraction in enumerate(BUDGETS):

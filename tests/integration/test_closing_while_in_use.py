@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from entropykv import EntropyKVError, EntropyLlama, Pool, Session, attach, detach
+from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.weights import Weights
 from tests.support.llamas import QUIET
 from tests.support.logits import tokens_for
@@ -294,3 +295,16 @@ def test_weights_are_freed_by_who_ends_last() -> None:
     with pytest.raises(EntropyKVError, match="closed"), weights:
         pass
     assert freed == [1]
+
+
+def test_sessions_of_one_model_are_closed_one_by_one(tiny_llama: Path) -> None:
+    model = Model(tiny_llama, n_gpu_layers=0, verbose=False)
+    with Session(model.share(), n_ctx=64, n_threads=1) as session:
+        model.close()
+        expected = session.decode(tokens_for(16))
+        with Session(session.model.share(), n_ctx=64, n_threads=1) as other:
+            assert (other.decode(tokens_for(16)) == expected).all()
+        assert session.model.tokenize("the", add_bos=False, special=False)
+        session.decode([5])
+    with pytest.raises(EntropyKVError, match="closed"):
+        model.share()

@@ -9,6 +9,7 @@ does afterwards is what lost least here, and never more than without a profile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from entropykv.errors import SettingsError
 from entropykv.evaluation.passkeys import plant
 from entropykv.evaluation.shipped_texts import Text
 from entropykv.llamacpp.distributions import Logits, mean_divergence
-from entropykv.model.geometry import read_geometry
+from entropykv.llamacpp.model import Model
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import (
@@ -168,8 +169,8 @@ def compare_ways(
 ) -> WayComparison:
     """Return what the ways with settings.profile lose, and the best.
 
-    Without passages, only its predictor is used, if it has one. The model is loaded again for every
-    way, budget and passage, so that memory holds one model and the logits of one continuation.
+    Without passages, only its predictor is used, if it has one. Memory holds one model and the
+    logits of two readings of a passage.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
@@ -213,28 +214,32 @@ def try_ways(
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
-    ways = ways_of(settings.profile)
     learnt: dict[tuple[int, ...], ScorePredictor | None] = {}
-    for each in work:
-        tokens, following, request, other, *asked = each.texts
-        passage = PlantedPassage(tokens, following, request, other, tuple(asked))
-        if settings.profile.predictor is not None and other not in learnt:
-            learnt[other] = learn(settings, settings.profile, other)
-            on_progress(len(other))
-        reader = _Reader(settings, passage, on_progress)
-        whole = reader.read_whole(settings.profile)
-        shape = (len(ways), len(BUDGETS))
-        continuing, repeating = np.zeros(shape), np.zeros(shape)
-        right = np.zeros((*shape, len(whole.right)), bool)
-        for i, way in enumerate(ways):
-            for j, fraction in enumerate(BUDGETS):
-                profile = as_if(settings.profile, way, learnt.get(other))
-                inside = reader.read_inside(profile, fraction)
-                continuing[i, j] = mean_divergence(whole.continuing, inside.continuing)
-                repeating[i, j] = mean_divergence(whole.repeating, inside.repeating)
-                right[i, j] = inside.right
-        predicted = whole.repeating[:-1].argmax(axis=1) == np.asarray(passage.repeated[1:])
-        yield continuing, repeating, predicted.mean(), whole.right, right
+    with closing(Model(settings.path, n_gpu_layers=0, verbose=False)) as model:
+        for each in work:
+            tokens, following, request, other, *asked = each.texts
+            passage = PlantedPassage(tokens, following, request, other, tuple(asked))
+            if settings.profile.predictor is not None and other not in learnt:
+                learnt[other] = learn(model, settings, settings.profile, other)
+                on_progress(len(other))
+            reader = _Reader(model, settings, passage, on_progress)
+            yield _try_ways(reader, settings.profile, learnt.get(other))
+
+
+def _try_ways(reader: _Reader, profile: EntropyProfile, learnt: ScorePredictor | None) -> Arrays:
+    ways, passage = ways_of(profile), reader.passage
+    whole = reader.read_whole(profile)
+    shape = (len(ways), len(BUDGETS))
+    continuing, repeating = np.zeros(shape), np.zeros(shape)
+    right = np.zeros((*shape, len(whole.right)), bool)
+    for i, way in enumerate(ways):
+        for j, fraction in enumerate(BUDGETS):
+            inside = reader.read_inside(as_if(profile, way, learnt), fraction)
+            continuing[i, j] = mean_divergence(whole.continuing, inside.continuing)
+            repeating[i, j] = mean_divergence(whole.repeating, inside.repeating)
+            right[i, j] = inside.right
+    predicted = whole.repeating[:-1].argmax(axis=1) == np.asarray(passage.repeated[1:])
+    return continuing, repeating, predicted.mean(), whole.right, right
 
 
 def as_if(
@@ -250,16 +255,16 @@ def as_if(
 
 
 def learn(
-    settings: StepSettings, profile: EntropyProfile, tokens: Sequence[int]
+    model: Model, settings: StepSettings, profile: EntropyProfile, tokens: Sequence[int]
 ) -> ScorePredictor | None:
     """Return the predictor that a session without the profile learns from a text; None if the text
     teaches too little.
     """
     if len(tokens) < LEAST_PASSAGE:
         return None
-    full_bytes = 2 * read_geometry(settings.path).cached_values * len(tokens)
+    full_bytes = 2 * model.geometry.cached_values * len(tokens)
     with Session(
-        settings.path,
+        model.share(),
         n_ctx=len(tokens),
         kv_budget=Budget("bytes", max(1, int(BUDGETS[0] * full_bytes))),
         policy="auto",
@@ -289,13 +294,17 @@ class _Reader:
     """Read a passage inside different budgets, and predict what follows."""
 
     def __init__(
-        self, settings: StepSettings, passage: PlantedPassage, on_progress: Callable[[int], None]
+        self,
+        model: Model,
+        settings: StepSettings,
+        passage: PlantedPassage,
+        on_progress: Callable[[int], None],
     ) -> None:
+        self._model = model
         self._settings = settings
-        self._passage = passage
+        self.passage = passage
         self._on_progress = on_progress
-        n_bytes = 2 * read_geometry(settings.path).cached_values
-        self._full_bytes = n_bytes * len(passage.tokens)
+        self._full_bytes = 2 * model.geometry.cached_values * len(passage.tokens)
 
     def read_whole(self, profile: EntropyProfile) -> _Predictions:
         """Read with everything kept."""
@@ -309,12 +318,12 @@ class _Reader:
     def _read(
         self, profile: EntropyProfile, policy: str, kv_type: str, budget: Budget
     ) -> _Predictions:
-        passage, n_threads = self._passage, self._settings.n_threads
+        passage, n_threads = self.passage, self._settings.n_threads
         questions = list(zip(passage.asked[::2], passage.asked[1::2], strict=True))
         repetition = [*passage.request, *passage.repeated]
         longest = max(map(len, (passage.following, repetition, *((*q, *a) for q, a in questions))))
         with Session(
-            self._settings.path,
+            self._model.share(),
             n_ctx=len(passage.tokens) + longest,
             kv_budget=budget,
             kv_type=kv_type,

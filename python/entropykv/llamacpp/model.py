@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import hashlib
@@ -128,8 +129,15 @@ class Model:
         """
         return self._weights
 
+    def share(self) -> Model:
+        """Return another owner of the same weights, which is closed by itself, as by a session."""
+        other = copy.copy(self)
+        other._weights = self._weights.share()  # noqa: SLF001  (it is a Model, too)
+        return other
+
     def close(self) -> None:
-        """Refuse further calls, and free the weights when the last running call ends.
+        """Refuse further calls, and free the weights when the last running call ends, unless they
+        have another owner.
 
         Contexts that were made from the weights must be closed before.
         """
