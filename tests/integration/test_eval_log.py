@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from entropykv.cli.progress import ProgressBar
+from entropykv.evaluation.combination import EngineSettings
 from tests.support.eval_command import SHORT, Command, write_texts
 from tests.support.tiny_models import write_llama
 
@@ -65,7 +66,9 @@ def test_an_interrupt_keeps_what_is_known(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", tmp_path / "log.jsonl")
+    folder = tmp_path / "resumed"
+    folder.mkdir()
+    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", folder / "log.jsonl")
     n_tokens = 0
     update = ProgressBar.update
 
@@ -86,4 +89,12 @@ def test_an_interrupt_keeps_what_is_known(
     content = command.result()
     assert not content["complete"]
     assert [row["texts"] for row in content["rows"]] == [3, 1, 0]
-    assert [row["texts"] for row in command.rows(*options, "--kv-budget", "0.5,0.2")] == [3, 3, 3]
+    assert len(list(folder.iterdir())) == 2  # The log, and what stock predicts.
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineSettings, "open_stock", lambda *_: pytest.fail("stock reads again"))
+        rows = command.rows(*options, "--kv-budget", "0.5,0.2")
+    assert [row["texts"] for row in rows] == [3, 3, 3]
+    assert [file.name for file in folder.iterdir()] == ["log.jsonl"]
+    at_once = command.rows(*options[:-2], "--kv-budget", "0.5,0.2")
+    for name in ("kl", "top1", "perplexity_ratio", "greedy_equal"):
+        assert [row[name] for row in rows] == [row[name] for row in at_once]

@@ -20,7 +20,7 @@ from entropykv.errors import (
 )
 from entropykv.evaluation import continuation
 from entropykv.evaluation.combination import Combination, EngineSettings, combinations
-from entropykv.evaluation.continuation import Protocol, ReferenceLogits, prompt_length
+from entropykv.evaluation.continuation import Protocol, References, prompt_length
 from entropykv.evaluation.dataset import read_dataset, rouge_scorer
 from entropykv.evaluation.metrics import Comparison, compare, equal_share
 from entropykv.evaluation.reading import Logits
@@ -133,18 +133,35 @@ def test_prompts_are_as_long_as_texts_and_context_allow() -> None:
         prompt_length(800, 300, 64, lengths, 1000)
 
 
-def test_reference_logits_come_back_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_come_back_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = [logits(3), logits(2)]
-    with ReferenceLogits(50, 1, 5) as references:
-        references.write("text", iter(blocks))
+    with References(50, 1, 5) as references:
+        references.write("text", iter(blocks), lambda: [7, 8])
+        assert references.greedy("text") == [7, 8]
         assert np.array_equal(references.rows("text", 0, 5), np.concatenate(blocks))
         assert np.array_equal(references.rows("text", 2, 2), np.concatenate(blocks)[2:4])
-        folder = references._path("text").parent
+        folder = references._folder
     assert not folder.exists()
+
+    def interrupted() -> list[int]:
+        raise KeyboardInterrupt
+
+    with References(50, 2, 5, tmp_path / "kept") as references:
+        references.write("text", iter(blocks), lambda: [7])
+        with pytest.raises(KeyboardInterrupt):
+            references.write("other", iter(blocks), interrupted)
+    with References(50, 2, 5, tmp_path / "kept") as references:
+        assert references.has("text")
+        assert not references.has("other")
+        assert np.array_equal(references.rows("text", 3, 2), blocks[1])
     usage = type("Usage", (), {"free": 999})
     monkeypatch.setattr(continuation.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(EntropyKVError, match="TMPDIR"):
-        ReferenceLogits(50, 1, 5)
+        References(50, 1, 5)
+    with References(50, 2, 2, tmp_path / "kept") as references:  # Most of it is there.
+        assert references.has("text")
 
 
 # --- combinations ---------------------------------------------------------------------------------

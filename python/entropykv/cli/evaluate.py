@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from entropykv.cli.eval_options import add_eval_options, engine_of, log_settings, request_of
 from entropykv.cli.interrupts import (
@@ -27,11 +29,12 @@ from entropykv.evaluation.cluster import ClusterJob, measure_on_cluster, with_fi
 from entropykv.evaluation.combination import combinations
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.metrics import disagreement_note
-from entropykv.evaluation.reading import EvalPart, Tick
+from entropykv.evaluation.reading import EvalPart, Tick, Values
 from entropykv.evaluation.results import ResultLog
 from entropykv.evaluation.rows import EvalRow
 from entropykv.evaluation.ruler.scores import RulerPart
 from entropykv.evaluation.runs import Evaluation
+from entropykv.evaluation.texts import digest_of
 from entropykv.files import new_file
 from entropykv.llamacpp.model import Model
 from entropykv.report.figures import eval_figure, suite_figure
@@ -58,7 +61,8 @@ def add_evaluate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     group.add_argument(
         "--resume",
         metavar="FILE",
-        help="keep each figure in this file as it is measured (JSON lines), and continue from it",
+        help="keep each figure in this file as it is measured (JSON lines), and continue from it; "
+        "what stock predicts is kept beside it until all figures are known",
     )
     group.add_argument(
         "--ray",
@@ -94,12 +98,13 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         with closing(Model(options.model, n_gpu_layers=0, verbose=False)) as model:
             request = request.with_prompt(model)
-            parts = request.parts(model, stack)
             identity = model.identity
             about = {"name": model.name, **identity}
+            settings = {**request.settings(), **log_settings(options, engine)}
+            kept = _references_of(options.resume, about, settings)
+            parts = request.parts(model, stack, kept)
         if options.prompt is None and request.prompt not in (None, DEFAULT_PROMPT):
             say(f"prompts have {request.prompt} tokens: texts and context allow no more")
-        settings = {**request.settings(), **log_settings(options, engine)}
         log = ResultLog(options.resume, about, settings)
         tables = [parts] if request.suite is None else [[part] for part in parts]
         evaluations = [(Evaluation(engine, wanted, each, log), EvalTable(each)) for each in tables]
@@ -116,9 +121,22 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for evaluation, _ in evaluations for row in evaluation.rows()]
     if disagree := disagreement_note(row.disagreement or 0.0 for row in rows):
         say(disagree)
+    _remove(kept if complete else None)
     content: dict[str, object] = {"model": about, "settings": settings, "complete": complete}
     _write_figures(options, content, [evaluation for evaluation, _ in evaluations])
     return 0 if complete else EXIT_INTERRUPTED
+
+
+def _references_of(resume: str | None, about: Values, settings: Values) -> Path | None:
+    """Return the folder beside the file of --resume for what stock predicts with these settings."""
+    if resume is None:
+        return None
+    return Path(f"{resume}.{digest_of(json.dumps([about, settings]))}")
+
+
+def _remove(references: Path | None) -> None:
+    if references is not None:
+        shutil.rmtree(references, ignore_errors=True)
 
 
 def _measure_on_cluster(

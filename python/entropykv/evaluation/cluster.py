@@ -76,8 +76,11 @@ class _OneItem:
         self._part = part
         self.name = part.name
         self.n_ctx = part.n_ctx
-        self.needs_reference = part.needs_reference
         self.items: Sequence[Item] = (item,)
+
+    def needs_reference(self, item: Any) -> bool:
+        """Tell whether the item lacks what stock llama.cpp predicts."""
+        return self._part.needs_reference(item)
 
     def reference(self, stock: StockSession, item: Any, tick: Tick) -> dict[str, Any]:
         """Measure the item with stock llama.cpp."""

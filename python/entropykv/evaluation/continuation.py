@@ -7,14 +7,14 @@ generated. After that, from the end of the prompt again, tokens are written gree
 one by one.
 
 Memory: one model at a time; the logits of one micro-batch of one text, and the same rows of the
-reference, whose logits are stored in a temporary folder (`ReferenceLogits`).
+reference, whose logits are stored in files (`References`).
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from entropykv.evaluation.combination import grow
 from entropykv.evaluation.metrics import Comparison, equal_share
 from entropykv.evaluation.reading import Item, Tick, Values, kept_values, read, rows_of, write
 from entropykv.evaluation.texts import EvaluationText
+from entropykv.files import new_file
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
@@ -85,71 +86,101 @@ def prompt_length(
     return prompt
 
 
-class ReferenceLogits:
-    """Keep logits of stock llama.cpp in a temporary folder: float32 rows, one file per text."""
+class References:
+    """Keep what stock llama.cpp predicts and writes after texts: for each, a file of logits
+    (float32 rows) and one of tokens.
 
-    def __init__(self, n_vocab: int, n_texts: int, n_rows: int) -> None:
+    They are in a temporary folder, or in `folder`, where an interrupted run leaves them for a later
+    one. Of both, the caller makes sure that they have the same model and settings.
+    """
+
+    def __init__(self, n_vocab: int, n_texts: int, n_rows: int, folder: Path | None = None) -> None:
         """Make the folder; raises EntropyKVError if the disk is too full."""
         self._n_vocab = n_vocab
-        self._folder = tempfile.TemporaryDirectory(prefix="entropykv-eval-")
-        needed = 4 * n_vocab * n_texts * n_rows
-        if shutil.disk_usage(self._folder.name).free < needed:
+        self._temporary = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="entropykv-eval-")
+            folder = Path(self._temporary.name)
+        self._folder = folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        kept = sum(file.stat().st_size for file in self._folder.iterdir())
+        needed = 4 * n_vocab * n_texts * n_rows - kept
+        if shutil.disk_usage(self._folder).free < needed:
             self.close()
             raise EntropyKVError(
-                f"{tempfile.gettempdir()}: the reference's logits need {needed / 2**20:.0f} MiB; "
-                "make room, set TMPDIR to another folder, or use fewer texts"
+                f"{self._folder.parent}: the reference's logits need {needed / 2**20:.0f} MiB; "
+                "make room, set TMPDIR or --resume to another folder, or use fewer texts"
             )
 
     def close(self) -> None:
-        """Remove the folder."""
-        self._folder.cleanup()
+        """Remove the folder if it is temporary."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
-    def __enter__(self) -> ReferenceLogits:
-        """Return the object itself; leaving the `with` block removes the folder."""
+    def __enter__(self) -> References:
+        """Return the object itself; leaving the `with` block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the folder."""
+        """Close it."""
         self.close()
 
-    def write(self, digest: str, blocks: Iterator[Logits]) -> None:
-        """Write the rows of the text with this digest to its file."""
+    def has(self, digest: str) -> bool:
+        """Tell whether the text with this digest is complete."""
+        return self._tokens(digest).exists()
+
+    def write(self, digest: str, blocks: Iterator[Logits], greedy: Callable[[], list[int]]) -> None:
+        """Write the rows of a text to its file, then the tokens that `greedy` returns."""
         try:
-            with open(self._path(digest), "wb") as file:
+            with open(self._logits(digest), "wb") as file:
                 for block in blocks:
                     block.tofile(file)
+            tokens = np.array(greedy(), np.int32)
+            with new_file(self._tokens(digest)) as path:
+                tokens.tofile(path)
         except OSError as error:
             raise EntropyKVError(
-                f"{self._folder.name}: {error.strerror or error}; set TMPDIR to a folder with room"
+                f"{self._folder}: {error.strerror or error}; set TMPDIR or --resume to a folder "
+                "with room"
             ) from None
 
     def rows(self, digest: str, first: int, n_rows: int) -> Logits:
         """Read `n_rows` rows of a text from row `first` on: (n_rows, n_vocab)."""
         size = self._n_vocab
         values = np.fromfile(
-            self._path(digest), np.float32, count=n_rows * size, offset=4 * first * size
+            self._logits(digest), np.float32, count=n_rows * size, offset=4 * first * size
         )
         return values.reshape(n_rows, size)
 
-    def _path(self, digest: str) -> Path:
-        return Path(self._folder.name) / digest
+    def greedy(self, digest: str) -> list[int]:
+        """Read the tokens that stock llama.cpp writes after a text."""
+        tokens: list[int] = np.fromfile(self._tokens(digest), np.int32).tolist()
+        return tokens
+
+    def _logits(self, digest: str) -> Path:
+        return self._folder / f"{digest}.logits"
+
+    def _tokens(self, digest: str) -> Path:
+        return self._folder / f"{digest}.tokens"
 
 
 class ContinuationPart:
     """Measure the continuations of all texts; the caller closes `references`."""
 
     name = "continuations"
-    needs_reference = True
 
     def __init__(
-        self, items: Sequence[ContinuedText], protocol: Protocol, references: ReferenceLogits
+        self, items: Sequence[ContinuedText], protocol: Protocol, references: References
     ) -> None:
         """Use items that continued_texts() made with the same protocol."""
         self.items = items
         self.n_ctx = protocol.n_ctx
         self._protocol = protocol
         self._references = references
-        self._greedy: dict[str, list[int]] = {}
+
+    def needs_reference(self, item: ContinuedText) -> bool:
+        """Tell whether what stock predicts is not known from an earlier run."""
+        return not self._references.has(item.digest)
 
     def reference(self, stock: StockSession, item: ContinuedText, tick: Tick) -> Values:
         """Store stock's logits and its greedy text for measure(); the returned figures are only
@@ -158,13 +189,17 @@ class ContinuationPart:
         stock.reset()
         last, prompt_seconds = read(stock, item.tokens, tick)
         state = stock.files.save_state()
-        self._references.write(item.digest, rows_of(stock, item.following, tick))
         values: Values = {"prompt_tokens": len(item.tokens), "prompt_seconds": prompt_seconds}
-        if self._protocol.greedy:
+
+        def greedy() -> list[int]:
+            if not self._protocol.greedy:
+                return []
             stock.files.load_state(state)
             written = write(stock, last, self._protocol.greedy, tick)
-            self._greedy[item.digest] = written.tokens
-            values |= {"decode_tokens": written.n_decoded, "decode_seconds": written.seconds}
+            values.update(decode_tokens=written.n_decoded, decode_seconds=written.seconds)
+            return written.tokens
+
+        self._references.write(item.digest, rows_of(stock, item.following, tick), greedy)
         return values
 
     def measure(self, session: Session, item: ContinuedText, tick: Tick) -> Values:
@@ -213,7 +248,7 @@ class ContinuationPart:
             grow(session, self._protocol.greedy)
         written = write(session, last, self._protocol.greedy, tick)
         return {
-            "greedy_equal": equal_share(self._greedy[item.digest], written.tokens),
+            "greedy_equal": equal_share(self._references.greedy(item.digest), written.tokens),
             "decode_tokens": written.n_decoded,
             "decode_seconds": written.seconds,
         }

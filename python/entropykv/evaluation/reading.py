@@ -111,12 +111,13 @@ class EvalPart(Protocol):
     name: str
     n_ctx: int
     """The context length of the sessions, in tokens."""
-    needs_reference: bool
-    """True if stock llama.cpp must have measured an item in the same run before a session can."""
 
     @property
     def items(self) -> Sequence[Item]:
         """Return the items in order."""
+
+    def needs_reference(self, item: Any) -> bool:
+        """Tell whether stock llama.cpp must measure an item in this run before a session can."""
 
     def reference(self, stock: StockSession, item: Any, tick: Tick) -> Values:
         """Measure an item with stock llama.cpp."""

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from entropykv.errors import ContextError, SettingsError
 from entropykv.evaluation.continuation import (
     ContinuationPart,
     Protocol,
-    ReferenceLogits,
+    References,
     continued_texts,
     prompt_length,
     tokens_of,
@@ -102,11 +103,12 @@ class EvalRequest:
         )
         return dataclasses.replace(self, prompt=prompt)
 
-    def parts(self, model: Model, stack: ExitStack) -> list[EvalPart]:
+    def parts(self, model: Model, stack: ExitStack, folder: Path | None = None) -> list[EvalPart]:
         """Make the parts with their items; the model is needed only here, to count tokens.
 
         The request must be one that with_prompt() returned. `stack` frees the resources of the
-        parts. Raises ContextError for an item that does not fit into the context.
+        parts; in `folder`, what stock predicts is kept for a later run. Raises ContextError for an
+        item that does not fit into the context.
         """
         if self.suite is not None:
             haystacks = self.haystacks
@@ -114,17 +116,17 @@ class EvalRequest:
             return [*ruler_parts(self.suite, model, haystacks, seed=self.seed, inside=inside)]
         made: list[EvalPart] = []
         if self.texts and self.continuation:
-            made.append(self._continuations(model, stack))
+            made.append(self._continuations(model, stack, folder))
         if self.passkeys:
             made.append(self._recall(model))
         if self.questions:
             made.append(self._dataset(model))
         return made
 
-    def _continuations(self, model: Model, stack: ExitStack) -> EvalPart:
+    def _continuations(self, model: Model, stack: ExitStack, folder: Path | None) -> EvalPart:
         protocol = Protocol(self.prompt or 0, self.continuation, self.greedy, self.inside)
         items = continued_texts(self.texts, model, protocol)
-        references = ReferenceLogits(model.n_vocab, len(items), self.continuation)
+        references = References(model.n_vocab, len(items), self.continuation, folder)
         return ContinuationPart(items, protocol, stack.enter_context(references))
 
     def _recall(self, model: Model) -> EvalPart:

@@ -1,7 +1,7 @@
 """Run the evaluation: stock llama.cpp first, then one combination after the other.
 
-One model is in memory at a time, and one text is read at a time; `continuation` stores reference
-logits on disk. Figures that the log already contains are not measured again.
+One model is in memory at a time, and one text is read at a time; `continuation` stores what stock
+predicts on disk. Figures that the log already contains are not measured again.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ class Evaluation:
         """Return the items that stock must measure, including those whose reference other
         contestants need.
         """
-        contestants = [STOCK]
-        if part.needs_reference:
-            contestants += [combination.key for combination in self._combinations]
-        missing = {item.digest for key in contestants for item in self._missing(key, part)}
+        missing = {item.digest for item in self._missing(STOCK, part)}
+        for combination in self._combinations:
+            lacking = self._missing(combination.key, part)
+            missing |= {item.digest for item in lacking if part.needs_reference(item)}
         return [item for item in part.items if item.digest in missing]
 
     def _refer(self, part: EvalPart, tick: Tick) -> None:
