@@ -24,7 +24,7 @@ from entropykv.cli.conversation import Conversation
 from entropykv.cli.options import CONTEXT
 from entropykv.model import shipped
 from entropykv.model.geometry import read_geometry
-from entropykv.session.sampling import Sampling
+from entropykv.settings.sampling import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.facts import Fact, Writer

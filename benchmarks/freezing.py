@@ -26,8 +26,8 @@ from entropykv.cli.plots import draw
 from entropykv.llamacpp.stock import StockSession
 from entropykv.report.figures import trajectory_figure
 from entropykv.session.generate import generate
-from entropykv.session.sampling import Sampling
 from entropykv.session.stats import SessionCounts
+from entropykv.settings.sampling import Sampling
 from inputs import find_model
 
 PROMPTS = (

@@ -22,9 +22,9 @@ from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.server.models.loading import load_model
 from entropykv.session.document import read_document
-from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.sampling import Sampling
 from tests.support.command import entropykv
 
 TEMPLATE = (

@@ -9,7 +9,8 @@ import pytest
 
 from entropykv.cli import main
 from entropykv.errors import SettingsError
-from entropykv.session.sampling import SAMPLERS, SamplerChain, Sampling
+from entropykv.session.sampler_chain import SamplerChain
+from entropykv.settings.sampling import SAMPLERS, Sampling
 
 WORKING = [
     ["-ctk", "f16", "-ctv", "f16"],

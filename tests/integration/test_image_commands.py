@@ -11,7 +11,7 @@ import pytest
 
 from entropykv.cli import image_options
 from entropykv.cli.conversation import Conversation
-from entropykv.session.sampling import Sampling
+from entropykv.settings.sampling import Sampling
 from tests.support.command import assert_refused, entropykv
 from tests.support.image_reference import MARKER
 from tests.support.tiny_vision import png

@@ -13,9 +13,9 @@ import numpy as np
 from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.generate import generate
 from entropykv.session.recovery import Climb, Ladder
-from entropykv.session.sampling import Sampling
 from entropykv.session.stats import SessionCounts
 from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.sampling import Sampling
 from tests.support.climbs import ClimbCounts
 
 N_VOCAB = 64

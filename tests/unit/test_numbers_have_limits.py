@@ -14,7 +14,6 @@ from entropykv.cli import main
 from entropykv.cli.options import integer
 from entropykv.errors import SettingsError
 from entropykv.session.memory_plan import make_plan
-from entropykv.session.sampling import Sampling
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import (
     MOST_BYTES,
@@ -23,6 +22,7 @@ from entropykv.settings.options import (
     MOST_TOKENS,
 )
 from entropykv.settings.recovery import Recovery
+from entropykv.settings.sampling import Sampling
 
 LIMITS: tuple[tuple[str, int, int], ...] = (
     ("n_ctx", 0, MOST_TOKENS),

@@ -15,8 +15,8 @@ from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import EntropyKVError
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.session.generate import generate
-from entropykv.session.sampling import Sampling
 from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.sampling import Sampling
 from tests.support.ladders import GREEDY, N_VOCAB, WARM_UP, FakeSession, planned, stopped_after
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from entropykv.errors import ContextError
 from entropykv.session.generate import generate
-from entropykv.session.sampling import Sampling
 from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.sampling import Sampling
 from tests.support.climbs import ClimbCounts
 from tests.support.ladders import (
     GREEDY,

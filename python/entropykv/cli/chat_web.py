@@ -14,11 +14,11 @@ from entropykv.errors import ContextError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.model_options import LoadOptions
 from entropykv.model.geometry import read_geometry
-from entropykv.session.sampling import Sampling
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.declared import declared
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget
+from entropykv.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from entropykv.server import ModelOptions

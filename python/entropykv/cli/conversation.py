@@ -17,8 +17,8 @@ from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.plain_chat import plain_chat
 from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
-from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
+from entropykv.settings.sampling import Sampling
 from entropykv.thinking.options import ThinkingOptions
 from entropykv.thinking.tags import AnswerFrame
 

@@ -23,8 +23,8 @@ from entropykv.settings.flags import (
     REPLICAS,
     SAVE_SESSION,
     STATS_JSON,
-    TEMPERATURE,
 )
+from entropykv.settings.sampling import TEMPERATURE, Sampling
 
 _CACHE = ("n_ctx", "kv_budget", "policy", "freeze", "n_threads")
 
@@ -59,7 +59,8 @@ def _add_those_of_run(parser: CommandParser) -> None:
         add_option(parser, CacheOptions, name)
     layers = "layers on the GPU, or all; K and V follow them if --store allows it"
     add_option(parser, CacheOptions, "n_gpu_layers", help=layers)
-    for flag in (N_PREDICT, TEMPERATURE, DOCUMENT, SAVE_SESSION, STATS_JSON):
+    add_option(parser, Sampling, "temperature", default=TEMPERATURE)
+    for flag in (N_PREDICT, DOCUMENT, SAVE_SESSION, STATS_JSON):
         flag.add(parser)
 
 

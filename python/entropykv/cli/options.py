@@ -18,6 +18,7 @@ from entropykv.settings.declared import of_group
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
 from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
+from entropykv.settings.sampling import Sampling
 
 _DEFAULTS = CacheOptions()
 CONTEXT = 1_000_000
@@ -134,22 +135,23 @@ def add_model_option(
 
 def add_option(
     group: argparse._ActionsContainer,
-    owner: type[CacheOptions | Freezing | Recovery],
+    owner: type[CacheOptions | Freezing | Recovery | Sampling],
     name: str,
     **other: Any,
 ) -> None:
     """Add the option that the field `name` of a dataclass declares: settings/declared.py.
 
-    `other` replaces arguments of add_argument(). Options of CacheOptions have the default of their
-    field; all others default to None, for values that are not given.
+    `other` replaces arguments of add_argument(). Options of CacheOptions and Sampling have the
+    default of their field; all others default to None, for values that are not given.
     """
     declared = declared_options(owner)[name]
     said: dict[str, Any] = {"help": declared.help, "metavar": declared.metavar}
-    said["default"] = declared.default if owner is CacheOptions else None
+    said["default"] = None if owner in (Freezing, Recovery) else declared.default
+    said["dest"] = declared.name
     if declared.choices:
         said["choices"] = declared.choices
     elif declared.kind is int:
-        said["type"] = integer(declared.least or 0, declared.most)
+        said["type"] = integer(int(declared.least or 0), int(declared.most))
     elif declared.kind is not str:
         said["type"] = declared.kind
     shown = other.pop("shown_default", None)
@@ -158,7 +160,7 @@ def add_option(
         shown = other.get("default")
     said["help"] += f" (default: {declared.shown_default if shown is None else shown})"
     said["help"] = said["help"].replace("%", "%%")
-    group.add_argument(*declared.flags, dest=declared.name, **said)
+    group.add_argument(*declared.flags, **said)
 
 
 def add_budget_options(

@@ -6,54 +6,18 @@ import argparse
 import dataclasses
 import json
 import math
-from typing import Any
 
-from entropykv.cli.options import integer, utf8
+from entropykv.cli.options import add_option, integer, utf8
 from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
-from entropykv.session.sampling import SAMPLERS, Sampling
 from entropykv.session.session import Session
-from entropykv.settings.flags import N_PREDICT, TEMPERATURE
+from entropykv.settings.declared import declared
+from entropykv.settings.flags import N_PREDICT
+from entropykv.settings.sampling import SAMPLER_LETTERS, SAMPLERS, TEMPERATURE, Sampling
 
-_DEFAULTS = Sampling(temperature=0.8)
-_LETTERS = {
-    "penalties": "e",
-    "dry": "d",
-    "top_n_sigma": "s",
-    "top_k": "k",
-    "typ_p": "y",
-    "top_p": "p",
-    "min_p": "m",
-    "xtc": "x",
-    "temperature": "t",
-}
-"""The letters that --sampler-seq uses for samplers, as in llama-cli."""
-
-_FLOATS = (
-    (*TEMPERATURE.names, "temperature", TEMPERATURE.help),
-    ("--top-p", None, "top_p", "1: off"),
-    ("--min-p", None, "min_p", "0: off"),
-    ("--typical", "--typical-p", "typical_p", "locally typical sampling, 1: off"),
-    ("--top-nsigma", "--top-n-sigma", "top_n_sigma", "-1: off"),
-    ("--xtc-probability", None, "xtc_probability", "0: off"),
-    ("--xtc-threshold", None, "xtc_threshold", "above 0.5: off"),
-    ("--dynatemp-range", None, "dynatemp_range", "dynamic temperature, 0: off"),
-    ("--dynatemp-exp", None, "dynatemp_exponent", "its exponent"),
-    ("--repeat-penalty", None, "repeat_penalty", "1: off"),
-    ("--presence-penalty", None, "presence_penalty", "0: off"),
-    ("--frequency-penalty", None, "frequency_penalty", "0: off"),
-    ("--dry-multiplier", None, "dry_multiplier", "0: off"),
-    ("--dry-base", None, "dry_base", "its base"),
-    ("--mirostat-lr", None, "mirostat_eta", "its learning rate"),
-    ("--mirostat-ent", None, "mirostat_tau", "its target entropy"),
-)
-_INTEGERS = (
-    ("--top-k", "top_k", -1, "0 and -1: off"),
-    ("--repeat-last-n", "repeat_last_n", -1, "newest tokens that penalties consider, -1: all"),
-    ("--dry-allowed-length", "dry_allowed_length", 0, "repetitions of this length are free"),
-    ("--dry-penalty-last-n", "dry_penalty_last_n", -1, "newest tokens that it considers, -1: all"),
-)
+_DECLARED = tuple(name for name, each in declared(Sampling).items() if each.flags)
+"""The fields of Sampling that are numbers."""
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int | None) -> None:
@@ -96,27 +60,9 @@ def _add_samplers(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="-1, the default: another every time",
     )
-    for flag, alias, field, text in _FLOATS:
-        group.add_argument(
-            *filter(None, (flag, alias)),
-            dest=field,
-            type=float,
-            default=getattr(_DEFAULTS, field),
-            metavar="X",
-            help=f"{text} (default: %(default)s)",
-        )
-    for flag, field, least, text in _INTEGERS:
-        group.add_argument(
-            flag,
-            dest=field,
-            type=integer(least),
-            default=getattr(_DEFAULTS, field),
-            metavar="N",
-            help=f"{text} (default: %(default)s)",
-        )
-    group.add_argument(
-        "--mirostat", type=int, choices=(0, 1, 2), default=0, help="0: off (default: %(default)s)"
-    )
+    for name in _DECLARED:
+        usual = {"default": TEMPERATURE} if name == "temperature" else {}
+        add_option(group, Sampling, name, dest=name, **usual)
     group.add_argument(
         "--dry-sequence-breaker",
         action="append",
@@ -132,7 +78,10 @@ def _add_samplers(group: argparse._ArgumentGroup) -> None:
         + ")",
     )
     group.add_argument(
-        "--sampler-seq", "--sampling-seq", metavar="LETTERS", help="the same in letters: edskypmxt"
+        "--sampler-seq",
+        "--sampling-seq",
+        metavar="LETTERS",
+        help=f"the same in letters: {''.join(SAMPLER_LETTERS.values())}",
     )
 
 
@@ -172,16 +121,12 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
     """Return a Sampling; raises SettingsError for values out of range."""
     if options.n_predict == 0:
         raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
-    fields: dict[str, Any] = {
-        field: getattr(options, field)
-        for field in (*(row[2] for row in _FLOATS), *(row[1] for row in _INTEGERS))
-    }
+    fields = {name: getattr(options, name) for name in _DECLARED}
     if options.dry_sequence_breaker is not None:
         breakers = options.dry_sequence_breaker
         fields["dry_sequence_breakers"] = () if breakers == ["none"] else tuple(breakers)
     return Sampling(
         **fields,
-        mirostat=options.mirostat,
         seed=None if options.seed < 0 else options.seed,
         samplers=_samplers_of(options),
         logit_bias=tuple(map(_bias, options.logit_bias)),
@@ -204,7 +149,7 @@ def _samplers_of(options: argparse.Namespace) -> tuple[str, ...]:
         return tuple(name.strip() for name in options.samplers.split(";") if name.strip())
     if options.sampler_seq is None:
         return SAMPLERS
-    names = {letter: name for name, letter in _LETTERS.items()}
+    names = {letter: name for name, letter in SAMPLER_LETTERS.items()}
     unknown = [letter for letter in options.sampler_seq if letter not in names]
     if unknown:
         raise SettingsError(

@@ -14,11 +14,11 @@ from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.context import GGML_TYPES
 from entropykv.session.recovery import Climb
-from entropykv.session.sampling import SAMPLERS, Sampling
 from entropykv.settings.cache_options import CacheArguments, CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.freezing import check_freezing
 from entropykv.settings.options import Budget, at_least
+from entropykv.settings.sampling import SAMPLERS, Sampling
 
 _DEFAULTS = {
     name: parameter.default

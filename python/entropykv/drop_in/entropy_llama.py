@@ -64,11 +64,11 @@ from entropykv.session.logprobs import CompletionLogprobs
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb, Watch
 from entropykv.session.reuse import LEAST_SPARED
-from entropykv.session.sampling import Sampling, is_random_seed, new_seed
 from entropykv.session.session import Session
 from entropykv.session.session_files import check_template, document_header
 from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
+from entropykv.settings.sampling import Sampling, is_random_seed, new_seed
 from entropykv.store.protocol import Logits
 from entropykv.thinking.tags import tags_of
 

@@ -14,8 +14,8 @@ from entropykv.constraint.constraint import Constraint
 from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.generate import Chooser, Companions, StepHooks, read_prompt, write_tokens
 from entropykv.session.logprobs import LogprobRecorder, TokenLogprob
-from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
+from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Logits
 from entropykv.thinking.counter import ThoughtCounter
 from entropykv.thinking.grammar import before_answer

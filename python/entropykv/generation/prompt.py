@@ -12,7 +12,7 @@ from entropykv.errors import ContextError, ImageError
 from entropykv.llamacpp.model import Model
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import Images, ReadyImage
-from entropykv.session.sampling import Sampling
+from entropykv.settings.sampling import Sampling
 from entropykv.thinking.options import ThinkingOptions
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
 

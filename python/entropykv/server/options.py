@@ -12,9 +12,8 @@ from typing_extensions import Self
 
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.foreign_text import PARSE_SPECIAL
-from entropykv.server.dialects.fields import MOST_NAME, MOST_STOP, MOST_STOPS
+from entropykv.server.dialects.fields import MOST_NAME, MOST_STOP, MOST_STOPS, sampler
 from entropykv.server.engine.admission import Limits
-from entropykv.session.sampling import is_random_seed
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.declared import Option, declared
@@ -22,6 +21,7 @@ from entropykv.settings.flags import ALIAS, API_KEY, DOCUMENTS, HOST, MODELS_PRE
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, parse_bytes
 from entropykv.settings.recovery import Recovery
+from entropykv.settings.sampling import is_random_seed
 from entropykv.thinking.options import (
     MOST_MESSAGE,
     ThinkingOptions,
@@ -34,8 +34,6 @@ MOST_MODELS = 1000
 MOST_SECONDS = 10**9
 MOST_TEMPLATE = 2**20
 """The most characters of a chat template."""
-_MOST = 1000.0
-"""The largest temperature or penalty."""
 _OF_REQUESTS = "What a request has that does not say it."
 _REQUEST_FIELDS = (
     *("temperature", "top_p", "min_p", "top_k"),
@@ -205,14 +203,14 @@ class ModelOptions(CacheSettings):
         description="What the chat template is told as reasoning_effort, such as low; default: "
         "nothing.",
     )
-    temperature: Optional[float] = Field(default=None, ge=0, le=_MOST, description=_OF_REQUESTS)
-    top_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)
-    min_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)
-    top_k: Optional[int] = Field(default=None, ge=-1, le=MOST_TOKENS, description=_OF_REQUESTS)
-    repeat_penalty: Optional[float] = Field(default=None, ge=0, le=_MOST, description=_OF_REQUESTS)
+    temperature: Optional[float] = sampler("temperature", description=_OF_REQUESTS)
+    top_p: Optional[float] = sampler("top_p", description=_OF_REQUESTS)
+    min_p: Optional[float] = sampler("min_p", description=_OF_REQUESTS)
+    top_k: Optional[int] = sampler("top_k", description=_OF_REQUESTS)
+    repeat_penalty: Optional[float] = sampler("repeat_penalty", description=_OF_REQUESTS)
     presence_penalty: Optional[float] = Field(default=None, ge=-2, le=2, description=_OF_REQUESTS)
     frequency_penalty: Optional[float] = Field(default=None, ge=-2, le=2, description=_OF_REQUESTS)
-    mirostat_mode: Optional[int] = Field(default=None, ge=0, le=2, description=_OF_REQUESTS)
+    mirostat_mode: Optional[int] = sampler("mirostat", description=_OF_REQUESTS)
     mirostat_tau: Optional[float] = Field(default=None, ge=0, le=10, description=_OF_REQUESTS)
     mirostat_eta: Optional[float] = Field(default=None, ge=0.001, le=1, description=_OF_REQUESTS)
     max_tokens: Optional[int] = Field(

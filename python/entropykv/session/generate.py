@@ -23,12 +23,13 @@ from entropykv.session.image_spans import is_placeholder
 from entropykv.session.logprobs import LogprobRecorder, rows_at_a_time
 from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb, Watch
-from entropykv.session.sampling import SamplerChain, Sampling
+from entropykv.session.sampler_chain import SamplerChain
 from entropykv.session.session_cache import SessionCache
 from entropykv.session.session_text import SessionText
 from entropykv.session.stats import SessionCounts
 from entropykv.settings.options import at_least
 from entropykv.settings.recovery import Recovery
+from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Logits
 from entropykv.thinking.counter import ThoughtCounter
 

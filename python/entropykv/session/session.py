@@ -27,13 +27,13 @@ from entropykv.session.kept_texts import KeptText
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb
-from entropykv.session.sampling import Sampling
 from entropykv.session.session_cache import SessionCache
 from entropykv.session.session_files import SessionFiles
 from entropykv.session.session_text import SessionText
 from entropykv.session.stats import SessionCounts, SessionStats
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
 from entropykv.settings.recovery import Recovery
+from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Store
 
 QUESTION_MARK = "entropykv-question"
@@ -248,8 +248,8 @@ class Session:
         generator (contextlib.closing) before you use the session.
 
         Ends at an end-of-generation token (not yielded), after `max_tokens` (-1: no limit), or when
-        the context is full. `sampling`: the fields of entropykv.sampling.Sampling; with temperature
-        0, sampling is greedy and does not depend on `seed`.
+        the context is full. `sampling`: the fields of entropykv.settings.sampling.Sampling; with
+        temperature 0, sampling is greedy and does not depend on `seed`.
         """
         return self._resting(generate(self, tokens, max_tokens, Sampling(**sampling)))
 

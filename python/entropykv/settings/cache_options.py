@@ -23,7 +23,6 @@ from entropykv.settings.options import (
     STORES,
     Budget,
     at_least,
-    is_number,
 )
 from entropykv.settings.recovery import RUNGS, Recovery
 
@@ -297,6 +296,8 @@ class CacheOptions:
         setting="draft_p_min",
         metavar="P",
         kind=float,
+        least=0.0,
+        most=1.0,
         group="drafts",
     )
     n_sequences: int | None = option(
@@ -352,10 +353,6 @@ class CacheOptions:
 
     def _check_drafts(self) -> None:
         """Raise SettingsError for a draft model that is missing or of no use."""
-        if not is_number(self.draft_p_min) or not 0.0 <= self.draft_p_min <= 1.0:
-            raise SettingsError(
-                f"draft_p_min cannot be {self.draft_p_min!r}; use a probability from 0 to 1"
-            )
         given = self.spec_draft_model is not None
         if self.spec_type == "draft" and not given:
             raise SettingsError(

@@ -1,9 +1,10 @@
 """Declare an option once, at the field that holds it: help, limits, and its names at each entry
 point.
 
-CacheOptions, Freezing and Recovery declare their fields with option(). The arguments of the command
-line (cli/options.py), the settings of the server (server/options.py), the checks of the dataclasses
-and the table of the docs (docs/generated_pages.py) are generated from it.
+CacheOptions, Freezing, Recovery and Sampling declare their fields with option(). The arguments of
+the command line (cli/options.py), the settings of the server (server/options.py), the limits of
+requests (server/dialects/fields.py), the checks of the dataclasses and the table of the docs
+(docs/generated_pages.py) are generated from it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from entropykv.settings.options import MOST_TOKENS, at_least, one_of
+from entropykv.errors import SettingsError
+from entropykv.settings.options import MOST_TOKENS, at_least, is_number, one_of
 
 _METADATA = "option"
 _AS_FIELD = object()
@@ -34,9 +36,9 @@ class Option:
     kind: type = str
     """The type of the value that users type: str, int, float, or bool for a switch."""
     choices: tuple[str, ...] = ()
-    least: int | None = None
-    """The least integer; None: it is not an integer, or is checked elsewhere."""
-    most: int = MOST_TOKENS
+    least: float | None = None
+    """The least number; None: it is no number, any number, or is checked elsewhere."""
+    most: float = MOST_TOKENS
     default: Any = None
     """The default of the field."""
     instead: str | None = None
@@ -101,7 +103,18 @@ def check_declared(values: _Dataclass) -> None:
         value = getattr(values, name)
         if value is None and each.default is None:
             continue
-        if each.least is not None:
-            at_least(each.label or name, value, each.least, each.most)
+        if each.kind is float:
+            _check_number(each.label or name, value, each.least, each.most)
+        elif each.least is not None:
+            at_least(each.label or name, value, int(each.least), int(each.most))
         elif each.choices and isinstance(each.default, str):
             one_of(each.label or name, value, each.choices)
+
+
+def _check_number(name: str, value: object, least: float | None, most: float) -> None:
+    """Raise SettingsError unless `value` is a finite number, from `least` to `most` if there are
+    such limits.
+    """
+    if not is_number(value) or (least is not None and not least <= value <= most):  # type: ignore[operator]
+        limits = "" if least is None else f" from {least:g} to {most:g}"
+        raise SettingsError(f"{name} cannot be {value!r}; use a number{limits}")

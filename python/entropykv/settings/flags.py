@@ -37,7 +37,6 @@ N_PREDICT = Flag(
     "most tokens of an answer; -1 or -2: until the model or the context ends",
     "-1",
 )
-TEMPERATURE = Flag(("--temp", "--temperature"), "X", "0: greedy", "0.8")
 DOCUMENT = Flag(
     ("--document",),
     "FILE",

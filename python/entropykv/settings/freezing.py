@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
 from entropykv.settings.declared import check_declared, option
-from entropykv.settings.options import MOST_BYTES, is_number, parse_bytes
+from entropykv.settings.options import MOST_BYTES, parse_bytes
 
 RAM = "ram"
 DISK = "disk:"
@@ -20,9 +20,6 @@ at most before it. These tokens share the recalled entries.
 """
 RECALL_END = 256
 """How many tokens are the end of a prompt, where questions are."""
-
-LIMITS_OF_RATE = (1e-6, 1e6)
-MOST_THRESHOLD = 1e9
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,9 @@ class Freezing:
         "--freeze-threshold",
         metavar="T",
         kind=float,
+        least=0.0,
+        most=1e9,
+        label="the threshold of freezing",
         instead="1; 0.5 for |q.k|",
         group="schedule",
     )
@@ -96,6 +96,9 @@ class Freezing:
         "--freeze-rate",
         metavar="R",
         kind=float,
+        least=1e-6,
+        most=1e6,
+        label="the rate of freezing",
         group="schedule",
     )
     history: int = option(
@@ -128,9 +131,6 @@ class Freezing:
                 f"the limit of frozen entries cannot be {self.limit!r}; give bytes such as 1GiB"
             )
         check_declared(self)
-        if self.threshold is not None:
-            _check_number("threshold", self.threshold, (0.0, MOST_THRESHOLD))
-        _check_number("rate", self.rate, LIMITS_OF_RATE)
 
     @staticmethod
     def parse(value: Freezing | str | None) -> Freezing | None:
@@ -189,11 +189,3 @@ def _bytes(limit: str | int) -> int | None:
 
 def _possible(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_BYTES
-
-
-def _check_number(name: str, value: object, limits: tuple[float, float]) -> None:
-    low, high = limits
-    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
-        raise SettingsError(
-            f"the {name} of freezing cannot be {value!r}; use a number from {low:g} to {high:g}"
-        )

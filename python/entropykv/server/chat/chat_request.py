@@ -46,7 +46,7 @@ from entropykv.server.dialects.fields import (
     ThoughtBudget,
     ThoughtEnding,
     TokenLimit,
-    TopK,
+    sampler,
 )
 from entropykv.server.dialects.requests import (
     DOCUMENT,
@@ -148,7 +148,7 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         default=None, description="What the chat template is told besides the messages."
     )
     user: Name | None = None
-    top_k: TopK = 40
+    top_k: int = sampler("top_k", 40)
     repeat_penalty: RepeatPenalty = Field(
         default=1.0, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )

@@ -27,7 +27,7 @@ from entropykv.server.dialects.fields import (
     Stop,
     TemplateArguments,
     TokenCount,
-    TopK,
+    sampler,
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
 from entropykv.server.dialects.unknown_fields import OTHERS, OtherFields
@@ -187,7 +187,7 @@ class MessagesRequest(CountedMessages):
     stop_sequences: Stop | None = None
     temperature: float | None = Field(default=None, ge=0, le=1000)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: TopK | None = None
+    top_k: int | None = sampler("top_k")
     metadata: AboutClient | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

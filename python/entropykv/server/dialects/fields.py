@@ -14,7 +14,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from entropykv.server.http.errors import RequestError
-from entropykv.session.sampling import SAMPLERS, is_random_seed, new_seed
+from entropykv.settings.declared import declared
+from entropykv.settings.sampling import (
+    SAMPLER_LETTERS,
+    SAMPLERS,
+    Sampling,
+    is_random_seed,
+    new_seed,
+)
 from entropykv.thinking.options import MOST_MESSAGE
 
 MOST_NAME = 256
@@ -45,6 +52,8 @@ MOST_SAMPLERS = 32
 """The most samplers of a chain."""
 MOST_BREAKERS, MOST_BREAKER = 64, 128
 """The most texts at which repetitions end, and characters of each."""
+MOST_NUMBER = 1000.0
+"""The largest number of a sampler, such as a temperature."""
 MOST_TOKENS = (1 << 31) - 1
 MOST_PIECES = 65_536
 """The most tokens that /tokenize returns with their pieces; each is a separate object."""
@@ -133,8 +142,6 @@ TokenLimit = Annotated[int, Field(ge=-2, le=MOST_TOKENS)]
 """The most tokens of an answer. 0: the prompt is only read; -1, and llama.cpp's -2: until the model
 or the context ends.
 """
-TopK = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
-"""How many of the most probable tokens are candidates; 0 and -1: all."""
 RepeatPenalty = Annotated[float, Field(gt=0)]
 """1 is no penalty, the default as in llama-server: llama_cpp.server's 1.1 forbids repetitions that
 were asked for.
@@ -167,15 +174,14 @@ ThoughtBudget = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
 ThoughtEnding = Annotated[str, Field(max_length=MOST_MESSAGE)]
 
 
-_LETTERS = dict(zip("edskypmxt", SAMPLERS, strict=True))
-"""llama-server's letters of the samplers, whose order SAMPLERS has."""
+_OF_LETTERS = {letter: name for name, letter in SAMPLER_LETTERS.items()}
 _OTHER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top-p": "top_p"}
 
 
 def _sampler_names(given: Any) -> Any:
     """Return names of samplers for the letters that stand for them, and for their other names."""
     if isinstance(given, str):
-        return [_LETTERS.get(letter, letter) for letter in given[: MOST_SAMPLERS + 1]]
+        return [_OF_LETTERS.get(letter, letter) for letter in given[: MOST_SAMPLERS + 1]]
     if isinstance(given, list):
         return [_OTHER_NAMES.get(each, each) if isinstance(each, str) else each for each in given]
     return given
@@ -202,20 +208,30 @@ Breakers = Annotated[
 ]
 
 
+def sampler(name: str, default: Any = None, *, least: float = 0, description: str = "") -> Any:
+    """Return the field of a request that is a field of Sampling, with its limits.
+
+    Numbers without limits are from `least` to MOST_NUMBER in requests.
+    """
+    said = declared(Sampling)[name]
+    limits = (least, MOST_NUMBER) if said.least is None else (said.least, said.most)
+    return Field(default=default, ge=limits[0], le=limits[1], description=description or None)
+
+
 class SamplerFields(BaseModel):
     """Hold the samplers besides those that OpenAI's requests know."""
 
-    typical_p: float | None = Field(default=None, ge=0, le=1)
-    top_n_sigma: float | None = Field(default=None, ge=-1, le=1000)
-    xtc_probability: float | None = Field(default=None, ge=0, le=1)
-    xtc_threshold: float | None = Field(default=None, ge=0, le=1)
-    dynatemp_range: float | None = Field(default=None, ge=0, le=1000)
-    dynatemp_exponent: float | None = Field(default=None, ge=0, le=1000)
-    repeat_last_n: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
-    dry_multiplier: float | None = Field(default=None, ge=0, le=1000)
-    dry_base: float | None = Field(default=None, ge=1, le=1000)
-    dry_allowed_length: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
-    dry_penalty_last_n: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
+    typical_p: float | None = sampler("typical_p")
+    top_n_sigma: float | None = sampler("top_n_sigma", least=-1)
+    xtc_probability: float | None = sampler("xtc_probability")
+    xtc_threshold: float | None = sampler("xtc_threshold")
+    dynatemp_range: float | None = sampler("dynatemp_range")
+    dynatemp_exponent: float | None = sampler("dynatemp_exponent")
+    repeat_last_n: int | None = sampler("repeat_last_n")
+    dry_multiplier: float | None = sampler("dry_multiplier")
+    dry_base: float | None = sampler("dry_base", least=1)
+    dry_allowed_length: int | None = sampler("dry_allowed_length")
+    dry_penalty_last_n: int | None = sampler("dry_penalty_last_n")
     dry_sequence_breakers: Breakers | None = None
     samplers: Samplers | None = Field(
         default=None, description="Which samplers there are, in their order, or their letters."

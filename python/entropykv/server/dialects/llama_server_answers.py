@@ -13,7 +13,7 @@ from entropykv.generation.prompt import GenerationRequest, shown_prompt
 from entropykv.server.dialects.answers import Chunk, TokenNames, timings_of
 from entropykv.server.engine.answering import Answering
 from entropykv.session.logprobs import TokenLogprob
-from entropykv.session.sampling import Sampling
+from entropykv.settings.sampling import Sampling
 
 _SAMPLERS_OFF = {"adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0}
 """Samplers of llama-server that are not here, with values that switch them off."""

@@ -33,7 +33,7 @@ from entropykv.server.dialects.fields import (
     Seed,
     Stop,
     TokenLimit,
-    TopK,
+    sampler,
 )
 from entropykv.server.dialects.llama_server_answers import LlamaServerWriter
 from entropykv.server.dialects.requests import (
@@ -48,7 +48,7 @@ from entropykv.server.dialects.requests import (
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
-from entropykv.session.sampling import Sampling, is_random_seed, new_seed
+from entropykv.settings.sampling import TEMPERATURE, Sampling, is_random_seed, new_seed
 
 MOST_RESPONSE_FIELDS = 64
 """The most fields of an answer that a request may choose."""
@@ -113,15 +113,15 @@ class LlamaServerRequest(GeneratingRequest):
     )
     stream: bool = False
     stop: Stop | None = None
-    temperature: float = Field(default=0.8, ge=0, le=1000)
-    top_k: TopK = _DEFAULTS.top_k
-    top_p: float = Field(default=_DEFAULTS.top_p, ge=0, le=1)
-    min_p: float = Field(default=_DEFAULTS.min_p, ge=0, le=1)
+    temperature: float = sampler("temperature", TEMPERATURE)
+    top_k: int = sampler("top_k", _DEFAULTS.top_k)
+    top_p: float = sampler("top_p", _DEFAULTS.top_p)
+    min_p: float = sampler("min_p", _DEFAULTS.min_p)
     repeat_penalty: RepeatPenalty = 1.0
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    mirostat: int = Field(default=0, ge=0, le=2)
-    mirostat_tau: float = Field(default=_DEFAULTS.mirostat_tau, ge=0, le=1000)
+    mirostat: int = sampler("mirostat", _DEFAULTS.mirostat)
+    mirostat_tau: float = sampler("mirostat_tau", _DEFAULTS.mirostat_tau)
     mirostat_eta: float = Field(default=_DEFAULTS.mirostat_eta, ge=0, le=1)
     seed: Seed | None = None
     n_probs: int = Field(

@@ -20,7 +20,7 @@ from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import user_of
 from entropykv.server.models.held_model import ModelState
 from entropykv.server.models.registry import ModelRegistry
-from entropykv.session.sampling import RANDOM_SEED
+from entropykv.settings.sampling import RANDOM_SEED
 
 
 class TokenizeRequest(BaseModel):

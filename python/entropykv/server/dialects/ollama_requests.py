@@ -25,7 +25,7 @@ from entropykv.server.dialects.fields import (
     Seed,
     Stop,
     Tokens,
-    TopK,
+    sampler,
 )
 from entropykv.server.dialects.requests import DOCUMENT, CompletionRequest, Request
 from entropykv.server.engine.answering import Answering
@@ -51,18 +51,18 @@ class OllamaOptions(Request):
 
     num_predict: int | None = Field(default=None, ge=-2, le=MOST_TOKENS)
     num_ctx: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    temperature: float | None = Field(default=None, ge=0, le=1000)
-    top_k: TopK | None = None
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
+    temperature: float | None = sampler("temperature")
+    top_k: int | None = sampler("top_k")
+    top_p: float | None = sampler("top_p")
+    min_p: float | None = sampler("min_p")
     seed: Seed | None = None
     stop: Stop | None = None
-    repeat_penalty: float | None = Field(default=None, ge=0, le=1000)
+    repeat_penalty: float | None = sampler("repeat_penalty")
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repeat_last_n: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
-    typical_p: float | None = Field(default=None, ge=0, le=1)
-    mirostat: int | None = Field(default=None, ge=0, le=2)
+    repeat_last_n: int | None = sampler("repeat_last_n")
+    typical_p: float | None = sampler("typical_p")
+    mirostat: int | None = sampler("mirostat")
     mirostat_tau: float | None = Field(default=None, ge=0, le=10)
     mirostat_eta: float | None = Field(default=None, ge=0.001, le=1)
 

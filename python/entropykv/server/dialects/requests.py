@@ -35,13 +35,13 @@ from entropykv.server.dialects.fields import (
     Seed,
     Stop,
     TokenLimit,
-    TopK,
+    sampler,
 )
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.passages import MOST_PASSAGES
-from entropykv.session.sampling import Sampling
+from entropykv.settings.sampling import Sampling
 
 MOST_CHOICES = 128
 """The most choices of one prompt, as in OpenAI's API."""
@@ -123,7 +123,7 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     seed: Seed | None = None
     user: Name | None = None
-    top_k: TopK = 40
+    top_k: int = sampler("top_k", 40)
     repeat_penalty: RepeatPenalty = Field(
         default=1.0, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )

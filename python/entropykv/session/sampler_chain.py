@@ -1,11 +1,9 @@
-"""Choose the next token with a chain of llama.cpp's own samplers, in llama-cli's order."""
+"""Make the chain of llama.cpp's own samplers that chooses the next token, as a Sampling says."""
 
 from __future__ import annotations
 
 import ctypes
-import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import llama_cpp
@@ -14,133 +12,10 @@ from entropykv.constraint.constraint import Constraint
 from entropykv.constraint.sampler import ConstraintSampler
 from entropykv.constraint.vocabulary import TokenTexts
 from entropykv.errors import SettingsError
-from entropykv.settings.options import MOST_TOKENS, at_least, is_number
+from entropykv.settings.options import MOST_TOKENS
+from entropykv.settings.sampling import MOST_SEED, Sampling, is_random_seed, new_seed
 
-SAMPLERS = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-)
-"""The names of the samplers in their default order, as in llama-cli."""
-
-RANDOM_SEED = _MOST_SEED = 0xFFFFFFFF
-"""llama.cpp's number of a seed that is another one every time."""
 _MIROSTAT_CANDIDATES = 100
-_IN_UNIT = ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
-_NUMBERS = (
-    "temperature",
-    "top_n_sigma",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "mirostat_tau",
-    "mirostat_eta",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-)
-
-
-def is_random_seed(seed: int | None) -> bool:
-    """Tell whether a seed means another one every time, as llama.cpp's -1 does."""
-    return seed is None or seed & _MOST_SEED == _MOST_SEED
-
-
-def new_seed() -> int:
-    """Return a seed that nobody can guess."""
-    return secrets.randbelow(_MOST_SEED)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Hold how the next token is chosen; names and defaults are llama-cli's, except that sampling
-    is greedy by default.
-
-    With temperature 0 or less, the most probable token after penalties and grammar is chosen.
-    Values that switch a sampler off: top_k 0 or -1, top_p 1, min_p 0, typical_p 1, top_n_sigma -1,
-    xtc_probability 0, dynatemp_range 0, mirostat 0, repeat_penalty 1, the other penalties 0,
-    dry_multiplier 0. `repeat_last_n`: how many of the newest tokens penalties consider (0: none,
-    -1: the whole context). `samplers`: the names of samplers in order. `grammar`: what the answer
-    must be, a Constraint or the text of a grammar (GBNF or Lark). `logit_bias`: pairs of a token
-    and the value to add to its logit. `min_tokens`: before so many tokens, the text does not end.
-    seed None or -1: a random one. Raises SettingsError for impossible values.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    seed: int | None = None
-    typical_p: float = 1.0
-    top_n_sigma: float = -1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    repeat_last_n: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: Constraint | str | None = None
-    samplers: tuple[str, ...] = field(default=SAMPLERS)
-    min_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        for name in _IN_UNIT:
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise SettingsError(
-                    f"{name} cannot be {getattr(self, name)}; use a value from 0 to 1"
-                )
-        for name in _NUMBERS:
-            if not is_number(getattr(self, name)):
-                raise SettingsError(
-                    f"{name} cannot be {getattr(self, name)!r}; use a number"
-                    + (", 0 for the most probable token" if name == "temperature" else "")
-                )
-        at_least("top_k", self.top_k, -1)
-        at_least("min_tokens", self.min_tokens, 0)
-        if self.min_tokens and self.grammar is not None:
-            raise SettingsError(
-                "min_tokens cannot go with what constrains an answer, which may have to end before"
-            )
-        at_least("mirostat", self.mirostat, 0, 2)
-        at_least("repeat_last_n", self.repeat_last_n, -1)
-        at_least("dry_allowed_length", self.dry_allowed_length, 0)
-        at_least("dry_penalty_last_n", self.dry_penalty_last_n, -1)
-        if not is_number(self.repeat_penalty) or self.repeat_penalty <= 0.0:
-            raise SettingsError("repeat_penalty must be a number above 0; 1 switches it off")
-        for name in self.samplers:
-            if name not in SAMPLERS:
-                raise SettingsError(
-                    f"there is no sampler {name!r}; use some of {', '.join(SAMPLERS)}"
-                )
-
-    @property
-    def needs_vocabulary(self) -> bool:
-        """Tell whether samplers of llama.cpp need the texts of tokens."""
-        return self.dry_multiplier != 0.0
-
-    @property
-    def penalizes(self) -> bool:
-        """Tell whether the chain has penalties, which depend on earlier tokens."""
-        penalties = (self.presence_penalty, self.frequency_penalty)
-        return self.repeat_penalty != 1.0 or penalties != (0.0, 0.0)
 
 
 class SamplerChain:
@@ -163,7 +38,7 @@ class SamplerChain:
         self._constraint: ConstraintSampler | None = None
         self._n_vocab, self._n_ctx, self._vocabulary = n_vocab, n_ctx, vocabulary
         given = new_seed() if is_random_seed(sampling.seed) else sampling.seed
-        self._seed = (given or 0) & _MOST_SEED
+        self._seed = (given or 0) & MOST_SEED
         parameters = llama_cpp.llama_sampler_chain_default_params()
         self.handle: Any = llama_cpp.llama_sampler_chain_init(parameters)
         self._remembering: list[Any] = []
