@@ -1,9 +1,10 @@
-"""Write new files under a temporary name and rename them, and read text files of users."""
+"""Write new files under a temporary name and rename them, and read texts and JSON of others."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import secrets
@@ -13,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from entropykv import system
-from entropykv.errors import EntropyKVError
+from entropykv.errors import ContextError, EntropyKVError
 
 NOT_UTF8 = "not a text in UTF-8; convert it first"
 _UTF8 = "utf-8-sig"
@@ -67,6 +69,14 @@ def remove_left_overs(target: str | os.PathLike[str]) -> None:
             (target.parent / name).unlink(missing_ok=True)
 
 
+def json_of(text: str | bytes) -> Any:
+    """Return what a text says as JSON; None if it is not JSON, or too deeply nested to be read."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
     """Return the content of a UTF-8 file, without a byte order mark; raises `refusal`, in one
     sentence, if it cannot be read.
@@ -79,12 +89,12 @@ def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> st
         raise refusal(f"{path}: {NOT_UTF8}") from None
 
 
-def read_standard_input(refusal: type[EntropyKVError]) -> str:
-    """Return the text of standard input; raises `refusal`, in one sentence, for other bytes."""
+def read_standard_input() -> str:
+    """Return the text of standard input; raises ContextError for bytes that are no text."""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
-        raise refusal(f"standard input: {NOT_UTF8}") from None
+        raise ContextError(f"standard input: {NOT_UTF8}") from None
 
 
 class NotRegularError(OSError):

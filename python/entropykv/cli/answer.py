@@ -23,7 +23,7 @@ from entropykv.errors import SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, generate
 from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.session import Session
-from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_switch
+from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_variables
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -78,12 +78,9 @@ def _switch(text: str) -> str:
 
 def use_in_template(options: argparse.Namespace) -> None:
     """Add the options about thoughts to the variables of the chat template."""
-    arguments = dict(options.chat_template_kwargs or {})
-    if options.reasoning != "auto":
-        arguments.update(template_switch(thinks=options.reasoning == "on"))
-    if options.reasoning_effort not in (None, "default"):
-        arguments["reasoning_effort"] = options.reasoning_effort
-    options.chat_template_kwargs = arguments or None
+    options.chat_template_kwargs = template_variables(
+        options.chat_template_kwargs, options.reasoning, options.reasoning_effort
+    )
 
 
 def thinking_options_of(options: argparse.Namespace) -> ThinkingOptions:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from entropykv.cli.options import integer, utf8
 from entropykv.errors import SettingsError
-from entropykv.files import read_text
+from entropykv.files import json_of, read_text
 from entropykv.llamacpp.foreign_text import PARSE_SPECIAL
 from entropykv.llamacpp.model_options import (
     LOAD_MODES,
@@ -102,10 +101,7 @@ def add_template_arguments(group: argparse._ActionsContainer) -> None:
 
 def json_object(text: str) -> dict[str, Any]:
     """Read a JSON object, as an argparse type."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
+    found = json_of(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(
             "it is not a JSON object; give one such as '{\"name\": 1}'"

@@ -58,7 +58,7 @@ def read_prompt(options: argparse.Namespace) -> str:
                 setattr(options, name, _unescaped(getattr(options, name)))
     parts = []
     if options.file == "-":
-        parts.append(read_standard_input(ContextError))
+        parts.append(read_standard_input())
     elif options.file is not None:
         parts.append(read_text(options.file, ContextError))
     if options.prompt is not None:

@@ -108,7 +108,7 @@ def _read_into(options: argparse.Namespace, text: str, path: Path) -> None:
 
 
 def _text_of(name: str) -> str:
-    return read_standard_input(ContextError) if name == "-" else read_text(name, ContextError)
+    return read_standard_input() if name == "-" else read_text(name, ContextError)
 
 
 def expected_bytes(session: Session, n_tokens: int, text_bytes: int) -> int:

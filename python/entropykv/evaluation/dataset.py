@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from entropykv.errors import ContextError, MissingExtraError, SettingsError
 from entropykv.evaluation.combination import grow
 from entropykv.evaluation.reading import AnySession, Item, Tick, Values, kept_values, read, write
 from entropykv.evaluation.texts import digest_of
-from entropykv.files import read_text
+from entropykv.files import json_of, read_text
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
@@ -119,10 +118,7 @@ def read_dataset(path: str | os.PathLike[str]) -> list[Question]:
 
 
 def _question(line: str, where: str, name: str) -> Question:
-    try:
-        content: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        content = None
+    content = json_of(line)
     if not isinstance(content, dict):
         raise ContextError(f"{where} is not a JSON object; give context, input and answers in it")
     for key in ("context", "input"):

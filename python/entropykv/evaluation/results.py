@@ -11,6 +11,7 @@ from typing import Any
 
 from entropykv.errors import SettingsError
 from entropykv.evaluation.reading import Item, Values
+from entropykv.files import json_of
 
 FORMAT = "entropykv eval 1"
 _OTHER = "use another file, or the model and settings that it was begun with"
@@ -89,9 +90,9 @@ class ResultLog:
         if not lines:
             return
         self._n_good = sum(map(len, lines))
-        self._check_header(path, _parse(lines[0]))
+        self._check_header(path, json_of(lines[0]))
         for number, line in enumerate(lines[1:], start=2):
-            record = _record(_parse(line))
+            record = _record(json_of(line))
             if record is None:
                 raise SettingsError(f"{path}: line {number} is damaged; remove it or {_OTHER}")
             self._records[record.key] = record
@@ -113,13 +114,6 @@ class ResultLog:
             f"{path}: has results with another setting: {name} was {known.get(name)!r}, now it is "
             f"{ours.get(name)!r}; {_OTHER}"
         )
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _record(content: Any) -> Record | None:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -448,19 +448,23 @@ def offloaded_layers(n_gpu_layers: int) -> int:
 
 
 @contextlib.contextmanager
-def captured_log() -> Iterator[list[tuple[int, str]]]:
-    """Collect llama.cpp's log (level, text) instead of printing it."""
+def captured_log(
+    set_log: Callable[..., object] = llama_cpp.llama_log_set,
+) -> Iterator[list[tuple[int, str]]]:
+    """Collect a log as pairs (level, text) instead of printing it: llama.cpp's, or that of another
+    library whose `set_log` takes the same function.
+    """
     lines: list[tuple[int, str]] = []
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def collect(level: int, text: bytes, _user_data: Any) -> None:
         lines.append((level, text.decode("utf-8", errors="replace")))
 
-    llama_cpp.llama_log_set(collect, ctypes.c_void_p(0))
+    set_log(collect, ctypes.c_void_p(0))
     try:
         yield lines
     finally:
-        llama_cpp.llama_log_set(llama_logger.llama_log_callback, ctypes.c_void_p(0))
+        set_log(llama_logger.llama_log_callback, ctypes.c_void_p(0))
 
 
 def last_error(log: list[tuple[int, str]]) -> str:

@@ -31,7 +31,7 @@ from entropykv.errors import (
     ModelFileError,
     UnsupportedModelError,
 )
-from entropykv.llamacpp.model import Model, last_error
+from entropykv.llamacpp.model import Model, captured_log, last_error
 from entropykv.model.header import (
     AGAIN,
     MAX_LAYERS,
@@ -140,7 +140,7 @@ class Projector:
         parameters.warmup = False
         parameters.media_marker = self.marker.encode()
         parameters.cb_eval = self._on_node
-        with _captured_log(mtmd) as log, model.in_use():
+        with captured_log(mtmd.mtmd_helper_log_set) as log, model.in_use():
             self._handle: Any = mtmd.mtmd_init_from_file(
                 os.fsencode(self.path), model.handle, parameters
             )
@@ -161,7 +161,7 @@ class Projector:
         UnsupportedModelError if the vocabulary lacks the tokens that enclose an image.
         """
         mtmd = self._mtmd
-        with self._open() as handle, _captured_log(mtmd) as log:
+        with self._open() as handle, captured_log(mtmd.mtmd_helper_log_set) as log:
             chunks = mtmd.mtmd_input_chunks_init()
             bitmaps: list[Any] = []
             try:
@@ -246,7 +246,7 @@ class Projector:
         encoder and is raised again here.
         """
         mtmd = self._mtmd
-        with self._open() as handle, _captured_log(mtmd) as log:
+        with self._open() as handle, captured_log(mtmd.mtmd_helper_log_set) as log:
             self._poll, self._stopped = poll, None
             try:
                 code = mtmd.mtmd_encode_chunk(handle, chunk.handle)
@@ -315,22 +315,6 @@ def load_mtmd() -> Any:
     quiet = llama_logger.llama_log_callback
     mtmd_cpp.mtmd_helper_log_set(quiet, ctypes.c_void_p(0))
     return mtmd_cpp
-
-
-@contextmanager
-def _captured_log(mtmd: Any) -> Iterator[list[tuple[int, str]]]:
-    """Collect libmtmd's log as pairs (level, text), instead of printing it."""
-    lines: list[tuple[int, str]] = []
-
-    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-    def collect(level: int, text: bytes, _user_data: Any) -> None:
-        lines.append((level, text.decode("utf-8", errors="replace")))
-
-    mtmd.mtmd_helper_log_set(collect, ctypes.c_void_p(0))
-    try:
-        yield lines
-    finally:
-        mtmd.mtmd_helper_log_set(llama_logger.llama_log_callback, ctypes.c_void_p(0))
 
 
 def _check_header(path: Path) -> str:

@@ -33,11 +33,7 @@ class Weights:
 
     def release(self) -> None:
         """Remove an owner; without owners, new calls are refused, and running ones are the last."""
-        with self._lock:
-            self._owners -= 1
-            is_last = self._owners == 0 and self._calls == 0
-        if is_last:
-            self._free()
+        self._end(owners=1)
 
     def __enter__(self) -> None:
         """Begin a call that reads the weights; raises EntropyKVError if they are closed."""
@@ -47,8 +43,12 @@ class Weights:
 
     def __exit__(self, *_: object) -> None:
         """End the call; the last one after release() frees the weights."""
+        self._end(calls=1)
+
+    def _end(self, *, owners: int = 0, calls: int = 0) -> None:
         with self._lock:
-            self._calls -= 1
+            self._owners -= owners
+            self._calls -= calls
             is_last = self._owners == 0 and self._calls == 0
         if is_last:
             self._free()

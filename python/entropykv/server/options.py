@@ -26,7 +26,7 @@ from entropykv.thinking.options import (
     MOST_MESSAGE,
     ThinkingOptions,
     ThoughtFormat,
-    template_switch,
+    template_variables,
 )
 
 MOST_MODELS = 1000
@@ -290,12 +290,8 @@ class ModelOptions(CacheSettings):
     @property
     def template_arguments(self) -> dict[str, Any]:
         """Return the variables of the chat template besides the messages."""
-        arguments = dict(self.chat_template_kwargs or {})
-        if self.reasoning != "auto":
-            arguments.update(template_switch(thinks=self.reasoning == "on"))
-        if self.reasoning_effort not in (None, "default"):
-            arguments["reasoning_effort"] = self.reasoning_effort
-        return arguments
+        given = self.chat_template_kwargs
+        return template_variables(given, self.reasoning, self.reasoning_effort)
 
     @property
     def thinking_options(self) -> ThinkingOptions:

@@ -27,3 +27,15 @@ class ThinkingOptions:
 def template_switch(*, thinks: bool) -> dict[str, Any]:
     """Return the template variables that switch thinking on or off, under all names in use."""
     return {"enable_thinking": thinks, "thinking": thinks}
+
+
+def template_variables(
+    given: dict[str, Any] | None, reasoning: str, effort: str | None
+) -> dict[str, Any]:
+    """Return the variables of the chat template, by `given` and the options about thoughts.
+
+    `reasoning`: auto, on or off; `effort`: low, for example; None and "default" say nothing.
+    """
+    switch = {} if reasoning == "auto" else template_switch(thinks=reasoning == "on")
+    degree = {} if effort in (None, "default") else {"reasoning_effort": effort}
+    return {**(given or {}), **switch, **degree}

@@ -354,7 +354,7 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
 
     def parts(self) -> list[ChatRequest]:
         """Return a request for every choice."""
-        return [parted(self, number) for number in range(self.n)]
+        return [parted(self, number, n=1) for number in range(self.n)]
 
     def tool_use(self) -> ToolUse | None:
         """Return the tools that may be called, by their newer names; raises RequestError."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from entropykv.constraint.constraint import Constraint
+from entropykv.files import json_of
 from entropykv.server.chat.constraints import embedded, made
 from entropykv.server.dialects.fields import FIRST_ERROR, MOST_TOOLS, Description, Name
 from entropykv.server.http.errors import RequestError
@@ -38,6 +39,12 @@ To call one, write an object with its name and its arguments within <tool_call><
 def as_json(value: Any) -> str:
     """Return JSON as models read and write it: with the characters of all languages."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call; models may write anything else than an object."""
+    arguments = json_of(call["function"]["arguments"])
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class Function(BaseModel):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from entropykv.generation.events import Event
+from entropykv.server.chat.tool_calls import call_arguments
 from entropykv.server.dialects.answers import AnswerForm
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "function_call": "tool_use"}
@@ -50,7 +51,7 @@ class MessageWriter:
             blocks.append({"type": "thinking", "thinking": said.thought, "signature": ""})
         if said.text:
             blocks.append({"type": "text", "text": said.text})
-        blocks += [_call_block(call, _input_of(call)) for call in said.calls]
+        blocks += [_call_block(call, call_arguments(call)) for call in said.calls]
         ended = {**self._head, "content": blocks, **_end(said.reason, self._job.stop)}
         return {**ended, "usage": self._usage()}
 
@@ -95,7 +96,7 @@ class MessageWriter:
 
     def _call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._begin("tool_use", _call_block(call, {}))
-        given = json.dumps(_input_of(call), ensure_ascii=False)
+        given = json.dumps(call_arguments(call), ensure_ascii=False)
         yield self._delta({"type": "input_json_delta", "partial_json": given})
 
     def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -130,12 +131,3 @@ def _call_block(call: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         "name": call["function"]["name"],
         "input": given,
     }
-
-
-def _input_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call; models may write anything else than an object."""
-    try:
-        given = json.loads(call["function"]["arguments"])
-    except (ValueError, RecursionError):
-        return {}
-    return given if isinstance(given, dict) else {}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, Field
-from typing_extensions import Self
 
 from entropykv.errors import ImageError
 from entropykv.generation.prompt import (
@@ -42,6 +41,7 @@ from entropykv.server.dialects.requests import (
     GeneratingRequest,
     mixed_tokens,
     most_tokens,
+    parted,
     sampling_of,
     stops_of,
 )
@@ -172,12 +172,6 @@ class LlamaServerRequest(GeneratingRequest):
     def own_prompt(self, job: Answering) -> Prompt:
         """Return the prompt; raises RequestError."""
 
-    def part(self, number: int, **others: Any) -> Self:
-        """Return a request for one choice of this one."""
-        part = self.model_copy(update={"n_cmpl": 1, **others})
-        part._choice = number
-        return part
-
     def call(self, job: Answering) -> Any:
         """Generate one choice of one prompt; returns a response or its chunks. Raises
         RequestError.
@@ -230,7 +224,7 @@ class LlamaServerCompletion(LlamaServerRequest):
         if not self._prompts():
             raise RequestError(400, "prompt: the list is empty", param="prompt")
         return [
-            self.part(number, prompt=prompt)
+            parted(self, number, n_cmpl=1, prompt=prompt)
             for prompt in self._prompts()
             for number in range(self.n_cmpl)
         ]
@@ -273,7 +267,7 @@ class InfillRequest(LlamaServerRequest):
 
     def parts(self) -> list[InfillRequest]:
         """Return a request for every choice."""
-        return [self.part(number) for number in range(self.n_cmpl)]
+        return [parted(self, number, n_cmpl=1) for number in range(self.n_cmpl)]
 
     def own_prompt(self, job: Answering) -> Prompt:
         """Return the prompt in the form that the model was trained on; raises RequestError."""

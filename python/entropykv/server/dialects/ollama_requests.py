@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from entropykv.generation.events import Event
 from entropykv.server.chat.chat_request import ChatRequest
+from entropykv.server.chat.tool_calls import call_arguments
 from entropykv.server.dialects.answers import AnswerForm, SaidPart
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
@@ -339,18 +339,12 @@ def _head(request: OllamaRequest) -> dict[str, Any]:
 
 def _texts_of(part: SaidPart) -> dict[str, Any]:
     """Return what a part of an answer says, with Ollama's names."""
-    calls = [_call_of(call["function"]) for call in part.calls]
+    calls = [
+        {"function": {"name": call["function"]["name"], "arguments": call_arguments(call)}}
+        for call in part.calls
+    ]
     texts = {"thinking": part.thought, "content": part.text, "tool_calls": calls}
     return {name: said for name, said in texts.items() if said}
-
-
-def _call_of(function: dict[str, Any]) -> dict[str, Any]:
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        arguments = {}
-    given = arguments if isinstance(arguments, dict) else {}
-    return {"function": {"name": function["name"], "arguments": given}}
 
 
 def only_loaded(request: OllamaRequest) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
         if self.best_of not in (None, 1, self.n):
             raise RequestError(400, "best_of: choices are not compared here", param="best_of")
         return [
-            parted(self, number, best_of=None, prompt=prompt)
+            parted(self, number, n=1, best_of=None, prompt=prompt)
             for prompt in self._prompts()
             for number in range(self.n)
         ]
@@ -218,8 +218,8 @@ Parted = TypeVar("Parted", bound=GeneratingRequest)
 
 
 def parted(request: Parted, number: int, **others: Any) -> Parted:
-    """Return a request for one choice of a request, and nothing else."""
-    part = request.model_copy(update={"n": 1, **others})
+    """Return a request for one choice of a request; `others`: its fields that differ."""
+    part = request.model_copy(update=others)
     part._choice = number
     return part
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from entropykv.files import json_of
 from entropykv.server.documents.asked_document import is_document_part
 from entropykv.server.documents.form import document_name, fields_of, is_form
 from entropykv.server.http.errors import RequestError
@@ -54,7 +55,7 @@ def affinity_of(
     """
     if (routes := _DOCUMENTS.fullmatch(path)) is not None:
         return _of_document(user, routes[1] or _sent_name(body, kind))
-    request = _request_in(body)
+    request = json_of(body)
     keys = _keys_of(user, request) if isinstance(request, dict) else ()
     name = None if conversation is None else _digest("name", user, conversation)
     return Affinity(name, keys)
@@ -103,16 +104,9 @@ def _sent_name(body: bytes, kind: str) -> str | None:
             return document_name(fields_of(body, kind))
         except RequestError:
             return None
-    request = _request_in(body)
+    request = json_of(body)
     name = request.get("name") if isinstance(request, dict) else None
     return name if isinstance(name, str) else None
-
-
-def _request_in(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _document_key(user: str, document: str) -> str:
