@@ -106,7 +106,7 @@ def test_short_texts_of_several_processes_add_up(own_llama: Path, learnt_folder:
 def test_the_same_text_again_teaches_nothing(own_llama: Path) -> None:
     with Pool(own_llama, n_ctx=N_CTX, kv_budget=256, n_sequences=2, n_threads=1) as pool:
         sessions = [pool.session() for _ in range(2)]
-        fit = pool.runner.fit
+        fit = pool.runner.second_readings.fit
         assert fit is not None
         for session in sessions:
             session.decode(TOKENS[:300])
@@ -328,6 +328,6 @@ def test_a_document_replaces_no_predictor_of_a_pool(
     with Pool(own_llama, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
         session = pool.session()
         session.files.open_document(path)
-        learnt = pool.runner.learnt_predictor
+        learnt = pool.runner.second_readings.learnt
         assert learnt is not None
         np.testing.assert_array_equal(weights_of(learnt), weights_of(kept_in(learnt_folder)))

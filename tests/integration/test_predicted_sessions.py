@@ -69,7 +69,7 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
     for echoes in (True, False):
         with Session(tiny_llama, policy="adaptive:mass+predicted", **INSIDE) as session:
             predict(session)
-            session._runner.fit = None  # It would end the collection.
+            session._runner.second_readings.fit = None  # It would end the collection.
             prediction = store_of(session).learning
             prediction.collect_lessons(on=True)
             read_with_echoes(session, TOKENS[:160], echoes=echoes)

@@ -176,6 +176,10 @@ class Model:
             tokens += self._tokenize(run.text, add_bos=begins, special=run.special)
         return tokens
 
+    def tokenize_within(self, text: str) -> list[int]:
+        """Return the tokens of a text that stands within another one, without control tokens."""
+        return self.tokenize(text, add_bos=False, special=False)
+
     def _tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
         return self.tokenize_bytes(text.encode("utf-8"), add_bos=add_bos, special=special)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from entropykv.llamacpp.model import Model
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.image_spans import is_placeholder
 
 REQUEST = "\n\nRepeat the previous context exactly:\n"
@@ -70,3 +72,14 @@ class Echo:
             return []
         before = [token for token in text[-OVERLAP:] if not is_placeholder(token)]
         return [*self._request, *before, *spoken]
+
+
+def echo_for(model: Model, config: ResolvedConfig) -> Echo | None:
+    """Return what makes the echoes of a model's texts; None if none is read twice."""
+    return Echo(model.tokenize_within, config.n_ubatch) if config.reads_twice else None
+
+
+def longest_part(model: Model, config: ResolvedConfig) -> int:
+    """Return the most tokens of a sequence in a micro-batch, including its echo."""
+    echo = echo_for(model, config)
+    return max(config.n_ubatch, echo.n_ubatch if echo else 0)

@@ -7,7 +7,8 @@ import os
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 from entropykv.errors import (
@@ -21,15 +22,14 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
-from entropykv.policy.resolved_config import ResolvedConfig, config_for
-from entropykv.profile.learnt import LearntPredictor
+from entropykv.policy.resolved_config import config_for
 from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter
-from entropykv.session.echo import Echo
+from entropykv.session.echo import longest_part
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.kept_texts import KeptTexts
 from entropykv.session.ngram_drafter import NgramDrafter
-from entropykv.session.predictor_fit import PredictorFit, fit_for
 from entropykv.session.scheduler import Scheduler, Work
+from entropykv.session.second_readings import SecondReadings
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shared_pool import SharedPool
@@ -62,8 +62,6 @@ class ModelRunner:
     """Reads prompts with images; None if no projector is open."""
     draft_model: DraftModels | None = None
     """Guesses tokens for its sequences; None if no small model is open."""
-    fit: PredictorFit | None = None
-    """Learns the model's predictor from its first texts; None if it is known, or not needed."""
 
     def __init__(
         self,
@@ -91,8 +89,6 @@ class ModelRunner:
             else Model(model, n_gpu_layers=options.n_gpu_layers, verbose=verbose, geometry=geometry)
         )
         self.closed = False
-        self._from_file: LearntPredictor | None = None
-        """The predictor that a loaded file has brought."""
         self.slots: list[SequenceSlot] = []
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Sessions of a pool by their numbers; the references are weak."""
@@ -105,18 +101,21 @@ class ModelRunner:
         """True if the runner closes after the running step."""
         self._in_step = False
         try:
-            self._stores = StoreFactory(self.model, config, self._most_tokens)
+            self._stores = StoreFactory(self.model, config, partial(longest_part, self.model))
         except BaseException:
             self.model.close()
             raise
         context = self._stores.context
         self.config = self._stores.config
         """The resolved options, with the store that serves the model."""
-        self.echo = self._make_echo(self.config)
+        self.second_readings = SecondReadings(
+            self.model, self.config, self.slots, self.kept_texts.await_prediction
+        )
+        """What is read twice, and what is learnt from it."""
         self.n_kv_heads = self._stores.n_kv_heads
         self.bytes_full_per_token = self._stores.bytes_full_per_token
         # All single tokens in addition to a piece of a prompt.
-        n_tokens = self._most_tokens(self.config) + self.n_sequences - 1
+        n_tokens = longest_part(self.model, self.config) + self.n_sequences - 1
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self.step_costs = StepCosts()
@@ -132,17 +131,6 @@ class ModelRunner:
             self.scheduler.is_waiting,
         )
         """The budget, and the sequences that share it; a session alone is a pool of one."""
-
-    def _make_echo(self, config: ResolvedConfig) -> Echo | None:
-        return Echo(self._tokenize_plainly, config.n_ubatch) if config.reads_twice else None
-
-    def _tokenize_plainly(self, text: str) -> list[int]:
-        return self.model.tokenize(text, add_bos=False, special=False)
-
-    def _most_tokens(self, config: ResolvedConfig) -> int:
-        """Return the most tokens of a sequence in a micro-batch, including its echo."""
-        echo = self._make_echo(config)
-        return max(config.n_ubatch, echo.n_ubatch if echo else 0)
 
     @property
     def on_host(self) -> str | None:
@@ -178,9 +166,7 @@ class ModelRunner:
             if self.shared.is_private and self.slots:
                 raise PoolError("the pool holds one conversation, and no other; close its session")
             store = self._stores.make(self.budget)
-            if self.config.learns_predictor and store.learning is not None:
-                self.fit = self.fit or fit_for(self.model, self.config)
-                self.fit.watch(store.learning, self._stores.context.layers)
+            self.second_readings.watch(store)
             slot = SequenceSlot(
                 store,
                 weight,
@@ -389,7 +375,7 @@ class ModelRunner:
         self._in_step = True
         parts = [work.part for work in works]
         n_tokens = sum(len(part.tokens) + len(part.echo) for part in parts)
-        teaches = self.fit is not None and self.fit.prepare(parts, self.slots)
+        teaches = self.second_readings.prepare(parts)
         start = time.monotonic()
         try:
             with self._threads.step(parts[0].store.context.handle, n_tokens):
@@ -409,71 +395,12 @@ class ModelRunner:
             if work.part.error is None:
                 slot.position = work.part.position + work.part.n_read
                 if work.part.echo:
-                    self._note_lessons(slot, work.part.position, work.part.tokens, teaches=teaches)
-        self._learn()
+                    self.second_readings.note(
+                        slot, work.part.position, work.part.tokens, teaches=teaches
+                    )
+        self.second_readings.learn()
         prompts = [work for work in works if not work.is_single and work.part.error is None]
         self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
-
-    def teach(self, slot: SequenceSlot, begin: int, end: int) -> None:
-        """Learn from the attention of an echo to older text of a sequence, at these positions."""
-        with self.live_store(slot) as store:
-            if self.fit is None or self.fit.predictor is not None:
-                return
-            tokens = slot.text.tokens[begin:end]
-            teaches = self.fit.teaches(tokens)
-            if teaches and store.learning is not None:
-                store.learning.collect_lessons(True)
-                store.learning.teach_stored(begin, end, store.shift)
-            self._note_lessons(slot, begin, tokens, teaches=teaches)
-            self._learn()
-
-    def _note_lessons(
-        self, slot: SequenceSlot, begin: int, tokens: Sequence[int], *, teaches: bool
-    ) -> None:
-        if self.fit is not None:
-            self.fit.n_tokens += len(tokens)
-            if teaches and tokens:
-                self.fit.note(slot, begin, tokens)
-
-    def _learn(self) -> None:
-        """Learn from what was read twice, once it is enough."""
-        if self.fit is not None and self.fit.close_round(self.slots):
-            self.kept_texts.await_prediction()
-
-    def echo_for(self, slot: SequenceSlot) -> Echo | None:
-        """Return what makes the echoes of a slot's text; None if it is not, or no longer, read
-        twice.
-        """
-        return self.echo if self.fit is None or self.fit.reads_twice(slot) else None
-
-    @property
-    def learnt_predictor(self) -> LearntPredictor | None:
-        """Return what was learnt and scores new entries now; None if nothing does, or a profile's
-        predictor.
-        """
-        if self._from_file is not None:
-            return self._from_file
-        if self.fit is None:
-            return self.config.learnt
-        return self.fit.learnt if self.fit.predicts else None
-
-    def take_predictor(self, learnt: LearntPredictor) -> None:
-        """Score new entries as those of a loaded file, and learn nothing more.
-
-        A predictor of the model's profile stays, and so does one that sequences of a pool share.
-        """
-        own = self.learnt_predictor
-        if not self.config.policy.importance.predicts or (own is None and self.fit is None):
-            return
-        learning = self.slots[0].store.learning
-        if learning is None or not learning.fits(learnt.predictor):
-            return
-        if own is not None and not self.shared.is_private:
-            return
-        learning.adopt(learnt.predictor)
-        self._from_file = learnt
-        if self.fit is not None:
-            self.fit.end_with(learnt.predictor, learning)
 
     def open_projector(
         self,

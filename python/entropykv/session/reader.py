@@ -66,7 +66,7 @@ class SequenceReader:
     @property
     def _echo(self) -> Echo | None:
         """Return the object that makes echoes; None if texts are not, or no longer, read twice."""
-        return self._runner.echo_for(self._slot)
+        return self._runner.second_readings.echo_of(self._slot)
 
     def read(
         self,
@@ -322,7 +322,8 @@ class SequenceReader:
             if echo := self._echo_of(text.tokens[first:last], first):
                 self._decode(Part(self._store, [], text.position, 0, echo), arrival)
                 slot.broken = False
-                self._runner.teach(slot, first, last)
+                with self._runner.live_store(slot) as store:
+                    self._runner.second_readings.teach(store, slot, first, last)
             text.echoed = last
             if n_tokens < LEAST_TOKENS or self._echo is None:
                 break
@@ -337,8 +338,7 @@ class SequenceReader:
         It is empty if it would exceed the model's positions, and if it would teach nothing although
         scores can be predicted.
         """
-        fit = self._runner.fit
-        if self._echo is None or (fit is not None and not fit.is_worth_echo(chunk)):
+        if self._echo is None or not self._runner.second_readings.is_worth_echo(chunk):
             return []
         text = self._slot.text
         first = text.position if first is None else first

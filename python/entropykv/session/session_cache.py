@@ -150,7 +150,7 @@ class SessionCache:
         """Return the object that fits the model's predictor to its first texts; None if there is
         one already.
         """
-        return self._runner.fit
+        return self._runner.second_readings.fit
 
     # --- in a pool --------------------------------------------------------------------------------
 

@@ -282,7 +282,7 @@ class SessionFiles:
         SessionFileError.
         """
         with new_session_file(path) as file:
-            return self._write(file, chat, document, self._runner.learnt_predictor)
+            return self._write(file, chat, document, self._runner.second_readings.learnt)
 
     def save_state(self) -> bytes:
         """Return the bytes that save() would write."""
@@ -381,6 +381,7 @@ class SessionFiles:
         slot.mend()
         if learnt is not None:
             with runner.exclusively(slot):
-                runner.take_predictor(learnt)
+                is_alone = runner.shared.is_private
+                runner.second_readings.take(learnt, is_alone=is_alone)
         self._counts.clear()
         return reader.contents

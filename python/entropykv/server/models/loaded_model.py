@@ -84,7 +84,7 @@ class LoadedModel:
 
     def tell_what_is_learnt(self) -> None:
         """Print once on stderr what was read twice, and what of it is kept."""
-        fit = self.pool.runner.fit
+        fit = self.pool.runner.second_readings.fit
         if fit is not None and (news := fit.news()) is not None:
             say(news)
 

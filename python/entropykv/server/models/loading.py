@@ -97,8 +97,9 @@ def _prepared(pool: Pool, options: ModelOptions, images: ImageLimits | None) -> 
         thinking=options.thinking_options,
     )
     runner = pool.runner
-    if runner.fit is not None:  # A single conversation may be made to mislead.
-        runner.fit.least_texts = LEAST_TEXTS
+    fit = runner.second_readings.fit
+    if fit is not None:  # A single conversation may be made to mislead.
+        fit.least_texts = LEAST_TEXTS
     if options.verbose and runner.config.fallback:
         say(f"{runner.config.fallback}; going on with another store")
     if runner.on_host:
