@@ -15,7 +15,7 @@
 
 namespace entropykv {
 
-// The scratch of one of ggml's threads.
+// Holds the scratch of one of ggml's threads.
 class Worker {
 public:
     // Makes room for a layer, besides all layers that it was called for before.
@@ -52,7 +52,7 @@ private:
     std::vector<std::int32_t> recall_positions_;
 };
 
-// The scratch of all threads. Sequences of one model can share it.
+// Hold the scratch of all threads. Sequences of one model can share it.
 using Workers = std::vector<Worker>;
 
 std::size_t bytes_of_workers(const Workers& workers);

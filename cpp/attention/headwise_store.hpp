@@ -1,4 +1,4 @@
-// A HeadStore together with the attention over it: all that one sequence needs.
+// Holds a HeadStore and the attention over it, which is all that one sequence needs.
 #pragma once
 
 #include <memory>

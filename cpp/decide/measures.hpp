@@ -33,10 +33,10 @@ struct Measure {
     const char* summary;
     Evidence evidence;
     Statistic statistic;  // what queries are observed to give
-    // Whether scores are squares. Then norms of values are squared, too, and the products are parts
+    // True if scores are squares. Then norms of values are squared, too, and the products are parts
     // of the squared outputs of a head.
     bool squared;
-    // Whether the queries of an echo are the only ones that count, if there is an echo.
+    // True if the queries of an echo are the only ones that count, if there is an echo.
     bool of_echoes;
     // Computes the score from the position, higher for newer ones; null: scores come from what was
     // observed.
@@ -44,7 +44,7 @@ struct Measure {
     // Returns what must be observed of an entry so that the schedule does not detect it; null: it
     // detects nothing.
     float (*detection_limit)(const DetectionQuery&);
-    // Whether that limit is a share of attention. Recall must then ask for at least the same share,
+    // True if that limit is a share of attention. Recall must then ask for at least the same share,
     // since the schedule would freeze the entry again otherwise.
     bool of_shares;
     float threshold;  // the default threshold of the schedule

@@ -32,7 +32,7 @@ struct AttentionNode {
     // How many nodes before it, at least, compute nothing, and are computed after the writes of K
     // and V and after the queries: views that only the attention node reads.
     int slots;
-    // Whether the queries of one token lie behind those of the token before.
+    // True if the queries of one token lie behind those of the token before.
     bool dense_queries;
 };
 

@@ -154,7 +154,7 @@ public:
         : n_threads_(n_threads), n_places_(n_places), workers_(n_threads) {}
 
     int n_places() const { return n_places_; }
-    // The places of the sequences that came last; null if all of those are gone.
+    // Returns the places of the sequences that came last; null if all of those are gone.
     std::shared_ptr<DevicePlaces> places() const { return places_.lock(); }
     void set_places(const std::shared_ptr<DevicePlaces>& places) { places_ = places; }
 

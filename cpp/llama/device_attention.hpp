@@ -37,7 +37,7 @@ struct DeviceStep {
     std::int32_t rope_position = 0;  // where RoPE sees the first token
     bool see_all = false;            // whether its tokens attend to later ones, too
     bool in_graph = false;           // whether llama.cpp's own graph computes its attention
-    // Whether all KV heads of a layer hide the same rows from a token, and those of all layers with
+    // True if all KV heads of a layer hide the same rows from a token, and those of all layers with
     // equally many rows. A single token in llama.cpp's own graph does not ask for it.
     bool alike = false;
     int n_together = 1;  // how many single tokens, each of another sequence, that graph reads
@@ -91,7 +91,7 @@ struct LayerRange {
 class StepInput;
 struct SingleSteps;
 
-// The layers of one sequence on one device.
+// Holds the layers of one sequence on one device.
 class DeviceAttention {
 public:
     // The device must outlive this object.

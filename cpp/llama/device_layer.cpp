@@ -10,7 +10,7 @@ namespace entropykv {
 
 namespace {
 
-// Equal numbers of rows may add this much to those that the heads need.
+// All heads get as many rows as the largest one if that adds at most so many thousandths.
 constexpr int kPaddingPerMille = 50;
 constexpr std::int64_t kTooMany = std::int64_t{1} << 60;
 

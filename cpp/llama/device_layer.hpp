@@ -59,7 +59,7 @@ struct RowMove {
     int to;
 };
 
-// The rows of one KV head.
+// Says which rows of a layer are those of one KV head.
 struct DeviceHead {
     int first_row = 0;             // in the layer's tensors
     int first_position = 0;        // in the layer's positions, where heads begin at whole steps
@@ -122,7 +122,7 @@ private:
     ggml_tensor* v_ = nullptr;
 };
 
-// The rows of one place.
+// Holds the rows of one place.
 class DeviceLayer {
 public:
     // rows must outlive this object. alone: every KV head is a group of its own.

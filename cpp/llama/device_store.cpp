@@ -790,7 +790,7 @@ void DeviceStore::release() noexcept {
     try {
         end_decisions();
     } catch (const std::exception&) {
-        // A step that failed; nothing of it stays.
+        // The step has failed, and nothing of it stays.
     }
     for (const auto& device : devices_) device->device().wait();
     forget_unknown();

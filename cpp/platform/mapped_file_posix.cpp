@@ -14,7 +14,7 @@
 namespace entropykv {
 namespace {
 
-// Ranges of addresses that belong to files. A handler of signals reads them, so there is no lock.
+// Holds the addresses that belong to files. A handler of signals reads them, so there is no lock.
 struct Watched {
     std::atomic<bool> taken{false};
     std::atomic<bool> cut{false};  // a page behind the end of the file was read

@@ -1,6 +1,6 @@
-// An array of pages of one size, in memory straight from the system. The pages lie in few large
-// ranges of addresses, because the system limits the number of ranges, and are numbered from 0. A
-// range can be a mapped file, which begins with an array of such pages.
+// Holds an array of pages of one size, in memory straight from the system. The pages lie in few
+// large ranges of addresses, because the system limits the number of ranges, and are numbered from
+// 0. A range can be a mapped file, which begins with an array of such pages.
 #pragma once
 
 #include <cstddef>

@@ -18,7 +18,7 @@ struct ProductTask {
     std::size_t out_stride;
 };
 
-// A piece of a product: the rows of a tile, and at most kTileTokens tokens.
+// Describes a piece of a product: the rows of a tile, and at most kTileTokens tokens.
 struct ProductPiece {
     WeightRows rows;
     RoundedTokens tokens;

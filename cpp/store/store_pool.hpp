@@ -20,7 +20,7 @@ class Checkpoint;
 class HeadStore;
 class LessonSums;
 
-// The staging area: pages that hold the micro-batch of one layer while it is attended to, laid out
+// Holds the micro-batch of one layer while it is attended to (the staging area), in pages laid out
 // like the pool's pages.
 class Staging {
 public:

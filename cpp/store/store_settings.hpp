@@ -36,7 +36,7 @@ struct StoreSettings {
     // stores them as they are, and so does a store without layers here.
     std::vector<std::vector<KeyCentre>> key_centres{};
     std::optional<FreezeSettings> freezing{};  // unset: what is not kept is dropped
-    // Whether the micro-batch of all layers is staged at a time, and not of one layer after
+    // True if the micro-batch of all layers is staged at a time, and not of one layer after
     // another. Takes effect for a store with a pool of its own.
     bool stages_all_layers = false;
 

@@ -1,4 +1,4 @@
-// Requests to the server that the page came from, with the key that the user gave for this tab.
+// Sends requests to the server that the page came from, with the key that the user gave for this tab.
 import { Store } from "./store";
 
 const KEY = "entropykv.key";

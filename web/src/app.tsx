@@ -1,4 +1,4 @@
-// The page: conversations, the chat, and the cache beside it.
+// Shows the page: conversations, the chat, and the cache beside it.
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useState } from "preact/hooks";
 import { type Connection, connection, keyQuestion, lost } from "./api";

@@ -1,4 +1,4 @@
-// Where one goes on with a conversation: a text, and files that come before it.
+// Goes on with a conversation: a text, and files that come before it.
 import type { JSX } from "preact";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { say, stop } from "./answers";
@@ -12,13 +12,13 @@ const MOST_BYTES = 3_500_000;
 
 interface ComposerProps {
   busy: boolean;
-  // Whether another conversation is being answered.
+  // True if another conversation is being answered.
   blocked: boolean;
   onEditLast: () => void;
   onSay: () => void;
   // The document that the conversation is about.
   document: string | undefined;
-  // Whether nothing was said in the conversation yet.
+  // True if nothing was said in the conversation yet.
   isNew: boolean;
 }
 

@@ -62,7 +62,7 @@ export interface Defaults {
   model: string;
   system: string | null;
   question: string | null;
-  // Whether the server reads documents.
+  // True if the server reads documents.
   documents: boolean;
   sampling: Record<string, number>;
 }

@@ -15,7 +15,7 @@ import { useStore } from "./store";
 
 interface ChipProps {
   name: string;
-  // Whether the document can be taken out of the conversation, because nothing was asked yet.
+  // True if the document can be taken out of the conversation, because nothing was asked yet.
   canLeave: boolean;
 }
 

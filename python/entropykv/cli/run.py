@@ -52,7 +52,6 @@ from entropykv.errors import ContextError, SettingsError
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
 from entropykv.policy.user_options import freezing_of
-from entropykv.report.figures import trajectory_figure
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 from entropykv.session.stats import format_rows, stats_rows
@@ -130,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
         )
         _report(session, options.stats_json)
         if options.plot is not None and session.cache.trajectory:
+            from entropykv.report.figures import trajectory_figure  # noqa: PLC0415  # few need it
+
             trajectory = session.cache.trajectory.to_json()
             draw(lambda: trajectory_figure({"": trajectory}), options.plot)
         if options.save_session is not None:

@@ -26,7 +26,7 @@ _TARGET_OF = {
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
-# The default of transformers; it is 10000 for all other architectures.
+# This is the default of transformers; for all other architectures it is 10000.
 _ROPE_BASE = {"bitnet": 500000.0}
 _AGAIN = "download it again"
 

@@ -11,7 +11,7 @@ from gguf import GGUFWriter, SpecialVocab, TokenType
 from entropykv.convert.sentencepiece import Piece, read_pieces
 from entropykv.errors import ModelFileError, UnsupportedModelError, reason_of
 
-# llama.cpp's names of the regular expressions by which a tokenizer.json first splits a text.
+# A tokenizer.json first splits a text by regular expressions, for which llama.cpp has names.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

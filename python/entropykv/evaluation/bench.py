@@ -152,7 +152,7 @@ class _Contestant:
         )
 
     def _disagreement(self) -> float:
-        # The number of blocks in one round.
+        # So many blocks are one round.
         n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)
         firsts = range(0, len(self.decode_seconds), max(1, n_blocks))
         written = [statistics.median(self.decode_seconds[i : i + n_blocks]) for i in firsts]

@@ -264,7 +264,7 @@ class StopFinder:
     """Find the first of some texts in an answer that comes in pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Look for texts; empty ones would end an answer before it begins, and end none."""
+        """Look for these texts, but not for empty ones, which every answer contains."""
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found: str | None = None

@@ -27,8 +27,8 @@ SUDDENLY_SLOWER = 2.0
 that fewer threads are tried at once.
 """
 FIRST_PAUSE, LONGEST_PAUSE = 4.0, 32.0
-"""Seconds of steps between trials: at first, and up to which they are doubled after every trial
-without success.
+"""The shortest and the longest pause between two trials, in seconds of steps: it begins with the
+shortest, and doubles after every trial without success.
 """
 LOST = 0.02
 """The share of the time that trials may lose; it makes pauses longer after those that lost much."""
@@ -116,8 +116,8 @@ class ThreadChoice:
 
     @property
     def cores_asked(self) -> int:
-        """Return how many more cores must be free for the next trial: note_free() tells. 0: no
-        trial waits for that.
+        """Return how many more cores must be free before the next trial, as note_free() tells; 0 if
+        no trial waits for that.
         """
         return self._asked[0].threads - self.way.threads if self._asked else 0
 

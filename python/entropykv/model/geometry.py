@@ -115,7 +115,9 @@ def read_loadable(path: str | os.PathLike[str]) -> ModelGeometry:
 
 
 def read_chat_template(path: str | os.PathLike[str]) -> str | None:
-    """Return the chat template of a file; None where it has none. Raises as read_geometry()."""
+    """Return the chat template of a file; None where it has none. Raises what read_geometry()
+    raises.
+    """
     path = Path(path)
     check_prefix(path)
     with damage_named(path):

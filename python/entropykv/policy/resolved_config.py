@@ -399,7 +399,7 @@ def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig
     """Read the profile that the policy takes, and resolve the options with it.
 
     It is the one that was given, or that of the model. If it has no predictor, the one that earlier
-    processes have learnt is read. Raises as resolve() does, and ProfileError for a profile that
+    processes have learnt is read. Raises what resolve() raises, and ProfileError for a profile that
     cannot be read.
     """
     profile = given_profile(options.entropy_config)

@@ -247,7 +247,7 @@ def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss
     values = np.concatenate([entries.v[positions], ones], axis=1)
     mass = np.zeros(len(rules.keep))
     dropped = np.zeros(len(rules.keep))
-    # The outputs, with the mass in the last column.
+    # It holds the outputs, with the mass in the last column.
     lost = np.zeros((len(weights), values.shape[1]), np.float32)
     ends = [min(keep, len(order)) for keep in rules.keep]
     all_lost = []

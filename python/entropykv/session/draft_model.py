@@ -31,9 +31,9 @@ _CATCH_UP = 512
 drafts, so that no token waits for a long prompt.
 """
 _MOST_MORE_TOKENS = 128
-"""By how many tokens the sizes of vocabularies may differ, because of padding: as llama.cpp."""
+"""By how many tokens the sizes of vocabularies may differ, because of padding, as in llama.cpp."""
 _FIRST_COMPARED = 5
-"""Tokens before it are special ones, which are compared by their role: as llama.cpp."""
+"""Tokens before it are special ones, which are compared by their role, as in llama.cpp."""
 _POLICY = "fast"
 """The policy of the small model, which reads every text once and needs no profile."""
 
@@ -77,7 +77,7 @@ class DraftModel:
 def open_draft_model(runner: ModelRunner) -> None:
     """Load the small model that the runner's options name, if any, for its sequences.
 
-    Raises as DraftModel().
+    Raises what DraftModel() raises.
     """
     config = runner.config
     path = config.options.spec_draft_model

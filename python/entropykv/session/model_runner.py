@@ -114,7 +114,7 @@ class ModelRunner:
         """What is read twice, and what is learnt from it."""
         self.n_kv_heads = self._stores.n_kv_heads
         self.bytes_full_per_token = self._stores.bytes_full_per_token
-        # All single tokens in addition to a piece of a prompt.
+        # A step reads all single tokens in addition to a piece of a prompt.
         n_tokens = longest_part(self.model, self.config) + self.n_sequences - 1
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)

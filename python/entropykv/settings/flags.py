@@ -30,7 +30,7 @@ class Flag(NamedTuple):
         return f"{self.help[0].upper()}{self.help[1:]}."
 
 
-# `run`
+# These are options of `entropykv run`.
 N_PREDICT = Flag(
     ("-n", "--n-predict", "--predict"),
     "N",
@@ -50,7 +50,7 @@ SAVE_SESSION = Flag(
 )
 STATS_JSON = Flag(("--stats-json",), "FILE", "write the final figures as JSON")
 
-# `serve`
+# These are options of `entropykv serve`.
 ALIAS = Flag(
     ("-a", "--alias"),
     "NAME",

@@ -28,7 +28,7 @@ interface Line {
 interface ChartProps {
   title: string;
   lines: Line[];
-  // Whether the lines are drawn as areas, one upon the other.
+  // True if the lines are drawn as areas, one upon the other.
   stacked?: boolean;
   // Lines of conversations: their names are in the table above.
   unnamed?: boolean;

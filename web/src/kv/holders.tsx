@@ -1,4 +1,4 @@
-// The conversations of a pool: who has how much of it, what it costs them, and whose heads are shown.
+// Shows the conversations of a pool: who has how much of it, what it costs them, and whose heads are shown.
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { state } from "../conversations";

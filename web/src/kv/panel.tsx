@@ -21,7 +21,7 @@ import {
 } from "./stream";
 import { ShadedText } from "./text";
 
-// Whether the page can be seen: what nobody sees costs the server nothing.
+// True if the page can be seen: what nobody sees costs the server nothing.
 function useVisible(): boolean {
   const [visible, set] = useState(!document.hidden);
   useEffect(() => {

@@ -29,9 +29,9 @@ export interface About {
   kv_budget: string;
   freeze: boolean;
   n_ctx: number;
-  // Whether several conversations share a pool.
+  // True if several conversations share a pool.
   shared: boolean;
-  // Whether the server shows what texts say.
+  // True if the server shows what texts say.
   text: boolean;
   // KV heads of every layer.
   layers: number[];
@@ -42,7 +42,7 @@ export interface Holder {
   id: string;
   // What its client calls it: of conversations of this page, their own id; of documents, their name.
   name: string | null;
-  // Whether it is a document, of which conversations have copies.
+  // True if it is a document, of which conversations have copies.
   document: boolean;
   position: number;
   state: "active" | "idle" | "swapped_out" | "waiting";
@@ -96,7 +96,7 @@ interface Sent {
     used: number;
     peak: number;
     sequences: number;
-    // Whether texts of other users are in the pool.
+    // True if texts of other users are in the pool.
     others: boolean;
     swapped_bytes: number;
   };
@@ -202,7 +202,7 @@ export async function watch(
   }
 }
 
-// Whether several conversations share the pool at the moment. A document and the only conversation
+// True if several conversations share the pool at the moment. A document and the only conversation
 // about it count as one.
 export const hasSeveral = ({ shared }: About, { conversations, pool }: Picture): boolean =>
   shared && (pool.others || conversations.filter((each) => !each.document).length > 1);
@@ -346,7 +346,7 @@ export interface HeldText {
   texts: string[];
   held: number[];
   frozen: number[];
-  // Whether the conversation is swapped out, so that no head is counted.
+  // True if the conversation is swapped out, so that no head is counted.
   swapped_out: boolean;
 }
 

@@ -54,19 +54,19 @@ class OtherFields:
 
 _WITHOUT_EFFECT = frozenset(
     (
-        # OpenAI's and Anthropic's: who asks, what is kept or charged there, and how fast it goes.
+        # OpenAI and Anthropic have these: who asks, what is kept or charged, how fast it goes.
         *("cache_control", "client_metadata", "include", "inference_geo", "metadata", "prediction"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
         *("store", "user"),
-        # llama-server's page, and vLLM's.
+        # llama-server's page sends these, and clients of vLLM.
         *("api_key", "priority", "spaces_between_special_tokens"),
-        # Ollama's, which Open WebUI also sends to others: how a model is loaded, and how long.
+        # Ollama has these, and Open WebUI sends them to others: how a model is loaded, how long.
         *("keep_alive", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread"),
         *("use_mlock", "use_mmap"),
     )
 )
 _REFUSED: dict[str, Refusal] = {
-    # llama-server's.
+    # llama-server has these.
     "min_keep": (_is_off, "samplers keep at least one token; leave it out"),
     "adaptive_target": (lambda value: not _is_number(value) or value < 0, "use temperature"),
     "post_sampling_probs": (_is_off, "probabilities are those before sampling; leave it out"),
