@@ -123,10 +123,10 @@ def test_the_only_place_goes_to_the_next_prompt(pool: Pool) -> None:
     cache.put(first, ANNA)
     assert take(cache, PROMPTS[1], ANNA) is first
     cache.put(first, ANNA)
-    assert (cache.resumed, cache.forgotten) == (1, 0)
+    assert (cache.resumed, pool.runner.shared.n_let_go) == (1, 0)
     other = cache.take(PROMPTS[1], BEN)
     assert other.position == 0, "the text of another user"
-    assert (cache.resumed, cache.forgotten) == (1, 1)
+    assert (cache.resumed, pool.runner.shared.n_let_go) == (1, 1)
     assert cache.length_of(ANNA) == 0
 
 

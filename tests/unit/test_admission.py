@@ -16,6 +16,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from pydantic import BaseModel
 
+from entropykv.errors import PoolError
 from entropykv.server.chat.chat_request import ChatRequest
 from entropykv.server.dialects.fields import MOST_VALUES, check_values
 from entropykv.server.dialects.llama_server_routes import DetokenizeRequest
@@ -140,6 +141,11 @@ def test_templates_that_end_in_recursion_are_no_failure_of_the_server() -> None:
     assert "nested too deeply" in error.detail
 
 
+def test_a_pool_without_room_is_no_failure_of_the_server() -> None:
+    error = as_request_error(PoolError("close some, or give a larger limit"))
+    assert (error.status_code, error.detail) == (503, "close some, or give a larger limit")
+
+
 @pytest.mark.parametrize("text", ["{", "", "NaN", '{"prompt": NaN}', '"\\ud800"', "\xff"])
 def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="the body is not JSON"):
@@ -213,6 +219,29 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again(
 
     asyncio.run(leave())
     engine.close()
+
+
+def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> None:
+    """The decode that it waits for is called off."""
+    engine = engine_of()
+    begun = threading.Event()
+
+    def wait_for_room(_: Any) -> None:
+        begun.set()
+        assert job.stop.wait(60)
+        raise PoolError("the decode was called off")
+
+    job = Job(wait_for_room, None, None)
+
+    async def close() -> None:
+        task = asyncio.ensure_future(engine.generate_all([job]))
+        assert await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(RequestError, match="shutting down"):
+            await task
+
+    asyncio.run(close())
+    assert engine.outcomes["stopped"] == 1
 
 
 def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:

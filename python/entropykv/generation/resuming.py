@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from entropykv.errors import ContextError
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.model import Model
 from entropykv.session.image_spans import is_placeholder
@@ -65,18 +64,10 @@ def resume(
     )
     if not found:
         # A checkpoint for which there is no room leaves the session empty.
-        _cut(session, min(reuse.position, session.position))
+        session.text.truncate_or_clear(min(reuse.position, session.position))
     if session.position == len(tokens) and session.logits is None:
         session.text.truncate(0)
     return session.position
-
-
-def _cut(session: Session, position: int) -> None:
-    """Truncate a session; to nothing if its pool has given it a smaller share meanwhile."""
-    try:
-        session.text.truncate(position)
-    except ContextError:
-        session.text.truncate(0)
 
 
 def as_held(session: Session, prompt: Prompt) -> list[int]:

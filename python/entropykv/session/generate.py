@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.errors import ContextError, EntropyKVError, PoolError, SettingsError
+from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.drafting import Verification
@@ -82,18 +82,16 @@ class Decoder(Protocol):
 
 
 def _go_on(*_: object) -> bool:
-    """Let every step begin, make no room, and end no answer."""
+    """Let every step begin, and end no answer."""
     return False
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Hold what is done before every step, and where the pool has no room for one."""
+    """Hold what is done before every step."""
 
     before: Callable[[int], object] = _go_on
     """Called with the most tokens that the next step reads; what it raises ends the generation."""
-    makes_room: Callable[[PoolError], bool] = _go_on
-    """Returns whether there may be room now, so that the step is tried again."""
     gives_way: bool = False
     """Whether prompts of other sessions that arrive meanwhile are read between two steps."""
     ends: Callable[[], bool] = _go_on
@@ -177,17 +175,12 @@ def read_prompt(
     size = len(tokens) if recorder is None else rows_at_a_time(session.model.n_vocab)
     while True:
         piece = tokens[done : done + size]
-        try:
-            for logits in _micro_batches(session, piece, recorder is not None, companions.hooks):
-                first, done = done, session.position - before
-                if recorder is not None:
-                    recorder.read(tokens[first:done], logits)
-                if on_prompt is not None:
-                    on_prompt(done)
-        except PoolError as error:
-            if not companions.hooks.makes_room(error):
-                raise
-            continue
+        for logits in _micro_batches(session, piece, recorder is not None, companions.hooks):
+            first, done = done, session.position - before
+            if recorder is not None:
+                recorder.read(tokens[first:done], logits)
+            if on_prompt is not None:
+                on_prompt(done)
         if done >= len(tokens):
             break
     session.counts.add_prompt(len(tokens), time.perf_counter() - start)
@@ -298,18 +291,12 @@ class _Generation:
 
     def _read(self, token: int) -> Verification | None:
         """Read a token, and drafts; returns what was chosen after it, or None: nothing yet."""
-        while True:
-            self._hooks.before(1)
-            try:
-                if self._drafts:
-                    return self._read_drafts(token)
-                for _ in self._session.reader.read([token], all_logits=False):
-                    pass
-            except PoolError as error:
-                if not self._hooks.makes_room(error):
-                    raise
-            else:
-                return None
+        self._hooks.before(1)
+        if self._drafts:
+            return self._read_drafts(token)
+        for _ in self._session.reader.read([token], all_logits=False):
+            pass
+        return None
 
     def _read_drafts(self, token: int) -> Verification | None:
         session = self._session

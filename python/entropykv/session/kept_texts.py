@@ -1,7 +1,8 @@
 """Keep the texts of a pool that nobody reads now, with everything that going on with them needs.
 
 A text is kept for its session, which is idle, or as a checkpoint, from which every session of its
-tenant may continue. A session keeps a checkpoint whenever it changes between reading and writing:
+tenant may continue. An idle session that its user can do without is an IdleSession: see
+SharedPool.let_go(). A session keeps a checkpoint whenever it changes between reading and writing:
 at the end of every prompt and of every answer. So a turn that is edited or asked again continues
 from there, whatever was evicted since, and a text with the same beginning need not be read again.
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from entropykv.errors import PoolError, SessionFileError, SettingsError
 from entropykv.session.prefix_index import PrefixIndex
@@ -29,6 +30,13 @@ from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes
 from entropykv.store.headwise_state import LOST
 from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
+
+if TYPE_CHECKING:
+    from entropykv.session.session import Session
+
+
+class TextTooLargeError(PoolError):
+    """There is no room for a text, even if no other one were kept."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,22 @@ class KeptText:
         return tier.pages.n_pages if isinstance(tier, InPool) else 0
 
 
+@dataclass(eq=False)
+class IdleSession:
+    """Hold a session that its user has put aside, in the index of its pool.
+
+    The pool may close it to make room. Whoever wants to use it removes it from the index first.
+    """
+
+    session: Session
+    tokens: array[int] = field(init=False)
+    """Its text, which nobody changes while it is in the index."""
+
+    def __post_init__(self) -> None:
+        """Take the text of the session."""
+        self.tokens = self.session.text.held().tokens
+
+
 class KeptTexts:
     """Keep the texts of one pool; those that leave it go to `ram` or `disk:DIR`.
 
@@ -292,13 +316,15 @@ class KeptTexts:
         """Raise PoolError for a checkpoint that takes too many bytes alone, and for a text of a
         session that could not leave the pool.
         """
-        limit = self.checkpoint_limit if kept.is_checkpoint else self._swap_limit
-        if not kept.is_checkpoint and limit is not None:
-            states = [state, *(each.tier.state for each in self.swapped_out)]
-            n_bytes = sum(sum(each.section_bytes) for each in states)
-        if limit is not None and n_bytes > limit:
-            raise PoolError(
-                f"{n_bytes} bytes of swapped out conversations are more than the limit of "
+        limit: int | None = self.checkpoint_limit
+        others = 0
+        if not kept.is_checkpoint:
+            limit, n_bytes = self._swap_limit, sum(state.section_bytes)
+            others = sum(sum(each.tier.state.section_bytes) for each in self.swapped_out)
+        if limit is not None and n_bytes + others > limit:
+            error = TextTooLargeError if n_bytes > limit else PoolError
+            raise error(
+                f"{n_bytes + others} bytes of swapped out conversations are more than the limit of "
                 f"{limit}; close some, or give a larger limit (swap_limit)"
             )
 

@@ -164,7 +164,11 @@ class ModelRunner:
             raise SettingsError(f"a weight cannot be {weight!r}; use a number from 0.001 to 1000")
         with self.scheduler.between_steps():
             if self.shared.is_private and self.slots:
-                raise PoolError("the pool holds one conversation, and no other; close its session")
+                if not self.let_go():
+                    raise PoolError(
+                        "the pool holds one conversation, and no other; close its session"
+                    )
+                self._tidy()
             store = self._stores.make(self.budget)
             self.second_readings.watch(store)
             slot = SequenceSlot(
@@ -181,6 +185,11 @@ class ModelRunner:
             self._slots_made += 1
             self.slots.append(slot)
             return slot
+
+    def let_go(self) -> bool:
+        """Close the least recently used session that was put aside: see SharedPool.let_go()."""
+        with self.scheduler.between_steps():
+            return self.shared.let_go()
 
     @property
     def stores(self) -> list[Store]:

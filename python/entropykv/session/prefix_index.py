@@ -6,8 +6,8 @@ tokens whose edges are runs of tokens (a radix tree), one for each owner, so tha
 takes longer because of the texts of others. A lookup compares a prompt along one path, however many
 texts begin with it. Edges hold no tokens of their own: each refers to one of the texts below it.
 
-All texts are also in the order of their last use. That is the one order in which texts leave:
-whoever has to drop, swap out or forget texts of a kind begins with the first.
+The texts of each kind are also in the order of their last use. That is the one order in which they
+leave: whoever has to drop, swap out or forget texts of a kind begins with the first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 _BLOCK = 256
 """How many tokens of two texts are compared at once."""
@@ -75,52 +75,57 @@ class PrefixIndex:
     """Hold texts of several kinds by their tokens and owners, in the order of their last use.
 
     Tokens must not change while they are in the index, because it keeps no copy of them. Any thread
-    may use it at any time; a `saved` function must not wait for other locks.
+    may use it at any time.
     """
 
     def __init__(self) -> None:
         """Start empty."""
-        self._lock = threading.RLock()
-        self._texts: dict[Hashable, _Text] = {}
-        """All texts; the least recently used is the first."""
+        self.lock = threading.RLock()
+        """Held while texts are looked at that another thread might remove. It is the last in the
+        order of locks: who holds it waits for no other one, nor for the end of a step.
+        """
+        self._texts: dict[type, dict[Hashable, _Text]] = {}
+        """The texts of each kind; the least recently used is the first."""
         self._roots: dict[Hashable, _Node] = {}
         self._uses = 0
 
-    def __contains__(self, item: object) -> bool:
-        """Tell whether a text is in the index."""
-        return item in self._texts
-
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the texts of a kind, the least recently used first."""
-        with self._lock:
-            return [item for item in self._texts if isinstance(item, kind)]
-
-    def tokens(self, item: Hashable) -> array[int]:
-        """Return the tokens of a text."""
-        return self._texts[item].tokens
+        with self.lock:
+            return [
+                item
+                for of_kind, texts in self._texts.items()
+                if issubclass(of_kind, kind)
+                for item in cast("dict[Kind, _Text]", texts)
+            ]
 
     def add(self, item: Hashable, tokens: array[int], owner: Hashable = None) -> None:
         """Add a text, as the most recently used."""
-        with self._lock:
+        with self.lock:
             self._roots.setdefault(owner, _Node())
             node = self._node_at(owner, tokens)
             node.items[item] = None
             self._uses += 1
-            self._texts[item] = _Text(tokens, owner, node, self._uses)
+            self._texts.setdefault(type(item), {})[item] = _Text(tokens, owner, node, self._uses)
 
     def touch(self, item: Hashable) -> None:
         """Note that a text is the most recently used."""
-        with self._lock:
-            text = self._texts.pop(item)
+        with self.lock:
+            texts = self._texts[type(item)]
             self._uses += 1
-            self._texts[item] = _Text(text.tokens, text.owner, text.node, self._uses)
+            texts[item] = replace(texts.pop(item), last_use=self._uses)
 
-    def remove(self, item: Hashable) -> None:
-        """Remove a text; raises KeyError if it is not there."""
-        with self._lock:
-            text = self._texts.pop(item)
+    def remove(self, item: Hashable) -> bool:
+        """Remove a text, which is the caller's then; returns False if it is not there, because
+        somebody else was faster.
+        """
+        with self.lock:
+            text = self._texts.get(type(item), {}).pop(item, None)
+            if text is None:
+                return False
             del text.node.items[item]
             self._tidy(text.node, text)
+            return True
 
     def _tidy(self, node: _Node, gone: _Text) -> None:
         """Merge and remove nodes that a text has left, and let no edge refer to it."""
@@ -139,14 +144,17 @@ class PrefixIndex:
 
     def _witness(self, node: _Node) -> array[int]:
         for item in node.items:
-            return self._texts[item].tokens
+            return self._text(item).tokens
         return next(iter(node.children.values())).witness
+
+    def _text(self, item: Hashable) -> _Text:
+        return self._texts[type(item)][item]
 
     # --- look up ----------------------------------------------------------------------------------
 
     def same(self, kind: type[Kind], tokens: array[int], owner: Hashable = None) -> list[Kind]:
         """Return the owner's texts of a kind that consist of just these tokens."""
-        with self._lock:
+        with self.lock:
             node, shared = self._path(owner, tokens)[-1]
             found = node.items if shared == node.end == len(tokens) else {}
             return [item for item in found if isinstance(item, kind)]
@@ -160,7 +168,7 @@ class PrefixIndex:
         Those that share most come first; of these, the ones that end there, and then the most
         recently used.
         """
-        with self._lock:
+        with self.lock:
             return [(item, shared) for item, _, shared in self._along(kind, tokens, owner)]
 
     def _along(
@@ -169,7 +177,7 @@ class PrefixIndex:
         seen: _Node | None = None
         for node, shared in reversed(self._path(owner, tokens)[1:]):
             group = [
-                (item, self._texts[item]) for item in node.below(seen) if isinstance(item, kind)
+                (item, self._text(item)) for item in node.below(seen) if isinstance(item, kind)
             ]
             group.sort(key=lambda each: (len(each[1].tokens) > shared, -each[1].last_use))
             for item, text in group:
@@ -186,11 +194,12 @@ class PrefixIndex:
         """Return the owner's text of a kind that saves most reading, and how many tokens; (None, 0)
         if none does.
 
-        `saved(item, shared)`: how many of the shared tokens a text saves. If several save as many,
-        it is one that ends there, then the one that shares most, then the most recently used.
+        `saved(item, shared)`: how many of the shared tokens a text saves; it is called with the
+        lock. If several save as many, it is one that ends there, then the one that shares most,
+        then the most recently used.
         """
         best, most, ends = None, 0, False
-        with self._lock:
+        with self.lock:
             for item, text, shared in self._along(kind, tokens, owner):
                 ends_there = len(text.tokens) == shared
                 if shared < most or (shared == most and (ends or not ends_there)):

@@ -206,10 +206,21 @@ class Session:
 
     def __del__(self) -> None:
         """Free what was not closed, without waiting, because this may happen in any thread."""
+        self.close_later()
+
+    def close_later(self) -> None:
+        """Close it without waiting: its sequence is freed before the next step."""
         if not self._closed:
             self._closed = True
             self.reader.close()
             self._runner.remove_slot_later(self._slot)
+
+    def let_go(self) -> None:
+        """Give back what it holds at once, and close it; its pool calls this, between two steps or
+        for a session that is swapped out.
+        """
+        self._runner.shared.forget(self._slot)
+        self.close_later()
 
     def close(self) -> None:
         """Free the sequence, and leave its share to the others of a pool; a session alone also

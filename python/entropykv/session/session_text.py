@@ -60,6 +60,17 @@ class SessionText:
             if slot.trajectory:
                 slot.trajectory.truncate(position)
 
+    def truncate_or_clear(self, position: int) -> bool:
+        """Roll back to a position, or to nothing and return False if that is impossible now: the
+        pool has no room to be live, or a smaller share has dropped what was outside of the windows.
+        """
+        try:
+            self.truncate(position)
+        except (PoolError, ContextError):
+            self.truncate(0)
+            return False
+        return True
+
     def _truncate_store(self, position: int) -> None:
         slot = self._slot
         if position == 0:
@@ -163,12 +174,4 @@ class SessionText:
             except PoolError:  # There is no room to swap out the current state.
                 return False
             self.go_on_from(kept)
-        if position < slot.text.position:
-            try:
-                self.truncate(position)
-            except (PoolError, ContextError):
-                # There is no room to be live, and waiting for it may take long; or a smaller share
-                # has dropped what was outside of the windows.
-                self.truncate(0)
-                return False
-        return True
+        return self.truncate_or_clear(position)

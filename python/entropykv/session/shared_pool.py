@@ -10,15 +10,23 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from entropykv.errors import PoolError
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.session.kept_texts import InPool, KeptText, KeptTexts
+from entropykv.session.kept_texts import (
+    IdleSession,
+    InPool,
+    KeptText,
+    KeptTexts,
+    TextTooLargeError,
+)
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shares import LEAST_CHANGE, Shares, shares_of
 from entropykv.settings.options import Budget
 from entropykv.store.store_context import StoreContext
+
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True)
@@ -77,10 +85,12 @@ class SharedPool:
         self._free_numbers = list(range(self._n_sequences))
         self.evicted_by_gone = 0
         """How many entries were evicted from sequences that no longer exist."""
+        self.n_let_go = 0
+        """How many idle sessions were closed to make room."""
         self._budget = config.options.budget
         self._shares: Shares = shares_of(context, config)
         if context.pages is not None:
-            context.pages.on_full(kept_texts.make_room)
+            context.pages.on_full(self._free_pages)
 
     @property
     def is_private(self) -> bool:
@@ -106,6 +116,43 @@ class SharedPool:
             self._vacate(slot)
             self.share()
 
+    def let_go(self, *, even_live: bool = True) -> bool:
+        """Close the least recently used of the sessions that were put aside: see IdleSession.
+        Returns False if there is none.
+
+        Without `even_live`, it is one that is swapped out, so that no share changes.
+        """
+        index = self.kept_texts.index
+        for idle in index.of(IdleSession):
+            if (even_live or not idle.session.cache.is_live) and index.remove(idle):
+                idle.session.let_go()
+                self.n_let_go += 1
+                return True
+        return False
+
+    def _with_room(self, keep: Callable[[], _Kept]) -> _Kept:
+        """Do what needs room outside the pool, and let idle sessions go until there is enough;
+        raises PoolError if none is left, or if it would be in vain.
+        """
+        while True:
+            try:
+                return keep()
+            except PoolError as error:  # noqa: PERF203  (each attempt may fail)
+                if isinstance(error, TextTooLargeError) or not self.let_go():
+                    raise
+
+    def _free_pages(self) -> bool:
+        """Free pages of the pool for a store; returns False if there are none to free.
+
+        It may be called within a step, in which shares must not change.
+        """
+        try:
+            return self.kept_texts.make_room()
+        except PoolError:
+            if not self.let_go(even_live=False):
+                raise
+            return True
+
     def _vacate(self, slot: SequenceSlot) -> None:
         """Free a sequence's pages and its number; the caller has kept its content if it is still
         needed.
@@ -115,8 +162,14 @@ class SharedPool:
         slot.live = False
 
     def swap_out(self, slot: SequenceSlot) -> None:
-        """Swap a sequence out, and free its pages for others; raises PoolError."""
+        """Swap a sequence out, and free its pages for others; raises PoolError.
+
+        If there is no room for what is swapped out, idle sessions are let go, maybe its own.
+        """
         self._check_shared("be swapped out")
+        self._with_room(lambda: self._swap_out(slot))
+
+    def _swap_out(self, slot: SequenceSlot) -> None:
         if not slot.live:
             return
         swapped = self._keep(slot, KeptText(slot.text))
@@ -151,22 +204,15 @@ class SharedPool:
         """Give a sequence a share, by swapping out those that are idle now, then by shrinking all;
         raises PoolError.
         """
-        full: PoolError | None = None
-        for each in self._idle(now):
-            if self._free_numbers and not self._shares.grow_by_leaving:
-                break
-            if not self._is_waiting(each):
-                try:
-                    self.swap_out(each)
-                except PoolError as error:
-                    full = error
-                    break
-        if not self._free_numbers or not self._shares.are_possible([*self.live, slot]):
-            self.share()
-            raise full or PoolError(
-                f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
-                "one, or give it more bytes (kv_budget) and sequences (n_sequences)"
-            )
+        full = self._swap_out_idle(now)
+        while not self._free_numbers or not self._shares.are_possible([*self.live, slot]):
+            if full is None or not self.let_go():
+                self.share()
+                raise full or PoolError(
+                    f"the pool holds {len(self.live)} conversations, and no more; wait for the end "
+                    "of one, or give it more bytes (kv_budget) and sequences (n_sequences)"
+                )
+            full = self._swap_out_idle(now)
         # Neighbours can attend at once on a device.
         number = min(self._free_numbers)
         slot.pooled.take_place(number)
@@ -181,6 +227,20 @@ class SharedPool:
             self._vacate(slot)
             self.share()
             raise
+
+    def _swap_out_idle(self, now: float) -> PoolError | None:
+        """Swap out the sequences that are idle, as far as others can use their places; returns the
+        error that has ended it before.
+        """
+        for each in self._idle(now):
+            if self._free_numbers and not self._shares.grow_by_leaving:
+                break
+            if not self._is_waiting(each):
+                try:
+                    self._swap_out(each)
+                except PoolError as error:
+                    return error
+        return None
 
     def _idle(self, now: float) -> list[SequenceSlot]:
         """Return the live sequences that may be swapped out, the least recently used first."""
@@ -203,7 +263,7 @@ class SharedPool:
     def fork(self, slot: SequenceSlot) -> KeptText:
         """Keep the content of a sequence for another one, in pages of both; raises PoolError."""
         self._check_shared("be forked")
-        return self._keep(slot, KeptText(slot.text.copy()))
+        return self._with_room(lambda: self._keep(slot, KeptText(slot.text.copy())))
 
     def give(self, slot: SequenceSlot, kept: KeptText) -> None:
         """Replace the content of a sequence by a text that was kept for it.

@@ -7,10 +7,9 @@ import contextlib
 import logging
 import threading
 
-from entropykv.errors import DocumentBusyError, EntropyKVError, PoolError
+from entropykv.errors import DocumentBusyError, EntropyKVError
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.readings import DocumentId, Reading, not_there
-from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import Caller
 from entropykv.server.models.loaded_model import LoadedModel
@@ -29,15 +28,12 @@ class _StoppedError(Exception):
 class DocumentReader:
     """Read the documents of one model in a thread of its own, as a further sequence of the pool."""
 
-    def __init__(
-        self, model: LoadedModel, prefix_cache: PrefixCache, library: DocumentLibrary
-    ) -> None:
+    def __init__(self, model: LoadedModel, library: DocumentLibrary) -> None:
         """Go on with the readings that an earlier server of this model has left."""
         self.library = library
         self.model = model.name
         self._loaded = model
         self._pool = model.pool
-        self._prefix_cache = prefix_cache
         self._current: Reading | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="entropykv-documents", daemon=True)
@@ -137,35 +133,20 @@ class DocumentReader:
         self.library.keep(reading.id)
 
     def _read_into(self, session: Session, reading: Reading) -> None:
-        """Read a document; conversations that cannot be swapped out are dropped for it."""
+        """Read a document from its start, or from where an earlier reading has stopped."""
 
         def progress(done: int, total: int) -> None:
             reading.n_read, reading.n_tokens = done, total
             self._check(reading)
 
-        path = self.library.path(reading.id)
-
-        def read() -> bool:
-            """Tell whether it was read, and not stopped by the lack of room in the pool."""
-            try:
-                read_document(
-                    session,
-                    reading.text,
-                    path,
-                    names=reading.names,
-                    system=reading.system,
-                    progress=progress,
-                )
-            except PoolError:
-                self._check(reading)
-                if not self._prefix_cache.forget_one():
-                    raise
-                session.reset()  # The next attempt goes on with the partial file.
-                return False
-            return True
-
-        while not read():
-            pass
+        read_document(
+            session,
+            reading.text,
+            self.library.path(reading.id),
+            names=reading.names,
+            system=reading.system,
+            progress=progress,
+        )
 
     def _check(self, reading: Reading) -> None:
         if reading.stop.is_set() or self._closing.is_set():

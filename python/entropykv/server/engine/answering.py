@@ -150,7 +150,7 @@ class Answering:
             n_cached = resume(session, request, reads_question=self.n_passages > 0)
             if self.n_passages:
                 attention = AttentionSince(session)
-            hooks = StepHooks(self._before_step, self._makes_room, gives_way=True)
+            hooks = StepHooks(self._before_step, gives_way=True)
             self.n_cached = n_cached
             if on_prompt is not None:
                 on_prompt(n_cached)
@@ -239,13 +239,6 @@ class Answering:
         self.check()
         if (session := self._session) is not None:
             self.prefix_cache.reads(session, min(n_left, session.reader.chunk))
-
-    def _makes_room(self, error: PoolError) -> bool:
-        """Drop a conversation that cannot be swapped out; raises RequestError if there is none."""
-        self.check()
-        if not self.prefix_cache.forget_one():
-            raise RequestError(503, str(error)) from error
-        return True
 
     def _looked_at(self, attention: AttentionSince) -> list[Passage] | None:
         """Return the passages of the document that the answer looked at, while it is held."""

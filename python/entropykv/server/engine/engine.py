@@ -140,7 +140,7 @@ class Engine:
         self.documents: DocumentReader | None = None
         """Reads documents in the background, if the server keeps any."""
         if documents is not None:
-            reader = DocumentReader(model, self.prefix_cache, documents)
+            reader = DocumentReader(model, documents)
             self.documents = reader
             self.before_close(lambda _: reader.close())
 
@@ -284,6 +284,8 @@ class Engine:
             # The job's decode was interrupted.
             if job.stop.is_set():
                 outcome = "stopped"
+                if self._closing:
+                    raise shutting_down() from None
                 return None
             refusal = without_frames(as_request_error(error))
             outcome = "refused" if refusal.status_code < 500 else "failed"

@@ -1,22 +1,27 @@
-"""Keep idle conversations of a pool, and find them by the beginning of their texts."""
+"""Keep idle conversations of a pool, and find them by the beginning of their texts.
+
+The pool closes the least recently used ones when it needs their room, and PrefixCache those beyond
+its own limit: see SharedPool.let_go().
+"""
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from entropykv.errors import ContextError, EntropyKVError, PoolError
+from entropykv.errors import EntropyKVError, PoolError
 from entropykv.server.http.users import Caller
 from entropykv.session.file import SavedContents
+from entropykv.session.kept_texts import IdleSession
 from entropykv.session.object_storage import FileStamp, stamp_of
 from entropykv.session.pool import Pool
-from entropykv.session.prefix_index import common_prefix
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.session_files import check_template, document_header
@@ -26,14 +31,11 @@ _WORTH_WAITING = 64
 """The least common tokens for which a prompt waits for another one that is being read."""
 _CHECK_INTERVAL = 0.05
 """Seconds between two checks of a waiting prompt."""
-_MORE_ATTEMPTS = 3
-"""How often a document is loaded again that was dropped for others before it could be used."""
 _Made = TypeVar("_Made")
 
 
 @dataclass(eq=False)
-class _Conversation:
-    session: Session
+class _Conversation(IdleSession):
     caller: Caller
     document: Path | None = None
     """The file of the document that is all that the conversation has read; questions get copies of
@@ -95,14 +97,16 @@ class PrefixCache:
         self._most = most
         self._shared_prefixes = shared_prefixes
         self._lock = threading.Lock()
-        self._texts = pool.runner.kept_texts.index
-        """Has the conversations, whose texts nobody changes while they are in it, and the prompts
-        that are being read, beside the checkpoints.
+        """Held while it is decided which conversation a prompt continues.
+
+        It is the first of three that are taken in this order: this one; the right to change the
+        pool (Scheduler.between_steps()), which waits for the end of a step; the lock of the index.
+        The pool lets go of conversations with the last two, and so never waits for the first.
         """
+        self._texts = pool.runner.kept_texts.index
+        """Has the conversations and the prompts that are being read, beside the checkpoints."""
         self._readings: dict[Session, _Reading] = {}
         """The prompts that are being read, by the sessions that read them."""
-        self.forgotten = 0
-        """How many conversations were dropped so far."""
         self.forked = 0
         """How many requests continued from a copy of another conversation."""
         self.resumed = 0
@@ -162,35 +166,21 @@ class PrefixCache:
             if found is not None:
                 with self._lock:
                     self.forked += 1
-                    return self._reads(prompt, found[0]), partial(_go_back, *found)
+                    copy, place = found
+                    go_back = partial(copy.text.truncate_or_clear, place)
+                    return self._reads(prompt, copy), go_back
 
     def _start(self, prompt: _Prompt) -> tuple[_Reading, Callable[[], object]]:
-        if self._pool.holds_one:
-            return self._reads(prompt, self._in_the_only_place(prompt)), lambda: None
-        own = self._going_on(prompt)
+        with self._texts.lock:  # The pool might let it go.
+            own = self._going_on(prompt)
+            if own is not None:
+                self._texts.remove(own)
         if own is not None:
-            self._texts.remove(own)
             self.resumed += 1
             return self._reads(prompt, own.session), lambda: None
         near, spared = (None, 0) if prompt.document is not None else self._nearest(prompt)
         reading = self._reads(prompt, self._pool.session(tenant=prompt.tenant))
         return reading, partial(self._go_on_from_others, reading, near, spared)
-
-    def _in_the_only_place(self, prompt: _Prompt) -> Session:
-        """Return the only conversation, which the reader truncates to what the prompt continues.
-
-        A text of another tenant is discarded, because the time would reveal how much of it the
-        prompt has.
-        """
-        for kept in self._kept:
-            shared = common_prefix(self._texts.tokens(kept), prompt.tokens)
-            self._texts.remove(kept)
-            if self._tenant(kept.caller) == prompt.tenant:
-                self.resumed += shared > 1
-                return kept.session
-            kept.session.close()
-            self.forgotten += 1
-        return self._pool.session(tenant=prompt.tenant)
 
     def _go_on_from_others(
         self, reading: _Reading, near: _Conversation | None, spared: int
@@ -227,14 +217,17 @@ class PrefixCache:
 
         Other prompts may also continue it. Therefore the prompt must contain the whole
         conversation, or all but its last answer, which is quickly read again from the checkpoint
-        before it.
+        before it. The only one of a pool is truncated to what the prompt continues.
         """
+        if self._pool.holds_one:
+            found = self._texts.longest_first(_Conversation, prompt.tokens, prompt.tenant)
+            return next((each for each, shared in found if shared > 1), None)
         runner = self._pool.runner
         leads_back = runner.kept_texts.checkpoint_limit > 0 and runner.config.freezing is None
         demand = Demand(is_cut=False, needs_logits=False, reads_question=prompt.reads_question)
         best, most = None, prompt.n_document
         for each, shared in self._own(prompt.tokens, prompt.caller):
-            text, kept = self._texts.tokens(each), 0
+            text, kept = each.tokens, 0
             if max(shared, len(text)) <= most:
                 continue
             held = each.session.text.held()
@@ -269,16 +262,15 @@ class PrefixCache:
         If there is no room for a copy, it may be the caller's own conversation itself.
         """
         with self._lock:
-            if near is None or near not in self._texts:  # Another request has taken it meanwhile.
+            # Another request has taken it meanwhile, or the pool has let it go.
+            if near is None or not self._texts.remove(near):
                 return None
-            self._texts.touch(near)
             try:
-                return near.session.fork()
+                with self._kept_again(near):
+                    return near.session.fork()
             except PoolError:
-                if near.caller != caller or near.document is not None:
-                    return None
-                self._texts.remove(near)
-                return near.session
+                is_own = near.caller == caller and near.document is None
+                return near.session if is_own and self._texts.remove(near) else None
 
     # --- documents --------------------------------------------------------------------------------
 
@@ -295,25 +287,31 @@ class PrefixCache:
     def _with_document(
         self, path: Path, caller: Caller, use: Callable[[_Conversation], _Made]
     ) -> _Made:
-        """Load a document if necessary, and use it before it can be dropped.
+        """Load a document if necessary, and use it before it can be dropped."""
+        with self._lock:
+            if (kept := self._document(path, caller)) is not None:
+                with self._kept_again(kept):
+                    return use(kept)
+        loaded = self._load_document(path, caller)
+        with self._lock:
+            kept = self._document(path, caller)  # Another request may have loaded it meanwhile.
+            with self._kept_again(kept or loaded):
+                made = use(kept or loaded)
+        if kept is not None:
+            loaded.session.close()
+        self._drop_surplus()
+        return made
 
-        Other conversations are dropped if it needs their room.
-        """
-
-        for _ in range(self._most + _MORE_ATTEMPTS):
-            try:
-                with self._lock:
-                    kept = self._document(path, caller)
-                    if kept is not None:
-                        return use(kept)
-                self._load_document(path, caller)
-            except PoolError:  # noqa: PERF203  (each attempt may fail)
-                if not self.forget_one():
-                    raise
-        raise PoolError(f"the pool has no room for the document {path.stem!r}; try again later")
+    @contextmanager
+    def _kept_again(self, taken: _Conversation) -> Iterator[None]:
+        """Keep a conversation after the block, as the most recently used; `_lock` is held."""
+        try:
+            yield
+        finally:
+            self._add(taken)
 
     def _document(self, path: Path, caller: Caller) -> _Conversation | None:
-        """Return the kept document of a file, for the caller's tenant; `_lock` is held.
+        """Take the document of a file that is kept for the caller's tenant; `_lock` is held.
 
         A file that is there, but is another version than the one that was loaded, is not kept.
         """
@@ -321,26 +319,18 @@ class PrefixCache:
         for each in self._kept:
             if each.document != path or self._tenant(each.caller) != tenant:
                 continue
-            if version in (None, each.version):
-                self._texts.touch(each)
+            if version in (None, each.version) and self._texts.remove(each):
                 return each
         return None
 
-    def _load_document(self, path: Path, caller: Caller) -> None:
+    def _load_document(self, path: Path, caller: Caller) -> _Conversation:
         version = stamp_of(path)
         self._drop(lambda each: each.document == path and each.version != version)
         check_template(self._pool.runner.model, document_header(path))
         session = self._loaded(caller, path)
         session.name, session.is_document = path.stem, True
         session.rest()
-        loaded = _Conversation(session, caller, path, version)
-        with self._lock:
-            kept = self._document(path, caller)
-            if kept is None:
-                self._add(loaded)
-        if kept is not None:  # Another request has loaded it meanwhile.
-            session.close()
-        self._drop_surplus()
+        return _Conversation(session, caller, path, version)
 
     def forget_document(self, path: Path) -> None:
         """Drop a document whose file was removed."""
@@ -432,14 +422,12 @@ class PrefixCache:
 
     def _add(self, kept: _Conversation) -> None:
         """Keep a conversation; `_lock` is held."""
-        self._texts.add(kept, kept.session.text.held().tokens, self._tenant(kept.caller))
+        self._texts.add(kept, kept.tokens, self._tenant(kept.caller))
 
     def _drop(self, is_gone: Callable[[_Conversation], bool]) -> None:
         """Close the conversations that a function names."""
         with self._lock:
-            gone = [each for each in self._kept if is_gone(each)]
-            for each in gone:
-                self._texts.remove(each)
+            gone = [each for each in self._kept if is_gone(each) and self._texts.remove(each)]
         for each in gone:
             each.session.close()
 
@@ -454,14 +442,15 @@ class PrefixCache:
             session.close()
             return
         session.rest()
+        conversation = _Conversation(session, caller, answer_place=answer_place)
         with self._lock:
             earlier = [
                 each
-                for each, shared in self._own(session.text.held().tokens, caller)
+                for each, shared in self._own(conversation.tokens, caller)
                 # It parts from this one within its last thought.
-                if 0 < each.answer_place <= shared < len(self._texts.tokens(each))
+                if 0 < each.answer_place <= shared < len(each.tokens)
             ]
-            self._add(_Conversation(session, caller, answer_place=answer_place))
+            self._add(conversation)
         self._drop(earlier.__contains__)
         self._drop_surplus()
 
@@ -471,14 +460,14 @@ class PrefixCache:
         return self._texts.of(_Conversation)
 
     def _drop_surplus(self) -> None:
-        while len(self._kept) > self._most and self.forget_one():
+        while len(self._kept) > self._most and self._pool.runner.let_go():
             pass
 
     def length_of(self, caller: Caller) -> int:
         """Return how many tokens a caller's conversation has; 0 if there is none."""
         with self._lock:
             last = self._of(caller)
-            return 0 if last is None else len(self._texts.tokens(last))
+            return 0 if last is None else len(last.tokens)
 
     def save(
         self, caller: Caller, path: Path, session: Session | None = None
@@ -490,9 +479,8 @@ class PrefixCache:
         """
         with self._lock:
             kept = self._of(caller, session)
-            if kept is None:
+            if kept is None or not self._texts.remove(kept):
                 return None
-            self._texts.remove(kept)
         try:
             return kept.session.files.save(path)
         finally:
@@ -512,8 +500,6 @@ class PrefixCache:
         return session
 
     def _loaded(self, caller: Caller, path: Path) -> Session:
-        if self._pool.holds_one:
-            self.forget_one()
         session = self._pool.session(tenant=self._tenant(caller))
         session.name = caller.name
         try:
@@ -527,9 +513,8 @@ class PrefixCache:
         """Drop the conversation of a session; returns its tokens, 0 if it is not kept."""
         with self._lock:
             kept = self._of(caller, session)
-            if kept is None:
+            if kept is None or not self._texts.remove(kept):
                 return 0
-            self._texts.remove(kept)
         n_tokens = session.position
         session.close()
         return n_tokens
@@ -546,17 +531,6 @@ class PrefixCache:
                 fits = each.session is session and each.caller.user == caller.user
             found = each if fits else found
         return found
-
-    def forget_one(self) -> bool:
-        """Close the least recently used conversation; returns False if there is none."""
-        with self._lock:
-            oldest = next(iter(self._texts.of(_Conversation)), None)
-            if oldest is None:
-                return False
-            self._texts.remove(oldest)
-            self.forgotten += 1
-        oldest.session.close()
-        return True
 
     def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
         """Return all kept conversations: the caller, its figures, and whether it is in the pool."""
@@ -609,14 +583,3 @@ def _hand_over(waiting: list[_WaitingPrompt], session: Session | None) -> None:
                 raise
             finally:
                 each.copy.set_result(found)
-
-
-def _go_back(copy: Session, position: int) -> None:
-    """Roll a copy back to the position where texts differ, or to the start if there is no room
-    now.
-    """
-    if position < copy.position:
-        try:
-            copy.text.truncate(position)
-        except (PoolError, ContextError):
-            copy.text.truncate(0)

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from entropykv.errors import ContextError, StorageError
+from entropykv.errors import ContextError, PoolError, StorageError
 
 logger = logging.getLogger("entropykv.server")
 
@@ -90,8 +90,9 @@ def as_request_error(error: BaseException) -> RequestError:
         return refusal
     if isinstance(error, TemplateError):
         return RequestError(400, f"the chat template refuses this: {error}", param="messages")
-    if isinstance(error, ValueError):
-        return RequestError(400, str(error))
+    if isinstance(error, ValueError | PoolError):
+        # The pool has nothing more that can be swapped out, or let go.
+        return RequestError(503 if isinstance(error, PoolError) else 400, str(error))
     # For example macros of a template that recursively process a tool's schema.
     if isinstance(error, RecursionError):
         return RequestError(

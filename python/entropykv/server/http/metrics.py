@@ -133,4 +133,5 @@ def _figures(engine: Engine) -> Iterator[tuple[str, float, str]]:
     yield "text_bytes", pool.text_bytes, "Bytes of tokens and logits of conversations."
     yield "resumed_total", prefixes.resumed, "Requests that went on with a conversation."
     yield "forked_total", prefixes.forked, "Requests that went on with a copy of one."
-    yield "forgotten_total", prefixes.forgotten, "Conversations dropped to make room."
+    n_let_go = engine.pool.runner.shared.n_let_go
+    yield "forgotten_total", n_let_go, "Conversations dropped to make room."
