@@ -1,4 +1,6 @@
-"""Write new files under a temporary name and rename them, and read texts and JSON of others."""
+"""Write new files under a temporary name and rename them, read texts and JSON of others, tell
+versions of a file apart, and remove the oldest of many files.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,40 @@ _UTF8 = "utf-8-sig"
 """UTF-8 with or without the byte order mark that editors of Windows put before it."""
 _TOKEN_BYTES = 4
 """How many random bytes are in the name of a file that is being written."""
+FileStamp = tuple[int, int, int]
+"""Distinguishes two versions of a file; the second number is its bytes."""
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """Return when a file was changed last in nanoseconds, its bytes and its inode; None if there is
+    none.
+    """
+    try:
+        status = path.stat()
+    except OSError:  # Windows also refuses the names of files that are being removed.
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder and those above it; only its owner can read it. Raises OSError."""
+    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def remove_oldest(
+    files: Iterable[tuple[float, int, Path]], most_bytes: int, remove: Callable[[Path], bool]
+) -> None:
+    """Remove files until the others have at most so many bytes, those with the earliest time first.
+
+    `files`: time, bytes and path of each. `remove` may leave a file, and then returns False.
+    """
+    oldest = sorted(files)
+    total = sum(size for _, size, _ in oldest)
+    for _, size, path in oldest:
+        if total <= most_bytes:
+            return
+        with suppress(OSError):  # Windows keeps a file that another process reads.
+            total -= size if remove(path) else 0
 
 
 @contextmanager

@@ -29,7 +29,7 @@ import numpy as np
 
 from entropykv import file_locks, system
 from entropykv.errors import ProfileError
-from entropykv.files import new_file, open_regular
+from entropykv.files import make_folder, new_file, open_regular
 from entropykv.model.geometry import ModelGeometry
 from entropykv.model.identity import identity_of, norms_of
 from entropykv.profile.growing import are_possible
@@ -141,7 +141,7 @@ class LearntFile:
         """Write the file, unless another process has left a complete predictor by now; returns
         whether it was written. Raises OSError.
         """
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         with _locked(self.path.parent):
             with contextlib.suppress(ProfileError):
                 found = self.read()

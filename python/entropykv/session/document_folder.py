@@ -23,8 +23,9 @@ from pathlib import Path
 from entropykv import system
 from entropykv.errors import DocumentBusyError, SessionFileError, StorageError
 from entropykv.file_locks import is_at, lock_if_possible
+from entropykv.files import FileStamp, make_folder, remove_oldest, stamp_of
 from entropykv.session.file import SessionReader, open_session
-from entropykv.session.object_storage import FileStamp, ObjectStorage, is_address, stamp_of
+from entropykv.session.object_storage import ObjectStorage, is_address
 
 SUFFIX = ".kv"
 """The ending of the file of a document."""
@@ -266,13 +267,12 @@ class DocumentFolder:
         for path in self.directory.rglob(f"*{SUFFIX}"):
             with suppress(OSError):  # Another process may remove it meanwhile.
                 files.append((last_use(path) or 0.0, path.stat().st_size, path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= limit_bytes:
-                return
-            with self._lock, suppress(OSError):
-                if path != newest and path not in self._uses and _removed(path):
-                    total -= size
+
+        def remove(path: Path) -> bool:
+            with self._lock:
+                return path != newest and path not in self._uses and _removed(path)
+
+        remove_oldest(files, limit_bytes, remove)
 
 
 def folder_of(place: str | os.PathLike[str], limit_bytes: int | None) -> DocumentFolder:
@@ -326,11 +326,6 @@ def _copy_of(address: str | os.PathLike[str]) -> tuple[DocumentFolder, Path]:
     parent, _, name = os.fspath(address).rpartition("/")
     folder = folder_of(parent, None)
     return folder, folder.directory / name
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it; only its owner can read it. Raises OSError."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def partial_of(path: Path) -> Path:

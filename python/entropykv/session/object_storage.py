@@ -27,26 +27,14 @@ from entropykv.errors import (
     reason_of,
 )
 from entropykv.file_locks import lock_if_possible, remove_unlocked
+from entropykv.files import FileStamp, stamp_of
 from entropykv.session.file import DIGEST_BYTES, SessionReader
 
-FileStamp = tuple[int, int, int]
-"""Distinguishes two versions of a file; the second number is its bytes."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _COPIED = ".copied"
 """The ending of a file that is being copied from a storage, or to a storage of files."""
 _HEADER_BLOCK = 1 << 18
 """Bytes that are asked for at a time where only the header of a document is read."""
-
-
-def stamp_of(path: Path) -> FileStamp | None:
-    """Return when a file was changed last in nanoseconds, its bytes and its inode; None if there is
-    none.
-    """
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:

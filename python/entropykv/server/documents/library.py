@@ -26,6 +26,7 @@ from entropykv.errors import (
     SettingsError,
 )
 from entropykv.file_locks import is_locked
+from entropykv.files import FileStamp, make_folder, stamp_of
 from entropykv.server.documents.accepted_text import (
     Accepted,
     AcceptedText,
@@ -51,13 +52,11 @@ from entropykv.session.document_folder import (
     TEXT,
     folder_of,
     last_use,
-    make_folder,
     note_use,
     partial_of,
     text_file_of,
 )
 from entropykv.session.file import DocumentNote, open_session
-from entropykv.session.object_storage import FileStamp, stamp_of
 
 MOST_DOCUMENTS = 256
 """The most documents of one user; each is as large as the entries that it keeps."""

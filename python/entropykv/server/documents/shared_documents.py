@@ -19,7 +19,7 @@ from pathlib import Path
 from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.file_locks import lock_if_possible, remove_unlocked
-from entropykv.session.document_folder import make_folder
+from entropykv.files import make_folder
 from entropykv.session.object_storage import ObjectStorage, is_address
 
 _MARK = ".replicas-"

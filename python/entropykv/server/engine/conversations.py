@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.files import FileStamp, make_folder, remove_oldest, stamp_of
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import Caller
 
 _logger = logging.getLogger(__name__)
-_Stamp = tuple[int, int, int]
 
 
 class Conversations:
@@ -37,10 +36,10 @@ class Conversations:
         self._directory = Path(directory)
         self._max_bytes = max_bytes
         self._prefix_cache = prefix_cache
-        self._held: dict[Caller, _Stamp] = {}
+        self._held: dict[Caller, FileStamp] = {}
         """For each conversation, the version of the file that the prefix cache holds."""
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._directory)
         except OSError as error:
             raise SettingsError(
                 f"{directory}: sessions cannot be kept there ({error.strerror}); give another "
@@ -59,7 +58,7 @@ class Conversations:
     def enter(self, caller: Caller) -> None:
         """Load a caller's conversation, unless the prefix cache holds it already."""
         path, held = self.path(caller), self._prefix_cache
-        stamp = _stamp(path)
+        stamp = stamp_of(path)
         if stamp is None or (self._held.get(caller) == stamp and held.length_of(caller) > 0):
             return
         self._held.pop(caller, None)
@@ -81,30 +80,18 @@ class Conversations:
         except EntropyKVError as error:
             _logger.warning("%s", error)
             return
-        stamp = _stamp(path)
+        stamp = stamp_of(path)
         if stamp is not None:
             self._held[caller] = stamp
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        files = []
-        for path in self._directory.glob("*.session"):
-            stamp = _stamp(path)
-            if stamp is not None:  # Check again, because another replica may remove files, too.
-                files.append((stamp, path))
-        total = sum(size for (_, size, _), _ in files)
-        for (_, size, _), path in sorted(files):
-            if total <= self._max_bytes:
-                return
-            with suppress(OSError):  # Windows keeps a file that another replica reads.
-                path.unlink(missing_ok=True)
-                total -= size
+        stamps = [(stamp_of(path), path) for path in self._directory.glob("*.session")]
+        # Another replica may remove files, too.
+        files = [(stamp[0], stamp[1], path) for stamp, path in stamps if stamp is not None]
 
+        def remove(path: Path) -> bool:
+            path.unlink(missing_ok=True)
+            return True
 
-def _stamp(path: Path) -> _Stamp | None:
-    """Return what distinguishes two versions of a file, beginning with the modification time."""
-    try:
-        status = path.stat()
-    except OSError:  # Windows also refuses the names of files that are being removed.
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+        remove_oldest(files, self._max_bytes, remove)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from entropykv.errors import EntropyKVError, PoolError
+from entropykv.files import FileStamp, stamp_of
 from entropykv.server.http.users import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.kept_texts import IdleSession
-from entropykv.session.object_storage import FileStamp, stamp_of
 from entropykv.session.pool import Pool
 from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
 from entropykv.session.session import Session

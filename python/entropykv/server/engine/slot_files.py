@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.files import make_folder
 from entropykv.server.dialects.fields import Name
 from entropykv.server.engine.answering import Answering, AnswerSlot
 from entropykv.server.engine.engine import Engine
@@ -107,7 +108,7 @@ class SlotFiles:
 def make_directory(path: str | os.PathLike[str]) -> None:
     """Make a directory that only its owner can read; raises SettingsError if that fails."""
     try:
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path)
     except OSError as error:
         raise SettingsError(
             f"{path}: conversations cannot be saved there ({error.strerror}); give another "
