@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,6 @@ import numpy as np
 import pytest
 
 from entropykv import Session
-from entropykv.server.engine.inspections import Inspections
-from entropykv.server.http.errors import RequestError
 from entropykv.server.page.kv_pictures import Window
 from entropykv.store.headwise import HeadwiseStore
 
@@ -98,37 +93,3 @@ def test_columns_are_of_a_power_of_two(
     window: Window, position: int, expected: tuple[int, int, int]
 ) -> None:
     assert window.fit(position) == expected
-
-
-# --- between two steps ----------------------------------------------------------------------------
-
-
-def test_looks_are_answered_between_steps_or_at_once() -> None:
-    threads: list[int] = []
-
-    def look(llama: Any) -> str:
-        threads.append(threading.get_ident())
-        return str(llama)
-
-    async def use() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            inspections = Inspections("the model", pool.submit)  # type: ignore[arg-type]
-            assert await inspections.inspect(look) == "the model"
-            go_on = threading.Event()
-
-            def generation() -> None:
-                while not go_on.wait(0.001):
-                    inspections.answer()
-
-            running = pool.submit(generation)
-            assert await inspections.inspect(look) == "the model"
-            with pytest.raises(ZeroDivisionError):
-                await inspections.inspect(lambda _: 1 / 0)
-            go_on.set()
-            running.result()
-        assert len(set(threads)) == 1
-        inspections.close()
-        with pytest.raises(RequestError, match="shutting down"):
-            await inspections.inspect(look)
-
-    asyncio.run(use())

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from pydantic import BaseModel
 
-from entropykv.errors import PoolError
+from entropykv.errors import EntropyKVError, PoolError
 from entropykv.server.chat.chat_request import ChatRequest
 from entropykv.server.dialects.fields import MOST_VALUES, check_values
 from entropykv.server.dialects.llama_server_routes import DetokenizeRequest
@@ -219,6 +219,32 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again(
 
     asyncio.run(leave())
     engine.close()
+
+
+def test_who_looks_at_the_model_waits_for_no_answer() -> None:
+    engine = engine_of()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def answer(_: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    def fail(_: Any) -> None:
+        raise EntropyKVError("the pool is closed; make a new one")
+
+    async def look() -> None:
+        task = asyncio.ensure_future(engine.generate_all([Job(answer, None, None)]))
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert await engine.look(lambda model: model.name) == "fake"
+        with pytest.raises(EntropyKVError, match="the pool is closed"):
+            await engine.look(fail)
+        go_on.set()
+        await task
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(RequestError, match="shutting down"):
+            await engine.look(fail)
+
+    asyncio.run(look())
 
 
 def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> None:

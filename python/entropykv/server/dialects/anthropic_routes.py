@@ -11,8 +11,7 @@ from fastapi.responses import Response
 from entropykv.server.dialects.anthropic_requests import CountedMessages, MessagesRequest
 from entropykv.server.dialects.openai_routes import SESSION_HEADER
 from entropykv.server.dialects.streaming import NamedEvents, stream, whole
-from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.routes import use_document
+from entropykv.server.documents.asked_document import asked_document
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.users import Caller, user_of
 from entropykv.server.models.registry import ModelRegistry
@@ -26,9 +25,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def anthropic_routes(
-    models: ModelRegistry, documents: DocumentLibrary | None = None, *, ping: bool
-) -> APIRouter:
+def anthropic_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     """Return the routes of Anthropic's API. With `ping`, a stream that has been silent gets an
     event, so that nobody between server and client closes it.
     """
@@ -39,12 +36,12 @@ def anthropic_routes(
         name = request.headers.get(SESSION_HEADER) or body.user
         caller = Caller(user_of(request.scope), name)
         engine = await models.use(request, body.model)
-        await use_document(request, models, engine, documents, body.document_name())
+        document = await asked_document(request, models, engine, body.document_name())
         if body.stream:
             return await stream(
-                request, engine, [body.call], None, caller, ping=ping, form=NamedEvents
+                request, engine, [body.call], None, caller, document, ping=ping, form=NamedEvents
             )
-        return await whole(request, engine, [body.call], None, caller)
+        return await whole(request, engine, [body.call], None, caller, document)
 
     @router.post(f"{PATH}/count_tokens")
     async def count_tokens(request: Request, body: CountedMessages) -> dict[str, int]:

@@ -11,8 +11,7 @@ from entropykv.server.dialects.llama_server_answers import AnswersInList
 from entropykv.server.dialects.llama_server_requests import InfillRequest, LlamaServerCompletion
 from entropykv.server.dialects.openai_routes import SESSION_HEADER
 from entropykv.server.dialects.streaming import PlainEvents, stream, whole
-from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.routes import use_document
+from entropykv.server.documents.asked_document import asked_document
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.users import Caller, user_of
 from entropykv.server.models.registry import ModelRegistry
@@ -25,9 +24,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def completion_routes(
-    models: ModelRegistry, documents: DocumentLibrary | None = None, *, ping: bool
-) -> APIRouter:
+def completion_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     """Return the routes; with `ping`, silent streams get comments, so that they are not closed."""
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
@@ -35,13 +32,15 @@ def completion_routes(
         name = request.headers.get(SESSION_HEADER) or body.user
         caller = Caller(user_of(request.scope), name)
         engine = await models.use(request, body.model)
-        await use_document(request, models, engine, documents, body.document_name())
+        document = await asked_document(request, models, engine, body.document_name())
         engine.admission.check(body.n_jobs)
         calls = [part.call for part in body.parts()]
         joined = AnswersInList(len(calls))
         if body.stream:
-            return await stream(request, engine, calls, joined, caller, ping=ping, form=PlainEvents)
-        return await whole(request, engine, calls, joined, caller)
+            return await stream(
+                request, engine, calls, joined, caller, document, ping=ping, form=PlainEvents
+            )
+        return await whole(request, engine, calls, joined, caller, document)
 
     @router.post("/completion", response_model=None, responses=_ANSWERS)
     @router.post("/completions", response_model=None, include_in_schema=False)

@@ -31,8 +31,7 @@ from entropykv.server.dialects.ollama_requests import (
 )
 from entropykv.server.dialects.openai_routes import SESSION_HEADER, refusing
 from entropykv.server.dialects.streaming import Lines, stream, whole
-from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.routes import use_document
+from entropykv.server.documents.asked_document import asked_document
 from entropykv.server.engine.admission import arrival_of
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.bodies import BodyRoute
@@ -81,8 +80,8 @@ class ShownModel(BaseModel):
         return self
 
 
-def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = None) -> APIRouter:
-    """Return the routes of Ollama's API for the models of a server, and for its documents."""
+def ollama_routes(models: ModelRegistry) -> APIRouter:
+    """Return the routes of Ollama's API for the models of a server."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": OllamaErrorAnswer} for status in ("4XX", "5XX")
     }
@@ -93,12 +92,14 @@ def ollama_routes(models: ModelRegistry, documents: DocumentLibrary | None = Non
         engine = await models.use(request, body.model_name)
         if body.only_loads:
             return JSONResponse(only_loaded(body))
-        await use_document(request, models, engine, documents, body.document)
+        document = await asked_document(request, models, engine, body.document)
         caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER))
         call = partial(_call, body=body, started=started, loaded=time.monotonic())
         if body.stream:
-            return await stream(request, engine, [call], None, caller, ping=False, form=Lines)
-        return await whole(request, engine, [call], None, caller)
+            return await stream(
+                request, engine, [call], None, caller, document, ping=False, form=Lines
+            )
+        return await whole(request, engine, [call], None, caller, document)
 
     @router.post("/chat", response_model=None, responses=_LINES)
     async def chat(request: Request, body: OllamaChat) -> Response:

@@ -13,8 +13,7 @@ from entropykv.server.dialects.choices import Choices
 from entropykv.server.dialects.requests import CompletionRequest
 from entropykv.server.dialects.responses import ResponsesRequest
 from entropykv.server.dialects.streaming import Call, stream, whole
-from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.routes import use_document
+from entropykv.server.documents.asked_document import asked_document
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import Caller, user_of
@@ -43,20 +42,15 @@ _NOT_HERE = {
 """What OpenAI's and llama-server's routes say that this server does not offer."""
 
 
-def openai_routes(
-    models: ModelRegistry, documents: DocumentLibrary | None = None, *, ping: bool
-) -> APIRouter:
-    """Return the routes; with `ping`, silent streams get comments, so that they are not closed.
-
-    `documents`: those that requests may name.
-    """
+def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
+    """Return the routes; with `ping`, silent streams get comments, so that they are not closed."""
     router = APIRouter(tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
         caller = Caller(user_of(request.scope), name)
         engine = await models.use(request, body.model)
-        await use_document(request, models, engine, documents, body.document_name())
+        document = await asked_document(request, models, engine, body.document_name())
         calls: list[Call] = [body.call]
         choices = None
         if not isinstance(body, ResponsesRequest):
@@ -64,8 +58,8 @@ def openai_routes(
             calls = [part.call for part in body.parts()]
             choices = Choices(body.n, usage=body.stream_options.include_usage)
         if body.stream:
-            return await stream(request, engine, calls, choices, caller, ping=ping)
-        return await whole(request, engine, calls, choices, caller)
+            return await stream(request, engine, calls, choices, caller, document, ping=ping)
+        return await whole(request, engine, calls, choices, caller, document)
 
     @router.post("/v1/completions", response_model=None, responses=_ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:

@@ -13,14 +13,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from entropykv.server.dialects.anthropic_events import anthropic_error
-from entropykv.server.documents.asked_document import document_of
 from entropykv.server.engine.admission import arrival_of
-from entropykv.server.engine.answering import Answering
+from entropykv.server.engine.answering import Answering, AskedDocument
 from entropykv.server.engine.engine import Engine, Job
 from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.request_log import note_tokens
-from entropykv.server.http.users import SOMEBODY, Caller
+from entropykv.server.http.users import Caller
 
 _PATIENCE = 5.0
 """Seconds that a stream waits for its first chunk before it answers 200, to detect invalid
@@ -53,7 +52,8 @@ async def whole(
     engine: Engine,
     calls: Sequence[Call],
     choices: Joined | None,
-    caller: Caller = SOMEBODY,
+    caller: Caller,
+    document: AskedDocument | None,
 ) -> Response:
     """Return the response of calls, which are stopped if the client disconnects.
 
@@ -61,7 +61,6 @@ async def whole(
     """
     note = note_tokens(request.scope)
     arrival = arrival_of(request.scope)
-    document = document_of(request.scope)
     jobs = [Job(call, None, note, caller, document, arrival) for call in calls]
     done, answers = await unless_gone(request.receive, engine.generate_all(jobs))
     if not done:
@@ -74,7 +73,8 @@ async def stream(
     engine: Engine,
     calls: Sequence[Call],
     choices: Joined | None,
-    caller: Caller = SOMEBODY,
+    caller: Caller,
+    document: AskedDocument | None,
     *,
     ping: bool,
     form: type[Events] | None = None,
@@ -96,7 +96,6 @@ async def stream(
     note = note_tokens(request.scope)
     emits = _emits(loop, chunks, take, len(calls))
     arrival = arrival_of(request.scope)
-    document = document_of(request.scope)
     jobs = [
         Job(call, emit, note, caller, document, arrival)
         for call, emit in zip(calls, emits, strict=True)

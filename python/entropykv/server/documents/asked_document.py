@@ -1,46 +1,72 @@
-"""Find the document that a request asks about, and put it before its text."""
+"""Find the document that a request asks about, wait until it was read, and put it before the
+text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from starlette.types import Scope
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 
-from entropykv.errors import EntropyKVError, PoolError
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.readings import DocumentId, not_there
+from entropykv.server.engine.answering import AskedDocument
+from entropykv.server.engine.engine import Engine
 from entropykv.server.http.errors import RequestError
+from entropykv.server.http.users import user_of
+from entropykv.server.models.registry import ModelRegistry, until_answered
 
-_SCOPE = "entropykv.document"
 _KINDS = ("file", "input_file")
 """Types of content parts that name a document: in chat completions, and in responses."""
 
 
-@dataclass(frozen=True)
-class AskedDocument:
-    """Hold the name and the file of a document that a request asks about."""
+async def asked_document(
+    request: Request, models: ModelRegistry, engine: Engine, name: str | None
+) -> AskedDocument | None:
+    """Return the document that a request names, which stays until the answer was sent; None if it
+    names none.
 
-    name: str
-    path: Path
+    The request waits while the document is being read, as long as its client is connected. Raises
+    RequestError.
+    """
+    if name is None:
+        return None
+    reader = engine.documents
+    if reader is None:
+        raise no_documents()
+    kept, document = reader.library, reader.id_of(user_of(request.scope), name)
+    path = until_answered(request).enter_context(kept.in_use(document))
+    if not await run_in_threadpool(kept.hold, document):
+        if await run_in_threadpool(kept.status, document) is None:
+            raise await run_in_threadpool(_of_another_model, models, kept, document)
+        with engine.admission.jobs_of(1):  # It counts as a request that waits.
+            await engine.admission.in_time(request, reader.until_ready(document))
+        if not await run_in_threadpool(kept.hold, document):
+            raise not_there(name)
+    return AskedDocument(name, path)
 
-    def refusal(self, error: EntropyKVError) -> RequestError:
-        """Return the error for a document that cannot be loaded, without its path."""
-        said = str(error).replace(str(self.path), f"the document {self.name!r}")
-        if isinstance(error, PoolError):
-            return RequestError(503, said)
-        return RequestError(409, said, param="document", code="document_unusable")
+
+def no_documents() -> RequestError:
+    """Return the error for requests for documents at a server that keeps none."""
+    return RequestError(501, "documents are not kept by this server; start it with --documents DIR")
 
 
-def note_document(scope: Scope, document: AskedDocument) -> None:
-    """Record the document of a request, for the jobs that answer it."""
-    scope[_SCOPE] = document
-
-
-def document_of(scope: Scope) -> AskedDocument | None:
-    """Return the document that a request asks about."""
-    found: AskedDocument | None = scope.get(_SCOPE)
-    return found
+def _of_another_model(
+    models: ModelRegistry, library: DocumentLibrary, document: DocumentId
+) -> RequestError:
+    """Return the error for a document that this model does not have."""
+    for held in models.all():
+        if library.status(DocumentId(held.name, document.user, document.name)) is not None:
+            return RequestError(
+                400,
+                f"the document {document.name!r} was read by the model {held.name!r}, and this "
+                f"request asks {document.model!r}; name that model, or read the text again for "
+                "this one",
+                param="document",
+            )
+    return not_there(document.name)
 
 
 def is_document_part(part: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Define the routes of documents, and find the one that a request asks about."""
+"""Define the routes of documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from entropykv.server.dialects.fields import MOST_NAME, Name
-from entropykv.server.documents.asked_document import AskedDocument, note_document
+from entropykv.server.documents.asked_document import no_documents
 from entropykv.server.documents.form import (
     MULTIPART,
     document_name,
@@ -21,20 +21,16 @@ from entropykv.server.documents.form import (
     text_of,
 )
 from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.reader import DocumentReader
 from entropykv.server.documents.readings import (
     MOST_DOCUMENT_NAME,
     DocumentId,
     Reading,
     not_there,
 )
-from entropykv.server.engine.admission import arrival_of, too_late
-from entropykv.server.engine.engine import Engine
 from entropykv.server.http.bodies import read_body
-from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import user_of
-from entropykv.server.models.registry import ModelRegistry, until_answered
+from entropykv.server.models.registry import ModelRegistry
 from entropykv.session.document import MOST_TEXT_BYTES
 
 _CHECK_INTERVAL = 0.02
@@ -66,8 +62,7 @@ def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> A
         body, kind = await request.body(), request.headers.get("content-type", "")
         given = await run_in_threadpool(_new_document, body, kind)
         engine = await models.use(request, given.model)
-        reader = _reader(engine)
-        document = reader.id_of(user_of(request.scope), given.name)
+        document = DocumentId(engine.model.name, user_of(request.scope), given.name)
         kept.path(document)  # Check the name.
         reading = Reading(document, given.text, [given.filename or given.name])
         loop, release = asyncio.get_running_loop(), models.keep(engine)
@@ -128,64 +123,6 @@ def _add_deleting(
         return {"id": name, "object": "document", "deleted": True}
 
 
-async def use_document(
-    request: Request,
-    models: ModelRegistry,
-    engine: Engine,
-    library: DocumentLibrary | None,
-    name: str | None,
-) -> None:
-    """Let the jobs of a request ask the document that it names, which stays until the answer was
-    sent.
-
-    The request waits while the document is being read, as long as its client is connected. Raises
-    RequestError.
-    """
-    if name is None:
-        return
-    kept, reader = _kept(library), _reader(engine)
-    document = reader.id_of(user_of(request.scope), name)
-    path = until_answered(request).enter_context(kept.in_use(document))
-    if not await run_in_threadpool(kept.hold, document):
-        if await run_in_threadpool(kept.status, document) is None:
-            raise await run_in_threadpool(_of_another_model, models, kept, document)
-        await _wait(request, engine, reader, document)
-        if not await run_in_threadpool(kept.hold, document):
-            raise not_there(name)
-    note_document(request.scope, AskedDocument(name, path))
-
-
-async def _wait(
-    request: Request, engine: Engine, reader: DocumentReader, document: DocumentId
-) -> None:
-    seconds = engine.admission.seconds_left(arrival_of(request.scope))
-    with engine.admission.jobs_of(1):  # It counts as a request that waits.
-        try:
-            stays, _ = await asyncio.wait_for(
-                unless_gone(request.receive, reader.until_ready(document)), seconds
-            )
-        except asyncio.TimeoutError:
-            raise too_late() from None
-    if not stays:
-        raise RequestError(CLIENT_GONE, "the client has gone")
-
-
-def _of_another_model(
-    models: ModelRegistry, library: DocumentLibrary, document: DocumentId
-) -> RequestError:
-    """Return the error for a document that this model does not have."""
-    for held in models.all():
-        if library.status(DocumentId(held.name, document.user, document.name)) is not None:
-            return RequestError(
-                400,
-                f"the document {document.name!r} was read by the model {held.name!r}, and this "
-                f"request asks {document.model!r}; name that model, or read the text again for "
-                "this one",
-                param="document",
-            )
-    return not_there(document.name)
-
-
 def _statuses(
     models: ModelRegistry, library: DocumentLibrary, user: str, name: str, model: str | None
 ) -> list[dict[str, Any]]:
@@ -200,16 +137,8 @@ def _statuses(
 
 def _kept(library: DocumentLibrary | None) -> DocumentLibrary:
     if library is None:
-        raise RequestError(
-            501, "documents are not kept by this server; start it with --documents DIR"
-        )
+        raise no_documents()
     return library
-
-
-def _reader(engine: Engine) -> DocumentReader:
-    if engine.documents is None:
-        raise RequestError(501, "this model cannot read documents: it has no pool")
-    return engine.documents
 
 
 # --- the body of a new document -------------------------------------------------------------------

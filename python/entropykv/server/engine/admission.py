@@ -6,13 +6,17 @@ limits tokens, and fields.py limits single fields.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
+from starlette.requests import Request
 from starlette.types import Scope
 
+from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.session.images import ImageLimits
 
@@ -25,6 +29,7 @@ LARGE_BODIES = 128 << 20
 RETRY_AFTER = 5
 """After how many seconds a client should try again if too many requests wait."""
 _ARRIVAL = "entropykv.arrival"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,21 @@ class Admission:
         """Return how many seconds a request may still take; None: no limit."""
         seconds = self.limits.request_seconds
         return None if seconds is None else max(0.0, arrival + seconds - time.monotonic())
+
+    async def in_time(self, request: Request, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of a coroutine that a request waits for.
+
+        Raises RequestError if it takes longer than the request may (504), or if the client
+        disconnects.
+        """
+        seconds = self.seconds_left(arrival_of(request.scope))
+        try:
+            stays, result = await asyncio.wait_for(unless_gone(request.receive, coroutine), seconds)
+        except asyncio.TimeoutError:
+            raise too_late() from None
+        if not stays:
+            raise RequestError(CLIENT_GONE, "the client has gone")
+        return cast(Result, result)
 
     def check_body(self, n_bytes: int) -> None:
         """Raise RequestError (413) for a body with more bytes than allowed."""

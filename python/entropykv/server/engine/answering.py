@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from entropykv.constraint.constraint import Constraint
@@ -14,7 +15,6 @@ from entropykv.errors import EntropyKVError, PoolError, SessionFileError, Settin
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead, generate
 from entropykv.generation.prompt import GenerationRequest, check_room
 from entropykv.generation.resuming import as_held, resume, spelled_on
-from entropykv.server.documents.asked_document import AskedDocument
 from entropykv.server.engine.pool_totals import Totals
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError
@@ -29,6 +29,21 @@ _TRIALS = Trials()
 """The trials of constraints, one object for all models, because constraints are tried without a
 vocabulary.
 """
+
+
+@dataclass(frozen=True)
+class AskedDocument:
+    """Hold the name and the file of a document that a request asks about."""
+
+    name: str
+    path: Path
+
+    def refusal(self, error: EntropyKVError) -> RequestError:
+        """Return the error for a document that cannot be loaded, without its path."""
+        said = str(error).replace(str(self.path), f"the document {self.name!r}")
+        if isinstance(error, PoolError):
+            return RequestError(503, said)
+        return RequestError(409, said, param="document", code="document_unusable")
 
 
 @dataclass(eq=False)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from entropykv.server.documents.asked_document import AskedDocument
+from starlette.concurrency import run_in_threadpool
+
+from entropykv.errors import EntropyKVError
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.reader import DocumentReader
 from entropykv.server.engine.admission import Admission, Limits, too_late
-from entropykv.server.engine.answering import Answering, AnswerSlot
-from entropykv.server.engine.inspections import Inspections
+from entropykv.server.engine.answering import Answering, AnswerSlot, AskedDocument
 from entropykv.server.engine.pool_totals import Moment, figures_of_pool
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError, as_request_error, without_frames
@@ -133,8 +134,6 @@ class Engine:
         self._before_close: list[Callable[[LoadedModel], object]] = []
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.slots), thread_name_prefix="entropykv")
-        self.inspections = Inspections(model, self._thread.submit)
-        """Answers inspections between two steps."""
         self.stats: SessionStats = self._figures()
         """Current figures; during a generation they are at most a quarter of a second old."""
         self.documents: DocumentReader | None = None
@@ -204,6 +203,19 @@ class Engine:
         """Call a function with the model, between two requests."""
         return await asyncio.wrap_future(self._thread.submit(function, self.model))
 
+    async def look(self, function: Callable[[LoadedModel], Result]) -> Result:
+        """Return what a function shows of the model to a viewer, which waits for a step, but for no
+        request; raises RequestError once the server shuts down.
+        """
+        if self._closing:
+            raise shutting_down()
+        try:
+            return await run_in_threadpool(function, self.model)
+        except EntropyKVError:  # The model was freed meanwhile.
+            if self._closing:
+                raise shutting_down() from None
+            raise
+
     def before_close(self, function: Callable[[LoadedModel], object]) -> None:
         """Register a function that is called with the model, in its thread, before it is freed."""
         self._before_close.append(function)
@@ -213,7 +225,6 @@ class Engine:
         if not self._closing:
             self._stopped_at = time.monotonic()
         self._closing = True
-        self.inspections.close()
         if self.limits.drain_seconds <= 0:
             self._stop(self._jobs.values())
 
@@ -337,7 +348,6 @@ class Engine:
 
     def _checkpoint(self, job: Job) -> None:
         job.check()
-        self.inspections.answer()
         now = time.monotonic()
         if self._closing and now - self._stopped_at >= self.limits.drain_seconds:
             raise _StoppedError

@@ -44,8 +44,7 @@ from entropykv.server.engine.slot_files import make_directory, slot_file_routes
 from entropykv.server.http.bodies import Bodies, BodyRoute
 from entropykv.server.http.browser_checks import HostHeaderCheck, OriginCheck, origins_of
 from entropykv.server.http.docs_page import docs_page
-from entropykv.server.http.error_forms import ErrorForms, Form
-from entropykv.server.http.errors import ErrorAnswer, add_error_handlers
+from entropykv.server.http.errors import ErrorAnswer, ErrorForms, Form, add_error_handlers
 from entropykv.server.http.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.http.request_log import RequestLog
 from entropykv.server.http.users import ApiKeyCheck, Keys, shows_text, user_of
@@ -136,10 +135,10 @@ def create_app(
     _add_middleware(app, server, models, keys)
     add_error_handlers(app)
     ping = not server.disable_ping_events
-    app.include_router(openai_routes(models, documents, ping=ping))
-    app.include_router(anthropic_routes(models, documents, ping=ping))
-    app.include_router(completion_routes(models, documents, ping=ping))
-    app.include_router(ollama_routes(models, documents))
+    app.include_router(openai_routes(models, ping=ping))
+    app.include_router(anthropic_routes(models, ping=ping))
+    app.include_router(completion_routes(models, ping=ping))
+    app.include_router(ollama_routes(models))
     app.include_router(model_routes(models))
     app.include_router(llama_server_routes(models))
     app.include_router(slot_file_routes(models, server.slot_save_path))

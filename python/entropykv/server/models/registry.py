@@ -24,9 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from entropykv import system
 from entropykv.errors import SettingsError
 from entropykv.server.dialects.fields import MOST_NAME
-from entropykv.server.engine.admission import Admission, Limits, arrival_of, too_late
+from entropykv.server.engine.admission import Admission, Limits
 from entropykv.server.engine.engine import Engine, shutting_down
-from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.http.daemon_threads import DaemonThreads
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.catalog import ModelCatalog, ServedModel
@@ -201,19 +200,12 @@ class ModelRegistry:
 
     async def _wait_until_loaded(self, held: HeldModel, request: Request, stack: ExitStack) -> None:
         self.admission.check_waiting(held.waiting + 1)
-        seconds = self.admission.seconds_left(arrival_of(request.scope))
         held.waiting += 1
         try:
-            stays, _ = await asyncio.wait_for(
-                unless_gone(request.receive, self._until_loaded(held, stack)), seconds
-            )
-        except asyncio.TimeoutError:
-            raise too_late() from None
+            await self.admission.in_time(request, self._until_loaded(held, stack))
         finally:
             held.waiting -= 1
             self._tell()
-        if not stays:
-            raise RequestError(CLIENT_GONE, "the client has gone")
 
     async def _until_loaded(self, held: HeldModel, stack: ExitStack) -> None:
         """Wait for a model, and count as its user before it can be unloaded again."""

@@ -80,7 +80,7 @@ def kv_stream_routes(
         view = CacheView(user_of(request.scope), Window(first, last, columns), conversation)
         viewers.enter()
         try:
-            told = {**await engine.inspections.inspect(about), "text": show_text}
+            told = {**await engine.look(about), "text": show_text}
         except BaseException:
             viewers.leave()
             raise
@@ -107,7 +107,7 @@ def kv_stream_routes(
         look = partial(
             held_tokens, user=user_of(request.scope), name=conversation, first=first, count=count
         )
-        return (await models.engine_of(model).inspections.inspect(look)).to_json()
+        return (await models.engine_of(model).look(look)).to_json()
 
     return router
 
@@ -139,12 +139,11 @@ class _Viewers:
         down.
         """
         try:
-            inspections = engine.inspections
             told = time.monotonic()
             end = told + seconds
             yield _event("model", model)
             while time.monotonic() < end and not await request.is_disconnected():
-                picture = await inspections.inspect(view.take)
+                picture = await engine.look(view.take)
                 now = time.monotonic()
                 if picture is not None:
                     yield _event("kv", await asyncio.to_thread(_json, engine, picture))
