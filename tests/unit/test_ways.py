@@ -138,12 +138,55 @@ def test_an_advantage_is_the_sum_of_differences_against_their_chance() -> None:
     assert advantage(base, other, comparison) == pytest.approx(expected)
 
 
+def lost(*facts: int) -> tuple[int, ...]:
+    """Return which of 32 facts are known, if these are not."""
+    return tuple(int(fact not in facts) for fact in range(32))
+
+
+def test_gains_at_one_budget_count_although_the_other_one_gains_nothing() -> None:
+    """Gemma 3 270M, as `calibrate --quick` measures it: at 10 % of the bytes, the predictor
+    knows eight facts more and two others less; at 20 %, its KL is 3 % larger.
+    """
+    at_20, none_at_10 = lost(17, 22), lost(0, 2, 3, 9, 11, 12, 17, 30, 31)
+    ways = tuple(
+        ComparedWay(way, kl, kl, (at_20, at_10))
+        for way, kl, at_10 in (
+            (
+                NO_PROFILE,
+                ((0.0167, 0.0161, 0.0124, 0.0154), (0.0930, 0.1485, 0.0401, 0.0850)),
+                none_at_10,
+            ),
+            (
+                PREDICTOR_ONLY,
+                ((0.0164, 0.0160, 0.0127, 0.0168), (0.0671, 0.0946, 0.0542, 0.0764)),
+                lost(2, 18, 24),
+            ),
+            (
+                CURVES,
+                ((0.0155, 0.0179, 0.0109, 0.0143), (0.0591, 0.1019, 0.0531, 0.0799)),
+                lost(3, 18, 24),
+            ),
+            (
+                CURVES_ALONE,
+                ((0.0145, 0.0210, 0.0106, 0.0164), (0.0709, 0.1178, 0.0440, 0.0780)),
+                lost(17, 18),
+            ),
+        )
+    )
+    comparison = WayComparison((0.2, 0.1), 980, (0.92,) * 4, ways, NO_PROFILE)
+    assert [way.n_known for way in ways] == [(30, 23), (30, 29), (30, 29), (30, 30)]
+    assert best_way(comparison) == PREDICTOR_ONLY
+    # Each of the other ways would also be chosen, if it were the only one.
+    for way in ways[2:]:
+        assert best_way(replace(comparison, compared=(ways[0], way))) == way.way
+
+
 def chosen(rng: np.random.Generator, way: str, gain: float, n_texts: int) -> bool:
     """Tell whether a way is chosen that loses less than none by this logarithm, and knows more
-    facts; the KL of ways differs by 16 % from text to text, and known facts by chance, too.
+    facts; the KL of ways differs as much from text to text as Gemma's, and known facts by chance.
     """
     shape, facts = (2, n_texts), (2, 8 * n_texts)
-    noise = 0.1 * rng.normal(size=(1, n_texts)) + 0.12 * rng.normal(size=shape)
+    noise = np.array([[0.08], [0.28]]) * rng.normal(size=shape)
     easy = np.array([[1.6], [0.7]]) + rng.normal(size=facts[1])
     ones = np.ones(shape)
     ways = tuple(
@@ -167,7 +210,7 @@ def table(figures: np.ndarray) -> tuple[tuple[Any, ...], ...]:
     [
         (CURVES, 0.0, 0.0, 0.12),
         (CURVES, -0.1, 0.0, 0.02),
-        (CURVES, 0.22, 0.8, 1.0),
+        (CURVES, 0.22, 0.75, 1.0),
         (PREDICTOR_ONLY, 0.0, 0.35, 0.65),
         (PREDICTOR_ONLY, -0.1, 0.0, 0.12),
         (PREDICTOR_ONLY, 0.22, 0.97, 1.0),
