@@ -156,11 +156,13 @@ def test_references_come_back_from_the_disk(
         assert references.has("text")
         assert not references.has("other")
         assert np.array_equal(references.rows("text", 3, 2), blocks[1])
+        references.write("cut", iter(blocks[:1]), lambda: [7])
+        assert not references.has("cut")
     usage = type("Usage", (), {"free": 999})
     monkeypatch.setattr(continuation.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(EntropyKVError, match="TMPDIR"):
         References(50, 1, 5)
-    with References(50, 2, 2, tmp_path / "kept") as references:  # Most of it is there.
+    with References(50, 2, 5, tmp_path / "kept") as references:  # Most of it is there.
         assert references.has("text")
 
 

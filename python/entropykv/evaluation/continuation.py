@@ -96,7 +96,7 @@ class References:
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int, folder: Path | None = None) -> None:
         """Make the folder; raises EntropyKVError if the disk is too full."""
-        self._n_vocab = n_vocab
+        self._n_vocab, self._n_bytes = n_vocab, 4 * n_vocab * n_rows
         self._temporary = None
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="entropykv-eval-")
@@ -104,7 +104,7 @@ class References:
         self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
         kept = sum(file.stat().st_size for file in self._folder.iterdir())
-        needed = 4 * n_vocab * n_texts * n_rows - kept
+        needed = self._n_bytes * n_texts - kept
         if shutil.disk_usage(self._folder).free < needed:
             self.close()
             raise EntropyKVError(
@@ -126,8 +126,9 @@ class References:
         self.close()
 
     def has(self, digest: str) -> bool:
-        """Tell whether the text with this digest is complete."""
-        return self._tokens(digest).exists()
+        """Tell whether a text is complete; a machine that lost its power may have written half."""
+        files = (self._tokens(digest), self._logits(digest))
+        return all(file.exists() for file in files) and files[1].stat().st_size == self._n_bytes
 
     def write(self, digest: str, blocks: Iterator[Logits], greedy: Callable[[], list[int]]) -> None:
         """Write the rows of a text to its file, then the tokens that `greedy` returns."""
