@@ -105,7 +105,7 @@ def llama(tmp_path: Path) -> Path:
 def on_device(path: Path, **options: Any) -> Session:
     """Open a session with the device store, whose layers are on the device."""
     defaults = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform", "kv_type": "f16"}
-    return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, **defaults, **options})
+    return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, "n_threads": 1, **defaults, **options})
 
 
 def on_cpu(path: Path, **options: Any) -> Session:
@@ -762,6 +762,7 @@ def pool_of(path: Path, **options: Any) -> Pool:
     """Open a pool of two places with the device store."""
     defaults: dict[str, Any] = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform"}
     defaults |= {"n_sequences": 2, "n_ctx": N_CTX, "n_ubatch": 48, "kv_type": "f16"}
+    defaults["n_threads"] = 1
     return Pool(path, **{**defaults, **options})
 
 
@@ -835,7 +836,7 @@ def write_together(pool: Pool, twins: list[Twins], n: int) -> int:
 TOGETHER: dict[str, Callable[[Path], None]] = {
     "llama": partial(write_llama, n_layer=5, head_dim=64),
     "multi-head": partial(write_llama, n_layer=5, n_head=4, n_head_kv=4, head_dim=64),
-    "70b": partial(write_llama, n_layer=2, n_head=64, n_head_kv=8, head_dim=64),
+    "70b": partial(write_llama, n_layer=2, n_head=64, n_head_kv=8, head_dim=32),
     "gemma2": lambda path: write_known(path, OTHER_ATTENTION["gemma2"]),
     "deepseek2": lambda path: write_known(path, OTHER_ATTENTION["deepseek2"]),
 }

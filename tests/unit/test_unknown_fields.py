@@ -54,19 +54,34 @@ def test_a_field_that_is_misspelt_is_told_its_name() -> None:
 
 @pytest.mark.parametrize("nothing", [None, False, "", [], {}])
 def test_a_field_that_asks_for_nothing_may_be_there(nothing: Any) -> None:
-    read_body(ChatRequest, body({"messages": MESSAGES}, audio=nothing, length_penalty=None))
+    asked = read_body(ChatRequest, body({"messages": MESSAGES}, audio=nothing, length_penalty=None))
+    assert asked == read_body(ChatRequest, body({"messages": MESSAGES}))
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "alike"),
     [
-        {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "x"},
-        {"min_keep": 0, "n_indent": 0, "lora": [], "length_penalty": 1.0, "api_key": "k"},
-        {"repetition_penalty": 1.1, "max_completion_tokens": 4, "n_predict": 4},
+        (
+            {
+                "store": True,
+                "metadata": {"a": "b"},
+                "service_tier": "auto",
+                "prompt_cache_key": "x",
+            },
+            {},
+        ),
+        ({"min_keep": 0, "n_indent": 0, "lora": [], "length_penalty": 1.0, "api_key": "k"}, {}),
+        (
+            {"repetition_penalty": 1.1, "max_completion_tokens": 4, "n_predict": 4},
+            {"repeat_penalty": 1.1, "max_completion_tokens": 4},
+        ),
     ],
 )
-def test_fields_that_change_no_answer_are_accepted(fields: dict[str, Any]) -> None:
-    read_body(ChatRequest, body({"messages": MESSAGES}, **fields))
+def test_fields_that_change_no_answer_and_names_of_others_are_accepted(
+    fields: dict[str, Any], alike: dict[str, Any]
+) -> None:
+    asked = read_body(ChatRequest, body({"messages": MESSAGES}, **fields))
+    assert asked == read_body(ChatRequest, body({"messages": MESSAGES}, **alike))
 
 
 @pytest.mark.parametrize(
