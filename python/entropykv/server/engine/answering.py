@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from entropykv.errors import EntropyKVError, PoolError, SessionFileError, Settin
 from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead, generate
 from entropykv.generation.prompt import GenerationRequest, check_room
 from entropykv.generation.resuming import as_held, resume, spelled_on
-from entropykv.server.engine.pool_totals import Totals
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import SOMEBODY, Caller
@@ -24,6 +24,7 @@ from entropykv.session.generate import StepHooks
 from entropykv.session.passages import AttentionSince, Passage
 from entropykv.session.session import Session
 from entropykv.session.session_files import document_header
+from entropykv.session.stats import SessionStats
 
 _TRIALS = Trials()
 """The trials of constraints, one object for all models, because constraints are tried without a
@@ -44,6 +45,36 @@ class AskedDocument:
         if isinstance(error, PoolError):
             return RequestError(503, said)
         return RequestError(409, said, param="document", code="document_unusable")
+
+
+@dataclass
+class Totals:
+    """Count tokens and seconds of one slot."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
+    draft_steps: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    climbs: Counter[str] = field(default_factory=Counter)
+    """How often each rung of the recovery ladder was climbed."""
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many tokens were read and written so far."""
+        return self.prompt_tokens, self.generated_tokens
+
+    def add(self, before: SessionStats, now: SessionStats) -> None:
+        """Add the difference between the figures before and after a request."""
+        for name in COUNTS:
+            done = getattr(now, name) - getattr(before, name)
+            setattr(self, name, getattr(self, name) + done)
+        self.climbs += Counter(now.climbs) - Counter(before.climbs)
+
+
+COUNTS = [each.name for each in fields(Totals) if each.name != "climbs"]
+"""The names of the figures that are sums over all slots."""
 
 
 @dataclass(eq=False)

@@ -1,44 +1,16 @@
-"""Add up the figures of the workers that answer requests at the same time."""
+"""Take the figures of a pool: those of its bytes, and those of all workers together."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from entropykv.server.engine.answering import COUNTS, Totals
 from entropykv.server.http.users import Caller
 from entropykv.session.pool import Pool, PoolStats
 from entropykv.session.stats import SessionStats
-
-
-@dataclass
-class Totals:
-    """Count tokens and seconds of one slot."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_drafts: int = 0
-    draft_steps: int = 0
-    prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    climbs: Counter[str] = field(default_factory=Counter)
-    """How often each rung of the recovery ladder was climbed."""
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many tokens were read and written so far."""
-        return self.prompt_tokens, self.generated_tokens
-
-    def add(self, before: SessionStats, now: SessionStats) -> None:
-        """Add the difference between the figures before and after a request."""
-        for name in _SUMS:
-            done = getattr(now, name) - getattr(before, name)
-            setattr(self, name, getattr(self, name) + done)
-        self.climbs += Counter(now.climbs) - Counter(before.climbs)
-
-
-_SUMS = [each.name for each in dataclasses.fields(Totals) if each.name != "climbs"]
 
 
 @dataclass(frozen=True)
@@ -72,5 +44,5 @@ def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> 
         evictions=now.evictions,
         **counters,
         climbs=dict(sum((each.climbs for each in totals), Counter())),
-        **{name: sum(getattr(each, name) for each in totals) for name in _SUMS},
+        **{name: sum(getattr(each, name) for each in totals) for name in COUNTS},
     )
