@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 
 from entropykv.errors import PoolError, SessionFileError, SettingsError
 from entropykv.session.prefix_index import PrefixIndex
@@ -30,9 +30,6 @@ from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes
 from entropykv.store.headwise_state import LOST
 from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
-
-if TYPE_CHECKING:
-    from entropykv.session.session import Session
 
 
 class TextTooLargeError(PoolError):
@@ -186,7 +183,8 @@ class IdleSession:
     The pool may close it to make room. Whoever wants to use it removes it from the index first.
     """
 
-    session: Session
+    session: Any
+    """The Session, whose module is above this one."""
     tokens: array[int] = field(init=False)
     """Its text, which nobody changes while it is in the index."""
 

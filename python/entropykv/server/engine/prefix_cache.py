@@ -36,6 +36,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(eq=False)
 class _Conversation(IdleSession):
+    session: Session
     caller: Caller
     document: Path | None = None
     """The file of the document that is all that the conversation has read; questions get copies of
