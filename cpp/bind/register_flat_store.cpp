@@ -58,7 +58,6 @@ void register_flat_store(py::module_& m) {
         .def_property_readonly("budget", &FlatStore::budget)
         .def_property_readonly("peak", &FlatStore::peak)
         .def_property_readonly("evicted", &FlatStore::evicted)
-        .def_property_readonly("compactions", &FlatStore::compactions)
         .def_property_readonly("largest_copy", &FlatStore::largest_copy)
         .def_property_readonly("eviction_seconds", &FlatStore::eviction_seconds);
 }

@@ -80,7 +80,6 @@ void register_hooks(py::module_& m) {
         .def_readonly("shape", &AttentionNode::shape)
         .def_readonly("scale", &AttentionNode::scale)
         .def_readonly("softcap", &AttentionNode::softcap)
-        .def_readonly("has_sinks", &AttentionNode::has_sinks)
         .def_readonly("rope", &AttentionNode::rope)
         .def_readonly("rope_magnitude", &AttentionNode::rope_magnitude)
         .def_property_readonly("on_device", [](const AttentionNode& self) {

@@ -30,8 +30,6 @@ void register_sequence_pool(py::module_& m) {
                 self.store->on_full(std::move(drop));
             },
             py::arg("drop"))
-        .def_property_readonly("shared_pages",
-                               [](const SequencePool& s) { return s.store->shared_pages(); })
         .def_property_readonly(
             "budget_bytes", [](const SequencePool& s) { return s.store->pages().budget_bytes(); })
         .def_property_readonly("used_bytes",
@@ -47,9 +45,7 @@ void register_sequence_pool(py::module_& m) {
     py::class_<Checkpoint>(m, "Checkpoint")
         .def("drop", &Checkpoint::drop)
         .def("copy", &Checkpoint::copy)
-        .def_property_readonly("is_dropped", &Checkpoint::is_dropped)
         .def_property_readonly("pages", &Checkpoint::pages)
-        .def_property_readonly("own_pages", &Checkpoint::own_pages)
         .def_property_readonly("is_lost", &Checkpoint::is_lost)
         .def_property_readonly("copied_bytes", &Checkpoint::copied_bytes)
         .def_property_readonly("entries", &Checkpoint::entries)

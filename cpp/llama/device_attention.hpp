@@ -241,7 +241,7 @@ private:
     struct Alike {
         const Served* first;
         std::size_t mask;  // offset of the mask
-        // What the mask there is for, by which it is known again.
+        // Says what the mask there is for, by which it is known again.
         int count = -1;
         int n_tokens = 0;
         bool see_all = false;

@@ -676,7 +676,7 @@ void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection&
 // Sets budgets with other rows.
 void DeviceStore::grow(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
                        const Protection& protection) {
-    // What a store holds and may hold.
+    // Says what a store holds and may hold.
     struct Held {
         DeviceStore* store;
         bool live;

@@ -112,7 +112,6 @@ void FlatStore::compact() {
     const std::vector<std::uint8_t> state = saved_state();
     replace_state(state.data(), state.size());
     highest_cell_ = static_cast<int>(positions_.size());
-    ++compactions_;
 }
 
 std::vector<std::uint8_t> FlatStore::save_state() {

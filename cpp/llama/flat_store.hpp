@@ -59,7 +59,6 @@ public:
     int budget() const { return budget_; }
     int peak() const { return peak_; }
     std::size_t evicted() const { return evicted_; }
-    std::size_t compactions() const { return compactions_; }
     double eviction_seconds() const { return eviction_seconds_; }
     // Returns the size of the largest copy of the cells made so far, by compaction, move_to(),
     // saving or loading: llama.cpp reads and writes the state of a sequence as a whole.
@@ -83,7 +82,6 @@ private:
     int highest_cell_ = 0;  // cells that may be in use, counted from the first one
     int peak_ = 0;
     std::size_t evicted_ = 0;
-    std::size_t compactions_ = 0;
     double eviction_seconds_ = 0.0;
     std::size_t largest_copy_ = 0;
 };

@@ -202,8 +202,6 @@ class AttentionNode:
     @property
     def softcap(self) -> float: ...
     @property
-    def has_sinks(self) -> bool: ...
-    @property
     def rope(self) -> RopeParams: ...
     @property
     def rope_magnitude(self) -> float: ...
@@ -426,10 +424,6 @@ class SequencePool:
         """
 
     @property
-    def shared_pages(self) -> int:
-        """Return the sum of all shares, in pages."""
-
-    @property
     def budget_bytes(self) -> int: ...
     @property
     def used_bytes(self) -> int: ...
@@ -518,13 +512,7 @@ class Checkpoint:
         """Return another checkpoint of the same pages."""
 
     @property
-    def is_dropped(self) -> bool: ...
-    @property
     def pages(self) -> int: ...
-    @property
-    def own_pages(self) -> int:
-        """Return how many of its pages only this checkpoint holds."""
-
     @property
     def is_lost(self) -> bool:
         """Tell whether pages are in a mapped file that someone has changed."""
@@ -1148,8 +1136,6 @@ class FlatStore:
         """Return the bytes of the largest copy of llama.cpp's state that was made so far."""
     @property
     def evicted(self) -> int: ...
-    @property
-    def compactions(self) -> int: ...
     @property
     def eviction_seconds(self) -> float: ...
 

@@ -1,4 +1,4 @@
-// How answers come into conversations.
+// Brings answers into conversations.
 import { ApiError, connection, eventsOf, request } from "./api";
 import {
   type Attachment,

@@ -1,4 +1,4 @@
-// The turns of the conversation that is chosen.
+// Shows the turns of the conversation that is chosen.
 import type { JSX } from "preact";
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { edit, regenerate, say } from "./answers";

@@ -1,4 +1,4 @@
-// Conversations, as this browser keeps them.
+// Holds conversations, as this browser keeps them.
 import { ApiError, get } from "./api";
 import { learnModels, withModel } from "./models";
 import { Store } from "./store";

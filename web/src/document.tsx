@@ -1,4 +1,4 @@
-// The document that a conversation is about, and those that it could be about.
+// Shows the document that a conversation is about, and those that it could be about.
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { change, chosen, type Passage } from "./conversations";

@@ -1,4 +1,4 @@
-// Documents: texts that the server reads once, and that conversations ask.
+// Knows the documents: texts that the server reads once, and that conversations ask.
 import { ApiError, get, request } from "./api";
 import { change, chosen, defaults } from "./conversations";
 import { models, withModel } from "./models";

@@ -1,4 +1,4 @@
-// Icons of 16 x 16, drawn as lines.
+// Draws icons of 16 x 16 as lines.
 import type { ButtonHTMLAttributes, JSX } from "preact";
 
 const PATHS = {

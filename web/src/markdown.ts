@@ -1,4 +1,4 @@
-// Markdown of answers as HTML that can do nothing: no scripts, no forms, nothing that is loaded.
+// Turns Markdown of answers to HTML that can do nothing: no scripts, no forms, nothing that is loaded.
 import DOMPurify from "dompurify";
 import MarkdownIt from "markdown-it";
 

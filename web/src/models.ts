@@ -1,4 +1,4 @@
-// The models of the server, and the one that answers what is said next.
+// Knows the models of the server, and the one that answers what is said next.
 import { get } from "./api";
 import { Store } from "./store";
 

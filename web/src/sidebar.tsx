@@ -1,4 +1,4 @@
-// The list of conversations.
+// Shows the list of conversations.
 import type { JSX } from "preact";
 import { forget } from "./answers";
 import { begin, choose, state } from "./conversations";

@@ -1,4 +1,4 @@
-// A value that components follow.
+// Holds a value that components follow.
 import { useLayoutEffect, useState } from "preact/hooks";
 
 export class Store<T> {

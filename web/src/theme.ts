@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it.
+// Chooses the colours: light, dark, or as the system has it.
 import { Store } from "./store";
 
 const PLACE = "entropykv.theme";

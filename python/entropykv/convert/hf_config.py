@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from gguf import GGUFWriter
 
 from entropykv.convert.decoder import DecoderShape
-from entropykv.convert.hf_rope import Rope
+from entropykv.convert.hf_rope import Rope, positive_number
 from entropykv.convert.hf_tokenizer import add_tokenizer
 from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.model.header import MAX_LAYERS
@@ -86,14 +85,6 @@ class HfCheckpoint:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise ModelFileError(f"{self.path}: {key} is {value!r} in config.json; {_AGAIN}")
         return value
-
-    def number(self, key: str, value: Any) -> float:
-        """Return `value`, found under `key`, if it is a positive number; raises ModelFileError
-        otherwise.
-        """
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ModelFileError(f"{self.path}: {key} is {value!r} in config.json; {_AGAIN}")
-        return float(value)
 
     @property
     def shape(self) -> DecoderShape:
@@ -195,7 +186,7 @@ class HfCheckpoint:
             writer.add_key_length(shape.head_dim)
             writer.add_value_length(shape.head_dim)
         writer.add_layer_norm_rms_eps(
-            self.number("rms_norm_eps", self.config.get("rms_norm_eps", 1e-5))
+            positive_number(self.path, "rms_norm_eps", self.config.get("rms_norm_eps", 1e-5))
         )
         self.rope.add_metadata(writer)
         writer.add_vocab_size(shape.n_vocab)

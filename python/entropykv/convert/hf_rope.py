@@ -20,6 +20,15 @@ _YARN_KEYS: dict[str, Callable[[GGUFWriter, float], None]] = {
 }
 
 
+def positive_number(path: Path, key: str, value: Any) -> float:
+    """Return the value of a key of config.json; raises ModelFileError unless it is a positive
+    number.
+    """
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ModelFileError(f"{path}: {key} is {value!r} in config.json; download it again")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class Rope:
     """Hold the settings of RoPE in a Hugging Face config.
@@ -61,12 +70,7 @@ class Rope:
         """Return the positive number under `key`, or `default`; raises ModelFileError for any other
         value.
         """
-        value = self.values.get(key, default)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ModelFileError(
-                f"{self.path}: {key} is {value!r} in config.json; download it again"
-            )
-        return float(value)
+        return positive_number(self.path, key, self.values.get(key, default))
 
     def add_metadata(self, writer: GGUFWriter) -> None:
         """Add the base and the scaling as metadata; llama3's factors are written as a tensor

@@ -35,7 +35,7 @@ MAX_LAYERS = 512  # LLAMA_MAX_LAYERS of llama.cpp
 _MAX_ENTRIES = 1 << 16  # keys, or tensors
 _MAX_STRINGS = 1 << 22  # tokens of a vocabulary, or its merges
 _MAX_STRING_BYTES = 1 << 24
-_MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_MAX_DIMENSIONS = 4  # as ggml has it (GGML_MAX_DIMS)
 _MAX_NUMBER = (1 << 31) - 1
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)(:\w+)?")
 """The form of a model's name at the Hugging Face Hub, with a quantisation or without."""

@@ -1,4 +1,4 @@
-// What the budget holds: of one conversation, or of all that share a pool.
+// Shows what the budget holds: of one conversation, or of all that share a pool.
 import type { JSX } from "preact";
 import { useStore } from "../store";
 import { colourOf } from "./colours";

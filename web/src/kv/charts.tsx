@@ -1,4 +1,4 @@
-// Figures over time.
+// Draws figures over time.
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";

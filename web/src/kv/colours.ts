@@ -1,4 +1,4 @@
-// Colours of conversations: one each while it is there, the same in every figure.
+// Gives each conversation a colour while it is there, the same in every figure.
 const COUNT = 8;
 const slots = new Map<string, number>();
 

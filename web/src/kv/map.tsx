@@ -1,4 +1,4 @@
-// The map of what KV heads hold, which can be pointed at and looked at closely.
+// Shows the map of what KV heads hold, which can be pointed at and looked at closely.
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { Button } from "../icons";

@@ -1,4 +1,4 @@
-// The cache as it works: who holds what, what it costs, and how it changes.
+// Shows the cache as it works: who holds what, what it costs, and how it changes.
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useState } from "preact/hooks";
 import { connection } from "../api";

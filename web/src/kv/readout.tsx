@@ -1,4 +1,4 @@
-// What is known of the position that is pointed at.
+// Shows what is known of the position that is pointed at.
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { useStore } from "../store";

@@ -1,4 +1,4 @@
-// Pictures of the cache, as the server sends them, and their history.
+// Receives pictures of the cache from the server, and keeps their history.
 import { ApiError, connection, eventsOf, keyQuestion, request } from "../api";
 import { state } from "../conversations";
 import { withModel } from "../models";

@@ -1,4 +1,4 @@
-// The text of a conversation, every token shaded by how many KV heads hold it.
+// Shows the text of a conversation, every token shaded by how many KV heads hold it.
 import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useStore } from "../store";

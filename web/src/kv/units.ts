@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Writes numbers as people read them.
 export const count = (value: number): string => value.toLocaleString("en");
 
 export const share = (part: number, whole: number): string =>
