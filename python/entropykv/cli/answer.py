@@ -23,6 +23,7 @@ from entropykv.errors import SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, generate
 from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.session import Session
+from entropykv.settings import flags
 from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_variables
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -38,33 +39,10 @@ def add_thinking_options(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         help="where thoughts are shown: none and deepseek-legacy leave them in the answer, auto "
         "and deepseek take them out of it (default: %(default)s)",
     )
-    group.add_argument(
-        "-rea",
-        "--reasoning",
-        type=_switch,
-        default="auto",
-        metavar="on|off|auto",
-        help="whether the chat template is told to let the model think (default: auto, nothing)",
-    )
-    group.add_argument(
-        "--reasoning-budget",
-        type=integer(-1),
-        default=-1,
-        metavar="N",
-        help="tokens of a thought at most: 0 ends it at once, -1 never (default: %(default)s)",
-    )
-    group.add_argument(
-        "--reasoning-budget-message",
-        type=utf8,
-        default="",
-        metavar="TEXT",
-        help="text that ends a thought whose tokens are used up",
-    )
-    group.add_argument(
-        "--reasoning-effort",
-        metavar="LEVEL",
-        help="what the chat template is told as reasoning_effort, such as low",
-    )
+    flags.REASONING.add(group, type=_switch, default="auto")
+    flags.REASONING_BUDGET.add(group, type=integer(-1), default=-1)
+    flags.REASONING_MESSAGE.add(group, type=utf8, default="")
+    flags.REASONING_EFFORT.add(group)
     return group
 
 

@@ -10,20 +10,8 @@ from dataclasses import dataclass
 from entropykv.cli.options import add_model_option, add_model_options, add_option
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.prompt_options import add_prompt_options, add_system_options
+from entropykv.settings import flags
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.flags import (
-    ALIAS,
-    API_KEY,
-    DOCUMENT,
-    DOCUMENTS,
-    HOST,
-    MODELS_PRESET,
-    N_PREDICT,
-    PORT,
-    REPLICAS,
-    SAVE_SESSION,
-    STATS_JSON,
-)
 from entropykv.settings.sampling import TEMPERATURE, Sampling
 
 _CACHE = ("n_ctx", "kv_budget", "policy", "freeze", "n_threads")
@@ -60,7 +48,7 @@ def _add_those_of_run(parser: CommandParser) -> None:
     layers = "layers on the GPU, or all; K and V follow them if --store allows it"
     add_option(parser, CacheOptions, "n_gpu_layers", help=layers)
     add_option(parser, Sampling, "temperature", default=TEMPERATURE)
-    for flag in (N_PREDICT, DOCUMENT, SAVE_SESSION, STATS_JSON):
+    for flag in (flags.N_PREDICT, flags.DOCUMENT, flags.SAVE_SESSION, flags.STATS_JSON):
         flag.add(parser)
 
 
@@ -70,7 +58,15 @@ def _add_those_of_serve(parser: CommandParser) -> None:
         add_option(parser, CacheOptions, name)
     add_option(parser, CacheOptions, "n_gpu_layers")
     add_option(parser, CacheOptions, "n_sequences", default=1)
-    for flag in (ALIAS, HOST, PORT, API_KEY, DOCUMENTS, MODELS_PRESET, REPLICAS):
+    for flag in (
+        flags.ALIAS,
+        flags.HOST,
+        flags.PORT,
+        flags.API_KEY,
+        flags.DOCUMENTS,
+        flags.MODELS_PRESET,
+        flags.REPLICAS,
+    ):
         flag.add(parser)
 
 

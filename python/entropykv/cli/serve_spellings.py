@@ -49,7 +49,6 @@ _LLAMA_SERVER = {
     "mirostat_eta": ("--mirostat-lr",),
     "mirostat_tau": ("--mirostat-ent",),
     "stop": ("-r", "--reverse-prompt"),
-    "reasoning": ("-rea",),
 }
 """llama-server's names for fields of llama_cpp.server's settings, or of ours."""
 

@@ -14,10 +14,10 @@ from entropykv.errors import SettingsError
 from entropykv.llamacpp.foreign_text import PARSE_SPECIAL
 from entropykv.server.dialects.fields import MOST_NAME, MOST_STOP, MOST_STOPS, sampler
 from entropykv.server.engine.admission import Limits
+from entropykv.settings import flags
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.declared import Option, declared
-from entropykv.settings.flags import ALIAS, API_KEY, DOCUMENTS, HOST, MODELS_PRESET, PORT
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, parse_bytes
 from entropykv.settings.recovery import Recovery
@@ -139,7 +139,7 @@ class ModelOptions(CacheSettings):
     )
     model_alias: Optional[str] = Field(
         default=None,
-        description=ALIAS.sentence,
+        description=flags.ALIAS.sentence,
     )
     tags: Optional[str] = Field(
         default=None,
@@ -177,9 +177,7 @@ class ModelOptions(CacheSettings):
         description=f"Whether {PARSE_SPECIAL}.",
     )
     reasoning: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Whether the chat template is told to let the model think, or not to; auto: as "
-        "the template is.",
+        default="auto", description=flags.REASONING.sentence
     )
     reasoning_format: ThoughtFormat = Field(
         default="auto",
@@ -190,18 +188,17 @@ class ModelOptions(CacheSettings):
         default=-1,
         ge=-1,
         le=MOST_TOKENS,
-        description="Tokens of a thought at most; 0 ends it at once, -1 never.",
+        description=flags.REASONING_BUDGET.sentence,
     )
     reasoning_budget_message: Optional[str] = Field(
         default=None,
         max_length=MOST_MESSAGE,
-        description="Text that ends a thought whose tokens are used up.",
+        description=flags.REASONING_MESSAGE.sentence,
     )
     reasoning_effort: Optional[str] = Field(
         default=None,
         max_length=MOST_NAME,
-        description="What the chat template is told as reasoning_effort, such as low; default: "
-        "nothing.",
+        description=flags.REASONING_EFFORT.sentence,
     )
     temperature: Optional[float] = sampler("temperature", description=_OF_REQUESTS)
     top_p: Optional[float] = sampler("top_p", description=_OF_REQUESTS)
@@ -325,12 +322,12 @@ class ServerOptions(ServerSettings):
 
     model_config = _PREFIX
 
-    host: str = Field(default="127.0.0.1", description=HOST.sentence)
-    port: int = Field(default=8000, ge=0, le=65535, description=PORT.sentence)
+    host: str = Field(default="127.0.0.1", description=flags.HOST.sentence)
+    port: int = Field(default=8000, ge=0, le=65535, description=flags.PORT.sentence)
     api_key: Optional[str] = Field(
         default=None,
         min_length=1,
-        description=API_KEY.sentence,
+        description=flags.API_KEY.sentence,
     )
     api_key_file: Optional[str] = Field(
         default=None,
@@ -431,7 +428,7 @@ class ServerOptions(ServerSettings):
     documents: Optional[str] = Field(
         default=None,
         min_length=1,
-        description=DOCUMENTS.sentence,
+        description=flags.DOCUMENTS.sentence,
     )
     documents_limit: str = Field(
         default="8GiB",
@@ -446,7 +443,7 @@ class ServerOptions(ServerSettings):
     models_preset: Optional[str] = Field(
         default=None,
         min_length=1,
-        description=MODELS_PRESET.sentence,
+        description=flags.MODELS_PRESET.sentence,
     )
     models_max: int = Field(
         default=4,

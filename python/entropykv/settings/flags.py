@@ -1,4 +1,5 @@
-"""Declare the options, besides those of the cache, that `run --help` and `serve --help` show: Flag.
+"""Declare the options, besides those of the cache, that `run --help` and `serve --help` show, and
+those that commands and server have alike: Flag.
 
 Nothing here takes long to load, so that --help reads them here, as the modules that run a command
 and the settings of the server do.
@@ -71,6 +72,26 @@ MODELS_PRESET = Flag(
     "FILE",
     "file in llama-server's INI format that names models and their options",
 )
+REASONING = Flag(
+    ("-rea", "--reasoning"),
+    "on|off|auto",
+    "whether the chat template is told to let the model think; auto: nothing is told",
+    "auto",
+)
+REASONING_BUDGET = Flag(
+    ("--reasoning-budget",),
+    "N",
+    "tokens of a thought at most; 0 ends it at once, -1 never",
+    "-1",
+)
+REASONING_MESSAGE = Flag(
+    ("--reasoning-budget-message",), "TEXT", "text that ends a thought whose tokens are used up"
+)
+REASONING_EFFORT = Flag(
+    ("--reasoning-effort",),
+    "LEVEL",
+    "what the chat template is told as reasoning_effort, such as low",
+)
 OF_SERVER = {
     "model_alias": ALIAS,
     "host": HOST,
@@ -78,6 +99,10 @@ OF_SERVER = {
     "api_key": API_KEY,
     "documents": DOCUMENTS,
     "models_preset": MODELS_PRESET,
+    "reasoning": REASONING,
+    "reasoning_budget": REASONING_BUDGET,
+    "reasoning_budget_message": REASONING_MESSAGE,
+    "reasoning_effort": REASONING_EFFORT,
 }
 """Options by the names of the server's settings."""
 REPLICAS = Flag(
