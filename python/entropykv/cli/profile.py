@@ -105,7 +105,7 @@ def comparison_lines(comparison: WayComparison) -> list[str]:
 
 def _what_auto_does(comparison: WayComparison) -> str:
     if comparison.best == NO_PROFILE:
-        return "the profile gains nothing that exceeds noise: policy auto does not use it"
+        return "no way to use the profile loses less than none: policy auto does not use it"
     if comparison.uses_curves:
         return f"policy auto is {comparison.best}"
     return (
