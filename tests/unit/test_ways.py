@@ -138,47 +138,55 @@ def test_an_advantage_is_the_sum_of_differences_against_their_chance() -> None:
     assert advantage(base, other, comparison) == pytest.approx(expected)
 
 
+def measured(*ways: tuple[str, Any, Any, Any, Any]) -> WayComparison:
+    """Return a comparison of ways in four passages: the name, KL at 20 and 10 % of the bytes, and
+    which of 32 facts are lost there.
+    """
+    compared = [
+        ComparedWay(way, (at_20, at_10), (at_20, at_10), (lost(*lost_20), lost(*lost_10)))
+        for way, at_20, at_10, lost_20, lost_10 in ways
+    ]
+    return WayComparison((0.2, 0.1), 1000, (0.9,) * 4, tuple(compared), NO_PROFILE)
+
+
 def lost(*facts: int) -> tuple[int, ...]:
-    """Return which of 32 facts are known, if these are not."""
     return tuple(int(fact not in facts) for fact in range(32))
 
 
 def test_gains_at_one_budget_count_although_the_other_one_gains_nothing() -> None:
-    """Gemma 3 270M, as `calibrate --quick` measures it: at 10 % of the bytes, the predictor
-    knows eight facts more and two others less; at 20 %, its KL is 3 % larger.
+    """Gemma 3 270M, as `calibrate --quick` measures it: at 10 % of the bytes, the predictor knows
+    eight facts more and two others less; at 20 %, its KL is 3 % larger.
     """
-    at_20, none_at_10 = lost(17, 22), lost(0, 2, 3, 9, 11, 12, 17, 30, 31)
-    ways = tuple(
-        ComparedWay(way, kl, kl, (at_20, at_10))
-        for way, kl, at_10 in (
-            (
-                NO_PROFILE,
-                ((0.0167, 0.0161, 0.0124, 0.0154), (0.0930, 0.1485, 0.0401, 0.0850)),
-                none_at_10,
-            ),
-            (
-                PREDICTOR_ONLY,
-                ((0.0164, 0.0160, 0.0127, 0.0168), (0.0671, 0.0946, 0.0542, 0.0764)),
-                lost(2, 18, 24),
-            ),
-            (
-                CURVES,
-                ((0.0155, 0.0179, 0.0109, 0.0143), (0.0591, 0.1019, 0.0531, 0.0799)),
-                lost(3, 18, 24),
-            ),
-            (
-                CURVES_ALONE,
-                ((0.0145, 0.0210, 0.0106, 0.0164), (0.0709, 0.1178, 0.0440, 0.0780)),
-                lost(17, 18),
-            ),
-        )
-    )
-    comparison = WayComparison((0.2, 0.1), 980, (0.92,) * 4, ways, NO_PROFILE)
-    assert [way.n_known for way in ways] == [(30, 23), (30, 29), (30, 29), (30, 30)]
-    assert best_way(comparison) == PREDICTOR_ONLY
-    # Each of the other ways would also be chosen, if it were the only one.
-    for way in ways[2:]:
-        assert best_way(replace(comparison, compared=(ways[0], way))) == way.way
+    at_20, at_10 = (0.0167, 0.0161, 0.0124, 0.0154), (0.0930, 0.1485, 0.0401, 0.0850)
+    none = (NO_PROFILE, at_20, at_10, (17, 22), (0, 2, 3, 9, 11, 12, 17, 30, 31))
+    at_20, at_10 = (0.0164, 0.0160, 0.0127, 0.0168), (0.0671, 0.0946, 0.0542, 0.0764)
+    predictor = (PREDICTOR_ONLY, at_20, at_10, (17, 22), (2, 18, 24))
+    at_20, at_10 = (0.0155, 0.0179, 0.0109, 0.0143), (0.0591, 0.1019, 0.0531, 0.0799)
+    curves = (CURVES, at_20, at_10, (17, 22), (3, 18, 24))
+    at_20, at_10 = (0.0145, 0.0210, 0.0106, 0.0164), (0.0709, 0.1178, 0.0440, 0.0780)
+    alone = (CURVES_ALONE, at_20, at_10, (17, 22), (17, 18))
+    assert best_way(measured(none, predictor, curves, alone)) == PREDICTOR_ONLY
+    assert best_way(measured(none, curves, alone)) == CURVES
+    assert best_way(measured(none, alone)) == CURVES_ALONE
+
+
+def test_budgets_that_lose_facts_are_not_chosen_for_a_smaller_divergence() -> None:
+    """Qwen2.5-Coder-0.5B, as `calibrate --quick` measures it: with budgets by curves alone, ten
+    facts less are known at 10 % of the bytes, although KL at 20 % is 27 % smaller in the mean.
+    """
+    lost_10 = (3, 4, 6, 11, 12, 13, 14, 15, 20, 24, 27, 29, 30)
+    at_20, at_10 = (0.0848, 0.0481, 0.0386, 0.1356), (0.2219, 0.2865, 0.0917, 0.3014)
+    none = (NO_PROFILE, at_20, at_10, (3,), lost_10)
+    at_20, at_10 = (0.0828, 0.0470, 0.0394, 0.1076), (0.2187, 0.2641, 0.0859, 0.2999)
+    predictor = (PREDICTOR_ONLY, at_20, at_10, (3,), lost_10)
+    at_20, at_10 = (0.0807, 0.0538, 0.0383, 0.1039), (0.1980, 0.2890, 0.0872, 0.2937)
+    curves = (CURVES, at_20, at_10, (3,), (*lost_10, 1, 5, 10, 28, 31))
+    at_20, at_10 = (0.0764, 0.0716, 0.0331, 0.0437), (0.3379, 0.4055, 0.0963, 0.3798)
+    lost_alone = {*range(1, 32)} - {7, 16, 17, 18, 23, 25, 28, 30}
+    alone = (CURVES_ALONE, at_20, at_10, (3, 31), lost_alone)
+    assert best_way(measured(none, predictor, curves, alone)) == PREDICTOR_ONLY
+    for way in (curves, alone):
+        assert best_way(measured(none, way)) == NO_PROFILE
 
 
 def chosen(rng: np.random.Generator, way: str, gain: float, n_texts: int) -> bool:
