@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from llama_cpp import Llama
 
     from entropykv import EntropyLlama
+    from entropykv.profile.profile import EntropyProfile
+    from tests.support.chats import Chat
+    from tests.support.eval_command import Command
     from tests.support.running_server import Server
 
 # A shell that starts pytest in the background lets it and its children ignore interrupts.
@@ -122,6 +125,45 @@ def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
     from tests.support.llamas import both  # noqa: PLC0415  # few tests need llama_cpp.Llama
 
     yield from both(tiny_llama, store)
+
+
+@pytest.fixture(scope="module", params=["headwise", "flat"])
+def store(request: pytest.FixtureRequest) -> str:
+    """Name each store of EntropyLlama."""
+    return str(request.param)
+
+
+@pytest.fixture
+def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
+    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32."""
+    from tests.support.llamas import small  # noqa: PLC0415
+
+    yield from small(tiny_llama, store)
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    """Run a piped conversation to its end; returns stdout and stderr."""
+    from tests.support.chats import piped  # noqa: PLC0415
+
+    return piped(monkeypatch, capsys)
+
+
+@pytest.fixture
+def command(tiny_llama: Path, tmp_path: Path) -> Command:
+    """Run `entropykv eval` on a tiny model."""
+    from tests.support.eval_command import Command  # noqa: PLC0415
+
+    return Command(tiny_llama, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def profile(tiny_llama: Path) -> EntropyProfile:
+    """A profile of tiny_llama, by a short calibration."""
+    from entropykv.calibration.measure import calibrate  # noqa: PLC0415
+    from tests.support.calibration_texts import QUICK, some_texts  # noqa: PLC0415
+
+    return calibrate(tiny_llama, some_texts(), QUICK)
 
 
 @pytest.fixture

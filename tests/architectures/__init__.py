@@ -33,5 +33,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "diffusion": DIFFUSION,
 }
 """The descriptions by kind."""
+MODELS = {model.name: model for models in ARCHITECTURES.values() for model in models}
+"""The descriptions by name."""
 
-__all__ = ["ARCHITECTURES", "Architecture", "write_architecture"]
+__all__ = ["ARCHITECTURES", "MODELS", "Architecture", "write_architecture"]

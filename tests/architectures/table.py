@@ -11,23 +11,25 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv.model.architectures import ArchitectureCheck, ArchitectureTable, Served
-from tests.architectures import ARCHITECTURES, Architecture
+from tests.architectures import MODELS, Architecture
 from tests.architectures.checks import GREEDY_TOKENS, check, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = "python/entropykv/model/architectures.json"
-MODELS = tuple(chain.from_iterable(ARCHITECTURES.values()))
 
 Check = Callable[[Architecture], ArchitectureCheck]
 
 
-def main(models: Iterable[Architecture] = MODELS, check: Check = check, folder: Path = ROOT) -> int:
+def main(
+    models: Iterable[Architecture] = tuple(MODELS.values()),
+    check: Check = check,
+    folder: Path = ROOT,
+) -> int:
     """Write the table below a folder; return 1, with messages on stderr, if a check failed."""
     with closing(_Worker(check)) as worker:
         rows = merged(map(worker, models))

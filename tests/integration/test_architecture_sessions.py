@@ -14,7 +14,8 @@ import pytest
 from entropykv import ContextError, EntropyLlama, Session, SettingsError
 from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.recovery import Recovery, Rung
-from tests.support.architecture_models import MODELS, TRAINED, session_of, some, written
+from tests.architectures import MODELS
+from tests.support.architecture_models import TRAINED, session_of, some, written
 from tests.support.architecture_reading import next_logits, read
 from tests.support.command import entropykv
 from tests.support.llamas import QUIET

@@ -18,9 +18,9 @@ from entropykv.model.architectures import (
     ArchitectureTable,
     checked_architectures,
 )
-from tests.architectures import Architecture, write_architecture
+from tests.architectures import MODELS, Architecture, write_architecture
 from tests.architectures.checks import GREEDY_TOKENS, Served, check
-from tests.architectures.table import JSON, MODELS, main, merged
+from tests.architectures.table import JSON, main, merged
 from tests.support.command import assert_refused, entropykv
 
 TABLE = checked_architectures()
@@ -30,7 +30,7 @@ FAILED = {name for row in TABLE.rows if row.failures for name in row.models}
 
 def test_it_names_the_models_of_the_tests_and_no_others() -> None:
     counts = Counter((row.architecture, name) for row in TABLE.rows for name in row.models)
-    assert counts == Counter((model.architecture, model.name) for model in MODELS)
+    assert counts == Counter((model.architecture, model.name) for model in MODELS.values())
 
 
 def test_it_was_written_for_this_llama_cpp() -> None:
@@ -51,7 +51,9 @@ def test_every_figure_is_inside_its_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [model for model in MODELS if model.name not in FAILED], ids=lambda model: model.name
+    "model",
+    [model for model in MODELS.values() if model.name not in FAILED],
+    ids=lambda model: model.name,
 )
 def test_auto_takes_the_store_that_the_table_says(model: Architecture, tmp_path: Path) -> None:
     path = tmp_path / f"{model.name}.gguf"
@@ -128,7 +130,7 @@ def check_or_end(model: Architecture) -> ArchitectureCheck:
 def test_writing_it_goes_on_after_a_failure_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    models = [model for model in MODELS if model.name in ("bloom", "mamba", "xverse")]
+    models = [model for model in MODELS.values() if model.name in ("bloom", "mamba", "xverse")]
     assert main(models, check_or_end, tmp_path) == 1
     errors = capsys.readouterr().err
     assert "mamba: the process ended" in errors
@@ -148,7 +150,7 @@ def test_a_store_that_differs_fails_its_check(
     monkeypatch.setattr(
         Session, "decode", lambda self, *args, **kw: decode(self, *args, **kw) * np.float32(change)
     )
-    row = check(next(model for model in MODELS if model.name == "xverse"))
+    row = check(MODELS["xverse"])
     if change == 1.0:
         assert (row.store, row.failures) == ("headwise", ())
     else:

@@ -36,8 +36,9 @@ from entropykv.policy.names import policy_named
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import NO_PROFILE, PREDICTOR_ONLY, WAYS
 from entropykv.session.echo import OVERLAP
-from tests.support.architecture_models import MODELS, some, written
-from tests.support.calibration_texts import QUICK, some_texts
+from tests.architectures import MODELS
+from tests.support.architecture_models import some, written
+from tests.support.calibration_texts import QUICK
 from tests.support.logits import tokens_for
 from tests.support.model_reference import log_probabilities_after
 
@@ -52,11 +53,6 @@ def sentences(n: int, seed: int = 0) -> str:
 
 def long_texts(n: int = 5) -> list[Text]:
     return [Text(f"{i}.txt", sentences(60, i)) for i in range(n)]
-
-
-@pytest.fixture(scope="module")
-def profile(tiny_llama: Path) -> EntropyProfile:
-    return calibrate(tiny_llama, some_texts(), QUICK)
 
 
 def test_what_is_compared_is_what_the_definition_says(

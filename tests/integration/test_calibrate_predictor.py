@@ -15,14 +15,10 @@ from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import LOOKUP_SHARE
 from entropykv.profile.profile import EntropyProfile
 from entropykv.store.headwise import HeadwiseStore
-from tests.support.architecture_models import MODELS, some, written
+from tests.architectures import MODELS
+from tests.support.architecture_models import some, written
 from tests.support.calibration_texts import QUICK, some_texts
 from tests.support.logits import tokens_for
-
-
-@pytest.fixture(scope="module")
-def profile(tiny_llama: Path) -> EntropyProfile:
-    return calibrate(tiny_llama, some_texts(), QUICK)
 
 
 def test_calibration_fits_a_predictor(profile: EntropyProfile) -> None:

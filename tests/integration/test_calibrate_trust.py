@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from entropykv import Session
-from entropykv.calibration.measure import calibrate
 from entropykv.calibration.predictions import LEAST_TEXT
 from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.calibration.trust import head_trust, trust_tokens
@@ -18,14 +16,8 @@ from entropykv.profile.find import profile_beside
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.store.headwise import HeadwiseStore
-from tests.support.calibration_texts import QUICK, some_texts
 from tests.support.logits import tokens_for
 from training.facts import Writer
-
-
-@pytest.fixture(scope="module")
-def profile(tiny_llama: Path) -> EntropyProfile:
-    return calibrate(tiny_llama, some_texts(), QUICK)
 
 
 def documents(model: Path) -> list[list[int]]:

@@ -15,17 +15,11 @@ from benchmarks.chat import MODELS, Result, talk
 from entropykv import Session, SessionStats
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
-from tests.support.chats import GREEDY, Chat, answer_to, open_plain, piped, plain, sentences
+from tests.support.chats import GREEDY, Chat, answer_to, open_plain, plain, sentences
 from tests.support.command import entropykv
 from tests.support.tiny_models import write_gpt2
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-@pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
-    """Run a piped conversation to its end; returns stdout and stderr."""
-    return piped(monkeypatch, capsys)
 
 
 def test_answers_alone_are_on_stdout(tiny_llama: Path, chat: Chat) -> None:

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.support.chats import Chat, piped
-
-
-@pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
-    """Run a piped conversation to its end; returns stdout and stderr."""
-    return piped(monkeypatch, capsys)
-
+from tests.support.chats import Chat
 
 # --- turns that are taken back --------------------------------------------------------------------
 

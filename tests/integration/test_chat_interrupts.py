@@ -21,14 +21,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.session.reader import SequenceReader
-from tests.support.chats import GREEDY, Chat, open_plain, piped
-
-
-@pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
-    """Run a piped conversation to its end; returns stdout and stderr."""
-    return piped(monkeypatch, capsys)
-
+from tests.support.chats import GREEDY, Chat, open_plain
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import SOMEBODY
 from entropykv.session import session_text
 from entropykv.session.reuse import LEAST_SPARED, Demand
-from tests.architectures import ARCHITECTURES
+from tests.architectures import MODELS
 from tests.support.llamas import QUIET
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
 from tests.support.releases import write_known
@@ -92,9 +92,8 @@ def test_an_edited_turn_goes_on_from_the_end_of_the_answer_before(model: Path, t
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "qwen3next"])
 def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -> None:
-    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / f"{name}.gguf"
-    write_known(path, models[name])
+    write_known(path, MODELS[name])
     with pool_of(path, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
         session = pool.session()
         expected = written(session, PROMPTS[2], 8)
@@ -109,9 +108,8 @@ def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
     """A checkpoint of a tight pool comes back into a smaller share, in which its windows lose what
     they would see from an earlier position.
     """
-    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / "windows.gguf"
-    write_known(path, models["gemma3"])
+    write_known(path, MODELS["gemma3"])
     given = {"n_sequences": 2, "kv_budget": 90, "kv_type": "f16", "n_ubatch": 8}
     with pool_of(path, **given, policy="recency") as pool:
         first = pool.session()
@@ -138,9 +136,8 @@ def test_within_a_prompt_they_are_kept_at_intervals(
     """
     monkeypatch.setattr(session_text, "INTERVAL", 2 * PIECE)
     if name != "llama":
-        models = {each.name: each for many in ARCHITECTURES.values() for each in many}
         model = tmp_path / f"{name}.gguf"
-        write_known(model, models[name])
+        write_known(model, MODELS[name])
     with pool_of(model, n_sequences=2, kv_type="f16", kv_budget=tokens) as pool:
         session = pool.session()
         session.decode(SYSTEM)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.architectures import ARCHITECTURES
+from tests.architectures import MODELS
 from tests.support import plain_memory_device
 from tests.support.releases import write_known
 from tests.support.tiny_models import write_llama
@@ -75,7 +75,6 @@ pytestmark = pytest.mark.skipif(
     not plain_memory_device.is_known(), reason="another llama.cpp, whose devices look different"
 )
 
-MODELS = {a.name: a for kind in ARCHITECTURES.values() for a in kind}
 KINDS = ("gemma2", "gpt-oss", "llama4", "gemma3n", "deepseek2", "bloom")
 """Sliding windows, sinks, chunked windows, shared K and V, MLA, and ALiBi."""
 

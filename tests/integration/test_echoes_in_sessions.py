@@ -12,7 +12,7 @@ import pytest
 from entropykv import BudgetToShare, OwnPolicy, Pool, Session, SettingsError
 from entropykv.evaluation.passkeys import make_cases
 from entropykv.llamacpp.batch import BatchPart, MicroBatch
-from tests.architectures import ARCHITECTURES
+from tests.architectures import MODELS
 from tests.support.logits import tokens_for
 from tests.support.releases import write_known
 from tests.support.saved_sessions import all_entries, future, session_of
@@ -216,9 +216,8 @@ def test_facts_of_a_document_survive_without_a_profile(smollm2: Path) -> None:
 
 
 def test_recurrent_layers_cannot_read_twice(tmp_path: Path) -> None:
-    (jamba,) = (m for models in ARCHITECTURES.values() for m in models if m.name == "jamba")
     path = tmp_path / "jamba.gguf"
-    write_known(path, jamba)
+    write_known(path, MODELS["jamba"])
     with pytest.raises(SettingsError, match="recurrent layers; use measure mass"):
         session_of(path, policy="adaptive:reconstruct")
     with session_of(path) as session:

@@ -23,11 +23,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-@pytest.fixture
-def command(tiny_llama: Path, tmp_path: Path) -> Command:
-    return Command(tiny_llama, tmp_path)
-
-
 def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> tuple[Any, float]:
     """Measure by the protocol, written again without the parts of the evaluation."""
     with closing(StockSession(model, n_ctx=180, n_threads=1, n_ubatch=8)) as stock:

@@ -18,11 +18,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-@pytest.fixture
-def command(tiny_llama: Path, tmp_path: Path) -> Command:
-    return Command(tiny_llama, tmp_path)
-
-
 # --- going on -------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,8 @@ from entropykv.llamacpp import projector
 from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits
-from tests.support.architecture_models import MODELS, written
+from tests.architectures import MODELS
+from tests.support.architecture_models import written
 from tests.support.image_reference import MARKER, helper_logits
 from tests.support.logits import relative_error
 from tests.support.releases import need_images

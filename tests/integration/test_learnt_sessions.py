@@ -16,20 +16,15 @@ from entropykv.profile.find import profile_beside
 from entropykv.profile.learnt import LearntFile, LearntPredictor
 from entropykv.session import predictor_fit
 from entropykv.session.document import read_document
-from entropykv.session.predictor_fit import LEAST_TOKENS, PredictorFit
+from entropykv.session.predictor_fit import LEAST_TOKENS
 from entropykv.store.headwise import HeadwiseStore
-from tests.support.learnt import kept_in
+from tests.support.learnt import fit_of, kept_in
 from tests.support.logits import tokens_for
 
 N_CTX = 2048
 TOKENS = tokens_for(N_CTX - 64)
 OTHERS = tokens_for(N_CTX - 64, seed=4)
 INSIDE: dict[str, Any] = {"n_ctx": N_CTX, "kv_budget": 0.2, "n_threads": 1}
-
-
-def fit_of(session: Session) -> PredictorFit:
-    assert session.cache.predictor_fit is not None
-    return session.cache.predictor_fit
 
 
 def read(own_llama: Path, tokens: list[int], **options: Any) -> str | None:

@@ -19,7 +19,7 @@ from entropykv import (
 )
 from entropykv.model import shipped
 from tests.support.constraints import schema_takes
-from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, as_long, content
+from tests.support.llamas import GRAMMAR, PROMPT, QUIET, answer, as_long, content
 
 
 def penalise_e(_: Any, scores: Any) -> Any:
@@ -47,11 +47,6 @@ CALLS: dict[str, dict[str, Any]] = {
         "stopping_criteria": llama_cpp.StoppingCriteriaList([lambda ids, _: len(ids) > 40]),
     },
 }
-
-
-@pytest.fixture(scope="module", params=STORES)
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 # --- the same answers -----------------------------------------------------------------------------

@@ -21,14 +21,8 @@ from entropykv import (
     attach,
     detach,
 )
-from tests.support.llamas import QUIET, STORES, content
+from tests.support.llamas import QUIET, content
 from tests.support.logits import tokens_for
-
-
-@pytest.fixture(scope="module", params=STORES)
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 # --- arguments ------------------------------------------------------------------------------------
 

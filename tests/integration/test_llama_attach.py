@@ -24,14 +24,9 @@ from entropykv import (
     attach,
     detach,
 )
-from tests.support.llamas import PROMPT, QUIET, STORES, as_long, content
+from tests.support.llamas import PROMPT, QUIET, as_long, content
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-@pytest.fixture(scope="module", params=STORES)
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 # --- attach and detach ----------------------------------------------------------------------------

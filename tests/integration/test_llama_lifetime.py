@@ -22,15 +22,9 @@ from entropykv import (
     Session,
     attach,
 )
-from tests.support.llamas import PROMPT, QUIET, STORES, content
+from tests.support.llamas import PROMPT, QUIET, content
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama
-
-
-@pytest.fixture(scope="module", params=STORES)
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 # --- life -----------------------------------------------------------------------------------------
 

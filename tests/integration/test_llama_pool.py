@@ -10,16 +10,8 @@ import pytest
 
 from entropykv import EntropyLlama, SettingsError, detach
 from tests.support.threads import in_threads
-from tests.support.tiny_models import write_llama
 
 PROMPTS = ["the king of the and", "on the other ", "where then are they", "an idea in the end"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama_pool") / "tiny.gguf"
-    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
-    return path
 
 
 def llama_of(model: Path, **options: Any) -> EntropyLlama:
@@ -41,13 +33,13 @@ def texts(llama: EntropyLlama, prompt: str) -> list[str]:
     ]
 
 
-def test_answers_in_threads_are_those_of_one_model_alone(model: Path) -> None:
+def test_answers_in_threads_are_those_of_one_model_alone(pool_llama: Path) -> None:
     expected = []
     for prompt in PROMPTS:
-        alone = llama_of(model)
+        alone = llama_of(pool_llama)
         expected.append(texts(alone, prompt))
         alone.close()
-    first = llama_of(model, n_sequences=4, kv_budget="1MiB")
+    first = llama_of(pool_llama, n_sequences=4, kv_budget="1MiB")
     llamas = [first, *(first.another() for _ in PROMPTS[1:])]
     steps: list[int] = []
     assert first.pool is not None
@@ -65,12 +57,12 @@ def test_answers_in_threads_are_those_of_one_model_alone(model: Path) -> None:
         llama.close()
 
 
-def test_rows_of_all_tokens_are_each_their_own(model: Path) -> None:
-    first = llama_of(model, n_sequences=2, logits_all=True)
+def test_rows_of_all_tokens_are_each_their_own(pool_llama: Path) -> None:
+    first = llama_of(pool_llama, n_sequences=2, logits_all=True)
     second = first.another()
     ask = {"max_tokens": 5, "temperature": 0, "logprobs": 2}
     both = in_threads([lambda m=m: m("the king", **ask)["choices"][0] for m in (first, second)])
-    alone = llama_of(model, logits_all=True)
+    alone = llama_of(pool_llama, logits_all=True)
     expected = alone("the king", **ask)["choices"][0]["logprobs"]["token_logprobs"]
     for choice in both:
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
@@ -78,12 +70,12 @@ def test_rows_of_all_tokens_are_each_their_own(model: Path) -> None:
         llama.close()
 
 
-def test_what_has_no_pool_has_no_other(model: Path) -> None:
-    alone = llama_of(model)
+def test_what_has_no_pool_has_no_other(pool_llama: Path) -> None:
+    alone = llama_of(pool_llama)
     with pytest.raises(SettingsError, match="n_sequences"):
         alone.another()
     alone.close()
-    first = llama_of(model, n_sequences=2)
+    first = llama_of(pool_llama, n_sequences=2)
     with pytest.raises(SettingsError, match="cannot be detached"):
         detach(first)
     second = first.another()

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import EntropyLlama, Session
-from tests.support.llamas import GREEDY, QUIET, STORES, content, small
+from tests.support.llamas import GREEDY, QUIET, STORES, content
 from tests.support.logits import tokens_for
 from tests.support.reads import Reads
 from tests.support.saved_sessions import all_entries
-
-
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
-    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32."""
-    yield from small(tiny_llama, store)
-
 
 # --- the session knows where it can go back to ----------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from llama_cpp import LlamaGrammar
 
 from entropykv import ContextError, EntropyLlama
-from tests.support.llamas import GREEDY, QUIET, STORES, answer, small
+from tests.support.llamas import GREEDY, QUIET, answer
 from tests.support.reads import Reads
 
 BYTE = 3  # The first of the 256 byte tokens of the tiny models.
@@ -20,17 +19,6 @@ BYTE = 3  # The first of the 256 byte tokens of the tiny models.
 def as_bytes(text: str) -> list[int]:
     """Return one token per byte, as the tiny models' tokenizer would never do."""
     return [BYTE + byte for byte in text.encode("utf-8")]
-
-
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
-    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32."""
-    yield from small(tiny_llama, store)
 
 
 # --- by text --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from entropykv import PoolError, Session
-from tests.architectures import ARCHITECTURES
+from tests.architectures import MODELS
 from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Steps, pool_of, together, written
 from tests.support.releases import write_known
@@ -128,9 +128,8 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_layer_in_company(name: str, tmp_path: Path) -> None:
     """Windows, recurrent layers, ALiBi, latent attention, shared keys: in company as alone."""
-    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / f"{name}.gguf"
-    write_known(path, models[name])
+    write_known(path, MODELS[name])
     prompts = [prompt[:60] for prompt in PROMPTS[:3]]
     with pool_of(path, n_sequences=3, kv_type="f16", kv_budget=600) as pool:
         found = together([pool.session() for _ in prompts], prompts, 12)
@@ -138,7 +137,7 @@ def test_every_kind_of_layer_in_company(name: str, tmp_path: Path) -> None:
         with Session(path, n_ctx=N_CTX, n_ubatch=PIECE, n_threads=2, kv_type="f16") as session:
             tokens = [int(row.argmax()) for row in rows[:-1]]
             expected = [session.decode(prompt)[-1], *(session.decode([t])[-1] for t in tokens)]
-        assert relative_error(np.array(rows), np.array(expected)) < models[name].rounding
+        assert relative_error(np.array(rows), np.array(expected)) < MODELS[name].rounding
 
 
 def test_positions_beyond_the_trained_context_are_each_their_own(tmp_path: Path) -> None:

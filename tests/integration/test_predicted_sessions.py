@@ -10,18 +10,12 @@ import pytest
 
 from entropykv import Session
 from entropykv.session.echo import Echo
-from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.step import Part
+from tests.support.learnt import store_of
 from tests.support.logits import tokens_for
 
 TOKENS = tokens_for(700)
 INSIDE: dict[str, Any] = {"n_ctx": 1024, "kv_budget": 0.2, "n_threads": 1}
-
-
-def store_of(session: Session) -> HeadwiseStore:
-    store = session._slot.store
-    assert isinstance(store, HeadwiseStore)
-    return store
 
 
 def predict(session: Session, seed: int = 0) -> None:

@@ -12,11 +12,12 @@ import pytest
 from entropykv import EntropyProfile, Pool, Session
 from entropykv.errors import SettingsError
 from entropykv.profile.find import profile_beside
-from entropykv.session.predictor_fit import LEAST_TOKENS, PredictorFit
+from entropykv.session.predictor_fit import LEAST_TOKENS
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import TokensToRead
 from tests.architectures import ARCHITECTURES
 from tests.support.command import entropykv
+from tests.support.learnt import fit_of, store_of
 from tests.support.logits import tokens_for
 from tests.support.releases import write_known
 from tests.support.tiny_models import write_gpt2
@@ -25,17 +26,6 @@ N_CTX = 2048
 TOKENS = tokens_for(N_CTX - 64)
 INSIDE: dict[str, Any] = {"n_ctx": N_CTX, "kv_budget": 0.2, "n_threads": 1}
 LEAST_SHARE = 2.0**-20
-
-
-def store_of(session: Session) -> HeadwiseStore:
-    store = session._slot.store
-    assert isinstance(store, HeadwiseStore)
-    return store
-
-
-def fit_of(session: Session) -> PredictorFit:
-    assert session.cache.predictor_fit is not None
-    return session.cache.predictor_fit
 
 
 def shares(session: Session) -> np.ndarray:

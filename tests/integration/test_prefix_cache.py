@@ -23,7 +23,7 @@ from entropykv.session.prefix_index import common_prefix
 from entropykv.session.reuse import Demand, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.session_text import SessionText
-from tests.architectures import ARCHITECTURES
+from tests.architectures import MODELS
 from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
 from tests.support.releases import write_known
 
@@ -45,9 +45,8 @@ def pool(request: pytest.FixtureRequest, pool_llama: Path, tmp_path: Path) -> An
     }
     model = pool_llama
     if request.param == "jamba":
-        models = {each.name: each for many in ARCHITECTURES.values() for each in many}
         model = tmp_path / "jamba.gguf"
-        write_known(model, models["jamba"])
+        write_known(model, MODELS["jamba"])
     with pool_of(model, n_sequences=4, **kinds[request.param]) as made:
         yield made
 

@@ -19,11 +19,6 @@ from tests.support.eval_command import Command
 EASY = ("--suite", "ruler", "--kv-type", "f16", "--policy", "uniform")
 
 
-@pytest.fixture
-def command(tiny_llama: Path, tmp_path: Path) -> Command:
-    return Command(tiny_llama, tmp_path)
-
-
 def parts_of(model_file: Path, suite: Suite, *, inside: bool = False) -> list[RulerPart]:
     with closing(Model(model_file, n_gpu_layers=0, verbose=False)) as model:
         return ruler_parts(suite, model, own_texts(), seed=3, inside=inside)

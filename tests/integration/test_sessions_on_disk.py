@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from entropykv import ContextError, Session
 from entropykv.session.session import _DEPRECATED
-from tests.architectures import ARCHITECTURES
+from tests.architectures import MODELS
 from tests.support.logits import relative_error, tokens_for
 from tests.support.releases import write_known
 from tests.support.saved_sessions import (
@@ -80,9 +80,8 @@ def test_saving_changes_nothing(tiny_llama: Path) -> None:
 @pytest.mark.parametrize("n_tokens", [50, 199])
 def test_windows_go_back_as_far_as_before(n_tokens: int, tmp_path: Path) -> None:
     """A file says from which position on its windows are whole."""
-    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / "windows.gguf"
-    write_known(path, models["gemma3"])
+    write_known(path, MODELS["gemma3"])
     with session_of(path, kv_budget=1.0, policy="recency") as session:
         session.decode(tokens_for(n_tokens))
         lengths = range(n_tokens + 1)

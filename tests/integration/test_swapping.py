@@ -12,7 +12,7 @@ import pytest
 
 from entropykv import ContextError, Pool, PoolError
 from entropykv.session import model_runner, sequence_slot
-from tests.architectures import ARCHITECTURES
+from tests.architectures import MODELS
 from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together, written
 from tests.support.releases import write_known
@@ -69,9 +69,8 @@ def leave_pool(pool: Pool) -> None:
 @pytest.fixture
 def windows(tmp_path: Path) -> Path:
     """Write a model whose layers see 32 tokens, but for every second one."""
-    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / "windows.gguf"
-    write_known(path, models["gemma3"])
+    write_known(path, MODELS["gemma3"])
     return path
 
 
@@ -296,9 +295,8 @@ def test_who_was_used_least_recently_leaves_first(model: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "deepseek2"])
 def test_every_kind_of_layer_is_forked(name: str, tmp_path: Path) -> None:
     """Windows, recurrent layers, latent attention: the fork has all of their states."""
-    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / f"{name}.gguf"
-    write_known(path, models[name])
+    write_known(path, MODELS[name])
     with pool_of(path, n_sequences=2, kv_type="f16", kv_budget=2 * N_CTX) as pool:
         first = pool.session()
         first.decode(PROMPTS[2])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter, TokenType
 
-from tests.support.chats import Chat, piped
+from tests.support.chats import Chat
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.thinking import CLOSING, OPENING
 from tests.support.tiny_models import write_llama
@@ -209,11 +209,8 @@ def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
     assert again["content"] == answers[-1]
 
 
-def test_chat_keeps_no_thoughts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_chat_keeps_no_thoughts(chat: Chat, tmp_path: Path) -> None:
     """The context grows only by prompts and answers; of a thought, only its length is printed."""
-    chat: Chat = piped(monkeypatch, capsys)
     path = template_file(tmp_path, OPENING)
     options = ("--chat-template-file", path, "--reasoning-budget", 60, *NEEDS, "-n", 100)
     options += ("--ignore-eos",)
@@ -228,10 +225,7 @@ def test_chat_keeps_no_thoughts(
     assert "[thought for" not in raw
 
 
-def test_chat_undoes_a_turn_with_a_thought(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    chat: Chat = piped(monkeypatch, capsys)
+def test_chat_undoes_a_turn_with_a_thought(chat: Chat, tmp_path: Path) -> None:
     path = template_file(tmp_path, OPENING)
     options = ("--chat-template-file", path, "--reasoning-budget", 60, *NEEDS, "-n", 100)
     options += ("--ignore-eos",)

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
+from tests.architectures import MODELS
 from tests.peers.judgement import OF_THE_CLASS
 from tests.peers.peer_models import write_talkative
-from tests.support.architecture_models import MODELS, written
+from tests.support.architecture_models import written
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from entropykv import Session
-from tests.architectures import ARCHITECTURES, Architecture
+from tests.architectures import Architecture
 from tests.support.releases import write_known
 
-MODELS = {model.name: model for models in ARCHITECTURES.values() for model in models}
 WINDOW = 32  # The sliding window of the models below that have one.
 TRAINED = 256
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from entropykv import _core
 from tests.support.reference import (
     FreezingHead,
-    Options,
     Rules,
     stored,
 )
-from tests.support.stores import importance_of
+from tests.support.stores import WithOracle, importance_of
 
 MAX_TOKENS = 40
 MAX_ENTRIES = 300
@@ -26,7 +25,6 @@ SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # Their pages hold 16 entries, and mo
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 KV_TYPES = ("f16", "q8_0")
-OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # The same as in test_attention.py.
 
 
 def pages_of(budgets: list[int], kv_type: str, shapes: Any = SHAPES) -> int:
@@ -61,9 +59,11 @@ def store_of(
 
 
 @dataclass
-class Pair:
+class Pair(WithOracle):
     """Hold a store that freezes and the oracle of each head, which do the same; without recall."""
 
+    shapes = SHAPES
+    max_entries = MAX_ENTRIES
     rules: Rules
     budgets: list[int]
     seed: int = 0
@@ -89,39 +89,6 @@ class Pair:
         self.store.set_budgets(budgets, pages_of(budgets, self.rules.kv_type), N_SINKS, RECENT)
         for key, budget in zip(HEADS, budgets, strict=True):
             self.heads[key].set_budget(budget, self.store.positions(*key))
-        self.check()
-
-    def attend(self, n_tokens: int) -> None:
-        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
-        if n_tokens == 0:
-            return
-        for layer in range(len(SHAPES)):
-            self.attend_layer(layer, n_tokens)
-        self.position += n_tokens
-        self.check()
-
-    def attend_layer(self, layer: int, n_tokens: int) -> None:
-        n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
-        normal = self.random.standard_normal
-        q = normal((n_tokens, n_head, k_dim), np.float32) * 2
-        k = normal((n_tokens, n_head_kv, k_dim), np.float32)
-        v = normal((n_tokens, n_head_kv, v_dim), np.float32)
-        options = Options(k_dim**-0.5)
-        output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
-        group = n_head // n_head_kv
-        for head in range(n_head_kv):
-            heads = slice(head * group, (head + 1) * group)
-            oracle = self.heads[layer, head]
-            expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
-            atol = OUTPUT_TOLERANCE[self.rules.kv_type]
-            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
-            oracle.settle(n_tokens, self.store.positions(layer, head))
-
-    def truncate(self, position: int) -> None:
-        self.position = min(position, self.position)
-        self.store.truncate(self.position)
-        for oracle in self.heads.values():
-            oracle.truncate(self.position)
         self.check()
 
     def freeze_all(self) -> None:

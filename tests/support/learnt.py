@@ -1,4 +1,4 @@
-"""Give a test a cache directory of its own, where what it learns is kept."""
+"""Give a test a cache directory of its own, and show what a session learns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from entropykv import system
+from entropykv import Session, system
 from entropykv.profile.learnt import LearntFile, LearntPredictor
+from entropykv.session.predictor_fit import PredictorFit
+from entropykv.store.headwise import HeadwiseStore
 
 VARIABLES = ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")
 """What cache directories depend on, on Linux, Windows and macOS."""
@@ -29,3 +31,14 @@ def kept_in(folder: Path) -> LearntPredictor:
     found = LearntFile(path).read()
     assert found is not None
     return found
+
+
+def store_of(session: Session) -> HeadwiseStore:
+    store = session._slot.store
+    assert isinstance(store, HeadwiseStore)
+    return store
+
+
+def fit_of(session: Session) -> PredictorFit:
+    assert session.cache.predictor_fit is not None
+    return session.cache.predictor_fit

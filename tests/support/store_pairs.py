@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from entropykv import _core
-from tests.support.reference import SHARE_ROUNDING, Options, ReferenceHead, Rules
+from tests.support.reference import SHARE_ROUNDING, ReferenceHead, Rules
 from tests.support.stores import (
     HEADS,
     LAYERS,
@@ -17,6 +16,7 @@ from tests.support.stores import (
     N_SINKS,
     RECENT,
     SHAPES,
+    WithOracle,
     importance_of,
     pages_of,
 )
@@ -27,7 +27,7 @@ WINDOWED_LAYERS = [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, WINDOWS, str
 
 
 @dataclass
-class Pair:
+class Pair(WithOracle):
     """Hold a store and the oracle of each of its heads, which do the same."""
 
     rules: Rules
@@ -83,48 +83,6 @@ class Pair:
         self.largest_budget = max(self.largest_budget, self.store.budget_bytes)
         for key, budget in zip(HEADS, budgets, strict=True):
             self.heads[key].set_budget(budget, self.store.positions(*key))
-        self.check()
-
-    def attend(self, n_tokens: int) -> None:
-        """Read a micro-batch in all layers; the outputs show whether K and V moved with their
-        entries.
-        """
-        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
-        if n_tokens == 0:
-            return
-        for layer in range(len(SHAPES)):
-            self.attend_layer(layer, n_tokens)
-        self.position += n_tokens
-        self.check()
-
-    def attend_layer(self, layer: int, n_tokens: int) -> None:
-        n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
-        normal = self.random.standard_normal
-        q = normal((n_tokens, n_head, k_dim), np.float32) * 2
-        k = self.keys(n_tokens, n_head_kv, k_dim)
-        v = normal((n_tokens, n_head_kv, v_dim), np.float32)
-        window, chunked = self.window(layer)
-        options = Options(k_dim**-0.5, window=window, chunked=chunked)
-        output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
-        group = n_head // n_head_kv
-        for head in range(n_head_kv):
-            heads = slice(head * group, (head + 1) * group)
-            oracle = self.heads[layer, head]
-            expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
-            # The same as in test_attention.py.
-            atol = 2e-5 if self.rules.kv_type == "f16" else 2e-3
-            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
-            oracle.settle(n_tokens, self.store.positions(layer, head))
-
-    def keys(self, *shape: int) -> Any:
-        """Return random keys."""
-        return self.random.standard_normal(shape, np.float32)
-
-    def truncate(self, position: int) -> None:
-        self.position = min(position, self.position)
-        self.store.truncate(self.position)
-        for oracle in self.heads.values():
-            oracle.truncate(self.position)
         self.check()
 
     def check(self) -> None:

@@ -1,9 +1,14 @@
-"""Make headwise stores by hand, without a model."""
+"""Make headwise stores by hand, without a model, and read the same in the numpy oracle."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
+import numpy as np
+
 from entropykv import _core
-from tests.support.reference import Rules
+from tests.support.attention_layers import OUTPUT_TOLERANCE
+from tests.support.reference import Options, Rules
 
 MAX_TOKENS = 96
 MAX_ENTRIES = 400
@@ -31,3 +36,60 @@ def importance_of(rules: Rules) -> _core.ImportanceSettings:
         by_values=rules.by_values,
         expected_lookups=rules.expected_lookups,
     )
+
+
+class WithOracle:
+    """Read the same in a store and in the oracle of each of its heads."""
+
+    shapes: ClassVar[tuple[tuple[int, int, int, int], ...]] = SHAPES
+    max_entries: ClassVar[int] = MAX_ENTRIES
+    rules: Rules
+    random: np.random.Generator
+    position: int
+    store: _core.HeadwiseStore
+    heads: dict[tuple[int, int], Any]
+
+    def attend(self, n_tokens: int) -> None:
+        """Read a micro-batch in all layers; the outputs show whether K and V moved with their
+        entries.
+        """
+        n_tokens = min(n_tokens, self.max_entries - self.position)
+        if n_tokens == 0:
+            return
+        for layer in range(len(self.shapes)):
+            self.attend_layer(layer, n_tokens)
+        self.position += n_tokens
+        self.check()
+
+    def attend_layer(self, layer: int, n_tokens: int) -> None:
+        n_head, n_head_kv, k_dim, v_dim = self.shapes[layer]
+        normal = self.random.standard_normal
+        q = normal((n_tokens, n_head, k_dim), np.float32) * 2
+        k = normal((n_tokens, n_head_kv, k_dim), np.float32)
+        v = normal((n_tokens, n_head_kv, v_dim), np.float32)
+        window, chunked = self.window(layer)
+        options = Options(k_dim**-0.5, window=window, chunked=chunked)
+        output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
+        group = n_head // n_head_kv
+        for head in range(n_head_kv):
+            heads = slice(head * group, (head + 1) * group)
+            oracle = self.heads[layer, head]
+            expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
+            atol = OUTPUT_TOLERANCE[self.rules.kv_type]
+            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
+            oracle.settle(n_tokens, self.store.positions(layer, head))
+
+    def window(self, layer: int) -> tuple[int, bool]:  # noqa: ARG002
+        """Return the window of a layer, and whether it is a chunk; 0: it sees everything."""
+        return 0, False
+
+    def truncate(self, position: int) -> None:
+        self.position = min(position, self.position)
+        self.store.truncate(self.position)
+        for oracle in self.heads.values():
+            oracle.truncate(self.position)
+        self.check()
+
+    def check(self) -> None:
+        """Check everything that must hold after every operation."""
+        raise NotImplementedError

@@ -8,7 +8,8 @@ from typing import Any
 
 from entropykv import Session
 from entropykv.session.images import ImagePrompt
-from tests.support.architecture_models import MODELS, written
+from tests.architectures import MODELS
+from tests.support.architecture_models import written
 from tests.support.image_reference import MARKER
 from tests.support.releases import need_images
 from tests.support.tiny_models import write_llama

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
+from tests.support.attention_layers import OUTPUT_TOLERANCE
 from tests.support.reference import (
     NEIGHBOURHOOD,
     Options,
@@ -26,7 +27,6 @@ MAX_ENTRIES = 400
 N_SINKS = 3
 RECENT = 6
 N_HEAD, N_HEAD_KV = 4, 2
-OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # The same as in test_attention.py.
 
 
 @dataclass

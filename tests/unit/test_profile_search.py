@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,60 +26,55 @@ from tests.support.profiles import profile_of
 from tests.support.tiny_models import write_llama
 
 
-@pytest.fixture
-def model(tiny_llama: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
-
-
-def test_a_profile_beside_the_model_is_found(model: Path) -> None:
-    profile = profile_of(model)
-    assert find_profile(read_geometry(model)) is None
-    profile.save(profile_beside(model))
-    found = find_profile(read_geometry(model))
+def test_a_profile_beside_the_model_is_found(own_llama: Path) -> None:
+    profile = profile_of(own_llama)
+    assert find_profile(read_geometry(own_llama)) is None
+    profile.save(profile_beside(own_llama))
+    found = find_profile(read_geometry(own_llama))
     assert found is not None
     assert found.fingerprint == profile.fingerprint
-    with Session(model, n_ctx=64) as session:
+    with Session(own_llama, n_ctx=64) as session:
         # The profile has no loss curves.
         assert session.config.policy.name == "adaptive:mass+values+predicted"
         assert session.config.profile is not None
-    with Session(model, n_ctx=64, policy="entropy") as session:
+    with Session(own_llama, n_ctx=64, policy="entropy") as session:
         assert session.config.profile is not None
-    with Session(model, n_ctx=64, policy="uniform") as session:
+    with Session(own_llama, n_ctx=64, policy="uniform") as session:
         assert session.config.profile is None
 
 
-def test_what_is_resolved_reads_no_file(model: Path) -> None:
+def test_what_is_resolved_reads_no_file(own_llama: Path) -> None:
     """The profile is read before, so that the same values always mean the same."""
-    profile = profile_of(model)
-    nowhere = dataclasses.replace(read_geometry(model), path=Path("nowhere.gguf"))
+    profile = profile_of(own_llama)
+    nowhere = dataclasses.replace(read_geometry(own_llama), path=Path("nowhere.gguf"))
     for policy in ("auto", "entropy", "uniform"):
         config = resolve(CacheOptions(policy=policy, n_ctx=64), nowhere, profile)
         assert config == resolve(CacheOptions(policy=policy, n_ctx=64), nowhere, profile)
         assert config.profile is profile
-    assert config_for(CacheOptions(policy="uniform"), read_geometry(model)).profile is None
+    assert config_for(CacheOptions(policy="uniform"), read_geometry(own_llama)).profile is None
 
 
-def test_without_a_profile_budgets_follow_the_text(model: Path) -> None:
-    with Session(model, n_ctx=64) as session:
+def test_without_a_profile_budgets_follow_the_text(own_llama: Path) -> None:
+    with Session(own_llama, n_ctx=64) as session:
         assert session.config.policy.name == "adaptive:mass+values+predicted"
-    with Session(model, n_ctx=64, policy="fast") as session:
+    with Session(own_llama, n_ctx=64, policy="fast") as session:
         assert session.config.policy.name == "adaptive"
-    with Session(model, n_ctx=64, store="flat") as session:
+    with Session(own_llama, n_ctx=64, store="flat") as session:
         assert session.config.policy.name == "recency"
 
 
-def test_a_profile_that_is_given_comes_first(model: Path) -> None:
-    profile_of(model).save(profile_beside(model))
-    given = profile_of(model)
-    with Session(model, n_ctx=64, entropy_config=given) as session:
+def test_a_profile_that_is_given_comes_first(own_llama: Path) -> None:
+    profile_of(own_llama).save(profile_beside(own_llama))
+    given = profile_of(own_llama)
+    with Session(own_llama, n_ctx=64, entropy_config=given) as session:
         assert session.config.profile is given
 
 
-def test_a_damaged_profile_beside_the_model_is_refused_by_name(model: Path) -> None:
-    profile_beside(model).write_text("{", encoding="utf-8")
+def test_a_damaged_profile_beside_the_model_is_refused_by_name(own_llama: Path) -> None:
+    profile_beside(own_llama).write_text("{", encoding="utf-8")
     with pytest.raises(ProfileError, match=r"model\.entropy\.json"):
-        Session(model, n_ctx=64)
-    with Session(model, n_ctx=64, policy="uniform"):
+        Session(own_llama, n_ctx=64)
+    with Session(own_llama, n_ctx=64, policy="uniform"):
         pass
 
 
@@ -124,9 +118,9 @@ def test_models_at_hand_have_a_profile_with_curves(smollm2: Path) -> None:
         assert profile.fingerprint == fingerprint_of(geometry)
 
 
-def test_auto_is_f16_where_a_budget_in_bytes_holds_all(model: Path) -> None:
-    geometry = read_geometry(model)
-    with Session(model, n_ctx=256, kv_budget=1.0, kv_type="f16") as session:
+def test_auto_is_f16_where_a_budget_in_bytes_holds_all(own_llama: Path) -> None:
+    geometry = read_geometry(own_llama)
+    with Session(own_llama, n_ctx=256, kv_budget=1.0, kv_type="f16") as session:
         full = session.stats().kv_bytes_budget
     for budget, expected in (
         (Budget("bytes", full), "f16"),
@@ -136,6 +130,6 @@ def test_auto_is_f16_where_a_budget_in_bytes_holds_all(model: Path) -> None:
     ):
         assert kv_type_for("auto", budget, geometry, 256) == expected
         assert kv_type_for("f16", budget, geometry, 256) == "f16"
-        with Session(model, n_ctx=256, kv_budget=budget) as session:
+        with Session(own_llama, n_ctx=256, kv_budget=budget) as session:
             assert session.stats().kv_type == expected
             assert session.stats().kv_bytes_budget <= full
