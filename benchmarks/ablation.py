@@ -28,7 +28,8 @@ from unittest import mock
 from entropykv import Session
 from entropykv.cli import main as entropykv
 from entropykv.evaluation.bench import history_tokens
-from entropykv.policy.online import MeasuredLosses
+from entropykv.policy.online import online_budgets
+from entropykv.policy.readings import OnlineBudgets
 from inputs import find_model
 
 CENTRED_KEYS, ATTAINABLE_BUDGETS = "centred-keys", "attainable-budgets"
@@ -39,15 +40,14 @@ BLOCK = 16
 @contextmanager
 def without(part: str) -> Iterator[None]:
     """Open sessions inside the block without a part of the method."""
-    init = MeasuredLosses.__init__
 
-    def unlimited(losses: MeasuredLosses, *arguments: Any, **_: Any) -> None:
-        init(losses, *arguments, attainable=False)
+    def unlimited(*arguments: Any, **_: Any) -> OnlineBudgets | None:
+        return online_budgets(*arguments, freezes=True)  # What is frozen can return.
 
     if part == CENTRED_KEYS:
         patched = mock.patch("entropykv.store.headwise_context.key_centres", return_value=[])
     else:
-        patched = mock.patch.object(MeasuredLosses, "__init__", unlimited)
+        patched = mock.patch("entropykv.store.headwise.online_budgets", unlimited)
     with patched:
         yield
 

@@ -9,25 +9,10 @@ import numpy as np
 import pytest
 
 from entropykv import Pool, Session
-from tests.support.draft_oracles import Oracle, draft_with
+from tests.support.draft_oracles import Oracle, draft_with, held
 
 N_CTX = 400
 PROMPT = [1, *(3 + 7 * i % 50 for i in range(60))]
-
-
-def held(session: Session) -> list[Any]:
-    heads = [
-        (layer, head)
-        for layer, row in enumerate(session.cache.budgets())
-        for head in range(len(row))
-    ]
-    core = session._slot.store.core  # type: ignore[attr-defined]
-    return [
-        session.tokens,
-        session.cache.evicted,
-        *(session.cache.entries(*head).tolist() for head in heads),
-        *(core.save_head(*head) for head in heads),
-    ]
 
 
 def options(**given: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from entropykv import Session
 from entropykv.session.drafter import Evidence, Tokens
@@ -42,3 +43,19 @@ class AllDrafts(Drafting):
 def draft_with(session: Session, oracle: Oracle) -> Drafting:
     session.reader.drafting = AllDrafts(oracle, StepCosts(), session.config.n_drafts)
     return session.reader.drafting
+
+
+def held(session: Session) -> list[Any]:
+    """Return the text of a session of a headwise store, and all that is held of it."""
+    heads = [
+        (layer, head)
+        for layer, row in enumerate(session.cache.budgets())
+        for head in range(len(row))
+    ]
+    core = session._slot.store.core  # type: ignore[attr-defined]
+    return [
+        session.tokens,
+        session.cache.evicted,
+        *(session.cache.entries(*head).tolist() for head in heads),
+        *(core.save_head(*head) for head in heads),
+    ]

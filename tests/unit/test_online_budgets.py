@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import _core
+from entropykv.policy.attainable import CurveBudgets
 from entropykv.policy.names import POLICIES
 from entropykv.policy.online import (
     LEAST_TOKENS,
@@ -311,6 +312,62 @@ def test_a_state_says_what_heads_can_hold(is_due: bool) -> None:
     frozen = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, attainable=False)
     frozen.load(online.state()[: -len(HEADS)])
     assert frozen.state().size == online.state().size - len(HEADS)
+
+
+def by_curves(curves: LossCurves) -> tuple[Layers, CurveBudgets]:
+    layers = Layers(Rules("mass"), [MAX_ENTRIES] * 3)
+    profile = replace(example(), curves=None, predictor=None)
+    object.__setattr__(profile, "curves", curves)  # The example has other numbers of heads.
+    online = online_budgets(POLICIES["profile"], layers.store, LAYERS, MAX_ENTRIES, profile)
+    assert isinstance(online, CurveBudgets)
+    frozen = online_budgets(
+        POLICIES["profile"], layers.store, LAYERS, MAX_ENTRIES, profile, freezes=True
+    )
+    assert frozen is None
+    return layers, online
+
+
+@pytest.mark.parametrize("most", [(400, 400, 400), (130, 400, 400), (130, 90, 400), (70, 70, 70)])
+def test_curves_give_others_what_a_head_cannot_hold(most: tuple[int, ...]) -> None:
+    """The shares are those of the oracle, in pages of one entry."""
+    curves = curves_of({0: 1.0, 2: 0.6})
+    _, online = by_curves(curves)
+    n = len(HEADS)
+    limits = (*most, *[MAX_ENTRIES] * (n - len(most)))
+    plan = replace(plan_for("adaptive", 100), entries_per_page=(1,) * n, limits=limits)
+    knots, flat = curves.knots(MAX_ENTRIES, MAX_ENTRIES - plan.floor_entries)
+    rooms = [limit - plan.floor_entries for limit in limits]
+    total = float((plan.mean_entries - plan.floor_entries) * n)
+    expected = reference.curve_shares(knots, np.array(flat).reshape(n, -1), total, rooms)
+    shares = np.array(online.budgets(plan))
+    reference.check_shares(shares.tolist(), 100, MAX_ENTRIES, plan.floor_entries, [1] * n, limits)
+    assert np.abs(shares - plan.floor_entries - expected).max() <= 1.0
+    assert shares.sum() == 100 * n
+
+
+def test_curves_limit_heads_to_what_they_hold_and_save_it() -> None:
+    layers, online = by_curves(curves_of({0: 1.0}))
+    assert online.is_due
+    assert not online.holds(MAX_ENTRIES)  # Before a text, budgets are those of the plan.
+    read(layers.store, [96], HEADS[0])
+    online.expect_tokens(8)
+    assert online.most == [96 + 8] * len(HEADS)
+    assert online.holds(96 + 8)
+    assert not online.holds(96 + 7)
+    for is_due in (True, False):
+        online.is_due = is_due
+        _, other = by_curves(curves_of({0: 1.0}))
+        other.load(online.state())
+        assert other.is_due == is_due
+        assert other.most == [96 if is_due else 104] * len(HEADS)
+        assert online.problem(online.state()) is None
+    for most in most_entries_that_cannot_be(len(HEADS)):
+        problem = online.problem(np.array(most))
+        assert problem is not None
+        assert "that cannot be" in problem
+    online.forget()
+    assert online.most == []
+    assert online.is_due
 
 
 @pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from entropykv import _core
+from entropykv.policy.attainable import AttainableBudgets, CurveBudgets
 from entropykv.policy.division import LossCurve
 from entropykv.policy.own_budgets import OwnBudgets
 from entropykv.policy.plan import HeadwisePlan
-from entropykv.policy.policy import Policy
+from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
 from entropykv.policy.sources.kim_jung import LayerEntropies
 from entropykv.profile.curves import LossCurves
@@ -25,7 +26,6 @@ budget's.
 """
 LEAST_TOKENS = 32
 """Budgets change at most once in so many tokens, because a few queries show little."""
-_MOST_ENTRIES = 2**31 - 1
 
 
 def is_observed(n_tokens: int, n_ubatch: int) -> bool:
@@ -68,10 +68,13 @@ def online_budgets(
     if policy.rule.by_losses:
         curves = profile.curves if profile is not None and policy.rule.by_curves else None
         return MeasuredLosses(store, layers, n_ctx, curves, attainable=not freezes)
+    follows = policy.rule is BudgetRule.PROFILE_CURVES and not freezes
+    if follows and profile is not None and profile.curves is not None:
+        return CurveBudgets(store, layers, profile.curves)
     return None
 
 
-class MeasuredLosses(OnlineBudgets):
+class MeasuredLosses(AttainableBudgets):
     """Share for the smallest total loss, by what heads would have lost in the last micro-batch.
 
     The loss of dropping an entry is its score; with `mass+values`, this is the squared norm of its
@@ -82,10 +85,6 @@ class MeasuredLosses(OnlineBudgets):
     Loss curves of a profile, if given, count as much as the losses of the text: both are scaled so
     that all KV heads together lose 1 without entries beyond the floor. So a head gets room if
     either of them says that it needs some, and neither can take all of it.
-
-    What is dropped never returns. So a KV head that is to get more than it holds can only fill its
-    share with tokens that come. Shares are therefore `attainable`: no KV head gets more than it
-    holds with the tokens until the next share, and the others keep the rest meanwhile.
     """
 
     tracks_entropies = False
@@ -99,20 +98,14 @@ class MeasuredLosses(OnlineBudgets):
         *,
         attainable: bool = True,
     ) -> None:
-        """Read losses from a store; see online_budgets(). `attainable`: see the class."""
-        self._store = store
-        self.attainable = attainable
-        self.most: list[int] = []
-        """The most entries that every KV head can hold before the next share; empty before the
-        first one.
+        """Read losses from a store; see online_budgets(). `attainable`: no KV head gets more than
+        it can hold.
         """
-        self.is_due = True
-        """True if the budget must be shared before more tokens than the bytes hold are read."""
-        self._heads = [(i, h) for i, shape in enumerate(layers) for h in range(shape.n_head_kv)]
+        super().__init__(store, layers)
+        self.attainable = attainable
         self.curves = curves
         """The loss curves of a profile that count, too; None if there are none."""
         self._n_ctx = n_ctx
-        self._n_heads = len(self._heads)
         self._next_knots: list[int] = []
         self._asked: list[int] = []
         """The numbers of entries at which the store measures: the knots, and their substitutes for
@@ -178,13 +171,6 @@ class MeasuredLosses(OnlineBudgets):
         """Record the losses by the new scores."""
         self.observe(0, budgets_change=True)
 
-    def expect_tokens(self, n_tokens: int) -> None:
-        """Give no KV head more than it holds with n_tokens more, until this is called again."""
-        self.most = [held + n_tokens for held in self._held()]
-
-    def _held(self) -> list[int]:
-        return [self._store.count(layer, head) for layer, head in self._heads]
-
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Return shares for the smallest total loss, within the limits of the plan."""
         if not self._knots.size:
@@ -234,18 +220,17 @@ class MeasuredLosses(OnlineBudgets):
 
     def forget(self) -> None:
         """Forget all measurements, because another text begins."""
+        super().forget()
         self._knots, self._curve = np.empty(0), None
         self._losses = self._losses_of_held = np.empty((self._n_heads, 0))
-        self.most, self.is_due = [], True
 
     def state(self) -> Floats:
         """Return the knots, the losses of every head, and the most entries of every head.
 
-        The latter are negative, and what is held, if the budget must be shared before the next
-        tokens; they are missing if shares are not limited to what is attainable.
+        The latter are missing if shares are not limited to what is attainable.
         """
-        most = [-held for held in self._held()] if self.is_due else self.most
-        return np.concatenate([self._knots, self._losses.ravel(), most if self.attainable else []])
+        most = self._most_to_save() if self.attainable else []
+        return np.concatenate([self._knots, self._losses.ravel(), most])
 
     def problem(self, state: Floats) -> str | None:
         """Return why knots, losses or entries are invalid: knots must ascend from 0; None if they
@@ -257,9 +242,7 @@ class MeasuredLosses(OnlineBudgets):
         if not ascend or not np.all((losses >= 0.0) & np.isfinite(losses)):
             return "losses that cannot be"
         most = state[state.size - n_most :]
-        are_counts = np.all(np.abs(most) <= _MOST_ENTRIES) and np.all(most % 1.0 == 0.0)
-        one_sign = np.all(most >= 0.0) or np.all(most <= 0.0)
-        if n_most not in (0, self._n_heads) or not are_counts or not one_sign:
+        if not self._are_possible(most):
             return "losses that cannot be"
         return None
 
@@ -274,8 +257,9 @@ class MeasuredLosses(OnlineBudgets):
         self._losses = losses.reshape(self._n_heads, n_knots).copy()
         self._losses_of_held = np.empty((self._n_heads, 0))
         self._floor, self._curve = self._next_floor, None
-        self.most = [abs(int(n)) for n in most] if n_most else [self._n_ctx] * self._n_heads
-        self.is_due = bool(np.all(most <= 0.0))
+        self._load_most(most)
+        if not n_most:
+            self.most = [self._n_ctx] * self._n_heads
 
 
 def _of_whole(losses: Floats) -> Floats:

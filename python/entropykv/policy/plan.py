@@ -17,6 +17,7 @@ from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.division import WholeTexts
 from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.policy.sources.readme_entropy_kv import weights_of
+from entropykv.profile.curves import LossCurves
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
 from entropykv.settings.own_policy import BudgetToShare, OwnPolicy, checked_weights
@@ -311,5 +312,21 @@ def _share(
         )
     if mean >= n_ctx:
         return limits
-    knots, losses = profile.curves.knots(n_ctx, n_ctx - floor)
+    return shares_by_curves(profile.curves, mean, n_ctx, floor, per_page, limits)
+
+
+def shares_by_curves(
+    curves: LossCurves,
+    mean: int,
+    n_ctx: int,
+    floor: int,
+    per_page: Sequence[int],
+    limits: Sequence[int],
+) -> list[int]:
+    """Return the entries of every KV head, in the order of layers, that lose least of a text of
+    n_ctx tokens by the loss curves of a profile.
+
+    No KV head gets more than its limit; what it cannot use goes to the others.
+    """
+    knots, losses = curves.knots(n_ctx, n_ctx - floor)
     return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses, limits)

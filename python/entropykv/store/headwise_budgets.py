@@ -8,13 +8,9 @@ from dataclasses import replace
 
 from entropykv import _core
 from entropykv.errors import BudgetError
+from entropykv.policy.attainable import AttainableBudgets
 from entropykv.policy.division import LossCurve, WholeTexts
-from entropykv.policy.online import (
-    LEAST_TOKENS,
-    MeasuredLosses,
-    changes_budgets,
-    is_observed,
-)
+from entropykv.policy.online import LEAST_TOKENS, changes_budgets, is_observed
 from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.readings import OnlineBudgets
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -46,12 +42,12 @@ class HeadwiseBudgets:
         self._config = config
         self._layers = layers
         self._online = online
-        self._losses: MeasuredLosses | None = None
-        """The budgets that follow losses, if they give no KV head more than it can hold; None if
-        there are others, or none.
+        self._limited: AttainableBudgets | None = None
+        """The budgets that give no KV head more than it can hold; None if there are others, or
+        none.
         """
-        if isinstance(online, MeasuredLosses) and online.attainable:
-            self._losses = online
+        if isinstance(online, AttainableBudgets) and online.attainable:
+            self._limited = online
         self._is_whole = False
         """True if the budgets hold any text that the bytes hold whole."""
         self._is_limited = False
@@ -119,9 +115,9 @@ class HeadwiseBudgets:
     def follow(self, plan: HeadwisePlan) -> None:
         """Follow another plan; heads that hold more evict."""
         self._go_by(plan)
-        if self._losses:
-            self._losses.expect_tokens(0)
-            self._losses.is_due = True
+        if self._limited:
+            self._limited.expect_tokens(0)
+            self._limited.is_due = True
         self.share()
 
     def _go_by(self, plan: HeadwisePlan) -> None:
@@ -142,24 +138,19 @@ class HeadwiseBudgets:
         of_plan = [entries for layer in plan.budgets for entries in layer]
         if self._online is None or plan.holds_all:
             return of_plan
-        if self._losses:
-            if self._holds_whole(self._losses, plan):
+        if self._limited:
+            if self._limited.holds(plan.whole_texts.longest):
                 return plan.entries_of_whole_texts
             plan = replace(plan, limits=self._attainable(plan))
         return self._online.budgets(plan) or of_plan
 
     def _attainable(self, plan: HeadwisePlan) -> tuple[int, ...]:
         """Return the most entries of every KV head before the next share, at least the floor."""
-        most = self._losses.most if self._losses else []
-        if not most:
+        most = self._limited.most if self._limited else []
+        if not any(most):
             return plan.limits
         floor = plan.floor_entries
         return tuple(min(max(n, floor), of) for n, of in zip(most, plan.limits, strict=True))
-
-    @staticmethod
-    def _holds_whole(losses: MeasuredLosses, plan: HeadwisePlan) -> bool:
-        """Tell whether a plan's bytes hold the text whole until the next share."""
-        return max(losses.most, default=0) <= plan.whole_texts.longest
 
     def share(self) -> None:
         """Set the budgets of all KV heads; those that hold more evict."""
@@ -168,9 +159,9 @@ class HeadwiseBudgets:
             return
         shares, plan = self.shares(), self.plan
         self._set(shares, plan.pool_pages)
-        if self._losses and not plan.holds_all:
+        if self._limited and not plan.holds_all:
             attainable = self._attainable(plan)
-            self._is_whole = self._holds_whole(self._losses, plan)
+            self._is_whole = self._limited.holds(plan.whole_texts.longest)
             self._is_limited = not self._is_whole and any(
                 share == most < limit
                 for share, most, limit in zip(shares, attainable, plan.limits, strict=True)
@@ -181,26 +172,29 @@ class HeadwiseBudgets:
 
         Where shares are limited to what KV heads can hold, the next micro-batch begins with that.
         """
-        if self._losses is None:
+        if self._limited is None:
             with self._cold.growing_later():
                 self.share()
 
     def _share_before(self, position: int, n_tokens: int) -> None:
         """Share before n_tokens are read, if they outgrow the bytes and anything would change.
 
-        Before single tokens of an answer, the losses alone say who gets more.
+        Where tokens come one by one, this serves all that are before the next multiple of
+        LEAST_TOKENS.
         """
-        losses, plan = self._losses, self.plan
-        if losses is None or plan.holds_all or self._keeps_everything:
+        limited, plan = self._limited, self.plan
+        if limited is None or plan.holds_all or self._keeps_everything:
             return
-        fits = position + n_tokens <= plan.whole_texts.longest
+        end = position + n_tokens
+        fits = end <= plan.whole_texts.longest
         if fits and self._is_whole:
             return
-        if fits or losses.is_due or self._is_limited:
-            is_prompt = n_tokens >= LEAST_TOKENS
-            losses.expect_tokens(n_tokens if fits or is_prompt else self._config.n_ctx)
+        at_once = fits or n_tokens >= LEAST_TOKENS
+        begins = at_once or (end - 1) // LEAST_TOKENS > (position - 1) // LEAST_TOKENS
+        if fits or limited.is_due or (self._is_limited and begins):
+            limited.expect_tokens((end if at_once else _end_of_stretch(end - 1)) - position)
             self.share()
-            losses.is_due = fits
+            limited.is_due = fits
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many of the wanted drafts may follow the token at `position`, so that none of
@@ -208,10 +202,14 @@ class HeadwiseBudgets:
         """
         if self.longest_whole > position:  # The plan changes behind it.
             wanted = min(wanted, self.longest_whole - position - 1)
-        if self._losses is None or self.plan.holds_all:
+        if self._limited is None or self.plan.holds_all:
             return wanted
         end = self.plan.whole_texts.longest
-        return wanted if position >= end else min(wanted, end - position - 1)
+        if position >= end:
+            if not self._limited.is_due and not self._is_limited:
+                return wanted
+            end = _end_of_stretch(position)
+        return min(wanted, end - position - 1)
 
     def keep_everything(self) -> None:
         """Drop nothing from now on, not even entries outside a window, for callers that examine
@@ -292,7 +290,7 @@ class HeadwiseBudgets:
         if not is_observed(n_tokens, self._config.n_ubatch):
             return False
         self._online.observe(n_tokens, budgets_change=self._budgets_change)
-        return self._budgets_change and self._losses is None
+        return self._budgets_change and self._limited is None
 
     def loss_curve(self) -> LossCurve | None:
         """Return what the text loses with fewer pages, if that was measured."""
@@ -331,6 +329,11 @@ class HeadwiseBudgets:
     def _plan_of(self, pages: int, page_bytes: int) -> HeadwisePlan:
         budget = Budget("bytes", max(1, pages * page_bytes))
         return self._config.headwise_plan(budget, self._layers)
+
+
+def _end_of_stretch(position: int) -> int:
+    """Return the first position behind the stretch of LEAST_TOKENS that a position is in."""
+    return (position // LEAST_TOKENS + 1) * LEAST_TOKENS
 
 
 def _all_of(plan: HeadwisePlan, longest: int, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:

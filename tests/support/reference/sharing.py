@@ -49,8 +49,12 @@ def convex_hull_at(knots: Sequence[float], losses: Sequence[float], at: float) -
     return float(best)
 
 
-def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats:
+def curve_shares(
+    knots: Sequence[float], losses: Floats, total: float, limits: Sequence[float] = ()
+) -> Floats:
     """Return the entries of every head that minimise the sum of hulls, for losses [head][knot].
+
+    No head gets more than its limit, if there are `limits`.
 
     The search is by the price of an entry: at a price, the optimal number of entries of every head
     is a range; at the price whose summed range contains `total`, all heads take the same fraction
@@ -58,7 +62,8 @@ def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats
     """
     hulls = np.array([[convex_hull_at(knots, head, k) for k in knots] for head in losses])
     slopes = (hulls[:, :-1] - hulls[:, 1:]) / np.diff(knots)
-    steps = np.broadcast_to(np.diff(knots), slopes.shape)
+    ends = np.minimum(knots, np.array(limits)[:, None] if len(limits) else np.inf)
+    steps = np.broadcast_to(np.diff(ends, axis=-1), slopes.shape)
     tolerance = 1e-9 * max(1.0, float(slopes.max(initial=0.0)))
     for price in sorted(set(slopes.ravel().tolist()), reverse=True):
         least = np.where(slopes > price + tolerance, steps, 0.0).sum(axis=1)
@@ -66,7 +71,7 @@ def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats
         if most.sum() >= total:
             part = (total - least.sum()) / max(most.sum() - least.sum(), 1e-300)
             return np.asarray(least + np.clip(part, 0.0, 1.0) * (most - least))
-    return np.full(len(losses), float(knots[-1]))
+    return np.asarray(steps.sum(axis=1))
 
 
 def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | None) -> Floats:

@@ -1,0 +1,120 @@
+"""Limit budgets to what KV heads can hold: AttainableBudgets, and CurveBudgets, which follow a
+profile.
+
+What is dropped never returns. So a KV head that is to get more than it holds can only fill its
+share with tokens that come. Shares are therefore attainable: no KV head gets more than it holds
+with the tokens until the next share, and the others keep the rest meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from entropykv import _core
+from entropykv.policy.plan import HeadwisePlan, shares_by_curves
+from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
+from entropykv.profile.curves import LossCurves
+
+_MOST_ENTRIES = 2**31 - 1
+
+
+class AttainableBudgets(OnlineBudgets):
+    """Know how many entries every KV head can hold before the budget is shared again."""
+
+    attainable = True
+    """True if no KV head is to get more than that."""
+
+    def __init__(self, store: StoreReadings, layers: Sequence[_core.LayerShape]) -> None:
+        """Count what the KV heads of a store hold."""
+        self._store = store
+        self._heads = [(i, h) for i, shape in enumerate(layers) for h in range(shape.n_head_kv)]
+        self._n_heads = len(self._heads)
+        self.most: list[int] = []
+        """The most entries that every KV head can hold before the next share; empty before the
+        first one.
+        """
+        self.is_due = True
+        """True if the budget must be shared before more tokens than the bytes hold are read."""
+
+    def expect_tokens(self, n_tokens: int) -> None:
+        """Give no KV head more than it holds with n_tokens more, until this is called again."""
+        self.most = [held + n_tokens for held in self._held()]
+
+    def holds(self, n_tokens: int) -> bool:
+        """Tell whether no KV head can hold more than n_tokens before the next share."""
+        return max(self.most, default=0) <= n_tokens
+
+    def forget(self) -> None:
+        """Forget what heads can hold, because another text begins."""
+        self.most, self.is_due = [], True
+
+    def _held(self) -> list[int]:
+        return [self._store.count(layer, head) for layer, head in self._heads]
+
+    def _most_to_save(self) -> list[int]:
+        """Return the most entries of every head; they are negative, and what is held, if the budget
+        must be shared before the next tokens.
+        """
+        return [-held for held in self._held()] if self.is_due else self.most
+
+    def _are_possible(self, most: Floats) -> bool:
+        """Tell whether numbers can be those of _most_to_save(); none are possible, too."""
+        are_counts = np.all(np.abs(most) <= _MOST_ENTRIES) and np.all(most % 1.0 == 0.0)
+        one_sign = np.all(most >= 0.0) or np.all(most <= 0.0)
+        return bool(most.size in (0, self._n_heads) and are_counts and one_sign)
+
+    def _load_most(self, most: Floats) -> None:
+        self.most = [abs(int(n)) for n in most]
+        self.is_due = bool(np.all(most <= 0.0))
+
+
+class CurveBudgets(AttainableBudgets):
+    """Share for the smallest loss by the curves of a profile.
+
+    The curves are those of a text that fills the context. Of a shorter one, some KV heads cannot
+    hold as much as they would get.
+    """
+
+    tracks_entropies = False
+
+    def __init__(
+        self, store: StoreReadings, layers: Sequence[_core.LayerShape], curves: LossCurves
+    ) -> None:
+        """Follow the curves of a profile; see online_budgets()."""
+        super().__init__(store, layers)
+        self._curves = curves
+
+    def holds(self, n_tokens: int) -> bool:
+        """Tell whether some KV head can hold something, and none more than n_tokens.
+
+        An empty store has the budgets of the plan, so that they are what `entropykv plan` shows.
+        """
+        return 0 < max(self.most, default=0) <= n_tokens
+
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
+        """Record nothing: the curves are known."""
+
+    def budgets(self, plan: HeadwisePlan) -> list[int]:
+        """Return shares for the smallest loss, within the limits of the plan."""
+        return shares_by_curves(
+            self._curves,
+            plan.mean_entries,
+            plan.longest,
+            plan.floor_entries,
+            plan.entries_per_page,
+            plan.limits,
+        )
+
+    def state(self) -> Floats:
+        """Return the most entries of every head: see AttainableBudgets."""
+        return np.array(self._most_to_save(), np.float64)
+
+    def problem(self, state: Floats) -> str | None:
+        """Return why numbers of entries are invalid; None if they are valid."""
+        return None if self._are_possible(state) else "numbers of entries that cannot be"
+
+    def load(self, state: Floats) -> None:
+        """Load numbers of entries."""
+        self._load_most(state)
