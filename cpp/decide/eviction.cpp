@@ -42,14 +42,22 @@ int entries_to_keep(int budget, int n_new, const Protection& protection) {
 int select_survivors(const float* scores, const std::int32_t* positions, int n, int keep,
                      const Protection& protection, std::int32_t newest, std::uint8_t* kept,
                      float* scratch) {
-    // Loops have no branches that depend on scores: no machine could foresee them.
-    int n_candidates = 0;
+    // Loops have no branches that depend on scores or positions: no machine could foresee them. The
+    // bounds are copied, since the compiler must expect that writing marks changes what it refers
+    // to.
+    const std::int32_t oldest = protection.oldest;
+    const std::int32_t first = protection.first_open();
+    const std::int32_t last = protection.last_open(newest);
     int n_kept = 0;
     for (int i = 0; i < n; ++i) {
-        const bool covered = protection.covers(positions[i], newest);
-        const bool open = protection.leaves_open(positions[i], newest);
+        const bool closed = (positions[i] < first) | (positions[i] > last);
+        const bool covered = closed & (positions[i] >= oldest);
         kept[i] = covered ? 1 : 0;
         n_kept += covered ? 1 : 0;
+    }
+    int n_candidates = 0;
+    for (int i = 0; i < n; ++i) {
+        const bool open = (positions[i] >= first) & (positions[i] <= last);
         scratch[n_candidates] = scores[i];
         n_candidates += open ? 1 : 0;
     }
@@ -58,14 +66,15 @@ int select_survivors(const float* scores, const std::int32_t* positions, int n, 
     const float threshold = highest(scratch, n_candidates, wanted);
     int n_above = 0;
     for (int i = 0; i < n; ++i) {
-        const bool above = protection.leaves_open(positions[i], newest) && scores[i] > threshold;
+        const bool open = (positions[i] >= first) & (positions[i] <= last);
+        const bool above = open & (scores[i] > threshold);
         kept[i] = static_cast<std::uint8_t>(kept[i] | (above ? 1 : 0));
         n_above += above ? 1 : 0;
     }
     n_kept += n_above;
     wanted -= n_above;
     for (int i = 0; i < n && wanted > 0; ++i) {
-        if (!protection.leaves_open(positions[i], newest) || scores[i] != threshold) continue;
+        if (scores[i] != threshold || !protection.leaves_open(positions[i], newest)) continue;
         kept[i] = 1;
         ++n_kept;
         --wanted;

@@ -9,16 +9,23 @@ namespace entropykv {
 // Says which entries are protected: the first positions (sinks) and the newest ones. Entries that
 // have left the sliding window of their layer are evicted before any others.
 struct Protection {
-    int n_sinks;
-    int recent_window;
+    int n_sinks = 0;
+    int recent_window = 0;
     std::int32_t oldest = 0;  // oldest position that later queries see
 
     bool has_left(std::int32_t position) const { return position < oldest; }
-    bool covers(std::int32_t position, std::int32_t newest) const {
-        return !has_left(position) && (position < n_sinks || position > newest - recent_window);
-    }
+    // Entries at positions between these, with both, are neither protected nor have they left.
+    std::int32_t first_open() const { return n_sinks > oldest ? n_sinks : oldest; }
+    std::int32_t last_open(std::int32_t newest) const { return newest - recent_window; }
     bool leaves_open(std::int32_t position, std::int32_t newest) const {
-        return !has_left(position) && !covers(position, newest);
+        return position >= first_open() && position <= last_open(newest);
+    }
+    bool covers(std::int32_t position, std::int32_t newest) const {
+        return !has_left(position) && !leaves_open(position, newest);
+    }
+    bool operator==(const Protection& other) const {
+        return n_sinks == other.n_sinks && recent_window == other.recent_window &&
+               oldest == other.oldest;
     }
     // Returns the protection inside a budget of a head's own: its sinks, with a recent window so
     // that both take half of the budget.

@@ -56,8 +56,8 @@ private:
         return value;
     }
     static std::uint32_t rounded(float given) {
-        if (!(given > 0.0f)) return 0;
-        return std::min((bits_of(given) + (kShareMask >> 1) + 1) & ~kShareMask, kLargest);
+        const std::uint32_t bits = (bits_of(given) + (kShareMask >> 1) + 1) & ~kShareMask;
+        return given > 0.0f ? std::min(bits, kLargest) : 0;
     }
     static std::uint32_t code_of(float share) {
         if (!(share > float_of(kLeastShare))) return 0;

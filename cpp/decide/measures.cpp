@@ -7,10 +7,11 @@
 namespace entropykv {
 namespace {
 
-// Returns a score that is higher for newer positions and never 0. It depends on the age, since
+// Computes scores that are higher for newer positions and never 0. They depend on the age, since
 // floats could not tell large positions apart.
-float newness(std::int32_t position, std::int32_t newest) {
-    return 1.0f / (1.0f + static_cast<float>(newest - position));
+void newness(const std::int32_t* positions, int n, std::int32_t newest, float* scores) {
+    for (int i = 0; i < n; ++i)
+        scores[i] = 1.0f / (1.0f + static_cast<float>(newest - positions[i]));
 }
 
 float attention_limit(const DetectionQuery& asked) { return asked.rows * asked.even_share; }
@@ -26,7 +27,7 @@ constexpr float kThresholdOfProducts = 0.5f;  // the threshold of the freeze doc
 
 // Defines a measure that depends on positions only, so that all heads keep the same ones.
 constexpr Measure positional(ScoreKind kind, const char* name, const char* summary,
-                             float (*score)(std::int32_t, std::int32_t)) {
+                             decltype(Measure::by_position) score) {
     return {kind,  name,    summary, Evidence::position, kNone, false, false,
             score, nullptr, false,   kEvenShare};
 }

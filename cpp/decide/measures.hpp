@@ -38,9 +38,9 @@ struct Measure {
     bool squared;
     // True if the queries of an echo are the only ones that count, if there is an echo.
     bool of_echoes;
-    // Computes the score from the position, higher for newer ones; null: scores come from what was
-    // observed.
-    float (*by_position)(std::int32_t position, std::int32_t newest);
+    // Computes the scores of n entries from their positions, higher for newer ones; null: scores
+    // come from what was observed.
+    void (*by_position)(const std::int32_t* positions, int n, std::int32_t newest, float* scores);
     // Returns what must be observed of an entry so that the schedule does not detect it; null: it
     // detects nothing.
     float (*detection_limit)(const DetectionQuery&);

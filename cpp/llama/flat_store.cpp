@@ -46,7 +46,7 @@ FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int 
     const std::int32_t newest = positions.back();
     const std::size_t n = positions.size();
     std::vector<float> scores(n);
-    for (std::size_t i = 0; i < n; ++i) scores[i] = score_of(positions[i], newest);
+    score_of(positions.data(), static_cast<int>(n), newest, scores.data());
     std::vector<std::uint8_t> kept(n);
     std::vector<float> scratch(n);
     select_survivors(scores.data(), positions.data(), static_cast<int>(n), keep, protection, newest,

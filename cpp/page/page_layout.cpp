@@ -132,12 +132,6 @@ void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, s
     copy_value(layout, from, from_slot, to, to_slot);
 }
 
-void copy_metadata(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                   int to_slot) {
-    layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
-    layout.importance(to)[to_slot] = layout.importance(from)[from_slot];
-}
-
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
     copy_rows(layout, from, from_slot, to, to_slot);

@@ -86,8 +86,9 @@ struct PageLayout {
     }
     // Return the number of an entry's row, and the squared norm of its value, of a layout whose K
     // and V lie elsewhere.
-    std::int32_t& row(std::byte* page, int slot) const {
-        return *reinterpret_cast<std::int32_t*>(page + k_at(slot));
+    std::int32_t& row(std::byte* page, int slot) const { return rows(page)[slot]; }
+    std::int32_t* rows(std::byte* page) const {
+        return reinterpret_cast<std::int32_t*>(page + k_offset);
     }
     float& value_square(std::byte* page, int slot) const { return value_squares(page)[slot]; }
     float* value_squares(std::byte* page) const {
@@ -126,9 +127,19 @@ void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, s
 // Copies V of an entry, and the scales of both rows.
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
+// Copies both for an entry whose K and V lie elsewhere.
+inline void copy_reference(const PageLayout& layout, const std::byte* from, int from_slot,
+                           std::byte* to, int to_slot) {
+    std::byte* source = const_cast<std::byte*>(from);  // is only read
+    layout.row(to, to_slot) = layout.row(source, from_slot);
+    layout.value_square(to, to_slot) = layout.value_square(source, from_slot);
+}
 // Copies the position and the importance of an entry.
-void copy_metadata(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                   int to_slot);
+inline void copy_metadata(const PageLayout& layout, const std::byte* from, int from_slot,
+                          std::byte* to, int to_slot) {
+    layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
+    layout.importance(to)[to_slot] = layout.importance(from)[from_slot];
+}
 
 // Lists entries of a group that replace others: from[i] goes to to[i].
 struct LaneMoves {

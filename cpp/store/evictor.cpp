@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <utility>
 
 #include "platform/scratch.hpp"
 
@@ -19,9 +20,38 @@ void make_finite(float* scores, int n) {
             scores[i] > 0.0f ? std::min(scores[i], std::numeric_limits<float>::max()) : 0.0f;
 }
 
+// Says how what queries gave changes importance: by which factor it has fallen before, by how much
+// it counts, and up to which position.
+struct GivenByQueries {
+    float factor;
+    float weight;
+    std::int32_t limit;
+};
+
+// Adds what queries gave to n entries. The kinds of importance have loops of their own, without
+// branches.
+template <bool largest, bool packed>
+void add_given(const GivenByQueries& asked, const float* observed, const std::int32_t* positions,
+               int n, float* importance) {
+    const GivenByQueries by = asked;  // it may not lie among what the loop writes
+    for (int i = 0; i < n; ++i) {
+        const float so_far = packed ? PackedImportance(importance[i]).given() : importance[i];
+        const float kept = so_far * by.factor;
+        const float seen = observed[i];
+        const float given = positions[i] <= by.limit ? seen : 0.0f;
+        const float next = largest ? std::max(kept, given) : kept + by.weight * given;
+        // Queries that are not numbers, or are too large for floats, must not change the
+        // importance.
+        const float sum = next <= std::numeric_limits<float>::max() ? next : kept;
+        importance[i] = packed ? PackedImportance(importance[i]).with_given(sum).packed() : sum;
+    }
+}
+
 }  // namespace
 
 void Evictor::size(std::size_t n, std::size_t page_entries) {
+    n_scored_ = 0;
+    selected_ = {};
     fit(positions_, n);
     fit(scores_, n);
     fit(scratch_, n);
@@ -43,23 +73,15 @@ void Evictor::add_observed(Head& head, const StagedEntries& staged,
     const int interval = common_.scoring_interval();
     const float factor = decay_factor(common_.importance().decay, single ? interval : staged.count);
     if (head.dropped) head.dropped->decay(factor);
-    const bool largest = common_.measure().by_largest();
+    const GivenByQueries given{factor, single ? static_cast<float>(interval) : 1.0f,
+                               single ? staged.newest - common_.neighbourhood() : staged.newest};
     const bool packed = common_.predicts();
-    const float weight = single ? static_cast<float>(interval) : 1.0f;
-    const std::int32_t limit = single ? staged.newest - common_.neighbourhood() : staged.newest;
+    const auto add = common_.measure().by_largest()
+                         ? (packed ? &add_given<true, true> : &add_given<true, false>)
+                         : (packed ? &add_given<false, true> : &add_given<false, false>);
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
-        const std::int32_t* positions = head.layout().positions(page);
-        float* importance = head.importance_of(page, first);
-        for (int i = 0; i < n; ++i) {
-            const float so_far = packed ? PackedImportance(importance[i]).given() : importance[i];
-            const float kept = so_far * factor;
-            const float given = positions[i] <= limit ? observed[first + i] : 0.0f;
-            const float next = largest ? std::max(kept, given) : kept + weight * given;
-            // Queries that are not numbers, or are too large for floats, must not change the
-            // importance.
-            const float sum = next <= std::numeric_limits<float>::max() ? next : kept;
-            importance[i] = packed ? PackedImportance(importance[i]).with_given(sum).packed() : sum;
-        }
+        add(given, observed + first, head.layout().positions(page), n,
+            head.importance_of(page, first));
     });
 }
 
@@ -73,29 +95,31 @@ void Evictor::raise_predicted_shares(Head& head, const StagedEntries& staged,
     });
 }
 
-// Collects positions and importance of all entries.
-void Evictor::gather(const Head& head, const StagedEntries& staged) noexcept {
-    newest_ = 0;
+// Collects positions and importance of all entries. Returns whether the entries that were scored
+// last are at the same positions.
+bool Evictor::gather(const Head& head, const StagedEntries& staged) noexcept {
     const ImportanceSettings& settings = common_.importance();
-    // The setting is read once, because the loop runs for every entry at every token.
+    const bool by_position = common_.measure().by_position != nullptr;
     const bool predicts = settings.predicts();
+    const int n_before = std::exchange(n_scored_, head.count() + staged.count);
+    bool same = n_before == n_scored_;
+    std::int32_t newest = 0;  // a member would be written for every entry
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         const float* importance = head.importance_of(page, first);
-        for (int i = 0; i < n; ++i) {
-            newest_ = std::max(newest_, positions[i]);
-            positions_[index(first + i)] = positions[i];
-            scores_[index(first + i)] = predicts ? settings.score_of(importance[i]) : importance[i];
+        float* scores = scores_.data() + first;
+        for (int i = 0; i < n; ++i) newest = std::max(newest, positions[i]);
+        same = same && std::equal(positions, positions + n, positions_.data() + first);
+        std::copy_n(positions, n, positions_.data() + first);
+        if (by_position) return;
+        if (!predicts) {
+            std::copy_n(importance, n, scores);
+            return;
         }
+        for (int i = 0; i < n; ++i) scores[i] = settings.score_of(importance[i]);
     });
-}
-
-// Computes scores from positions, or leaves the importance that scores_ holds already.
-void Evictor::score_separately(int n) noexcept {
-    const ImportanceSettings& settings = common_.importance();
-    if (const auto by_position = settings.measure().by_position) {
-        for (int i = 0; i < n; ++i) scores_[index(i)] = by_position(positions_[index(i)], newest_);
-    }
+    newest_ = newest;
+    return same;
 }
 
 // Multiplies scores by the norms of V, squared if the scores are squares.
@@ -116,12 +140,15 @@ void Evictor::weigh_by_values(const Head& head, const StagedEntries& staged) noe
 
 // Scores all entries. Afterwards newest_ is the newest position.
 void Evictor::score(const Head& head, const StagedEntries& staged) noexcept {
-    const ImportanceSettings& settings = common_.importance();
-    const int total = head.count() + staged.count;
-    gather(head, staged);
-    score_separately(total);
-    if (settings.by_values) weigh_by_values(head, staged);
-    make_finite(scores_.data(), total);
+    const bool same = gather(head, staged);
+    const auto by_position = common_.measure().by_position;
+    const bool by_values = common_.importance().by_values;
+    // Heads at the same positions have the same scores then, and one selection serves all of them.
+    if (same && by_position != nullptr && !by_values) return;
+    selected_ = {};
+    if (by_position != nullptr) by_position(positions_.data(), n_scored_, newest_, scores_.data());
+    if (by_values) weigh_by_values(head, staged);
+    make_finite(scores_.data(), n_scored_);
 }
 
 // Measures what the head would lose if it kept only so many of the scored entries beyond the
@@ -148,8 +175,13 @@ void Evictor::measure_losses(Head& head, int total, std::int32_t newest,
 // Marks in mask_ the `keep` entries that stay and the protected ones; returns how many are marked.
 int Evictor::select(int total, int keep, const Protection& protection,
                     std::int32_t newest) noexcept {
-    return select_survivors(scores_.data(), positions_.data(), total, keep, protection, newest,
-                            mask_.data(), scratch_.data());
+    const Protection& last = selected_.protection;
+    const bool known = selected_.total == total && selected_.keep == keep &&
+                       selected_.newest == newest && last == protection;
+    if (known) return selected_.n_kept;
+    selected_ = {total, keep, protection, newest, 0};
+    return selected_.n_kept = select_survivors(scores_.data(), positions_.data(), total, keep,
+                                               protection, newest, mask_.data(), scratch_.data());
 }
 
 void Evictor::evict_to_budget(Head& head) noexcept {
@@ -166,7 +198,7 @@ void Evictor::keep_highest_scored(Head& head, const StagedEntries& staged, int k
     // recent entries, too.
     if (n_kept > head.budget()) n_kept = select(total, keep, {0, 0, protection.oldest}, newest);
     if (head.frozen) {
-        freezer_.freeze_unmarked(head, staged, newest, mask_.data());
+        freezer_.freeze_unmarked(head, staged, newest, mask());
     } else {
         count_dropped(head, total, n_kept, protection);
     }
@@ -229,19 +261,19 @@ bool Evictor::drop_outside_window(Head& head, const StagedEntries& staged) noexc
 bool Evictor::drop_before(Head& head, const StagedEntries& staged, std::int32_t oldest) noexcept {
     int n_kept = 0;
     std::int32_t left = -1;
-    std::uint8_t* mask = mask_.data();
+    std::uint8_t* marks = mask();
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         for (int i = 0; i < n; ++i) {
             const bool stays = positions[i] >= oldest;
-            mask[first + i] = stays ? 1 : 0;
+            marks[first + i] = stays ? 1 : 0;
             n_kept += stays ? 1 : 0;
             if (!stays) left = std::max(left, positions[i]);
         }
     });
     if (n_kept > head.budget()) return false;
     if (left >= 0) common_.note_left_window(head.shape(), left);
-    head.keep(mask, staged, *common_.kernels);
+    head.keep(marks, staged, *common_.kernels);
     return true;
 }
 

@@ -37,13 +37,15 @@ public:
     void evict_to_budget(Head& head) noexcept;
 
     // Returns room for one mark for every entry of a head.
-    std::uint8_t* mask() { return mask_.data(); }
+    std::uint8_t* mask() {
+        selected_ = {};
+        return mask_.data();
+    }
 
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     void score(const Head& head, const StagedEntries& staged) noexcept;
-    void gather(const Head& head, const StagedEntries& staged) noexcept;
-    void score_separately(int n) noexcept;
+    bool gather(const Head& head, const StagedEntries& staged) noexcept;
     void weigh_by_values(const Head& head, const StagedEntries& staged) noexcept;
     void measure_losses(Head& head, int total, std::int32_t newest, float output_squares) noexcept;
 
@@ -54,9 +56,20 @@ private:
     bool drop_outside_window(Head& head, const StagedEntries& staged) noexcept;
     bool drop_before(Head& head, const StagedEntries& staged, std::int32_t oldest) noexcept;
 
+    // Says what was selected among the scored entries.
+    struct Selection {
+        int total = -1;
+        int keep = 0;
+        Protection protection{};
+        std::int32_t newest = 0;
+        int n_kept = 0;
+    };
+
     StoreCommon& common_;
     Freezer freezer_;
     std::int32_t newest_ = 0;  // the newest position of the scored entries
+    int n_scored_ = 0;         // how many entries positions_ and scores_ are of
+    Selection selected_{};     // what mask_ marks; its total is negative if that is something else
     std::vector<std::int32_t> positions_{};
     std::vector<float> scores_{};
     std::vector<float> scratch_{};

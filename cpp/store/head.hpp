@@ -135,8 +135,9 @@ public:
     EntryCopies(const EntryCopies&) = delete;
     EntryCopies& operator=(const EntryCopies&) = delete;
 
-    // V is copied at once, K at the next flush().
+    // V is copied at once, K at the next flush(); what only refers to them, at once.
     void add(const std::byte* from, int from_slot, std::byte* to, int to_slot) noexcept {
+        if (layout_->elsewhere) return copy_reference(*layout_, from, from_slot, to, to_slot);
         copy_value(*layout_, from, from_slot, to, to_slot);
         const unsigned from_group = static_cast<unsigned>(from_slot) / kGroupEntries;
         const unsigned to_group = static_cast<unsigned>(to_slot) / kGroupEntries;
