@@ -95,8 +95,14 @@ void DeviceHead::stage(int n_tokens, std::int32_t position) {
     unstage();
     if (count + n_tokens > rows())
         throw std::logic_error("a KV head has no free rows on the device");
-    for (; staged < n_tokens; ++staged)
-        set_position(count + staged, static_cast<float>(position + staged));
+    // Those rows are free, so all of them change.
+    const auto n_changed = static_cast<std::ptrdiff_t>(changed.size());
+    changed.resize(changed.size() + static_cast<std::size_t>(n_tokens));
+    std::iota(changed.begin() + n_changed, changed.end(), count);
+    float* of_tokens = positions.data() + count;
+    for (int token = 0; token < n_tokens; ++token)
+        of_tokens[token] = static_cast<float>(position + token);
+    staged = n_tokens;
 }
 
 void DeviceHead::unstage() {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -579,21 +580,25 @@ void DeviceStore::stage(int layer, int h, bool found) {
     // Findings about earlier tokens come before theirs.
     const int first = std::max(0, of.device->n_found() - step_.n_tokens);
     const PageLayout& layout = ledger_.layout(layer);
-    for (int token = 0; token < step_.n_tokens; ++token) {
-        // Every token of a run with drafts is staged in a page of its own.
-        const bool alone = step_.n_drafts > 0;
-        std::byte* page = ledger_.staging(layer, h)[alone ? token : layout.page_of(token)];
-        const int slot = alone ? 0 : layout.slot_of(token);
-        layout.row(page, slot) = head(layer, h).count + token;
-        layout.value_square(page, slot) =
-            value_squares == nullptr ? 0.0f : value_squares[first + token];
-        layout.positions(page)[slot] = step_.position + token;
-        layout.importance(page)[slot] =
-            predicts
-                ? PackedImportance(0.0f, found ? of.device->predicted(of.number, h, first + token)
-                                               : kLeastPrediction)
-                      .packed()
-                : 0.0f;
+    std::byte* const* page = ledger_.staging(layer, h);
+    const int count = head(layer, h).count;
+    // Every token of a run with drafts is staged in a page of its own.
+    const int per_page = step_.n_drafts > 0 ? 1 : layout.entries;
+    for (int token = 0; token < step_.n_tokens; token += per_page, ++page) {
+        const int n = std::min(per_page, step_.n_tokens - token);
+        std::iota(layout.rows(*page), layout.rows(*page) + n, count + token);
+        std::iota(layout.positions(*page), layout.positions(*page) + n, step_.position + token);
+        if (value_squares != nullptr)
+            std::copy_n(value_squares + first + token, n, layout.value_squares(*page));
+        else
+            std::fill_n(layout.value_squares(*page), n, 0.0f);
+        float* importance = layout.importance(*page);
+        std::fill_n(importance, n, 0.0f);
+        for (int i = 0; i < n && predicts; ++i)
+            importance[i] =
+                PackedImportance(0.0f, found ? of.device->predicted(of.number, h, first + token + i)
+                                             : kLeastPrediction)
+                    .packed();
     }
 }
 
@@ -609,15 +614,13 @@ void DeviceStore::take_order_of_ledger(int layer, int h) {
     Head& entries = ledger_.components().head(layer, h);
     const PageLayout& layout = entries.layout();
     // No two entries of a head have one position, so those whose positions are known stay.
-    const auto is_known = [&](int entry, std::int32_t position) {
-        return of.positions[index(entry)] == static_cast<float>(position);
-    };
     entries.for_each_page({}, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layout.positions(page);
-        bool all_known = true;
-        for (int i = 0; i < n; ++i) all_known &= is_known(first + i, positions[i]);
-        for (int i = 0; i < n && !all_known; ++i) {
-            if (is_known(first + i, positions[i])) continue;
+        const float* known = of.positions.data() + first;
+        int n_known = 0;
+        for (int i = 0; i < n; ++i) n_known += known[i] == static_cast<float>(positions[i]) ? 1 : 0;
+        for (int i = 0; i < n && n_known < n; ++i) {
+            if (known[i] == static_cast<float>(positions[i])) continue;
             const int row = std::exchange(layout.row(page, i), first + i);
             if (row != first + i) of.move(row, first + i);
             of.set_position(first + i, static_cast<float>(positions[i]));
