@@ -117,12 +117,6 @@ void register_headwise_state(py::class_<HeadwiseStore>& store) {
             py::arg("file"), py::arg("counts"), py::arg("states"))
         .def("check_files", [](HeadwiseStore& self) { self.store.check_files(); })
         .def(
-            "set_evicted",
-            [](HeadwiseStore& self, std::size_t evicted) {
-                self.store.components().common.evicted = evicted;
-            },
-            py::arg("evicted"))
-        .def(
             "load_head",
             [](HeadwiseStore& self, int layer, int head, int count, const py::buffer& state) {
                 self.check_head(layer, head);

@@ -97,7 +97,9 @@ std::unique_ptr<HeadwiseStore> make_store(
 
 void register_figures(py::class_<HeadwiseStore>& store) {
     store.def_property_readonly("entries", [](const HeadwiseStore& s) { return s.store.entries(); })
-        .def_property_readonly("evicted", [](const HeadwiseStore& s) { return s.store.evicted(); })
+        .def_property(
+            "evicted", [](const HeadwiseStore& s) { return s.store.evicted(); },
+            [](HeadwiseStore& s, std::size_t n) { s.store.components().common.evicted = n; })
         .def_property_readonly("windows_whole_from",
                                [](const HeadwiseStore& s) { return s.store.windows_whole_from(); })
         .def_property_readonly("eviction_seconds",

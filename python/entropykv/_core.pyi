@@ -782,9 +782,6 @@ class HeadwiseStore:
         Changes nothing if it raises MemoryError or ColdStorageError.
         """
 
-    def set_evicted(self, evicted: int) -> None:
-        """Set how many entries have been evicted so far."""
-
     def load_head(
         self, layer: int, kv_head: int, count: int, state: bytearray | memoryview
     ) -> None:
@@ -848,8 +845,7 @@ class HeadwiseStore:
     def count(self, layer: int, kv_head: int) -> int: ...
     @property
     def entries(self) -> int: ...
-    @property
-    def evicted(self) -> int: ...
+    evicted: int
     @property
     def eviction_seconds(self) -> float: ...
     @property

@@ -135,7 +135,7 @@ class Layers:
         self.apply_budgets()
         budgets = [self.store.budget(*key) for key in HEADS]
         self.store.begin_load(counts, states, budgets)
-        self.store.set_evicted(evicted)
+        self.store.evicted = evicted
         for (layer, head), count, state in zip(HEADS, counts, states, strict=True):
             self.store.load_head(layer, head, count, state)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,19 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.errors import BudgetError
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.positions import RopeRange
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.device_context import DeviceContext
 from entropykv.store.headwise_probe import check_config, unsupported
-from entropykv.store.protocol import Pooled, Reach, Store, StoreFacts, TokensToRead
+from entropykv.store.kv_heads import KvHeadStore
+from entropykv.store.protocol import Reach, TokensToRead
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import check_features, ranking_predictor
 from entropykv.store.states import DamagedState, SavedState, StoreState
-from entropykv.store.store_context import core_counters
 
 
-class DeviceStore(Store, Pooled):
+class DeviceStore(KvHeadStore):
     """Keep the entries of one sequence per (layer, KV head), on the device of the layer.
 
     Every KV head has rows for its budget and for one micro-batch. They are allocated when the store
@@ -36,7 +34,7 @@ class DeviceStore(Store, Pooled):
     name = "device"
     copies_checkpoints = True
     context: DeviceContext
-    shift = 0
+    _store: _core.DeviceStore
 
     def __init__(
         self,
@@ -53,25 +51,18 @@ class DeviceStore(Store, Pooled):
         self._model, self._config = model, config
         options = config.options
         self.context, self.layers = context, context.layers
-        self._rebases = 0
-        hook = context.hook
+        hook = self._hook = context.hook
         check_config(config, model, self.layers, hook.rope_obstacle)
         self._plan = self.plan_of(options.budget if budget is None else budget)
         self._store = self._make_rows()
-        self._ropes = [node.rope for node in hook.nodes]
         if context.rope_obstacle is None:
-            context.rope_obstacle = hook.rope_obstacle or self._store.rotation_problem(self._ropes)
+            ropes = [node.rope for node in hook.nodes]
+            context.rope_obstacle = hook.rope_obstacle or self._store.rotation_problem(ropes)
         if options.in_pool:
             self._store.release()
         context.add(self)
         self.rollback = RollbackRange(model, self._store, None)
-        self.facts = StoreFacts(
-            n_kv_heads=sum(shape.n_head_kv for shape in self.layers),
-            bytes_full_per_token=sum(2 * s.n_head_kv * s.entry_values for s in self.layers),
-            rope=RopeRange(hook.rope_limit or model.geometry.n_ctx_train, options.n_sinks),
-            rope_obstacle=context.rope_obstacle,
-            file_format="headwise",
-        )
+        self.facts = self._facts(model, context.rope_obstacle, file_format="headwise")
 
     def _make_rows(self) -> _core.DeviceStore:
         config, plan = self._config, self._plan
@@ -129,16 +120,16 @@ class DeviceStore(Store, Pooled):
 
     def before(self, reading: TokensToRead) -> None:
         """Choose the rows of the micro-batch."""
-        n_tokens, position, rope = reading.n_tokens, reading.position, self.facts.rope
-        shift = rope.shift_for(self.shift, position, n_tokens)
-        if shift != self.shift:
-            self._store.rebase(self._ropes, rope.n_sinks, self.shift, shift)
-            self.shift = shift
-            self._rebases += 1
-        rope_position = rope.seen(position, shift)
+        rope_position = self._seen_position(reading.position, reading.n_tokens)
         sees_all = reading.embedded is not None and reading.embedded.sees_all
-        n_drafts = reading.n_drafts
-        self.context.batch.add(self._store, n_tokens, position, rope_position, n_drafts, sees_all)
+        self.context.batch.add(
+            self._store,
+            reading.n_tokens,
+            reading.position,
+            rope_position,
+            reading.n_drafts,
+            sees_all,
+        )
 
     @property
     def drafts(self) -> DeviceStore | None:
@@ -188,37 +179,6 @@ class DeviceStore(Store, Pooled):
             recent_window=plan.protection.recent_window,
         )
 
-    def truncate(self, position: int) -> None:
-        """Drop entries from a position on.
-
-        Raises ContextError if layers with windows have dropped entries that later tokens would see.
-        """
-        self.rollback.check(position)
-        self._store.truncate(position)
-        self.rollback.note_truncated(position)
-        if position == 0:
-            self.shift = 0
-
-    def can_return_to(self, position: int) -> bool:
-        """Tell whether windows hold everything that they held at that time."""
-        return self.rollback.leads_to(position)
-
-    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Return the positions that a KV head keeps, ascending."""
-        return self._store.positions(layer, kv_head)
-
-    def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:
-        """Return the importance of the entries of entries(); None if queries do not add to it."""
-        if not self._config.policy.importance.adds_up:
-            return None
-        return self._store.importance(layer, kv_head)
-
-    def _heads(self) -> Iterator[tuple[int, int]]:
-        """Yield layer and KV head of every KV head."""
-        for layer, shape in enumerate(self.layers):
-            for kv_head in range(shape.n_head_kv):
-                yield layer, kv_head
-
     def budgets(self) -> list[tuple[int, ...]]:
         """Return the budgets in entries, as [layer][KV head]."""
         return list(self._plan.budgets)
@@ -261,11 +221,6 @@ class DeviceStore(Store, Pooled):
 
     # --- in a pool --------------------------------------------------------------------------------
 
-    @property
-    def pooled(self) -> DeviceStore:
-        """Return the store itself."""
-        return self
-
     def take_place(self, sequence: int) -> None:
         """Take a place with rows for its part, beside those of others; `sequence` is llama.cpp's
         number of the sequence.
@@ -283,15 +238,6 @@ class DeviceStore(Store, Pooled):
         self.truncate(0)
         self._store.release()
 
-    @property
-    def n_entries(self) -> int:
-        """Return how many entries all KV heads hold."""
-        return self._store.entries
-
-    def set_evicted(self, n: int) -> None:
-        """Set how many entries were evicted so far."""
-        self._store.evicted = n
-
     # --- figures ----------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -299,20 +245,13 @@ class DeviceStore(Store, Pooled):
         if hasattr(self, "_store"):
             self._store.release()
 
-    @property
-    def evicted(self) -> int:
-        """Return how many entries of all KV heads were evicted so far."""
-        return self._store.evicted
-
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
-        counters = core_counters(self._store, self.context.hook)
+        counters = super().counters()
         if not self._config.options.in_pool:  # In a pool, the sequences share the budget.
             counters["kv_bytes_scratch"] += self.context.scratch_bytes
         return {
-            "kv_type": self._config.kv_type,
             **counters,
             "kv_bytes_on_devices": dict(self._store.device_bytes),
             "device_traffic": self.context.devices.traffic,
-            "rebases": self._rebases,
         }

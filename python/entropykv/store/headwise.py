@@ -5,12 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from entropykv import _core
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.positions import RopeRange
 from entropykv.llamacpp.recurrent import WHY, RecurrentState
 from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
@@ -22,28 +18,21 @@ from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
 from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.key_centres import digest_of
-from entropykv.store.protocol import (
-    CacheMapFunction,
-    Pooled,
-    Reach,
-    Store,
-    StoreFacts,
-    TokensToRead,
-)
+from entropykv.store.kv_heads import KvHeadStore
+from entropykv.store.protocol import CacheMapFunction, Reach, TokensToRead
 from entropykv.store.rollback_range import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction, ranking_predictor
 from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
-from entropykv.store.store_context import core_counters
 
 
-class HeadwiseStore(Store, Pooled):
+class HeadwiseStore(KvHeadStore):
     """Keep the paged entries of one sequence per (layer, KV head); others may share its context."""
 
     name = "headwise"
     context: HeadwiseContext
     sharing: HeadwiseBudgets
     learning: ScorePrediction
-    shift = 0
+    _store: _core.HeadwiseStore
     _longest: int | None = None
     """The most tokens of its text, if the share holds all of it; None: the whole context."""
 
@@ -61,21 +50,17 @@ class HeadwiseStore(Store, Pooled):
         if the model's graph has something that this store does not support, SettingsError if the
         policy needs something that the model does not have.
         """
-        options, policy = config.options, config.policy
+        policy = config.policy
         self._config = config
         self.context = context
         self.layers = context.layers
-        self._rebases = 0
-        hook = context.hook
+        hook = self._hook = context.hook
         try:
             self._recurrent = RecurrentState(context.handle) if context.recurrent else None
             check_config(config, model, self.layers, hook.rope_obstacle)
-            limit = hook.rope_limit or model.geometry.n_ctx_train
-            self.facts = StoreFacts(
-                n_kv_heads=sum(shape.n_head_kv for shape in self.layers),
-                bytes_full_per_token=sum(2 * s.n_head_kv * s.entry_values for s in self.layers),
-                rope=RopeRange(limit, options.n_sinks),
-                rope_obstacle=hook.rope_obstacle or (WHY if self._recurrent else ""),
+            self.facts = self._facts(
+                model,
+                hook.rope_obstacle or (WHY if self._recurrent else ""),
                 key_centres=digest_of(context.key_centres),
                 saves_cells=self._recurrent is not None,
             )
@@ -121,20 +106,15 @@ class HeadwiseStore(Store, Pooled):
         """
         self.cold.check_file()
         self._state.check_files()
-        position, rope = reading.position, self.facts.rope
-        shift = rope.shift_for(self.shift, position, reading.n_tokens)
-        if shift != self.shift:
-            ropes = [node.rope for node in self.context.hook.nodes]
-            self._store.rebase(ropes, rope.n_sinks, self.shift, shift)
-            self.shift = shift
-            self._rebases += 1
+        position = reading.position
+        rope_position = self._seen_position(position, reading.n_tokens)
         self.sharing.prepare(reading.n_tokens - reading.n_drafts, position, reading.n_echo)
         with self.cold.growing():
             self.context.batch.add(
                 self._store,
                 reading.n_tokens,
                 position,
-                rope.seen(position, shift),
+                rope_position,
                 reading.n_echo,
                 see_all=reading.embedded is not None and reading.embedded.sees_all,
                 n_drafts=reading.n_drafts,
@@ -188,36 +168,13 @@ class HeadwiseStore(Store, Pooled):
         )
 
     def truncate(self, position: int) -> None:
-        """Drop entries from a position on.
-
-        Raises ContextError if a recurrent state is beyond it, or if layers with windows have
-        dropped entries that later tokens would see.
-        """
-        self.rollback.check(position)
+        """Drop entries from a position on: see KvHeadStore."""
+        super().truncate(position)
         if self._recurrent:
             self._recurrent.forget()
-        self._store.truncate(position)
         self.sharing.expect(position)
-        self.rollback.note_truncated(position)
         if position == 0:
-            self.shift = 0
             self.sharing.forget()
-
-    def can_return_to(self, position: int) -> bool:
-        """Tell whether windows hold everything that they held at that time; recurrent states never
-        do.
-        """
-        return self.rollback.leads_to(position)
-
-    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Return the positions that a KV head keeps, ascending."""
-        return self._store.positions(layer, kv_head)
-
-    def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:
-        """Return the importance of the entries of entries(); None if queries do not add to it."""
-        if not self._config.policy.importance.adds_up:
-            return None
-        return self._store.importance(layer, kv_head)
 
     def cache_map(self) -> CacheMapFunction:
         """Return a function that shows what is held: a row for every KV head of all layers."""
@@ -249,11 +206,6 @@ class HeadwiseStore(Store, Pooled):
 
     # --- in a pool --------------------------------------------------------------------------------
 
-    @property
-    def pooled(self) -> HeadwiseStore:
-        """Return the store itself."""
-        return self
-
     def take_share(self, pages: int, longest: int | None) -> None:
         """Hold at most so many pages, and evict the rest: see Pooled."""
         if (pages, longest) == (self.share_pages, self._longest):
@@ -265,18 +217,9 @@ class HeadwiseStore(Store, Pooled):
         self.share_pages, self._longest = pages, longest
 
     @property
-    def n_entries(self) -> int:
-        """Return how many entries all KV heads hold."""
-        return self._store.entries
-
-    @property
     def page_bytes(self) -> int:
         """Return the bytes of a page of the pool."""
         return self.sharing.plan.page_bytes
-
-    def set_evicted(self, n: int) -> None:
-        """Set how many entries were evicted so far."""
-        self._store.set_evicted(n)
 
     def set_aside(self) -> None:
         """Drop everything, and leave the pages to others of the pool until resize()."""
@@ -317,17 +260,10 @@ class HeadwiseStore(Store, Pooled):
 
     # --- figures ----------------------------------------------------------------------------------
 
-    @property
-    def evicted(self) -> int:
-        """Return how many entries of all KV heads were evicted so far."""
-        return self._store.evicted
-
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
         return {
-            "kv_type": self._config.kv_type,
-            **core_counters(self._store, self.context.hook),
-            "rebases": self._rebases,
+            **super().counters(),
             "centred_layers": sum(of.size > 0 for of in self.context.key_centres),
             **self.cold.counters(),
         }

@@ -184,7 +184,7 @@ class HeadwiseState:
         with self._seen_as_in(state.sections), self._cold.growing():
             self._store.begin_load([count for _, _, count in heads], of_heads, shares())
         self._store.truncate(0)
-        self._store.set_evicted(state.evicted)
+        self._store.evicted = state.evicted
         share()
         counts = [count for _, _, count in heads]
         try:
