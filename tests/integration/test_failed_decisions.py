@@ -1,4 +1,4 @@
-"""A device store whose decisions fail, beside the device's work, goes on from what it held."""
+"""Decisions of a device store that fail beside the device's work are errors of the session."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ N_HEADS = 64
 N_PROMPT, BUDGET = 511, 520
 PROGRAM = f"""
 import ctypes, json, sys
-from entropykv import Session
+from entropykv import EntropyKVError, Session
 library = ctypes.CDLL(sys.argv[2])
 with Session(sys.argv[1], n_ctx=1024, n_ubatch=64, n_gpu_layers=0, store="device", n_threads=2,
              policy="recency", kv_type="f16", kv_budget={BUDGET}) as session:
-    def kept():
-        return [session.cache.entries(0, 0).tolist(), session.cache.entries(3, 15).tolist()]
-    session.decode([3 + i % 250 for i in range({N_PROMPT})])
-    for _ in range({BUDGET - N_PROMPT}):
-        session.decode([5])
-    before = kept()
+    def fill():
+        session.decode([3 + i % 250 for i in range({N_PROMPT})])
+        for _ in range({BUDGET - N_PROMPT}):
+            session.decode([5])
+    fill()
     library.start_no_threads(True)
-    try:
-        session.decode([7])
-        error = None
-    except RuntimeError as problem:
-        error = str(problem)
+    errors = []
+    for _ in range(2):
+        try:
+            session.decode([7])
+        except EntropyKVError as error:
+            errors.append(str(error))
     library.start_no_threads(False)
-    after_failure, position = kept(), session.position
+    session.reset()
+    fill()
+    whole = session.cache.entries(0, 0).tolist()
     session.decode([7])
-    print(json.dumps(dict(error=error, failed=library.threads_not_started(), before=before,
-                          after_failure=after_failure, position=position, kept=kept())))
+    kept = [session.cache.entries(*head).tolist() for head in ((0, 0), (3, 15))]
+print(json.dumps([library.threads_not_started(), errors, whole, kept]))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries are loaded first as Linux does")
-def test_a_step_whose_decisions_fail_is_not_read_and_can_be_read_again(tmp_path: Path) -> None:
+def test_a_session_whose_decisions_fail_must_begin_anew(tmp_path: Path) -> None:
     built = tmp_path / "failing_threads.so"
     compiler = ("c++", "-std=c++17", "-O1", "-shared", "-fPIC")
     subprocess.run([*compiler, str(SOURCE), "-ldl", "-o", str(built)], check=True)
@@ -56,13 +58,13 @@ def test_a_step_whose_decisions_fail_is_not_read_and_can_be_read_again(tmp_path:
         capture_output=True,
         text=True,
     ).stdout
-    seen = json.loads(output.splitlines()[-1])
-    assert seen["failed"] == 1
-    assert seen["error"]
-    assert seen["position"] == BUDGET
-    assert seen["after_failure"] == seen["before"] == [list(range(BUDGET))] * 2
-    newest, oldest = list(range(BUDGET - 100, BUDGET + 1)), list(range(4))
-    for positions in seen["kept"]:
+    not_started, errors, whole, kept = json.loads(output.splitlines()[-1])
+    assert not_started == 1
+    assert len(errors) == 2
+    assert "reset()" not in errors[0]
+    assert "reset()" in errors[1]
+    assert whole == list(range(BUDGET))
+    for positions in kept:
         assert len(positions) < BUDGET
-        assert positions[:4] == oldest
-        assert positions[-len(newest) :] == newest
+        assert positions[:4] == [0, 1, 2, 3]
+        assert positions[-100:] == list(range(BUDGET - 99, BUDGET + 1))
