@@ -287,7 +287,7 @@ def test_no_head_gets_more_than_it_can_hold() -> None:
     wanted = online.budgets(plan)
     assert wanted is not None
     assert wanted[0] > 96 + 8
-    online.expect_tokens(8)
+    online.expect_tokens(8, 104)
     assert online.most == [96 + 8] * len(HEADS)
     attainable = online.budgets(replace(plan, limits=tuple(online.most)))
     assert attainable is not None
@@ -302,7 +302,7 @@ def test_a_state_says_what_heads_can_hold(is_due: bool) -> None:
     layers, online = adaptive(plan)
     read(layers.store, [96], HEADS[0])
     online.observe(96, budgets_change=True)
-    online.expect_tokens(7)
+    online.expect_tokens(7, 103)
     online.is_due = is_due
     other = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES)
     other.load(online.state())
@@ -345,12 +345,31 @@ def test_curves_give_others_what_a_head_cannot_hold(most: tuple[int, ...]) -> No
     assert shares.sum() == 100 * n
 
 
+@pytest.mark.parametrize("known", [20, 120, 260, MAX_ENTRIES])
+def test_curves_are_those_of_a_text_somewhat_longer_than_now(known: int) -> None:
+    curves = curves_of({0: 1.0, 2: 0.6})
+    _, online = by_curves(curves)
+    n = len(HEADS)
+    plan = replace(plan_for("adaptive", 100), entries_per_page=(1,) * n)
+    whole = online.budgets(plan)
+    online.length = known
+    length = min(max(known + known // 2, 101), MAX_ENTRIES)
+    shares = np.array(online.budgets(plan))
+    floor = plan.floor_entries
+    knots, flat = curves.knots(length, length - floor)
+    rooms = [length - floor] * n
+    total = float((plan.mean_entries - floor) * n)
+    expected = reference.curve_shares(knots, np.array(flat).reshape(n, -1), total, rooms)
+    assert np.abs(shares - floor - expected).max() <= 1.0
+    assert (shares.tolist() == whole) == (length == MAX_ENTRIES)
+
+
 def test_curves_limit_heads_to_what_they_hold_and_save_it() -> None:
     layers, online = by_curves(curves_of({0: 1.0}))
     assert online.is_due
     assert not online.holds(MAX_ENTRIES)  # Before a text, budgets are those of the plan.
     read(layers.store, [96], HEADS[0])
-    online.expect_tokens(8)
+    online.expect_tokens(8, 104)
     assert online.most == [96 + 8] * len(HEADS)
     assert online.holds(96 + 8)
     assert not online.holds(96 + 7)
@@ -360,11 +379,20 @@ def test_curves_limit_heads_to_what_they_hold_and_save_it() -> None:
         other.load(online.state())
         assert other.is_due == is_due
         assert other.most == [96 if is_due else 104] * len(HEADS)
+        assert other.length == 104
         assert online.problem(online.state()) is None
     for most in most_entries_that_cannot_be(len(HEADS)):
-        problem = online.problem(np.array(most))
+        problem = online.problem(np.array([104.0, *most]))
         assert problem is not None
         assert "that cannot be" in problem
+    for state in (
+        [],
+        [104.0],
+        [0.5, *online.most],
+        [-1.0, *online.most],
+        [float("nan"), *online.most],
+    ):
+        assert online.problem(np.array(state)) is not None
     online.forget()
     assert online.most == []
     assert online.is_due

@@ -18,6 +18,12 @@ from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
 from entropykv.profile.curves import LossCurves
 
 _MOST_ENTRIES = 2**31 - 1
+GROWTH = 1.5
+"""How much longer than now a text is assumed to become.
+
+If budgets were those of its length now, they would move to other KV heads as it grows, which have
+dropped by then what they would hold.
+"""
 
 
 class AttainableBudgets(OnlineBudgets):
@@ -25,6 +31,8 @@ class AttainableBudgets(OnlineBudgets):
 
     attainable = True
     """True if no KV head is to get more than that."""
+    follows_length = False
+    """True if the shares of a longer text are others."""
 
     def __init__(self, store: StoreReadings, layers: Sequence[_core.LayerShape]) -> None:
         """Count what the KV heads of a store hold."""
@@ -37,10 +45,16 @@ class AttainableBudgets(OnlineBudgets):
         """
         self.is_due = True
         """True if the budget must be shared before more tokens than the bytes hold are read."""
+        self.length = 0
+        """The length of the text in tokens, with what is known to follow; 0 without a text."""
 
-    def expect_tokens(self, n_tokens: int) -> None:
-        """Give no KV head more than it holds with n_tokens more, until this is called again."""
+    def expect_tokens(self, n_tokens: int, length: int) -> None:
+        """Give no KV head more than it holds with n_tokens more, until this is called again.
+
+        `length`: that of the text in tokens, with what is known to follow.
+        """
         self.most = [held + n_tokens for held in self._held()]
+        self.length = length
 
     def holds(self, n_tokens: int) -> bool:
         """Tell whether no KV head can hold more than n_tokens before the next share."""
@@ -48,7 +62,7 @@ class AttainableBudgets(OnlineBudgets):
 
     def forget(self) -> None:
         """Forget what heads can hold, because another text begins."""
-        self.most, self.is_due = [], True
+        self.most, self.is_due, self.length = [], True, 0
 
     def _held(self) -> list[int]:
         return [self._store.count(layer, head) for layer, head in self._heads]
@@ -71,13 +85,14 @@ class AttainableBudgets(OnlineBudgets):
 
 
 class CurveBudgets(AttainableBudgets):
-    """Share for the smallest loss by the curves of a profile.
+    """Share for the smallest loss by the curves of a profile, for GROWTH times the length of the
+    text.
 
-    The curves are those of a text that fills the context. Of a shorter one, some KV heads cannot
-    hold as much as they would get.
+    The plan shares for a text that fills the context. A shorter one needs more evenly divided room.
     """
 
     tracks_entropies = False
+    follows_length = True
 
     def __init__(
         self, store: StoreReadings, layers: Sequence[_core.LayerShape], curves: LossCurves
@@ -98,23 +113,31 @@ class CurveBudgets(AttainableBudgets):
 
     def budgets(self, plan: HeadwisePlan) -> list[int]:
         """Return shares for the smallest loss, within the limits of the plan."""
+        length = max(int(GROWTH * self.length), plan.mean_entries + 1)
         return shares_by_curves(
             self._curves,
             plan.mean_entries,
-            plan.longest,
+            min(length, plan.longest) if self.length else plan.longest,
             plan.floor_entries,
             plan.entries_per_page,
             plan.limits,
         )
 
     def state(self) -> Floats:
-        """Return the most entries of every head: see AttainableBudgets."""
-        return np.array(self._most_to_save(), np.float64)
+        """Return the length of the text, and the most entries of every head."""
+        return np.array([self.length, *self._most_to_save()], np.float64)
 
     def problem(self, state: Floats) -> str | None:
-        """Return why numbers of entries are invalid; None if they are valid."""
-        return None if self._are_possible(state) else "numbers of entries that cannot be"
+        """Return why lengths or numbers of entries are invalid; None if they are valid."""
+        length, most = state[:1], state[1:]
+        is_length = (
+            length.size == 1 and 0.0 <= length[0] <= _MOST_ENTRIES and length[0] % 1.0 == 0.0
+        )
+        if is_length and most.size > 0 and self._are_possible(most):
+            return None
+        return "numbers of entries that cannot be"
 
     def load(self, state: Floats) -> None:
-        """Load numbers of entries."""
-        self._load_most(state)
+        """Load the length and numbers of entries."""
+        self.length = int(state[0])
+        self._load_most(state[1:])

@@ -51,7 +51,7 @@ class HeadwiseBudgets:
         self._is_whole = False
         """True if the budgets hold any text that the bytes hold whole."""
         self._is_limited = False
-        """True if a KV head would get more if it could hold more."""
+        """True if a KV head would get more if it could hold more, or if the text were longer."""
         self._cold = cold
         self._budgets_change = self._overflows = False
         self._end = 0
@@ -81,7 +81,7 @@ class HeadwiseBudgets:
 
     def expect(self, n_tokens: int) -> None:
         """Keep a text of n_tokens whole if the bytes hold it, or else follow the policy."""
-        self._expected = n_tokens
+        self._expected, self._end = n_tokens, min(self._end, n_tokens)
         plan = self._fitting(self._of_policy) if self._of_policy else self.plan
         if plan is not self.plan:
             self.follow(plan)
@@ -93,7 +93,7 @@ class HeadwiseBudgets:
         before.
         """
         before = self._expected, self.plan
-        self._expected = n_tokens
+        self._expected, self._end = n_tokens, min(self._end, n_tokens)
         if self._of_policy:
             self._go_by(self._fitting(self._of_policy))
         try:
@@ -116,7 +116,7 @@ class HeadwiseBudgets:
         """Follow another plan; heads that hold more evict."""
         self._go_by(plan)
         if self._limited:
-            self._limited.expect_tokens(0)
+            self._limited.expect_tokens(0, max(self._expected, self._end))
             self._limited.is_due = True
         self.share()
 
@@ -162,9 +162,12 @@ class HeadwiseBudgets:
         if self._limited and not plan.holds_all:
             attainable = self._attainable(plan)
             self._is_whole = self._limited.holds(plan.whole_texts.longest)
-            self._is_limited = not self._is_whole and any(
-                share == most < limit
-                for share, most, limit in zip(shares, attainable, plan.limits, strict=True)
+            self._is_limited = not self._is_whole and (
+                self._limited.follows_length
+                or any(
+                    share == most < limit
+                    for share, most, limit in zip(shares, attainable, plan.limits, strict=True)
+                )
             )
 
     def share_again(self) -> None:
@@ -192,7 +195,9 @@ class HeadwiseBudgets:
         at_once = fits or n_tokens >= LEAST_TOKENS
         begins = at_once or (end - 1) // LEAST_TOKENS > (position - 1) // LEAST_TOKENS
         if fits or limited.is_due or (self._is_limited and begins):
-            limited.expect_tokens((end if at_once else _end_of_stretch(end - 1)) - position)
+            if not at_once:
+                end = _end_of_stretch(end - 1)
+            limited.expect_tokens(end - position, max(self._expected, end))
             self.share()
             limited.is_due = fits
 
