@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from entropykv import Session, SettingsError
+from tests.architectures import MODELS
 from tests.support.architecture_models import (
-    MODELS,
     WINDOW,
     session_of,
     some,

@@ -155,7 +155,7 @@ def test_after_a_rollback_the_draft_model_follows(pool_llama: Path, other_llama:
         ({"spec_type": "ngram", "freeze": "ram"}, "where entries are frozen"),
         ({"spec_type": "ngram", "policy": "layer"}, "policy layer, which chooses"),
         ({"spec_draft_model": "x.gguf", "policy": "layer"}, "policy layer, which chooses"),
-        ({"draft_p_min": 1.5}, "probability"),
+        ({"draft_p_min": 1.5}, "draft_p_min cannot be 1.5; use a number from 0 to 1"),
     ],
     ids=str,
 )

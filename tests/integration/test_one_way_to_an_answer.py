@@ -146,7 +146,7 @@ def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> 
             session = stack.enter_context(Pool(MODEL, n_sequences=parallel, **cache)).session()
         tokens = session.tokenize(text)
         assert len(tokens) > 4 * 48
-        written = list(session.generate(tokens, N, temperature=0.0))
+        written = list(session.generate(tokens, N, temperature=0.0, min_tokens=N))
         expected = [*tokens, *written][:-1], session.stats().evictions
 
     async def talk() -> tuple[list[int], int]:

@@ -143,7 +143,7 @@ def test_viewers_are_counted_when_they_are_let_in(server: Server) -> None:
         with ExitStack() as stack:
             many = [stack.enter_context(Raw(server, asks)) for _ in range(3 * VIEWERS)]
             statuses = [each.status() for each in many]
-        assert set(statuses) == {200, 503}
+        assert set(statuses) <= {200, 503}
         assert statuses.count(200) <= VIEWERS
         return statuses.count(200)
 
