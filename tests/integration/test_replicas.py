@@ -51,8 +51,8 @@ def test_requests_find_their_text_and_a_node_that_dies_loses_no_finished_turn(
         answer, _, read = served.ask(text, name)
         assert answer
         # The finished turn was not read again. If a node dies after its replica has answered, the
-        # answer is lost, and the text that is sent again goes back to a checkpoint: to the end of the
-        # first prompt, or to its own, and then nothing is left to read.
+        # answer is lost, and the text that is sent again goes back to a checkpoint: to the end of
+        # the first prompt, or to its own, and then nothing is left to read.
         assert read < whole / 4
     # The processes of a node that died may answer a little longer.
     wait_for(lambda: len({served.ask(text, name)[1] for name, text in texts.items()}) == 1)
