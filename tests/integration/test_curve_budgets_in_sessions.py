@@ -4,6 +4,7 @@ equally.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from entropykv.profile.curves import LossCurves
 from tests.support.draft_oracles import Oracle, draft_with, held
 from tests.support.logits import tokens_for
 from tests.support.online_sessions import check
-from tests.support.saved_sessions import all_entries, future, session_of
+from tests.support.saved_sessions import assert_goes_on_from, future, session_of
 
 BUDGET = 96
 N_CTX = 2048
@@ -74,22 +75,13 @@ def test_a_head_that_needs_more_gets_what_it_can_hold(uneven_llama: Path) -> Non
 
 
 @pytest.mark.parametrize("n_prompt", [150, 190, 210])
-def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt: int) -> None:
-    tokens = tokens_for(n_prompt + 140)
-    with of_curves(uneven_llama) as session:
-        session.decode(tokens[:n_prompt])
-        rows, kept, states = [], [], []
-        for token in tokens[n_prompt:]:
-            states.append(session.files.save_state())
-            rows.append(session.decode([token], all_logits=True)[0])
-            kept.append((session.cache.budgets(), all_entries(session)))
-    with of_curves(uneven_llama) as other:
-        for first in (0, 1, 31, 63, 64, 65, 130):
-            other.files.load_state(states[first])
-            for i in range(first, min(first + 70, len(rows))):
-                row = other.decode([tokens[n_prompt + i]], all_logits=True)[0]
-                assert (other.cache.budgets(), all_entries(other)) == kept[i]
-                np.testing.assert_array_equal(row, rows[i])
+@pytest.mark.parametrize("n_ctx", [N_CTX, 384])
+def test_an_answer_goes_on_equally_from_everywhere(
+    uneven_llama: Path, n_prompt: int, n_ctx: int
+) -> None:
+    """Shares follow the length of the text, in the smaller context until 256 tokens."""
+    opened = partial(of_curves, uneven_llama, n_ctx=n_ctx)
+    assert_goes_on_from(opened, n_prompt, 140, (0, 1, 31, 63, 64, 65, 130), 70)
 
 
 def test_a_loaded_session_goes_on_as_saved(uneven_llama: Path, tmp_path: Path) -> None:

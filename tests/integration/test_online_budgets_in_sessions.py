@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.logits import tokens_for
 from tests.support.online_sessions import BY_LAYER, ONLINE, are_equal, check, each_policy
 from tests.support.saved_sessions import (
     all_entries,
+    assert_goes_on_from,
     future,
     session_of,
 )
@@ -121,21 +123,8 @@ def test_a_prompt_fills_the_bytes(uneven_llama: Path, kv_type: str, n_tokens: in
 @pytest.mark.parametrize("n_prompt", [150, 190, 210])
 def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt: int) -> None:
     """Whether the budget is shared before the next token is a part of the state."""
-    tokens = tokens_for(n_prompt + 80)
-    with session_of(uneven_llama, policy="adaptive") as session:
-        session.decode(tokens[:n_prompt])
-        rows, kept, states = [], [], []
-        for token in tokens[n_prompt:]:
-            states.append(session.files.save_state())
-            rows.append(session.decode([token], all_logits=True)[0])
-            kept.append((session.cache.budgets(), all_entries(session)))
-    with session_of(uneven_llama, policy="adaptive") as other:
-        for first in (0, 1, 5, 31, 32, 33, 64):
-            other.files.load_state(states[first])
-            for i in range(first, min(first + 40, len(rows))):
-                row = other.decode([tokens[n_prompt + i]], all_logits=True)[0]
-                assert (other.cache.budgets(), all_entries(other)) == kept[i]
-                np.testing.assert_array_equal(row, rows[i])
+    opened = partial(session_of, uneven_llama, policy="adaptive")
+    assert_goes_on_from(opened, n_prompt, 80, (0, 1, 5, 31, 32, 33, 64), 40)
 
 
 @settings(max_examples=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,29 @@ def future(session: Session) -> tuple[Any, ...]:
         [session.decode(tokens_for(90, seed=9), all_logits=True), session.logits[None]]
     )  # type: ignore[index]
     return (*state, written, rows.tobytes(), all_entries(session))
+
+
+def assert_goes_on_from(
+    opened: Callable[[], Session], n_prompt: int, n_answer: int, firsts: Sequence[int], n: int
+) -> None:
+    """Assert that sessions that are saved before some tokens of an answer, and loaded, go on for n
+    tokens as the one that was not.
+    """
+    tokens = tokens_for(n_prompt + n_answer)
+    with opened() as session:
+        session.decode(tokens[:n_prompt])
+        rows, kept, states = [], [], []
+        for token in tokens[n_prompt:]:
+            states.append(session.files.save_state())
+            rows.append(session.decode([token], all_logits=True)[0])
+            kept.append((session.cache.budgets(), all_entries(session)))
+    with opened() as other:
+        for first in firsts:
+            other.files.load_state(states[first])
+            for i in range(first, min(first + n, len(rows))):
+                row = other.decode([tokens[n_prompt + i]], all_logits=True)[0]
+                assert (other.cache.budgets(), all_entries(other)) == kept[i]
+                np.testing.assert_array_equal(row, rows[i])
 
 
 def assert_load_refused(session: Session, data: bytes, words: str) -> None:

@@ -31,8 +31,6 @@ class AttainableBudgets(OnlineBudgets):
 
     attainable = True
     """True if no KV head is to get more than that."""
-    follows_length = False
-    """True if the shares of a longer text are others."""
 
     def __init__(self, store: StoreReadings, layers: Sequence[_core.LayerShape]) -> None:
         """Count what the KV heads of a store hold."""
@@ -59,6 +57,10 @@ class AttainableBudgets(OnlineBudgets):
     def holds(self, n_tokens: int) -> bool:
         """Tell whether no KV head can hold more than n_tokens before the next share."""
         return max(self.most, default=0) <= n_tokens
+
+    def follows_length(self, plan: HeadwisePlan) -> bool:  # noqa: ARG002
+        """Tell whether the shares of a longer text are others."""
+        return False
 
     def forget(self) -> None:
         """Forget what heads can hold, because another text begins."""
@@ -92,7 +94,6 @@ class CurveBudgets(AttainableBudgets):
     """
 
     tracks_entropies = False
-    follows_length = True
 
     def __init__(
         self, store: StoreReadings, layers: Sequence[_core.LayerShape], curves: LossCurves
@@ -108,16 +109,23 @@ class CurveBudgets(AttainableBudgets):
         """
         return 0 < max(self.most, default=0) <= n_tokens
 
+    def follows_length(self, plan: HeadwisePlan) -> bool:
+        """Tell whether a longer text is shared for, until that fills the context."""
+        return self._assumed_length(plan) < plan.longest
+
+    def _assumed_length(self, plan: HeadwisePlan) -> int:
+        length = max(int(GROWTH * self.length), plan.mean_entries + 1)
+        return min(length, plan.longest) if self.length else plan.longest
+
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Record nothing: the curves are known."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int]:
         """Return shares for the smallest loss, within the limits of the plan."""
-        length = max(int(GROWTH * self.length), plan.mean_entries + 1)
         return shares_by_curves(
             self._curves,
             plan.mean_entries,
-            min(length, plan.longest) if self.length else plan.longest,
+            self._assumed_length(plan),
             plan.floor_entries,
             plan.entries_per_page,
             plan.limits,

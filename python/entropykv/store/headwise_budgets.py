@@ -163,7 +163,7 @@ class HeadwiseBudgets:
             attainable = self._attainable(plan)
             self._is_whole = self._limited.holds(plan.whole_texts.longest)
             self._is_limited = not self._is_whole and (
-                self._limited.follows_length
+                self._limited.follows_length(plan)
                 or any(
                     share == most < limit
                     for share, most, limit in zip(shares, attainable, plan.limits, strict=True)
