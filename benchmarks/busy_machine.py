@@ -40,9 +40,6 @@ Speeds = tuple[float, float]
 """Tokens per second of prompts, and of what is written after them."""
 
 
-# --- loads ----------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def busy_loop(core: int) -> Iterator[None]:
     """Keep a core busy."""
@@ -72,9 +69,6 @@ def cgroup(cores: float) -> Iterator[Path]:
     finally:
         time.sleep(0.2)
         folder.rmdir()
-
-
-# --- one measurement, in a process of its own -----------------------------------------------------
 
 
 def alone(options: argparse.Namespace) -> Speeds:

@@ -53,9 +53,6 @@ ROUNDS, BLOCK = 12, 48
 SECONDS = 12
 
 
-# --- 1: with and without a viewer -----------------------------------------------------------------
-
-
 @contextmanager
 def viewer(url: str) -> Iterator[list[int]]:
     """View the cache during the `with` block; yields a list that gets the number of received bytes
@@ -135,9 +132,6 @@ def watched_ratio(model: Path, n_conversations: int) -> None:
     )
 
 
-# --- 2 and 3: what an inspection costs ----------------------------------------------------------
-
-
 def look_cost() -> None:
     """Print the time of an inspection by entries, and of a step without one."""
     tokens = 2048
@@ -161,9 +155,6 @@ def look_cost() -> None:
     n = 1_000_000
     seconds = min(timeit.repeat(inspections.answer, number=n, repeat=3, timer=time.thread_time))
     print(f"a step where nobody watches: {1e9 * seconds / n:.0f} ns of CPU")
-
-
-# --- 4: the page ----------------------------------------------------------------------------------
 
 
 def picture(step: int, columns: int) -> dict[str, Any]:

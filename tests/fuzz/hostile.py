@@ -130,9 +130,6 @@ def _status(client: socket.socket) -> Outcome:
     return code
 
 
-# --- too much, or wrong ---------------------------------------------------------------------------
-
-
 def many_errors(chance: random.Random, port: int) -> Outcome:
     """Send a list of items that are not prompts; each would be a validation error."""
     n = chance.choice((1_000, 100_000, 330_000))
@@ -297,9 +294,6 @@ def other_host(chance: random.Random, port: int) -> Outcome:
 def prompt_too_long(chance: random.Random, port: int) -> Outcome:
     """Send more tokens than the context holds."""
     return post(port, "/v1/completions", body_of(prompt="a b c " * chance.choice((300, 20_000))))
-
-
-# --- broken off, or slow --------------------------------------------------------------------------
 
 
 def leaves(chance: random.Random, port: int) -> Outcome:

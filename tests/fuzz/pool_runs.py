@@ -159,8 +159,6 @@ class _Run:
         if self._fresh is not None:
             self._fresh.close()
 
-    # --- operations -------------------------------------------------------------------------------
-
     def _add(self, session: Session, text: list[int]) -> None:
         self._sessions.append(session)
         self._texts[session.number] = text
@@ -267,8 +265,6 @@ class _Run:
     def _resize(self, _session: Session, _text: list[int]) -> None:
         if self._fresh is None:
             self._pool.resize(self._chance.choice((60, 90, 150, 400, 1.0, "40KiB", "1MiB")))
-
-    # --- what must hold ---------------------------------------------------------------------------
 
     def _check(self) -> None:
         stats = self._pool.stats()

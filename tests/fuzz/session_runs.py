@@ -154,8 +154,6 @@ class Run:
             raise Broken("a closed session does not read")
         require(self.session.position == position, "closing changes no position")
 
-    # --- comparisons ------------------------------------------------------------------------------
-
     def _next_tokens(self) -> tuple[int, ...]:
         session = self.session
         room = session.config.n_ctx - session.position

@@ -204,9 +204,6 @@ def test_its_key_may_be_in_its_own_header(server: Server) -> None:
     assert wrong.json()["error"]["type"] == "authentication_error"
 
 
-# --- what all routes have -------------------------------------------------------------------------
-
-
 def test_further_names_are_listed(server: Server) -> None:
     (model,) = server.get("/models").json()["data"]
     assert model["id"] == "tiny"

@@ -27,9 +27,6 @@ def path(name: str, tmp_path: Path) -> Path:
     return written(MODELS[name], tmp_path)
 
 
-# --- freezing -------------------------------------------------------------------------------------
-
-
 every_kind = some(
     "gemma2",
     "gemma3",

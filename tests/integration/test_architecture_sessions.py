@@ -29,9 +29,6 @@ def path(name: str, tmp_path: Path) -> Path:
     return written(MODELS[name], tmp_path)
 
 
-# --- micro-batches --------------------------------------------------------------------------------
-
-
 @some("gemma2", "gemma3", "gemma4", "gpt-oss", "phi3", "jamba", "qwen3next", "bloom", "deepseek2")
 def test_micro_batches_of_any_size_and_tokens_after_them(name: str, path: Path) -> None:
     """Prompts that are shorter than a micro-batch and longer, against stock llama.cpp."""
@@ -62,9 +59,6 @@ def test_windows_of_8192_tokens_that_do_not_slide(name: str, tmp_path: Path) -> 
         rows.append(read(session, tokens[8160:], 20))
         session.close()
     assert relative_error(rows[1], rows[0]) < MODELS[name].rounding
-
-
-# --- going back -----------------------------------------------------------------------------------
 
 
 @some("gemma2", "gemma3", "gpt-oss", "step35")
@@ -166,9 +160,6 @@ def test_a_session_with_a_small_budget_takes_back_what_it_read_ahead(path: Path)
         read(session, first[2:], 1)
 
 
-# --- beyond the trained context -------------------------------------------------------------------
-
-
 @some("gemma3", "gemma4", "gpt-oss", "deepseek2")
 @pytest.mark.parametrize("n_sinks", [0, 4])
 def test_windows_beyond_the_trained_context(name: str, n_sinks: int, tmp_path: Path) -> None:
@@ -197,9 +188,6 @@ def test_recurrent_layers_do_not_go_beyond_it(name: str, tmp_path: Path) -> None
         session.decode(tokens_for(TRAINED))
         with pytest.raises(ContextError, match="recurrent layers"):
             session.decode([5])
-
-
-# --- calibration, sessions on disk, recovery ------------------------------------------------------
 
 
 @some("gemma3", "gemma4", "jamba", "qwen3next", "bloom", "deepseek2")

@@ -20,9 +20,6 @@ from tests.support.command import assert_refused, entropykv, started
 SCRIPT = Path(__file__).resolve().parents[2] / "calibration" / "calibrate_entropy.py"
 
 
-# the command line
-
-
 def test_calibrate_writes_a_profile(tiny_llama: Path, tmp_path: Path) -> None:
     output, text = tmp_path / "out.json", tmp_path / "text.txt"
     text.write_text(WORDS * 60, encoding="utf-8")

@@ -21,8 +21,6 @@ from tests.support.calibration_texts import QUICK, WORDS, some_texts
 from tests.support.hf_names import PROJECTIONS
 from tests.support.logits import tokens_for
 
-# transformers
-
 
 def hf_llama(path: Path, directory: Path) -> Path:
     """Save the tiny llama of a GGUF file as a checkpoint, with a tokenizer of words."""

@@ -173,9 +173,6 @@ def test_a_full_context(tiny_llama: Path, chat: Chat) -> None:
     assert out.split("\n")[2]
 
 
-# --- without end ----------------------------------------------------------------------------------
-
-
 def talk_far() -> tuple[Result, SessionStats]:
     with Session(DEMOS["bitnet"].path, n_ctx=1_000_000, kv_budget=1024, n_threads=1) as session:
         return talk(session, MODELS["bitnet"], n_turns=60), session.stats()

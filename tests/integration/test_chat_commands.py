@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tests.support.chats import Chat
 
-# --- turns that are taken back --------------------------------------------------------------------
-
 
 def test_regen_gives_the_greedy_answer_again(tiny_llama: Path, chat: Chat) -> None:
     once, _ = chat(tiny_llama, "the cat\n")

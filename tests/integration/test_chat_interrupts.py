@@ -23,8 +23,6 @@ from entropykv import Session
 from entropykv.session.reader import SequenceReader
 from tests.support.chats import GREEDY, Chat, open_plain
 
-# --- Ctrl-C ---------------------------------------------------------------------------------------
-
 
 def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
     """Raise Ctrl-C in one call of a function."""
@@ -68,9 +66,6 @@ def test_ctrl_c_while_a_turn_is_read_takes_it_back(
     expected, _ = chat(tiny_llama, "the\nof\n", "-ub", 32)
     answers = out.split("\n")
     assert [answers[0], *answers[2:]] == expected.split("\n")
-
-
-# --- a terminal -----------------------------------------------------------------------------------
 
 
 _IN_TERMINAL = """

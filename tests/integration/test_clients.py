@@ -55,9 +55,6 @@ def langchain(server: Server) -> Any:
     )
 
 
-# --- LangChain ------------------------------------------------------------------------------------
-
-
 def test_langchain_streams_with_usage(langchain: Any) -> None:
     whole = langchain.invoke("Where is the garden?")
     chunks = list(langchain.stream("Where is the garden?", stream_usage=True))
@@ -96,9 +93,6 @@ def test_langchain_with_the_responses_api(server: Server) -> None:
     )
     assert model.invoke("Where is the garden?").text
     assert "".join(chunk.text for chunk in model.stream("Where is the garden?"))
-
-
-# --- LlamaIndex and litellm -----------------------------------------------------------------------
 
 
 def test_llama_index(server: Server) -> None:
@@ -149,9 +143,6 @@ def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Weather(**json.loads(arguments))
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**{**options, "messages": [{"role": "user", "content": "a " * 40_000}]})
-
-
-# --- schemathesis ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

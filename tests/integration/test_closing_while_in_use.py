@@ -137,9 +137,6 @@ def test_closing_beside_threads_ends_their_calls_and_not_the_process(
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr[-2000:]
 
 
-# --- who shares weights ---------------------------------------------------------------------------
-
-
 def test_another_one_lives_on_when_the_first_is_closed(tiny_llama: Path) -> None:
     first = EntropyLlama(str(tiny_llama), n_ctx=256, n_sequences=2, **QUIET)
     second = first.another()

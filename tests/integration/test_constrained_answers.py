@@ -131,9 +131,6 @@ def test_a_token_by_its_name(model: Model) -> None:
         ConstraintSampler(Constraint.gbnf("root ::= <of several tokens>"), model.token_texts())
 
 
-# --- EntropyLlama ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama() -> Iterator[EntropyLlama]:
     made = EntropyLlama(MODEL, n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
@@ -260,9 +257,6 @@ def test_drafts_are_right_only_within_a_constraint() -> None:
                 assert session.stats().drafted_tokens > 0
     assert texts[0] == texts[1]
     assert texts[0].startswith("ab ab ab ab ac ab ac ab ac ab ac ")
-
-
-# --- the server -----------------------------------------------------------------------------------
 
 
 def ask(server: Server, seconds: float = 60, **options: Any) -> httpx.Response:

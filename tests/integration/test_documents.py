@@ -57,9 +57,6 @@ def answer(session: Session, question: str = "who jumps?") -> list[int]:
     return list(session.generate(session.question(question), 20))
 
 
-# --- reading and asking ---------------------------------------------------------------------------
-
-
 def test_an_opened_document_answers_as_one_that_was_just_read(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -213,9 +210,6 @@ def test_prompts_that_arrive_while_a_document_is_read_come_first(
     assert all(before < arrival for before, arrival in zip(others, arrivals, strict=False)), (
         "a later micro-batch of the document goes before the prompt"
     )
-
-
-# --- interruptions --------------------------------------------------------------------------------
 
 
 def interrupted(model: Path, path: Path, text: str = TEXT, **options: Any) -> int:
@@ -399,9 +393,6 @@ def test_a_killed_reader_leaves_a_part_that_is_continued(tiny_llama: Path, tmp_p
     assert document_header(path).note.text == TEXT * 40
 
 
-# --- the command line -----------------------------------------------------------------------------
-
-
 def test_the_command_line_reads_shows_and_asks(tiny_llama: Path, tmp_path: Path) -> None:
     source, path = tmp_path / "a.txt", tmp_path / "book.kv"
     source.write_text(TEXT)
@@ -487,9 +478,6 @@ def test_options_that_do_not_go_with_a_document_are_refused(
         entropykv("run", "-m", tiny_llama, "-p", "x", "--load-session", path), "--document"
     )
     assert_refused(entropykv("read", "-m", tiny_llama), "-o")
-
-
-# --- a server -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parallel", [(), ("--parallel", 2)], ids=["one", "pool"])

@@ -135,9 +135,6 @@ def test_the_shipped_model_and_its_profile(texts: list[Path], tmp_path: Path) ->
     assert "profile, q8_0" in plot.read_text(encoding="utf-8")
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 def test_impossible_requests_are_refused_before_anything_long(
     command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,9 +183,6 @@ def test_a_capped_prompt_is_told(
     assert 500 < prompt < 2048
     assert rows[1]["greedy_equal"] is None
     assert rows[1]["decode_speed"] is None
-
-
-# --- stock llama.cpp ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "demo"])

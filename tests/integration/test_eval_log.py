@@ -18,9 +18,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-# --- going on -------------------------------------------------------------------------------------
-
-
 def test_what_was_measured_is_not_measured_again(
     command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

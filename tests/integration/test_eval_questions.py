@@ -22,9 +22,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-# --- facts ----------------------------------------------------------------------------------------
-
-
 def test_every_question_is_asked_from_the_same_state(tiny_llama: Path, texts: list[Path]) -> None:
     with closing(Model(tiny_llama, n_gpu_layers=0, verbose=False)) as model:
         prose = [EvaluationText("a", texts[0].read_text(encoding="utf-8"))]
@@ -57,9 +54,6 @@ def test_a_real_model_recalls_facts_with_the_full_cache(smollm2: Path, tmp_path:
     assert stock["recall"] >= 0.75
     assert full["recall"] >= 0.75
     assert small["recall"] < full["recall"]
-
-
-# --- data sets ------------------------------------------------------------------------------------
 
 
 def test_a_data_set_is_answered_by_all(command: Command, tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from tests.support.saved_sessions import (
     assert_load_refused,
 )
 
-# --- files that fail ------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def no_file_beyond(n_bytes: int) -> Iterator[None]:
@@ -263,9 +261,6 @@ def test_the_command_line_says_it_in_one_line(
     assert "no room for more frozen entries" in err
     assert len([line for line in err.splitlines() if line.startswith("entropykv: ")]) == 1
     assert not list(tmp_path.iterdir())
-
-
-# --- what cannot be -------------------------------------------------------------------------------
 
 
 def test_what_cannot_freeze_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

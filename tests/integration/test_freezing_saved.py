@@ -27,8 +27,6 @@ from tests.support.saved_sessions import (
 )
 from tests.support.tiny_models import write_llama
 
-# --- sessions on disk -----------------------------------------------------------------------------
-
 
 ON_DISK = [
     ("uniform", "ram"),
@@ -139,9 +137,6 @@ def test_other_frozen_types_and_sessions_that_do_not_freeze(tiny_llama: Path) ->
         with session_of(tiny_llama, kv_type="f16", freeze=freeze) as session:
             session.decode(tokens_for(20))
             assert_load_refused(session, data, "--freeze")
-
-
-# --- beyond the trained context -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])

@@ -23,8 +23,6 @@ from tests.support.saved_sessions import (
     all_entries,
 )
 
-# --- there and back -------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
 @pytest.mark.parametrize("kv_type", KV_TYPES)

@@ -59,9 +59,6 @@ def session(model: VisionModel) -> Iterator[Session]:
         yield made
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_ubatch", [16, 64])
 def test_logits_are_those_of_llama_cpps_helper(model: VisionModel, n_ubatch: int) -> None:
     expected = helper_logits(model.path, model.projector, TEXT, FILES)
@@ -156,9 +153,6 @@ def test_text_after_an_image_goes_on_as_in_llama_cpp(model: VisionModel) -> None
     assert relative_error(logits[0], expected) < ROUNDING
 
 
-# --- the budget -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["auto", "uniform", "streaming", "adaptive"])
 @pytest.mark.parametrize("store", ["headwise", "flat"])
 def test_images_never_exceed_a_small_budget(model: VisionModel, store: str, policy: str) -> None:
@@ -202,9 +196,6 @@ def test_policy_auto_reads_text_twice_and_images_once(causal: VisionModel) -> No
         sequence = session._slot.text
         assert sequence.position - sequence.echoed < LEAST_TOKENS
         assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
-
-
-# --- reuse ----------------------------------------------------------------------------------------
 
 
 def test_the_same_image_has_the_same_tokens_and_another_has_others(session: Session) -> None:
@@ -307,9 +298,6 @@ def test_two_sessions_of_a_pool_read_images_and_write_at_a_time(causal: VisionMo
             tokens = prompt_of(alone, files=files).tokens
             assert tokens == prompt.tokens
             assert list(alone.generate(tokens, 12, temperature=0.0)) == answers[number]
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

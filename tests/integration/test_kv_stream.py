@@ -18,8 +18,6 @@ from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import served
 from tests.support.waiting import wait_for
 
-# --- the routes -----------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -169,9 +167,6 @@ def test_a_viewer_does_not_keep_the_server_from_stopping() -> None:
         code, errors = server.end()  # It would wait for the stream, for more than its timeout.
     assert code == 0
     assert "Traceback" not in errors, errors
-
-
-# --- the page -------------------------------------------------------------------------------------
 
 
 def test_the_page_needs_no_key_and_may_ask_no_other_machine(server: Server) -> None:

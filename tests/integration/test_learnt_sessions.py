@@ -39,9 +39,6 @@ def weights_of(learnt: LearntPredictor) -> npt.NDArray[np.float32]:
     return np.concatenate([of_layer.ravel() for of_layer in learnt.predictor.weights])
 
 
-# --- one process after the other ------------------------------------------------------------------
-
-
 def test_the_next_session_reads_once_from_its_first_token(
     own_llama: Path, learnt_folder: Path
 ) -> None:
@@ -142,9 +139,6 @@ def test_a_profile_wins(own_llama: Path, learnt_folder: Path) -> None:
             assert session.cache.predictor_fit is None
 
 
-# --- what goes wrong never stops a session --------------------------------------------------------
-
-
 def test_a_damaged_file_is_learnt_again(own_llama: Path, learnt_folder: Path) -> None:
     read(own_llama, TOKENS)
     (path,) = learnt_folder.glob("*.json")
@@ -211,9 +205,6 @@ def test_two_at_once_leave_the_first_complete_one(own_llama: Path, learnt_folder
     np.testing.assert_array_equal(weights_of(kept_in(learnt_folder)), before)
 
 
-# --- what is not learnt from ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [[100] * 1900, [100, 101] * 950, tokens_for(40) * 47],
@@ -271,9 +262,6 @@ def test_a_sibling_whose_decode_failed_does_not_stop_the_others(
         assert fit_of(reader).predictor is not None
         failing.reset()
         failing.decode(TOKENS[:100])
-
-
-# --- documents ------------------------------------------------------------------------------------
 
 
 def document(own_llama: Path, path: Path, **options: Any) -> None:

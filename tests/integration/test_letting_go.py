@@ -120,9 +120,6 @@ def test_shares_stay_as_they_are_within_a_step(pool_llama: Path) -> None:
         assert [each.is_closed for each in (first, second)] == [True, False]
 
 
-# --- conversations of a server --------------------------------------------------------------------
-
-
 def kept(cache: PrefixCache, tokens: list[int], caller: Caller = ANNA) -> Session:
     """Answer a prompt, and keep its conversation."""
     session = cache.take(tokens, caller)

@@ -49,9 +49,6 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-# --- the same answers -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_completions_are_those_of_stock(pair: tuple[EntropyLlama, Llama], call: str) -> None:
     """Usage and finish_reason are equal, too. Only few tokens are sampled, because rounding errors

@@ -24,8 +24,6 @@ from entropykv import (
 from tests.support.llamas import QUIET, content
 from tests.support.logits import tokens_for
 
-# --- arguments ------------------------------------------------------------------------------------
-
 
 def test_rope_arguments_reach_the_new_context(tiny_llama: Path, store: str) -> None:
     tokens = tokens_for(60)

@@ -29,9 +29,6 @@ from tests.support.llamas import PROMPT, QUIET, as_long, content
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-# --- attach and detach ----------------------------------------------------------------------------
-
-
 def test_attach_in_place_and_back(tiny_llama: Path, store: str) -> None:
     stock = Llama(str(tiny_llama), n_ctx=200, **QUIET)
     handle = stock.model

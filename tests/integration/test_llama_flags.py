@@ -102,8 +102,6 @@ def test_one_note_names_all_that_change_nothing(
     assert "--prio needs 1 value" in capsys.readouterr().err
 
 
-# --- command lines as people paste them -----------------------------------------------------------
-
 _LINES = Path(__file__).parents[1] / "support" / "pasted_lines.txt"
 PASTED = [line for line in _LINES.read_text("utf-8").splitlines() if not line.startswith("#")]
 

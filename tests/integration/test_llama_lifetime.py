@@ -26,8 +26,6 @@ from tests.support.llamas import PROMPT, QUIET, content
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama
 
-# --- life -----------------------------------------------------------------------------------------
-
 
 def test_deleting_is_enough(tiny_llama: Path) -> None:
     """No reference cycle keeps the session (and its pool); close() frees it while `llm` exists."""
@@ -103,9 +101,6 @@ def test_on_evict_tells_what_was_dropped(tiny_llama: Path, store: str) -> None:
     with pytest.raises(AttributeError):
         events[0].kept = 0  # type: ignore[misc]
     llm.close()
-
-
-# --- what goes wrong half-way ---------------------------------------------------------------------
 
 
 def test_a_stream_closed_half_way(pair: tuple[EntropyLlama, Llama]) -> None:

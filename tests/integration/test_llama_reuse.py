@@ -13,8 +13,6 @@ from tests.support.logits import tokens_for
 from tests.support.reads import Reads
 from tests.support.saved_sessions import all_entries
 
-# --- the session knows where it can go back to ----------------------------------------------------
-
 
 @given(
     steps=st.lists(st.integers(1, 50), min_size=2, max_size=14),
@@ -78,9 +76,6 @@ def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> 
         assert session.text.held().reusable_from == 0
         session.decode(tokens_for(20))
         assert session.text.held().can_return_to(10)
-
-
-# --- by tokens ------------------------------------------------------------------------------------
 
 
 def test_what_extends_is_never_read_again(llm: EntropyLlama) -> None:

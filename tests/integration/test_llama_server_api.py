@@ -53,9 +53,6 @@ def chat(server: Server, **body: Any) -> Any:
     return response.json()
 
 
-# --- /completion ----------------------------------------------------------------------------------
-
-
 def test_a_text_is_that_of_openai_s_route(server: Server) -> None:
     answer = complete(server, return_tokens=True)
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -235,9 +232,6 @@ def test_a_completion_that_cannot_be_is_refused_by_name(
     assert field in response.json()["error"]["message"]
 
 
-# --- /infill --------------------------------------------------------------------------------------
-
-
 def test_a_text_is_filled_in_by_the_model_s_own_tokens(server: Server) -> None:
     body = {"input_prefix": "the ", "input_suffix": " end", "prompt": "old ", "n_predict": 4}
     answer = ask(server, "/infill", **body).json()
@@ -257,9 +251,6 @@ def test_further_texts_are_checked(server: Server, extra: Any) -> None:
     response = ask(server, "/infill", input_extra=[extra], n_predict=1)
     assert response.status_code == 400
     assert "input_extra.0" in response.json()["error"]["message"]
-
-
-# --- prompts without an answer --------------------------------------------------------------------
 
 
 def test_a_prompt_is_shown_and_counted(server: Server) -> None:
@@ -308,9 +299,6 @@ def test_an_answer_continues_the_last_message(server: Server) -> None:
 )
 def test_what_cannot_be_continued_is_refused(server: Server, body: dict[str, Any]) -> None:
     assert ask(server, "/apply-template", **body).status_code == 400
-
-
-# --- chats ----------------------------------------------------------------------------------------
 
 
 def test_chats_tell_their_times(server: Server) -> None:

@@ -21,9 +21,6 @@ def as_bytes(text: str) -> list[int]:
     return [BYTE + byte for byte in text.encode("utf-8")]
 
 
-# --- by text --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["generate", "list", "text", "stream"])
 def test_the_same_text_in_other_tokens_is_not_read_again(llm: EntropyLlama, how: str) -> None:
     text = "the winding road to the land " * 8
@@ -112,9 +109,6 @@ def test_with_logits_all_rows_are_those_of_the_prompt(tiny_llama: Path) -> None:
 def test_a_prompt_beyond_the_context_names_it(llm: EntropyLlama) -> None:
     with pytest.raises(ContextError, match=r"exceed context window of 512; shorten the prompt"):
         llm("the land " * 400)
-
-
-# --- chats ----------------------------------------------------------------------------------------
 
 
 QUESTIONS = [

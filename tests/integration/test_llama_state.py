@@ -16,8 +16,6 @@ from entropykv import (
 from tests.support.llamas import QUIET, content
 from tests.support.logits import tokens_for
 
-# --- state ----------------------------------------------------------------------------------------
-
 
 def decoded_by(llm: EntropyLlama) -> list[int]:
     """Return a list that gets every token that is decoded from now on."""

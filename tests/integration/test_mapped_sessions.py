@@ -39,9 +39,6 @@ def save(model: Path, path: Path, n_tokens: int = 600, **options: Any) -> bytes:
     return path.read_bytes()
 
 
-# --- what is mapped -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("policy", ["uniform", "recency", "auto", "uniform:attention"])
 def test_mapped_pages_go_on_as_copied_ones(
@@ -115,9 +112,6 @@ def test_a_reset_session_lets_go_of_the_file(tiny_llama: Path, tmp_path: Path) -
         assert session.files.save_state() == path.read_bytes()
 
 
-# --- in a pool ------------------------------------------------------------------------------------
-
-
 def read_pool(model: Path) -> Pool:
     return pool_of(model, n_ctx=1024, kv_budget=3072, n_sequences=3)
 
@@ -145,9 +139,6 @@ def test_a_pool_maps_a_file_beside_other_conversations(tiny_llama: Path, tmp_pat
         assert first.position == 200
         alone.reset()
         assert not is_mapped(path)
-
-
-# --- files that change ----------------------------------------------------------------------------
 
 
 def test_a_replaced_or_deleted_file_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
@@ -271,8 +262,6 @@ def test_pages_behind_the_end_are_zeros_and_other_signals_are_not_ours(tmp_path:
     assert done.stdout == "alive\n"
     assert done.returncode == -7
 
-
-# --- processes ------------------------------------------------------------------------------------
 
 ASK = """
 import sys

@@ -43,9 +43,6 @@ def lines(server: Server, path: str, **body: Any) -> list[Any]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
 def test_a_chat_is_streamed_as_lines_unless_it_says_otherwise(server: Server) -> None:
     answer = whole(server, "chat", messages=[QUESTION])
     streamed = lines(server, "chat", messages=[QUESTION])
@@ -119,9 +116,6 @@ def test_a_request_without_text_loads_the_model(
     assert answer["done_reason"] == "load"
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 def test_models_are_listed_and_shown(server: Server) -> None:
     (model,) = server.get("/api/tags").json()["models"]
     assert model["name"] == "tiny"
@@ -134,9 +128,6 @@ def test_models_are_listed_and_shown(server: Server) -> None:
     (running,) = server.get("/api/ps").json()["models"]
     assert running["digest"] == model["digest"]
     assert server.get("/api/version").json()["version"]
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,9 +174,6 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_first_line(server: Serv
     assert "context" in response.json()["error"]
 
 
-# --- thoughts -------------------------------------------------------------------------------------
-
-
 def test_thoughts_are_apart(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(OPENING, encoding="utf-8")
@@ -206,9 +194,6 @@ def test_thoughts_are_apart(tmp_path: Path) -> None:
         assert whole(server, "chat", messages=again, options=given)["done"]
     finally:
         assert server.end()[0] == 0
-
-
-# --- images ---------------------------------------------------------------------------------------
 
 
 def test_images_are_those_of_openai_s_route(tmp_path: Path) -> None:

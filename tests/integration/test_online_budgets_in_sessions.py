@@ -193,9 +193,6 @@ def test_every_number_of_threads_gives_the_same_numbers(uneven_llama: Path, poli
     assert results[0] == results[1] == results[2]
 
 
-# --- by name --------------------------------------------------------------------------------------
-
-
 @each_policy
 @pytest.mark.parametrize("model", ["tiny", "shipped"])
 def test_policies_by_name(uneven_llama: Path, policy: str, model: str, tmp_path: Path) -> None:

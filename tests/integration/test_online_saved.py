@@ -22,8 +22,6 @@ from tests.support.saved_sessions import (
     with_contents,
 )
 
-# --- on disk --------------------------------------------------------------------------------------
-
 
 @each_policy
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])

@@ -108,9 +108,6 @@ def test_figures_of_a_server_are_sums_over_its_conversations(pool_llama: Path) -
         assert after.entries_frozen == figures.entries_frozen
 
 
-# --- at a server ----------------------------------------------------------------------------------
-
-
 def take(cache: PrefixCache, tokens: list[int], caller: Caller) -> Session:
     session = cache.take(tokens, caller)
     if session.position == 0:

@@ -112,9 +112,6 @@ def test_scaled_adapters_are_spelled_as_now_and_as_before() -> None:
             adapters("--lora-scaled", *words)
 
 
-# --- --prompt-cache -------------------------------------------------------------------------------
-
-
 def read_of(err: str) -> str:
     return next((line for line in err.splitlines() if "of the prompt are in" in line), "")
 
@@ -188,9 +185,6 @@ def test_a_cache_of_another_model_or_a_smaller_budget_is_refused_or_read_again(
     assert main([*run, "-p", "the"]) == 2
     assert str(cache) in capsys.readouterr().err
     assert main([*run[:-1], str(tmp_path / "none" / "cache"), "-p", "the"]) == 2
-
-
-# --- chat -----------------------------------------------------------------------------------------
 
 
 def test_chat_begins_with_a_turn_and_may_end_with_it(

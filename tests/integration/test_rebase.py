@@ -180,9 +180,6 @@ def test_flat_drops_what_headwise_clamps(model: Callable[..., Path]) -> None:
     assert kept["flat"] == [0, 1, 2, 3, *range(4 + shift, 500)]
 
 
-# --- a real model ---------------------------------------------------------------------------------
-
-
 def test_the_shipped_model_answers_far_beyond_its_trained_context() -> None:
     writer = Writer("beyond")
     right: list[bool] = []

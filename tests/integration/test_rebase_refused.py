@@ -12,8 +12,6 @@ from tests.support.rebase_models import FACTORS, MODELS, SMALL, TRAINED
 from tests.support.tiny_models import write_gpt2, write_llama
 from tests.support.tiny_writer import TinyRope
 
-# --- models whose keys cannot be moved ------------------------------------------------------------
-
 
 def write_unmovable(name: str, path: Path) -> None:
     if name == "gpt2":

@@ -125,9 +125,6 @@ def test_attached_models_repeat_their_answers(tiny_llama: Path) -> None:
     llm.close()
 
 
-# --- where to read on from ------------------------------------------------------------------------
-
-
 def test_parts_tell_where_a_text_was_cut() -> None:
     parts = ReadParts(32)
     last = np.zeros(3, np.float32)

@@ -35,9 +35,6 @@ def server() -> Iterator[Server]:
     yield from served(ENTROPYKV_API_KEY=KEY)
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
 def test_completion_is_that_of_the_model(client: openai.OpenAI) -> None:
     assert_next_is_right(client)
 
@@ -99,9 +96,6 @@ def test_models_and_extras(client: openai.OpenAI, server: Server) -> None:
     assert server.post("/extras/detokenize", '{"tokens": [100000]}').status_code == 400
 
 
-# --- clients that leave, and errors within --------------------------------------------------------
-
-
 def test_a_stream_ends_where_its_client_leaves(client: openai.OpenAI, server: Server) -> None:
     stopped = server.kv()["requests"]["stopped"]
     stream = client.completions.create(model="any", prompt=PROMPT, stream=True, **LONG)  # type: ignore[call-overload]
@@ -160,9 +154,6 @@ def test_the_model_can_be_reached_before_it_is_freed() -> None:
     assert seen[0] == seen[1] > 0
 
 
-# --- figures --------------------------------------------------------------------------------------
-
-
 def test_figures_of_the_kv_cache(client: openai.OpenAI, server: Server) -> None:
     before = server.kv()
     complete(client, "Another text " * 100, max_tokens=10)
@@ -208,9 +199,6 @@ def test_memory_does_not_grow(client: openai.OpenAI, server: Server) -> None:
     before = server.rss()
     ask(200)
     assert server.rss() - before < 8 * 2**20
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def refused(*options: object, code: str = "from entropykv.cli import main") -> str:
@@ -275,9 +263,6 @@ def test_one_sentence_for_what_cannot_be_served(tmp_path: Path) -> None:
     assert "with -m" in refused("--port", 0)
     hidden = "sys.modules['fastapi'] = None; from entropykv.cli import main"
     assert 'pip install "entropykv[server]"' in refused("-m", MODEL, code=hidden)
-
-
-# --- examples -------------------------------------------------------------------------------------
 
 
 def test_the_example_of_the_official_client(

@@ -91,9 +91,6 @@ class Health:
         self._thread.join()
 
 
-# --- what is slow ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["", "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: "])
 def test_headers_that_do_not_come_end_the_connection(server: Server, text: str) -> None:
     start = time.monotonic()
@@ -130,9 +127,6 @@ def test_connections_have_a_limit() -> None:
             many = [stack.enter_context(Raw(server)) for _ in range(8 + 5)]
             assert [" 503 " in each.answer() for each in many[8:]] == [True] * 5
         wait_for(lambda running=server: running.get("/health").status_code == 200)
-
-
-# --- what is too much -----------------------------------------------------------------------------
 
 
 def test_viewers_are_counted_when_they_are_let_in(server: Server) -> None:
@@ -206,9 +200,6 @@ def test_the_name_of_a_conversation_has_a_length(server: Server) -> None:
     assert answer.json()["error"]["param"] == "X-Session-Id"
 
 
-# --- all of them at once --------------------------------------------------------------------------
-
-
 def _hostile(server: Server, i: int) -> None:
     """Send one of the hostile requests above, and disconnect."""
     body = json.dumps({"prompt": "The old garden", "max_tokens": 2_000, "stream": True})
@@ -251,9 +242,6 @@ def test_nothing_is_lost_beside_hostile_clients(server: Server) -> None:
         list(clients.map(right, range(240)))
     server.idle_figures(60)
     wait_for(lambda: not any(map(operator.gt, _files_and_threads(server), before)))
-
-
-# --- clients that read slowly ---------------------------------------------------------------------
 
 
 def test_an_answer_ends_if_its_client_is_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,9 +299,6 @@ def test_a_client_that_reads_nothing_delays_the_end_of_the_server_by_seconds() -
     assert "Traceback" not in log, log
 
 
-# --- who waits for room ---------------------------------------------------------------------------
-
-
 def test_who_waits_for_room_can_leave() -> None:
     """The bytes of the pool hold one conversation, and another client waits for the next token."""
     budget = ("--parallel", 2, "--kv-budget", "30KiB", "--policy", "uniform", "--checkpoints", 0)
@@ -333,9 +318,6 @@ def test_who_waits_for_room_can_leave() -> None:
         server.idle_figures(60)
     finally:
         assert server.end()[0] == 0
-
-
-# --- what cannot be stopped -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("control", ["<|im_start|>", "<|im_start|><|im_end|>"])

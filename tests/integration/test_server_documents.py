@@ -114,9 +114,6 @@ def asker(server: Server) -> Asker:
     return asker
 
 
-# --- reading and asking ---------------------------------------------------------------------------
-
-
 def test_a_question_reads_its_own_tokens_alone_and_gets_the_answer_of_the_whole_text(
     asker: Asker,
 ) -> None:
@@ -269,9 +266,6 @@ def test_the_same_text_is_not_read_twice(asker: Asker) -> None:
     assert "another text" in message_of(other)
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/x", "a/b", "..", ".x", "", "a\0", "x" * 129, "ü", 7]
 )
@@ -362,9 +356,6 @@ def test_a_server_without_a_directory_says_how_to_get_one(tmp_path: Path) -> Non
             create_app(model, options)
 
 
-# --- deleting, and room on the disk ---------------------------------------------------------------
-
-
 def test_a_document_in_use_stays_and_another_one_is_deleted(asker: Asker) -> None:
     asker.read("book")
     body = {"prompt": QUESTION, "document": "book", "stream": True, "max_tokens": 4000}
@@ -438,9 +429,6 @@ def test_the_least_recently_used_document_makes_room(tmp_path: Path) -> None:
         running.end()
 
 
-# --- users and models -----------------------------------------------------------------------------
-
-
 def test_users_see_and_ask_their_own_documents_only(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("\n".join(KEYS), encoding="utf-8")
@@ -485,9 +473,6 @@ def test_a_document_belongs_to_one_of_several_models(tmp_path: Path) -> None:
         assert asker.client.delete("/v1/documents/book").status_code == 200
     finally:
         running.end()
-
-
-# --- restarts, crashes and other processes --------------------------------------------------------
 
 
 def test_documents_are_there_after_a_restart(tmp_path: Path) -> None:

@@ -24,12 +24,6 @@ def server() -> Iterator[Server]:
     yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
 
 
-# --- completions ----------------------------------------------------------------------------------
-
-
-# --- what operators and browsers ask --------------------------------------------------------------
-
-
 def test_models_by_name_and_without_a_path(client: openai.OpenAI, server: Server) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError) as caught:

@@ -68,9 +68,6 @@ async def streamed(served: Running, model: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-# --- which model answers --------------------------------------------------------------------------
-
-
 def test_each_request_is_answered_by_the_model_it_names(folder: Path) -> None:
     async def talk() -> None:
         async with running(catalog_of(folder, "one", "two")) as served:
@@ -170,9 +167,6 @@ def test_a_server_of_one_model_has_no_routes_that_unload_it(folder: Path) -> Non
             assert "status" not in entry
 
     run(talk())
-
-
-# --- which models are in memory -------------------------------------------------------------------
 
 
 def test_the_least_recently_used_model_makes_room(folder: Path) -> None:
@@ -331,9 +325,6 @@ def test_whoever_watches_keeps_no_model_in_memory(folder: Path) -> None:
     run(talk())
 
 
-# --- while a model is loaded ----------------------------------------------------------------------
-
-
 def test_requests_at_the_same_time_load_a_model_once(folder: Path) -> None:
     async def talk() -> None:
         async with running(catalog_of(folder, "one", "two")) as served:
@@ -459,9 +450,6 @@ def test_a_shutdown_while_a_model_is_loaded_answers_who_waits(folder: Path) -> N
     run(talk())
 
 
-# --- what belongs to one model --------------------------------------------------------------------
-
-
 def test_each_model_has_options_and_a_pool_of_its_own(folder: Path) -> None:
     async def talk() -> None:
         alone = catalog_of(folder, "one").models
@@ -528,9 +516,6 @@ def test_saved_slots_of_models_have_folders_of_their_own(folder: Path, tmp_path:
             assert answer.json()["n_restored"] > 0
 
     run(talk())
-
-
-# --- the process ----------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -27,9 +27,6 @@ def server() -> Iterator[Server]:
     yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
 def options_of(*given: str) -> Any:
     parser = CommandParser(prog="entropykv")
     add_serve(parser.add_subparsers())
@@ -218,9 +215,6 @@ def test_threads_are_as_run_has_them() -> None:
 
 def test_a_model_without_an_alias_has_the_name_of_its_file() -> None:
     assert ModelOptions(model="/somewhere/file.gguf").served_name == "file.gguf"
-
-
-# --- freezing and recovery ------------------------------------------------------------------------
 
 
 def test_the_ladder_is_climbed_and_shown() -> None:

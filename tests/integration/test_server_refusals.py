@@ -19,9 +19,6 @@ def server() -> Iterator[Server]:
     yield from served(ENTROPYKV_API_KEY=KEY)
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 BAD: dict[str, tuple[int, str, dict[str, Any]]] = {
     "grammar": (400, "/v1/completions", {"prompt": "a", "grammar": "root ::= ("}),
     "grammar of many groups": (

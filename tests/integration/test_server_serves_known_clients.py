@@ -50,9 +50,6 @@ def chat(client: openai.OpenAI, **options: Any) -> Any:
     return client.chat.completions.create(**given)
 
 
-# --- chats ----------------------------------------------------------------------------------------
-
-
 def test_parts_roles_and_calls_of_earlier_turns(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     parts = [{"type": "text", "text": "Where is"}, {"type": "text", "text": "the garden?"}]
@@ -144,9 +141,6 @@ def test_usage_of_a_stream(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chat(client, max_tokens=7, stream=True))
 
 
-# --- completions ----------------------------------------------------------------------------------
-
-
 def test_prompts_of_tokens_and_lists(client: openai.OpenAI, server: Server) -> None:
     texts = [PROMPT, "In the harbour"]
     alone = [completion(client, text).choices[0].text for text in texts]
@@ -175,9 +169,6 @@ def test_choices_differ_and_can_be_repeated(client: openai.OpenAI) -> None:
     for chunk in completion(client, PROMPT, n=3, stream=True, **options):
         pieces[chunk.choices[0].index] += chunk.choices[0].text
     assert pieces == texts
-
-
-# --- responses ------------------------------------------------------------------------------------
 
 
 def test_a_response_is_the_chat_completion(client: openai.OpenAI) -> None:

@@ -22,8 +22,6 @@ from tests.support.saved_sessions import (
     session_of,
 )
 
-# --- the command line -----------------------------------------------------------------------------
-
 
 def run(model: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     options = ("-m", model, "-c", 400, "--kv-budget", 0.25, "--temp", 0, "-t", 1)

@@ -36,9 +36,6 @@ STORES = [
 ]
 
 
-# --- what is loaded goes on as saved --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_bitnet"])
 @pytest.mark.parametrize(("store", "policy"), STORES)
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
@@ -229,9 +226,6 @@ def test_repeat_penalty_looks_back_beyond_the_break(tiny_llama: Path) -> None:
         session.files.load_state(data)
         rest = list(session.generate(first[-1:], 20, **sampling))
     assert first + rest == whole
-
-
-# --- killed ---------------------------------------------------------------------------------------
 
 
 PART = """

@@ -24,8 +24,6 @@ from tests.support.saved_sessions import (
 )
 from tests.support.tiny_models import write_llama
 
-# --- refusals -------------------------------------------------------------------------------------
-
 
 def test_other_models_and_settings(tiny_llama: Path, tiny_bitnet: Path, tmp_path: Path) -> None:
     with session_of(tiny_llama) as session:

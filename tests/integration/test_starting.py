@@ -79,9 +79,6 @@ def test_a_name_is_loaded_when_it_is_asked_for() -> None:
     assert "llama_cpp" not in loaded_by("from entropykv import VersionError")
 
 
-# --- help -----------------------------------------------------------------------------------------
-
-
 def test_the_command_alone_prints_help() -> None:
     result = entropykv()
     assert result.returncode == 2
@@ -137,9 +134,6 @@ def test_serve_shows_its_help_without_its_extra() -> None:
     assert 'pip install "entropykv[server]"' in shown.stderr
 
 
-# --- misspelt -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -155,8 +149,6 @@ def test_serve_shows_its_help_without_its_extra() -> None:
 def test_what_was_meant_is_said(given: tuple[str, ...], words: tuple[str, ...]) -> None:
     assert_refused(entropykv(*given), *words)
 
-
-# --- completion -----------------------------------------------------------------------------------
 
 COMPLETED = (
     (("entropykv", "pl"), {"plan"}),
@@ -187,9 +179,6 @@ def test_completion_names_its_extra() -> None:
     code = "import sys; sys.modules['shtab'] = None\n" + main("completion", "zsh")
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 'pip install "entropykv[completion]"' in shown.stderr
-
-
-# --- what a budget means --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", ["0.25", "25%"])

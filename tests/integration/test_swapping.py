@@ -27,9 +27,6 @@ def model(pool_llama: Path) -> Path:
     return pool_llama
 
 
-# --- swap space ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
     model: Path, where: str, tmp_path: Path
@@ -188,9 +185,6 @@ def test_one_thread_can_hold_several_generations(
         pairs = list(zip(*streams, strict=True))
         assert len(pairs) == 6
         assert time.monotonic() - start < 60
-
-
-# --- forks ----------------------------------------------------------------------------------------
 
 
 def test_a_fork_goes_on_from_what_was_read(model: Path) -> None:

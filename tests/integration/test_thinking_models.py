@@ -67,9 +67,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     assert "Traceback" not in errors, errors
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
 def test_a_thought_is_apart_from_the_answer(asked: Asked) -> None:
     answer = asked.whole(min_tokens=70)
     message = answer["choices"][0]["message"]
@@ -180,9 +177,6 @@ def test_what_cannot_be_is_refused_by_name(
     assert response.json()["error"]["param"] == named
 
 
-# --- the cache ------------------------------------------------------------------------------------
-
-
 def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
     """Each turn reads only the last answer and new text, since a checkpoint before the thought
     restores what the thought had evicted.
@@ -278,9 +272,6 @@ def test_thoughts_are_no_part_of_plain_text(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == plain
 
 
-# --- tags that are control tokens -----------------------------------------------------------------
-
-
 @pytest.fixture
 def magistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a tiny model whose vocabulary has [THINK] and [/THINK] as control tokens."""
@@ -320,9 +311,6 @@ def test_tags_that_are_control_tokens_are_seen(magistral: Path, tmp_path: Path) 
         assert json.loads(chosen["content"]) in ("yes", "no")
     finally:
         assert server.end()[0] == 0
-
-
-# --- thoughts that the model begins ---------------------------------------------------------------
 
 
 def test_a_turn_reads_only_what_is_new_if_the_model_begins_its_thoughts(tmp_path: Path) -> None:

@@ -41,9 +41,6 @@ def llama(tiny_llama: Path) -> EntropyLlama:
     return EntropyLlama(str(tiny_llama), n_ctx=256, n_threads=1, verbose=False)
 
 
-# --- logprobs -------------------------------------------------------------------------------------
-
-
 def expected_logprobs(llama: EntropyLlama, prompt: str, n: int) -> tuple[list[int], list[float]]:
     """Return the first n tokens of a greedy answer, and the logarithms of their probabilities,
     computed from the logits of a plain reading.
@@ -163,8 +160,6 @@ def test_values_of_logprobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert "error" not in answers[2].text
 
 
-# --- seeds ----------------------------------------------------------------------------------------
-
 HOT = {"prompt": "the land", "max_tokens": 24, "temperature": 1.5, "top_k": 0, "top_p": 1.0}
 
 
@@ -203,9 +198,6 @@ def test_entropy_llama_draws_a_seed_where_it_gets_minus_one(tiny_llama: Path) ->
     assert texts[0] != texts[1]
     assert texts[2] == texts[3]
     assert texts[4] != texts[5]
-
-
-# --- limits, stops, penalties ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -303,9 +295,6 @@ def test_prompts_of_texts_and_tokens(tiny_llama: Path, llama: EntropyLlama) -> N
     answers = [answer.json() for answer in answers_of(tiny_llama, asked)]
     assert [each["usage"]["prompt_tokens"] for each in answers] == expected
     assert [len(each["choices"]) for each in answers] == [1, 1, 3]
-
-
-# --- what is said ---------------------------------------------------------------------------------
 
 
 def test_content_that_is_null_is_empty_at_every_door(tiny_llama: Path, llama: EntropyLlama) -> None:

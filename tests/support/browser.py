@@ -78,8 +78,6 @@ class Watched:
             lambda route: route.fulfill(body=body, content_type="text/event-stream"),
         )
 
-    # --- what a user does -------------------------------------------------------------------------
-
     def ask(self, text: str) -> None:
         self.page.get_by_label("Your message").fill(text)
         self.page.keyboard.press("Enter")

@@ -161,9 +161,6 @@ def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
             pair.restore(frozen_before, due_within, forget=forget)
 
 
-# --- recall ---------------------------------------------------------------------------------------
-
-
 ONE = ((2, 1, 32, 32),)
 
 

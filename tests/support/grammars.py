@@ -17,9 +17,6 @@ AMBIGUOUS = 'root ::= s\ns ::= "a" | s s | s s s'
 """A text of n letters may be meant in more than 3 ** n ways."""
 
 
-# --- sets of words, by their derivatives (Brzozowski 1964) ----------------------------------------
-
-
 @dataclass(frozen=True)
 class Words:
     """Define a set of words: `kind` is none, empty, letters, then, either or repeat."""

@@ -59,9 +59,6 @@ def climbs(ladder: Ladder, spikes: set[int], end: int, calm: Any = CALM) -> dict
     return seen
 
 
-# --- a generation ---------------------------------------------------------------------------------
-
-
 @dataclass
 class FakeSession:
     """Fake a session whose logits are a function of what it has read and what was thawed."""

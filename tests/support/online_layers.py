@@ -24,8 +24,6 @@ from tests.support.stores import (
     pages_of,
 )
 
-# --- a store whose heads choose together ----------------------------------------------------------
-
 
 @dataclass
 class Layers:
@@ -146,9 +144,6 @@ class Layers:
                 assert positions == self.heads[layer, head].positions.tolist()
                 if self.shared:
                     assert positions == kept[0]
-
-
-# --- what follows ---------------------------------------------------------------------------------
 
 
 def plan_for(policy: str, budget: float | str, n_ctx: int = MAX_ENTRIES) -> HeadwisePlan:

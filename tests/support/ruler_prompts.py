@@ -11,8 +11,5 @@ def numbered(text: str) -> list[tuple[str, str]]:
     return re.findall(r"(\d+)\. (.+?)(?= \d+\. |$)", text.strip())
 
 
-# --- sizes ----------------------------------------------------------------------------------------
-
-
 def count(prompt: TaskPrompt) -> int:
     return len(re.findall(r"\w+|\S", prompt.text))

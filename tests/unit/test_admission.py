@@ -40,8 +40,6 @@ def engine_of(**limits: Any) -> Engine:
     return Engine(FakeLoadedModel(), limits=Limits(**limits))  # type: ignore[arg-type]
 
 
-# --- bodies ---------------------------------------------------------------------------------------
-
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 LONG = "x" * 2_000
 FIELDS: list[tuple[type[BaseModel], dict[str, Any], str]] = [
@@ -150,9 +148,6 @@ def test_a_pool_without_room_is_no_failure_of_the_server() -> None:
 def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="the body is not JSON"):
         read_body(CompletionRequest, text.encode("latin-1"))
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 def test_a_request_may_have_so_many_jobs() -> None:
@@ -342,9 +337,6 @@ def test_figures_of_a_pool_are_taken_once_however_many_ask(
         engine.moment()
         assert pool.taken == 2
     engine.close()
-
-
-# --- middleware -----------------------------------------------------------------------------------
 
 
 def scope(**headers: str) -> dict[str, Any]:

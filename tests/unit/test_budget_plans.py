@@ -21,8 +21,6 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
 from tests.support import reference
 
-# flat eviction
-
 
 def test_flat_plan_by_hand() -> None:
     positions = [0, 1, 2, 3, 7, 8, 9, 20]
@@ -73,9 +71,6 @@ def test_the_recency_score_keeps_the_newest_as_streaming_does(
     assert plans[0][0].tolist() == plans[1][0].tolist()
 
 
-# reading a budget
-
-
 @pytest.mark.parametrize(
     ("text", "kind", "value"),
     [
@@ -116,9 +111,6 @@ def test_a_fraction_becomes_tokens_of_a_context() -> None:
     assert Budget.parse(0.0001).of_context(1000) == Budget("tokens", 2)
     for other in (Budget("tokens", 512), Budget("bytes", 1000)):
         assert other.of_context(4) == other
-
-
-# planning
 
 
 SHAPES = [_core.LayerShape(8, 2, 64, 64), _core.LayerShape(4, 4, 128, 64)]

@@ -28,9 +28,6 @@ def cold(tmp_path: Path) -> Iterator[ColdFile]:
     file.close()
 
 
-# --- the file -------------------------------------------------------------------------------------
-
-
 def test_a_new_file_is_as_the_module_describes_it(cold: ColdFile, tmp_path: Path) -> None:
     path = Path(cold.path)
     assert path.parent == tmp_path
@@ -81,9 +78,6 @@ def test_a_relative_directory_may_be_left(tmp_path: Path, monkeypatch: pytest.Mo
     file.check()
     file.close()
     assert names(tmp_path / "cold") == []
-
-
-# --- a file that was changed ----------------------------------------------------------------------
 
 
 def refused(file: ColdFile, words: str) -> None:
@@ -164,9 +158,6 @@ def test_a_file_that_cannot_be_read_is_refused(
     refused(cold, "Input/output error")
 
 
-# --- directories ----------------------------------------------------------------------------------
-
-
 def not_made(directory: Path, words: str) -> None:
     with pytest.raises(FreezeError, match=rf"{words}.*--freeze disk:DIR.*--freeze ram") as caught:
         create(directory)
@@ -215,9 +206,6 @@ def test_a_header_that_is_written_in_part_only_leaves_nothing(
     monkeypatch.setattr(os, "pwrite", lambda *_: 100)
     not_made(tmp_path, "No space left")
     assert names(tmp_path) == []
-
-
-# --- leftovers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from entropykv import system
 from entropykv.store import cold_file
 from tests.support.cold_files import create, names
 
-# --- other processes ------------------------------------------------------------------------------
-
 
 SCRIPT = """
 import os, subprocess, sys

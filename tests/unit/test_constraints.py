@@ -117,8 +117,6 @@ def test_regular_expressions_texts_and_lark() -> None:
         assert "\n" not in str(caught.value)
 
 
-# --- sampling -------------------------------------------------------------------------------------
-
 WORDS = [*(bytes([byte]) for byte in range(256)), b"{}", b'{"', b"<end>", b"<tag>", b"<stop>"]
 END, TAG, STOP = 258, 259, 260
 TEXTS = token_texts_of(WORDS, [END, STOP], [TAG], {"<tag>": TAG}.get)
@@ -180,9 +178,6 @@ def test_a_token_that_is_not_allowed_is_an_error() -> None:
 def test_a_vocabulary_without_an_end_allows_no_token_at_the_end() -> None:
     texts = token_texts_of(WORDS[:256], [], [], lambda _: None)
     assert takes(Constraint.regex("a"), "a", "", texts=texts) == [True, False]
-
-
-# --- what they cost -------------------------------------------------------------------------------
 
 
 def properties(n: int, prefix: str = "p") -> dict[str, Any]:

@@ -154,8 +154,6 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
         conversations_of(tmp_path / "file", FakeCache())
 
 
-# --- the middleware -------------------------------------------------------------------------------
-
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 

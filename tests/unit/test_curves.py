@@ -29,8 +29,6 @@ from tests.support.reference import Options
 
 NO_SINK = np.float32(-1e30)
 
-# a head's loss
-
 
 @pytest.mark.parametrize(
     ("softcap", "window", "chunked", "with_sinks"),
@@ -109,8 +107,6 @@ def test_a_layer_that_changes_no_prediction_gets_its_floor() -> None:
     knots, losses = curves.knots(64, 60)
     assert _core.share_by_curves(24, 64, 4, [4, 4], knots, losses, []) == [4, 44]
 
-
-# shares
 
 knots_of = st.lists(st.integers(1, 400), max_size=6, unique=True).map(
     lambda inner: [0.0, *map(float, sorted(inner)), 401.0]
@@ -192,9 +188,6 @@ def test_shares_by_curves_stay_within_every_limit(
     losses = data.draw(st.lists(loss, min_size=4 * len(pages), max_size=4 * len(pages)))
     budgets = _core.share_by_curves(mean, most, floor, pages, knots, losses)
     reference.check_shares(budgets, mean, most, floor, pages)
-
-
-# the policy
 
 
 def profile_with_curves(output_error: Any, length: int = 256) -> EntropyProfile:

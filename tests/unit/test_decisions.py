@@ -90,9 +90,6 @@ def test_entropy_weights() -> None:
     assert _core.entropy_weights([], 1.0, 0.3, 2.5) == []
 
 
-# sharing a budget
-
-
 def limits_of(pages: list[int]) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(1, 700), min_size=len(pages), max_size=len(pages))
 

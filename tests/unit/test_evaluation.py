@@ -36,9 +36,6 @@ def logits(rows: int, scale: float = 3.0) -> Logits:
     return (RNG.standard_normal((rows, 50)) * scale).astype(np.float32)
 
 
-# --- metrics --------------------------------------------------------------------------------------
-
-
 def test_identical_logits_agree() -> None:
     same = logits(7)
     agreement = compare(same, same + np.float32(2.0), [1, 2, 3, 4, 5, 6, 7])
@@ -75,9 +72,6 @@ def test_greedy_texts_are_equal_token_by_token() -> None:
     assert equal_share([1, 2, 3, 4], [1, 5, 3, 6]) == 0.5
     assert equal_share([1, 2, 3, 4], [1, 2]) == 0.5
     assert equal_share([], []) == 1.0
-
-
-# --- texts ----------------------------------------------------------------------------------------
 
 
 def test_the_split_is_by_content_and_for_ever() -> None:
@@ -166,9 +160,6 @@ def test_references_come_back_from_the_disk(
         assert references.has("text")
 
 
-# --- combinations ---------------------------------------------------------------------------------
-
-
 def test_combinations_are_all_of_them_once() -> None:
     made = combinations(["a:1+b", None], ["f16", "q8_0"], ["0.2", "64MiB", "0.20"])
     assert len(made) == 8
@@ -193,9 +184,6 @@ def test_budgets_are_shares_of_entries_or_of_bytes(tiny_llama: Path) -> None:
     for budget in (Budget.parse("64MiB"), Budget.parse(300)):
         assert entries.budget_for(budget, 2048) == budget
         assert in_bytes.budget_for(budget, 2048) == budget
-
-
-# --- data sets ------------------------------------------------------------------------------------
 
 
 def test_a_data_set_is_read_whatever_else_is_in_it(tmp_path: Path) -> None:
@@ -251,9 +239,6 @@ def test_without_rouge_score_the_way_out_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(MissingExtraError, match=r"entropykv\[eval\]"):
         rouge_scorer()
-
-
-# --- requests -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,6 @@ def test_the_schedule_by_hand(kv_type: str) -> None:
     assert len(times) > 10
 
 
-# --- keys that move -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_frozen_keys_turn_as_active_ones_do(where: str) -> None:
     """After freezing, a rebase and restoring, keys equal those that were rebased without
@@ -157,9 +154,6 @@ def test_frozen_keys_turn_as_active_ones_do(where: str) -> None:
         by = rope_positions(positions, N_SINKS, 30) - positions
         expected = rotated(stored(k[:, 0], "f16"), by, rope)
         np.testing.assert_allclose(stores[0].rows(0, 0)[2], expected, rtol=0, atol=2e-3)
-
-
-# --- what cannot be -------------------------------------------------------------------------------
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

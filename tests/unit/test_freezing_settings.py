@@ -98,9 +98,6 @@ def test_frozen_entries_are_never_wider_than_the_store_s(cold: str, hot: str) ->
     assert freezing.type_for("auto") == cold  # The type of the store is not known yet.
 
 
-# --- options --------------------------------------------------------------------------------------
-
-
 def parsed(*arguments: object, policy: str | list[str] = "adaptive") -> Freezing | None:
     parser = argparse.ArgumentParser()
     add_freeze_options(parser)
@@ -166,9 +163,6 @@ def test_options_that_change_nothing_are_refused(arguments: tuple[object, ...], 
 def test_a_schedule_searches_no_prompts() -> None:
     with pytest.raises(SettingsError, match="--recall-prompt is of no use with --policy rolling"):
         parsed("--recall-prompt", 9, policy="rolling-freeze")
-
-
-# --- sessions -------------------------------------------------------------------------------------
 
 
 def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:

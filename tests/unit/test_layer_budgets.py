@@ -80,9 +80,6 @@ def test_heads_of_a_layer_choose_together(
         layers.check()
 
 
-# --- the layer document ---------------------------------------------------------------------------
-
-
 @given(st.lists(st.floats(0.01, 15.0), min_size=2, max_size=40))
 def test_layer_weights_are_the_shares_of_the_document(bits: list[float]) -> None:
     entropies = np.array(bits)

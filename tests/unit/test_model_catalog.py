@@ -42,9 +42,6 @@ def preset(folder: Path, text: str) -> Path:
     return path
 
 
-# --- directories ----------------------------------------------------------------------------------
-
-
 def test_a_directory_has_its_models_by_name(tmp_path: Path) -> None:
     touch(tmp_path, "b.gguf", "a.Q4_0.gguf", "notes.txt", "mmproj-b.gguf", "sub/only.gguf")
     touch(tmp_path, "s-00002-of-00002.gguf", "s-00001-of-00002.gguf", "two/x.gguf", "two/y.gguf")
@@ -69,9 +66,6 @@ def test_a_directory_without_models_is_refused(tmp_path: Path) -> None:
     touch(tmp_path, "m.gguf", "m-00001-of-00002.gguf")
     with pytest.raises(SettingsError, match="two models are called m"):
         models_in(str(tmp_path))
-
-
-# --- the command line -----------------------------------------------------------------------------
 
 
 def test_one_model_is_a_server_of_one() -> None:
@@ -126,9 +120,6 @@ def test_models_do_not_come_from_variables_of_one(
         str(tmp_path / "x.gguf"),
         str(tmp_path / "y.gguf"),
     ]
-
-
-# --- presets --------------------------------------------------------------------------------------
 
 
 def test_a_preset_names_models_and_their_options(tmp_path: Path) -> None:
@@ -205,9 +196,6 @@ def test_a_wrong_preset_is_refused_with_its_place(tmp_path: Path, text: str, sai
 def test_a_preset_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
         catalog_of("--models-preset", tmp_path / "away.ini")
-
-
-# --- catalogs -------------------------------------------------------------------------------------
 
 
 def test_a_catalog_has_each_name_once(tmp_path: Path) -> None:

@@ -301,8 +301,6 @@ def test_consoles_of_windows_are_told_to_show_colours(monkeypatch: pytest.Monkey
     assert not system.shows_escapes(SimpleNamespace(isatty=lambda: False))
 
 
-# --- no other module does what only some systems do -----------------------------------------------
-
 MODULES_OF_SOME_SYSTEMS = {*OF_POSIX, "msvcrt", "winreg"}
 NAMES_OF_SOME_SYSTEMS = {
     "os": {
@@ -355,9 +353,6 @@ def test_test_modules_that_a_system_cannot_import_are_left_out_by_name() -> None
     lines = [*left_out(here.parent, {"fcntl"})]
     assert f"not run: {here.name}, because this system has no fcntl" in lines
     assert [*left_out(here.parent)] == []
-
-
-# --- tests say by a marker what only some systems have --------------------------------------------
 
 
 @pytest.mark.parametrize(

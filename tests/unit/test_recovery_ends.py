@@ -19,8 +19,6 @@ from entropykv.settings.recovery import Recovery, Rung
 from entropykv.settings.sampling import Sampling
 from tests.support.ladders import GREEDY, N_VOCAB, WARM_UP, FakeSession, planned, stopped_after
 
-# --- what goes wrong ------------------------------------------------------------------------------
-
 
 def test_stopping_after_a_decode_that_broke_the_session_raises_nothing() -> None:
     session = FakeSession(planned(set()), Recovery(), fails_at=12, breaks=True)
@@ -61,9 +59,6 @@ def test_the_last_yielded_token_is_not_read_where_recovery_fails(
     assert session.tokens == [1, 2, 3, *yielded[:-1]]
 
 
-# --- samplers after a rewalk ----------------------------------------------------------------------
-
-
 def test_penalties_after_a_rewalk_are_those_of_the_tokens_that_stayed() -> None:
     spikes = {20, 25, 30, 35}  # The spikes do not occur the second time.
 
@@ -97,9 +92,6 @@ def test_random_numbers_go_on_after_a_rewalk() -> None:
     assert again != dropped
     assert again != yielded[:8]
     assert again == [token for _, token in session.decoded[36:44]]
-
-
-# --- consumers ------------------------------------------------------------------------------------
 
 
 def test_a_late_close_leaves_alone_what_was_read_since() -> None:

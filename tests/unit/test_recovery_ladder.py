@@ -15,8 +15,6 @@ from entropykv.session.recovery import Climb, Ladder, _Distribution, _Running
 from entropykv.settings.recovery import Recovery, Rung
 from tests.support.ladders import LADDER, N_VOCAB, SILENT, WARM_UP, climbs, logits_of, peaked
 
-# --- what counts ----------------------------------------------------------------------------------
-
 
 @given(hnp.arrays(np.float32, 300, elements=st.floats(-1000, 1000, width=32)), st.booleans())
 def test_entropy_and_top_probability_are_those_of_the_softmax(
@@ -112,9 +110,6 @@ def test_tiny_differences_of_certain_tokens_are_no_spikes() -> None:
     ladder = Ladder(Recovery(smooth=1, warm_up=WARM_UP), N_VOCAB)
     assert climbs(ladder, set(), 50, peaked(0, 15)) == {}
     assert ladder.observe(peaked(0, 8), 51) is None
-
-
-# --- the ladder -----------------------------------------------------------------------------------
 
 
 def test_every_spike_climbs_one_rung_and_a_rewalk_starts_over() -> None:

@@ -173,9 +173,6 @@ def test_parameters_that_do_not_fit_are_refused(params: list[_core.RopeParams]) 
         filled.store.rebase(params, 0, 0, 1)
 
 
-# --- which shift ----------------------------------------------------------------------------------
-
-
 @given(
     data=st.data(),
     limit=st.integers(16, 300),

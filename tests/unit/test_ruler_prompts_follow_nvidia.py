@@ -41,9 +41,6 @@ def rng(seed: int = 0) -> random.Random:
     return random.Random(seed)
 
 
-# --- needles --------------------------------------------------------------------------------------
-
-
 def test_a_single_needle_is_worded_as_the_original() -> None:
     prompt = NeedleTask(Vocabulary(("fox",), ("red",), ()), ESSAY, "noise").prompt(1, rng())
     (number,) = prompt.references
@@ -143,9 +140,6 @@ def test_needles_lie_between_sentences_and_the_essay_goes_round() -> None:
     assert context.count("The old man sat.") == 3 * 9
 
 
-# --- variables ------------------------------------------------------------------------------------
-
-
 def test_a_chain_and_its_example_are_those_of_the_original() -> None:
     task = make_task("vt", 1024, [], 0, lambda text: len(text.split()))
     assert task.n_generated == 30
@@ -185,9 +179,6 @@ def check_chain(text: str, names: tuple[str, ...] | list[str], n_noise: int | No
         assert all(re.fullmatch("[A-Z]{5}", name) for name in names)
     assert text == ORIGINALS["vt"].format(context=context, query=value[1], num_v=5)
     return value[1]
-
-
-# --- words ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

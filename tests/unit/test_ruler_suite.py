@@ -64,9 +64,6 @@ def test_unknown_tasks_are_refused_and_others_are_in_order() -> None:
     assert suite.lengths == [1024, 2048]
 
 
-# --- scores ---------------------------------------------------------------------------------------
-
-
 def test_the_metric_is_the_share_of_references_in_the_answer() -> None:
     assert string_match_all(" 1234567.", ["1234567"]) == 1.0
     assert string_match_all("QXYZW and ABCDE", ["abcde", "Qxyzw", "OTHER", "more"]) == 0.5

@@ -205,9 +205,6 @@ def test_settings_that_may_differ() -> None:
         check_settings(flat, replace(flat, sequence_state=None), "x.ekv")
 
 
-# --- the layout of pages --------------------------------------------------------------------------
-
-
 def store_of(kv_type: str, k_dim: int, v_dim: int, latent: bool) -> _core.HeadwiseStore:
     """Return a store that has evicted, so that entries are not sorted by position."""
     store = _core.HeadwiseStore(

@@ -18,8 +18,6 @@ from entropykv.session.file import (
 )
 from tests.support.session_files import CONTENTS, SECTIONS, SETTINGS, file_bytes
 
-# --- paths ----------------------------------------------------------------------------------------
-
 
 def assert_not_read(path: Path, words: str) -> None:
     with pytest.raises(SessionFileError, match=words), open_session(path):

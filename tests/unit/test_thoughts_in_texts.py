@@ -31,9 +31,6 @@ def frame(template: str, **arguments: Any) -> AnswerFrame:
     return frame_of(lambda messages: str(formatter(messages=messages, **arguments).prompt))
 
 
-# --- templates ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("template", "begin"),
     [
@@ -76,8 +73,6 @@ def test_a_frame_cuts_no_tag_in_two() -> None:
 def test_a_template_that_leaves_out_answers_has_no_frame() -> None:
     assert frame("{{ messages[-1].content }}<think>") == AnswerFrame()
 
-
-# --- readers --------------------------------------------------------------------------------------
 
 TEXTS = [
     (
@@ -139,9 +134,6 @@ def test_a_thought_is_shown_as_it_comes() -> None:
     assert reader.take("ink>Four") == Parts("", "Four")
 
 
-# --- budgets --------------------------------------------------------------------------------------
-
-
 def counter(*, opened: bool = False, budget: int = -1) -> ThoughtCounter:
     """Return a counter for texts whose tokens are bytes; the end consists of three of them."""
     tags = ThoughtTags("<", "..>")
@@ -188,9 +180,6 @@ def test_without_a_budget_thoughts_are_counted_alone() -> None:
     count = counter(opened=True)
     write(count, b"ab..>cd")
     assert (count.n_tokens, count.forced, count.thinks) == (5, None, False)
-
-
-# --- constraints ----------------------------------------------------------------------------------
 
 
 def test_a_constraint_applies_to_the_final_channel() -> None:

@@ -71,9 +71,6 @@ def test_going_back_forgets_what_came_after(steps: list[int], position: int) -> 
     assert trajectory.climbs == [(min(70, position), "rewalk")]
 
 
-# --- the picture ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 @pytest.mark.parametrize("given", [[], [(4, 8, 0)], [(4, 8, 0), (9, 10, 8), (10, 6, 14)]])
 def test_a_trajectory_is_drawn(suffix: str, given: list[Point], tmp_path: Path) -> None:
@@ -108,9 +105,6 @@ def test_the_lines_are_the_trajectory_s() -> None:
         "frozen": ([4, 9], [0, 4]),
         "recovery: soft": ([9], [5]),
     }
-
-
-# --- sessions -------------------------------------------------------------------------------------
 
 
 class Frozen:

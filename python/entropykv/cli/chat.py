@@ -200,8 +200,6 @@ class _Terminal:
             self._take(text, is_command=is_command)
             self._ended = self._ended or (single and not is_command and bool(text.strip()))
 
-    # --- turns and commands -----------------------------------------------------------------------
-
     def _take(self, text: str, *, is_command: bool) -> None:
         """Run a command or answer a turn; an error is reported in one sentence."""
         try:

@@ -104,8 +104,6 @@ class _Grammar:
                     "another; give fewer"
                 )
 
-    # --- which parts are regular ------------------------------------------------------------------
-
     def _size(self, part: Part, depth: int) -> float:
         """Return the characters of a regular expression of the part; infinite if there is none."""
         if depth > MOST_NESTED:
@@ -137,8 +135,6 @@ class _Grammar:
             case Either():
                 return Either(tuple(map(self._flat, part.parts)))
         return part
-
-    # --- from parts to lexemes --------------------------------------------------------------------
 
     def _with_lexemes(self) -> dict[str, object]:
         """Return the rules that are reached from the root, with lexemes instead of parts."""
@@ -185,8 +181,6 @@ class _Grammar:
     def _is_lexeme(self, part: Part) -> bool:
         size = self._size(part, 0)
         return size <= _MOST_PLACES and (size > 0) and self._flat(part) not in self._cut
-
-    # --- where the longest lexeme may be the wrong one --------------------------------------------
 
     def _conflicts(self, rules: dict[str, object]) -> set[Part]:
         """Return the lexemes that may take characters of what follows another one."""
@@ -250,8 +244,6 @@ class _Grammar:
                     seen.add(pair)
                     waiting.append(pair)
         return False
-
-    # --- Lark -------------------------------------------------------------------------------------
 
     def _written(self, rules: dict[str, object]) -> str:
         names = {name: f"r{number}" for number, name in enumerate(rules)}

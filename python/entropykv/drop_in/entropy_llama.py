@@ -245,8 +245,6 @@ class EntropyLlama(llama_cpp.Llama):
             if arguments[name] is not None:
                 setattr(parameters, name, arguments[name])
 
-    # --- into a budget, and out of it -------------------------------------------------------------
-
     def _begin(self, geometry: ModelGeometry, budget: BudgetArguments) -> None:
         """Replace the stock context, which is freed, by a session."""
         budget = with_draft_model(budget, self.draft_model)
@@ -363,8 +361,6 @@ class EntropyLlama(llama_cpp.Llama):
             context.close()
             self._pool = None
         self.close()
-
-    # --- read and write ---------------------------------------------------------------------------
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """Keep the model; raises EntropyKVError if it is closed, or if another thread calls it."""
@@ -555,8 +551,6 @@ class EntropyLlama(llama_cpp.Llama):
         if logits is None or not self.n_tokens:
             raise EntropyKVError("there are no logits to sample from; eval() a token first")
         return cast(Logits, logits)
-
-    # --- answer -----------------------------------------------------------------------------------
 
     def _given(
         self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]
@@ -849,8 +843,6 @@ class EntropyLlama(llama_cpp.Llama):
             "llama_cpp.Llama(embedding=True)"
         )
 
-    # --- state ------------------------------------------------------------------------------------
-
     def kv_stats(self) -> SessionStats:
         """Return counts, bytes and times since the model was made, attached, or loaded a state."""
         return self._session.stats()
@@ -890,8 +882,6 @@ class EntropyLlama(llama_cpp.Llama):
         """Go back to the n_tokens that the caller has set."""
         if self._n_kept is not None:
             self.eval([])
-
-    # --- sessions on disk -------------------------------------------------------------------------
 
     def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
         """Write the current state to a file, as SessionFiles.save(); raises SessionFileError."""

@@ -151,8 +151,6 @@ class _Answer:
         """Return how many tokens were thoughts; None if the model does not think."""
         return None if self._counter is None else self._counter.n_tokens
 
-    # --- the prompt -------------------------------------------------------------------------------
-
     def read(self, n_cached: int, on_prompt: Callable[[int], None] | None) -> Iterator[Event]:
         """Read the prompt; a checkpoint is kept before the part that later turns lack."""
         session, prompt = self._session, self._request.prompt
@@ -175,8 +173,6 @@ class _Answer:
             session.text.note_turn(writes=True)
         values = () if self._recorder is None else tuple(self._recorder.take(0))
         yield PromptRead(end, n_cached, time.perf_counter() - start, values)
-
-    # --- the answer -------------------------------------------------------------------------------
 
     def chooser(self) -> Chooser:
         """Return what chooses the tokens; raises SettingsError."""

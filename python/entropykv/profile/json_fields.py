@@ -151,9 +151,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-# --- parts ----------------------------------------------------------------------------------------
-
-
 def object_in(value: object, where: str, field: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Return an object with exactly these keys; ProfileError names what is missing or unknown."""
     if not isinstance(value, dict):

@@ -257,8 +257,6 @@ class KeptTexts:
         """Return the bytes that texts of idle sessions take outside the pool."""
         return sum(each.n_bytes for each in self.swapped_out)
 
-    # --- keep and drop ----------------------------------------------------------------------------
-
     def keep(self, kept: KeptText, tier: InPool | Outside) -> KeptText:
         """Keep a text; if there is no room for it outside the pool, drops it and raises PoolError.
 
@@ -326,8 +324,6 @@ class KeptTexts:
                 f"{limit}; close some, or give a larger limit (swap_limit)"
             )
 
-    # --- find -------------------------------------------------------------------------------------
-
     def nearest(
         self, tokens: Sequence[int], tenant: Hashable, demand: Demand
     ) -> tuple[KeptText | None, int]:
@@ -353,8 +349,6 @@ class KeptTexts:
         if best is not None:
             self.index.touch(best)
         return best, most
-
-    # --- tiers ------------------------------------------------------------------------------------
 
     def make_room(self) -> bool:
         """Let the text whose turn it is leave the pool: a checkpoint if there is one, and of

@@ -153,8 +153,6 @@ class ModelRunner:
         """Return the error for a budget for which there is no memory."""
         return self._stores.too_large(budget)
 
-    # --- slots ------------------------------------------------------------------------------------
-
     def add_slot(self, weight: float = 1.0) -> SequenceSlot:
         """Make a store for another sequence; it gets a share of the pool when it reads.
 
@@ -367,8 +365,6 @@ class ModelRunner:
         with self.scheduler.between_steps():
             self.shared.resize(budget)
             self.budget = budget
-
-    # --- steps ------------------------------------------------------------------------------------
 
     def read(self, slot: SequenceSlot, part: Part, arrival: int) -> None:
         """Read the next tokens of a sequence, in one step with those of others."""

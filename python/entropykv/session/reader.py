@@ -285,8 +285,6 @@ class SequenceReader:
             slot.broken = not part.untouched  # It is not broken if nothing was read.
             raise
 
-    # --- echoes -----------------------------------------------------------------------------------
-
     def _evicts(self, n_tokens: int) -> bool:
         """Tell whether the budget cannot hold the whole text if it grows by n_tokens."""
         self._runner.foresee(self._slot)

@@ -59,8 +59,6 @@ class SecondReadings:
         """Tell whether tokens should be read twice: see PredictorFit.is_worth_echo()."""
         return self.fit is None or self.fit.is_worth_echo(tokens)
 
-    # --- lessons ----------------------------------------------------------------------------------
-
     def prepare(self, parts: Sequence[Part]) -> bool:
         """Collect the lessons of a step if its echoes teach something; returns whether they do."""
         return self.fit is not None and self.fit.prepare(parts, self._slots)
@@ -92,8 +90,6 @@ class SecondReadings:
             store.learning.teach_stored(begin, end, store.shift)
         self.note(slot, begin, tokens, teaches=teaches)
         self.learn()
-
-    # --- the predictor ----------------------------------------------------------------------------
 
     @property
     def learnt(self) -> LearntPredictor | None:

@@ -234,8 +234,6 @@ class Session:
             self.reader.close()
             self._runner.remove_slot(self._slot)
 
-    # --- read and write ---------------------------------------------------------------------------
-
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Read tokens inside the budget; returns their logits.
 

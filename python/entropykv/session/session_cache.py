@@ -25,8 +25,6 @@ class SessionCache:
         self._runner = runner
         self._slot = slot
 
-    # --- what is held -----------------------------------------------------------------------------
-
     @property
     def store(self) -> str:
         """Return the name of the store: headwise, device or flat."""
@@ -100,8 +98,6 @@ class SessionCache:
         """Return the llama_context, for samplers; its logits may belong to another session."""
         return self._slot.store.context.handle
 
-    # --- what may be held -------------------------------------------------------------------------
-
     def budgets(self) -> list[tuple[int, ...]]:
         """Return the entries that every KV head may keep, as `[layer][KV head]`."""
         return self._slot.store.budgets()
@@ -151,8 +147,6 @@ class SessionCache:
         one already.
         """
         return self._runner.second_readings.fit
-
-    # --- in a pool --------------------------------------------------------------------------------
 
     @property
     def is_live(self) -> bool:

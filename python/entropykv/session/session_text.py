@@ -97,8 +97,6 @@ class SessionText:
         self._slot.text.logits = logits
         return True
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
     def note_turn(self, *, writes: bool) -> None:
         """Keep a checkpoint if the text changes from reading to writing, or back."""
         slot = self._slot

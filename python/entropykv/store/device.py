@@ -219,8 +219,6 @@ class DeviceStore(KvHeadStore):
         self.shift = state.shift
         self.rollback.begin_from(state.whole_from)
 
-    # --- in a pool --------------------------------------------------------------------------------
-
     def take_place(self, sequence: int) -> None:
         """Take a place with rows for its part, beside those of others; `sequence` is llama.cpp's
         number of the sequence.
@@ -237,8 +235,6 @@ class DeviceStore(KvHeadStore):
         """
         self.truncate(0)
         self._store.release()
-
-    # --- figures ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the memory of the devices."""

@@ -82,8 +82,6 @@ class StoreFactory:
         self.spare = None
         self._drop_context()
 
-    # --- which store ------------------------------------------------------------------------------
-
     def _choose(self, budget: Budget) -> Store:
         """Try one store after the other; what the first one lacks is the reason of a fallback."""
         asked = self.config
@@ -125,8 +123,6 @@ class StoreFactory:
 
     def _attends_on_host(self) -> bool:
         return isinstance(self._context, DeviceContext) and self._context.is_on_host
-
-    # --- contexts and stores ----------------------------------------------------------------------
 
     def _new(self, budget: Budget) -> Store:
         try:

@@ -204,8 +204,6 @@ class HeadwiseStore(KvHeadStore):
         self.shift = state.shift
         self.rollback.begin_from(state.whole_from)
 
-    # --- in a pool --------------------------------------------------------------------------------
-
     def take_share(self, pages: int, longest: int | None) -> None:
         """Hold at most so many pages, and evict the rest: see Pooled."""
         if (pages, longest) == (self.share_pages, self._longest):
@@ -257,8 +255,6 @@ class HeadwiseStore(KvHeadStore):
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
         """Return what state() would have returned when a checkpoint was made."""
         return self._state.state_of(checkpoint)
-
-    # --- figures ----------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""

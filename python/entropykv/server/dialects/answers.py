@@ -253,9 +253,6 @@ class SaidPart(NamedTuple):
     """Why the answer ends here, in OpenAI's words; None: it goes on."""
 
 
-# --- completions ----------------------------------------------------------------------------------
-
-
 class CompletionWriter:
     """Write a text that was continued."""
 
@@ -301,9 +298,6 @@ def with_passages(choice: dict[str, Any], job: Answering) -> dict[str, Any]:
         return choice
     found = job.passages
     return {**choice, "passages": None if found is None else [asdict(each) for each in found]}
-
-
-# --- chats ----------------------------------------------------------------------------------------
 
 
 class ChatWriter:

@@ -96,8 +96,6 @@ class DocumentLibrary:
             ) from None
         self._readings = Readings(self._files)
 
-    # --- names and files --------------------------------------------------------------------------
-
     def folder(self, model: str, user: str) -> Path:
         """Return the folder of a user's documents of a model."""
         folder = self._files.directory
@@ -128,8 +126,6 @@ class DocumentLibrary:
         }
         kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
         return sorted(name for name in kept if _NAME.fullmatch(name))
-
-    # --- what there is to say of one --------------------------------------------------------------
 
     def status(self, document: DocumentId) -> dict[str, Any] | None:
         """Return what clients are told of a document; None if there is none of this name."""
@@ -193,8 +189,6 @@ class DocumentLibrary:
             self._summaries.clear()
         self._summaries[path] = stamp, summary
         return summary
-
-    # --- reading ----------------------------------------------------------------------------------
 
     def begin(self, reading: Reading) -> bool:
         """Record a reading; returns False if the same document is ready or being read.
@@ -330,8 +324,6 @@ class DocumentLibrary:
             return Reading(document, accepted.text, accepted.names, accepted.system)
         note = _note_of(partial_of(path))
         return None if note is None else Reading(document, note.text, note.names, note.system)
-
-    # --- use and room -----------------------------------------------------------------------------
 
     @contextmanager
     def in_use(self, document: DocumentId) -> Iterator[Path]:

@@ -83,8 +83,6 @@ class DocumentReader:
             current.stop.set()
         self._thread.join()
 
-    # --- in the thread ----------------------------------------------------------------------------
-
     def _run(self) -> None:
         while (reading := self.library.wait_for_next(self.model, self._closing)) is not None:
             self._current = reading

@@ -126,8 +126,6 @@ class Readings:
         with self._changed:
             return {path.name for path in self._of if path.parent == folder}
 
-    # --- reading ----------------------------------------------------------------------------------
-
     def text_of(self, path: Path) -> str | None:
         """Return the text of a reading that waits or goes on; None if there is none."""
         with self._changed:
@@ -226,8 +224,6 @@ class Readings:
                 _let_go(each, goes_on=True)
                 del self._of[path]
         return list(left.values())
-
-    # --- using and deleting -----------------------------------------------------------------------
 
     @contextmanager
     def in_use(self, document: DocumentId, path: Path) -> Iterator[None]:

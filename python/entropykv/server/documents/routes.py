@@ -141,8 +141,6 @@ def _kept(library: DocumentLibrary | None) -> DocumentLibrary:
     return library
 
 
-# --- the body of a new document -------------------------------------------------------------------
-
 _BODY = {
     "requestBody": {
         "required": True,

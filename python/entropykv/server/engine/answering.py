@@ -279,8 +279,6 @@ class Answering:
             if self.n_thought is not None:
                 self.n_thought = event.n_thought
 
-    # --- before every step ------------------------------------------------------------------------
-
     def _before_step(self, n_left: int) -> None:
         self.check()
         if (session := self._session) is not None:

@@ -113,8 +113,6 @@ class PrefixCache:
         self.resumed = 0
         """How many requests continued a conversation itself."""
 
-    # --- a prompt comes ---------------------------------------------------------------------------
-
     def take(
         self,
         tokens: Sequence[int],
@@ -273,8 +271,6 @@ class PrefixCache:
                 is_own = near.caller == caller and near.document is None
                 return near.session if is_own and self._texts.remove(near) else None
 
-    # --- documents --------------------------------------------------------------------------------
-
     def open_document(self, path: Path, caller: Caller) -> list[int]:
         """Load a document unless it is kept already; returns its tokens.
 
@@ -336,8 +332,6 @@ class PrefixCache:
     def forget_document(self, path: Path) -> None:
         """Drop a document whose file was removed."""
         self._drop(lambda each: each.document == path)
-
-    # --- while another one is read ----------------------------------------------------------------
 
     def _worth_waiting_for(
         self, prompt: _Prompt, asked: set[_Reading]
@@ -418,8 +412,6 @@ class PrefixCache:
                 return []
             self._texts.remove(reading)
             return reading.waiting
-
-    # --- between two requests ---------------------------------------------------------------------
 
     def _add(self, kept: _Conversation) -> None:
         """Keep a conversation; `_lock` is held."""

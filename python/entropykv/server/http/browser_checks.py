@@ -88,9 +88,6 @@ def _is_loopback(host: str) -> bool:
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
-# --- origins --------------------------------------------------------------------------------------
-
-
 def origins_of(option: str | None) -> tuple[list[str], str | None]:
     """Return the origins that --cors-origins names, and a regular expression of further ones."""
     origins = [each.strip() for each in (option or "").split(",") if each.strip()]

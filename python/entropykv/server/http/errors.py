@@ -191,8 +191,6 @@ def add_error_handlers(app: FastAPI) -> None:
         return invalid(error.errors()).response()
 
 
-# --- the forms of other APIs --------------------------------------------------------------------
-
 Form = Callable[[dict[str, Any], int], dict[str, Any]]
 """Makes the body of an answer from an error in OpenAI's form, its member `error`, and a status."""
 

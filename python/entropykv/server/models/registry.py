@@ -91,8 +91,6 @@ class ModelRegistry:
         """Held to decide which thread frees a model that was loaded during the shutdown."""
         self._threads = DaemonThreads("entropykv-load")
 
-    # --- which models there are -------------------------------------------------------------------
-
     @property
     def has_several(self) -> bool:
         """Tell whether requests must name a model, as with llama-server's router."""
@@ -151,8 +149,6 @@ class ModelRegistry:
         if held.engine is None:
             raise not_loaded(held)
         return held.engine
-
-    # --- requests that use a model ----------------------------------------------------------------
 
     async def use(self, request: Request, name: str | None) -> Engine:
         """Return the engine of a model, which stays in memory until the response was sent.
@@ -218,8 +214,6 @@ class ModelRegistry:
             if attempt not in (None, held.opening) and held.failure is not None:
                 raise again(held.failure)
         stack.enter_context(self._lease(held))
-
-    # --- loading ----------------------------------------------------------------------------------
 
     def load(self, name: str) -> None:
         """Start loading a model; raises RequestError for one that is already loaded, or unknown."""
@@ -345,8 +339,6 @@ class ModelRegistry:
         taken = await asyncio.to_thread(lambda: sum(each.count_bytes() for each in there))
         return taken + held.estimate.total <= self.room.memory
 
-    # --- unloading --------------------------------------------------------------------------------
-
     def unload(self, name: str) -> None:
         """Unload a model after its requests were answered; raises RequestError if it is not loaded.
 
@@ -407,8 +399,6 @@ class ModelRegistry:
         await asyncio.to_thread(_give_memory_back)
         self._tell()
 
-    # --- the end ----------------------------------------------------------------------------------
-
     def stop(self) -> None:
         """Refuse waiting and new requests; see Engine.stop()."""
         self._closing = True
@@ -426,8 +416,6 @@ class ModelRegistry:
             engine.close()
         if wait:
             self._threads.join()
-
-    # --- how all of this takes place --------------------------------------------------------------
 
     def _tell(self) -> None:
         """Wake all tasks that wait for a change."""
