@@ -45,7 +45,7 @@ def without(part: str) -> Iterator[None]:
         return online_budgets(*arguments, freezes=True)  # What is frozen can return.
 
     if part == CENTRED_KEYS:
-        patched = mock.patch("entropykv.store.headwise_context.key_centres", return_value=[])
+        patched = mock.patch("entropykv.store.headwise.key_centres", return_value=[])
     else:
         patched = mock.patch("entropykv.store.headwise.online_budgets", unlimited)
     with patched:

@@ -14,7 +14,7 @@ import pytest
 
 from entropykv import BudgetError, FreezeError, Freezing, Session, SettingsError
 from entropykv.cli import main
-from entropykv.store.cold_file import ColdFile, digest_of
+from entropykv.store.cold import ColdFile, digest_of
 from tests.support.frozen_sessions import check_all_is_there, cold_file, session_of
 from tests.support.logits import tokens_for
 from tests.support.saved_sessions import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from entropykv.store.cold_file import ColdFile
+from entropykv.store.cold import ColdFile
 
 MODEL = {"architecture": "llama", "n_vocab": 5}
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from entropykv import FreezeError
-from entropykv.store import cold_file
-from entropykv.store.cold_file import HEADER_BYTES, MAGIC, VERSION, ColdFile
+from entropykv.store.cold import HEADER_BYTES, MAGIC, VERSION, ColdFile, _remove_leftover, digest_of
 from tests.support.cold_files import MODEL, create, names
 
 
@@ -48,8 +47,8 @@ def test_a_new_file_is_as_the_module_describes_it(cold: ColdFile, tmp_path: Path
 
 def test_the_order_of_an_identity_does_not_matter() -> None:
     other_order = dict(reversed(MODEL.items()))
-    assert cold_file.digest_of(other_order) == cold_file.digest_of(MODEL)
-    assert cold_file.digest_of({**MODEL, "n_vocab": 6}) != cold_file.digest_of(MODEL)
+    assert digest_of(other_order) == digest_of(MODEL)
+    assert digest_of({**MODEL, "n_vocab": 6}) != digest_of(MODEL)
 
 
 def test_closing_removes_the_file_and_may_come_twice(tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def rewritten(file: ColdFile, **change: Any) -> None:
         "version": VERSION,
         "page_bytes": 8192,
         "nonce": file.nonce,
-        "identity": cold_file.digest_of(MODEL),
+        "identity": digest_of(MODEL),
         "process": os.getpid(),
     }
     data = struct.pack("<8sII16s16sI", *{**fields, **change}.values()).ljust(
@@ -118,7 +117,7 @@ def test_a_file_that_was_cut_is_refused(cold: ColdFile) -> None:
     [
         ({"magic": b"notours\0"}, "not a file of frozen entries"),
         ({"version": VERSION + 1}, f"version {VERSION + 1} of the format"),
-        ({"identity": cold_file.digest_of({"n_vocab": 6})}, "another model"),
+        ({"identity": digest_of({"n_vocab": 6})}, "another model"),
         ({"nonce": bytes(16)}, "another session"),
         ({"page_bytes": 4096}, "another header"),
     ],
@@ -247,7 +246,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     """The pipe is put there after the directory was listed."""
     path = tmp_path / "entropykv-1-pipe.cold"
     os.mkfifo(path)
-    assert not cold_file._remove_leftover(str(path))
+    assert not _remove_leftover(str(path))
     assert path.exists()
 
 

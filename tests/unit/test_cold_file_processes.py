@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from entropykv import system
-from entropykv.store import cold_file
+from entropykv.store.cold import _remove_leftover
 from tests.support.cold_files import create, names
 
 
 SCRIPT = """
 import os, subprocess, sys
-from entropykv.store.cold_file import ColdFile
+from entropykv.store.cold import ColdFile
 file = ColdFile.create(sys.argv[1], 8192, {})
 """
 
@@ -120,7 +120,7 @@ def test_a_file_that_another_process_removed_before_the_lock_is_made_again(
         n_calls += 1
         if n_calls == 1:
             (name,) = names(tmp_path)
-            assert cold_file._remove_leftover(str(tmp_path / name))
+            assert _remove_leftover(str(tmp_path / name))
         return lock(descriptor)
 
     monkeypatch.setattr(system, "lock", late)

@@ -28,7 +28,7 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.server.engine.conversations import Conversations
 from entropykv.server.http.users import Caller
 from entropykv.session import document
-from entropykv.store.cold_file import ColdFile
+from entropykv.store.cold import ColdFile
 from tests.support.systems import OF_POSIX, absent_imports, is_there, left_out
 
 

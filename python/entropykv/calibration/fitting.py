@@ -23,8 +23,7 @@ from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
 from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.headwise_context import HeadwiseContext
+from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
 from entropykv.store.step import decode_inside
 
 Rows = npt.NDArray[np.float32]

@@ -19,8 +19,7 @@ from entropykv.policy.resolved_config import config_for
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, Rows, head_loss
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.headwise_context import HeadwiseContext
+from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
 from entropykv.store.step import decode_inside
 
 Entropies = npt.NDArray[np.float32]

@@ -38,7 +38,7 @@ from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import OtherWork
 from entropykv.settings.options import Budget, is_number
-from entropykv.store.device_context import DeviceContext
+from entropykv.store.device import DeviceContext
 from entropykv.store.factory import StoreFactory
 from entropykv.store.protocol import Store
 from entropykv.store.step import Part, decode_parts

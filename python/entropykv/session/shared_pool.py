@@ -24,7 +24,7 @@ from entropykv.session.kept_texts import (
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shares import LEAST_CHANGE, Shares, shares_of
 from entropykv.settings.options import Budget
-from entropykv.store.store_context import StoreContext
+from entropykv.store.protocol import StoreContext
 
 _Kept = TypeVar("_Kept")
 

@@ -12,7 +12,7 @@ from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
-from entropykv.store.store_context import Places, StoreContext
+from entropykv.store.protocol import Places, StoreContext
 
 GROWTH_STEP = 64
 """Tokens by which a text is expected to grow, so that shares do not change with every token."""

@@ -4,7 +4,15 @@ handling.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +23,220 @@ from entropykv.model.identity import identity_of
 from entropykv.policy.policy import Policy
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.recovery import Rung
-from entropykv.store.cold_file import ColdFile
 from entropykv.store.states import StateDoesNotFit
+
+MAGIC = b"EKVCOLD\0"
+VERSION = 1
+"""The version of the format, which changes with the header or what follows it."""
+HEADER_BYTES = 4096
+
+_PREFIX = "entropykv-"
+_SUFFIX = ".cold"
+_FIELDS = struct.Struct("<8sII16s16sI")
+_DIGEST_BYTES = 8
+_ATTEMPTS = 100
+
+
+class ColdFile:
+    """Hold a file that is locked for this process; create() makes one.
+
+    It belongs to one session of one process, and is never read by another one: its content is
+    useless without what that session knows in memory. It is not protected against changes: check()
+    detects a file that was truncated, replaced or changed at its start, but not a change further
+    on.
+
+    All numbers are little-endian; the first HEADER_BYTES are
+
+        magic "EKVCOLD\\0", version (u32), bytes of a page (u32), nonce (16 bytes, random),
+        digest of the model's identity (blake2b, 16 bytes), process (u32), zeros,
+        digest (blake2b, 8 bytes) of all before it
+
+    and the rest is the store's.
+
+    A process holds a lock on its file from before the header is written until it ends in any way.
+    Therefore a file that can be locked is a leftover. Programs that the process starts do not
+    inherit the lock (O_CLOEXEC); a forked child holds it as long as it lives.
+    """
+
+    def __init__(
+        self, path: str, descriptor: int, *, page_bytes: int, identity: Mapping[str, Any]
+    ) -> None:
+        """Write the header of a new, locked file; the object then owns the descriptor."""
+        self.path = path
+        self.descriptor = descriptor
+        self.nonce = secrets.token_bytes(16)
+        self.expected_bytes = HEADER_BYTES
+        """The least size of the file in bytes; code that makes it longer sets this."""
+        self.n_leftovers = 0
+        """How many files of dead processes create() removed."""
+        self._process = os.getpid()
+        self._header = _header(page_bytes, self.nonce, digest_of(identity))
+        _write(descriptor, self._header)
+
+    @classmethod
+    def create(
+        cls, directory: str | os.PathLike[str], page_bytes: int, identity: Mapping[str, Any]
+    ) -> ColdFile:
+        """Remove the files of dead processes in a directory, and make a new file there.
+
+        `identity` is the model's, see model.identity.identity_of(). Raises FreezeError.
+        """
+        directory = os.path.abspath(directory)
+        try:
+            n_leftovers = _remove_leftovers(directory)
+            path, descriptor = _new_locked(directory)
+        except (OSError, ValueError) as error:  # ValueError: the name has a null byte.
+            raise _unusable(directory, error) from None
+        try:
+            file = cls(path, descriptor, page_bytes=page_bytes, identity=identity)
+        except BaseException as error:
+            _remove_and_close(path, descriptor)
+            if isinstance(error, OSError):
+                raise _unusable(directory, error) from None
+            raise
+        file.n_leftovers = n_leftovers
+        return file
+
+    def check(self) -> None:
+        """Raise FreezeError if the file is no longer as this session has left it.
+
+        It costs one read of the header and one query of the size, which is little for each
+        micro-batch.
+        """
+        try:
+            header = system.read_at(self.descriptor, HEADER_BYTES, 0)
+            status = os.fstat(self.descriptor)
+        except OSError as error:
+            raise self._refused(f"cannot be read any more ({error.strerror})") from None
+        if status.st_nlink == 0:
+            raise self._refused("was removed")
+        if status.st_size < self.expected_bytes or len(header) < HEADER_BYTES:
+            raise self._refused(f"was cut to {status.st_size} of {self.expected_bytes} bytes")
+        if header != self._header:
+            raise self._refused(self._what_differs(header))
+
+    def _what_differs(self, header: bytes) -> str:
+        magic, version, _, nonce, identity, _ = _FIELDS.unpack_from(header)
+        if magic != MAGIC:
+            return "is not a file of frozen entries any more"
+        if version != VERSION:
+            return f"has version {version} of the format, but this entropykv writes {VERSION}"
+        if header[-_DIGEST_BYTES:] != _digest(header[:-_DIGEST_BYTES], _DIGEST_BYTES):
+            return "has a damaged header"
+        if identity != _FIELDS.unpack_from(self._header)[4]:
+            return "belongs to another model"
+        if nonce != self.nonce:
+            return "belongs to another session"
+        return "has another header than the one that was written"
+
+    def _refused(self, what: str) -> FreezeError:
+        return FreezeError(
+            f"{self.path}: {what}, so that what was frozen is lost; make a new session, and keep "
+            "other programs away from its file"
+        )
+
+    def close(self) -> None:
+        """Remove the file and release the lock; raises nothing. A forked child removes nothing."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor < 0:
+            return
+        if os.getpid() == self._process:
+            _remove_and_close(self.path, descriptor)
+            return
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def digest_of(identity: Mapping[str, Any]) -> bytes:
+    """Return 16 bytes that identify a model; the order of the fields does not matter."""
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return _digest(canonical.encode(), 16)
+
+
+def _header(page_bytes: int, nonce: bytes, identity: bytes) -> bytes:
+    fields = _FIELDS.pack(MAGIC, VERSION, page_bytes, nonce, identity, os.getpid())
+    padded = fields.ljust(HEADER_BYTES - _DIGEST_BYTES, b"\0")
+    return padded + _digest(padded, _DIGEST_BYTES)
+
+
+def _digest(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+def _write(descriptor: int, header: bytes) -> None:
+    if system.write_at(descriptor, header, 0) != len(header):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _new_locked(directory: str) -> tuple[str, int]:
+    """Return path and descriptor of a new, empty file whose lock is held.
+
+    Between open() and lock(), another process may take the file for a leftover and lock or remove
+    it; then the next name is tried.
+    """
+    for _ in range(_ATTEMPTS):
+        path = os.path.join(directory, f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}")
+        descriptor = os.open(path, system.private_file_flags(), 0o600)
+        try:
+            if system.lock(descriptor) and os.fstat(descriptor).st_nlink:
+                return path, descriptor
+        except BaseException:
+            _remove_and_close(path, descriptor)
+            raise
+        _remove_and_close(path, descriptor)
+    raise OSError(errno.EBUSY, "other processes remove every new file there")
+
+
+def _remove_and_close(path: str, descriptor: int) -> bool:
+    """Close a file, and remove its path if that still leads to it; returns whether it was
+    removed.
+    """
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+            return system.remove_and_close(path, descriptor)
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+    return False
+
+
+def _remove_leftovers(directory: str) -> int:
+    """Remove the files that no process holds; returns how many. Raises OSError without a
+    directory.
+    """
+    with os.scandir(directory) as entries:
+        paths = [
+            entry.path
+            for entry in entries
+            if entry.name.startswith(_PREFIX)
+            and entry.name.endswith(_SUFFIX)
+            and entry.is_file(follow_symlinks=False)
+        ]
+    return sum(map(_remove_leftover, paths))
+
+
+def _remove_leftover(path: str) -> bool:
+    """Remove a file if it is a leftover; returns whether it was one."""
+    try:
+        descriptor = os.open(path, system.existing_file_flags())
+    except OSError:
+        return False
+    is_leftover = False
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and system.lock(descriptor):
+            # The header may be incomplete, because a process may have died before writing it.
+            is_leftover = MAGIC.startswith(system.read_at(descriptor, len(MAGIC), 0))
+    if is_leftover:
+        return _remove_and_close(path, descriptor)
+    os.close(descriptor)
+    return False
+
+
+def _unusable(directory: str, error: OSError | ValueError) -> FreezeError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return FreezeError(
+        f"{directory}: cannot hold frozen entries ({reason}); give --freeze disk:DIR a directory "
+        "that can be written, or use --freeze ram"
+    )
 
 
 class ColdSide:

@@ -11,14 +11,11 @@ from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig, resolve
 from entropykv.settings.options import Budget
-from entropykv.store.device import DeviceStore
-from entropykv.store.device_context import DeviceContext
+from entropykv.store.device import DeviceContext, DeviceStore
 from entropykv.store.flat import FlatContext, FlatStore
-from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.protocol import Store
+from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
+from entropykv.store.protocol import Store, StoreContext
 from entropykv.store.score_prediction import fits_nodes
-from entropykv.store.store_context import StoreContext
 
 
 class StoreFactory:

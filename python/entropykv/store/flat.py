@@ -31,9 +31,16 @@ from entropykv.policy.plan import FlatPlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
-from entropykv.store.protocol import Reach, Shares, Store, StoreFacts, TokensToRead, held_shares
+from entropykv.store.protocol import (
+    Reach,
+    Shares,
+    Store,
+    StoreContext,
+    StoreFacts,
+    TokensToRead,
+    held_shares,
+)
 from entropykv.store.states import DamagedState, SavedState, StateDoesNotFit, StoreState
-from entropykv.store.store_context import StoreContext
 
 
 class FlatContext(StoreContext):

@@ -1,28 +1,151 @@
-"""Run the headwise store in a session: plan budgets, and provide the attention."""
+"""Run the headwise store in a session: its llama_context, which several sequences may share, how
+keys are stored in it, and the budgets and the attention of each sequence.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
 from entropykv import _core
+from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.recurrent import WHY, RecurrentState
+from entropykv.llamacpp.recurrent import WHY, RecurrentState, is_recurrent
+from entropykv.model.key_biases import KeyBias, read_key_biases
 from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_budgets import HeadwiseBudgets
-from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.headwise_probe import check_config
+from entropykv.store.headwise_probe import (
+    check_config,
+    hooked_context,
+    probed_layers,
+    refuse_by_kind,
+)
 from entropykv.store.headwise_state import HeadwiseState
-from entropykv.store.key_centres import digest_of
 from entropykv.store.kv_heads import KvHeadStore
-from entropykv.store.protocol import CacheMapFunction, Reach, TokensToRead
-from entropykv.store.rollback_range import RollbackRange
+from entropykv.store.protocol import CacheMapFunction, Reach, StoreContext, TokensToRead
 from entropykv.store.score_prediction import ScorePrediction, ranking_predictor
-from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
+from entropykv.store.states import RollbackRange, SavedState, StoreCheckpoint, StoreState
+
+KeyCentres = list[npt.NDArray[np.float32]]
+"""For each layer, [KV head][centre, unit][value of a key], or an empty array."""
+
+
+def key_centres(config: ResolvedConfig, hook: _core.GraphHook) -> KeyCentres:
+    """Return what is subtracted from the keys of the layers, and the units that divide the rest.
+
+    Empty if keys are stored as they are: see ResolvedConfig.centres_keys. That is also so if the
+    model rotates keys in a way that is not known, and in layers that cap their logits, because a
+    centre changes all logits of a query by the same number.
+    """
+    if not config.centres_keys or hook.rope_obstacle:
+        return []
+    biases = read_key_biases(config.geometry)
+    centres = [
+        np.empty(0, np.float32) if node.softcap else _centres_of(node, biases.get(node.cache_layer))
+        for node in hook.nodes
+    ]
+    return centres if any(layer.size for layer in centres) else []
+
+
+def _centres_of(node: _core.AttentionNode, of: KeyBias | None) -> npt.NDArray[np.float32]:
+    if of is None or of.bias.shape != (node.shape.n_head_kv, node.shape.k_dim) or node.shape.latent:
+        return np.empty(0, np.float32)
+    return np.array(
+        [
+            _core.key_centre(bias.tolist(), spread.tolist(), node.rope, node.rope_magnitude)
+            for bias, spread in zip(of.bias, of.spread, strict=True)
+        ],
+        np.float32,
+    )
+
+
+def digest_of(centres: Sequence[npt.NDArray[np.float32]]) -> str | None:
+    """Return a hash that is equal where keys are stored alike; None if they are stored as
+    they are.
+    """
+    if not centres:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for layer in centres:
+        digest.update(f"{layer.shape}\n".encode())
+        digest.update(layer.astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+class HeadwiseContext(StoreContext):
+    """Hold a context whose attention is ours; llama.cpp's own cells hold only one micro-batch."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ResolvedConfig,
+        n_ubatch: int,
+    ) -> None:
+        """Probe the model's graph, and change it from then on.
+
+        `n_ubatch` is the most tokens of a sequence in a micro-batch, including its echo. Stores of
+        a pool share the context's pages; otherwise there is a single store with pages of its own.
+        Raises UnsupportedModelError if the graph has something that this store does not support.
+        """
+        options = config.options
+        refuse_by_kind(model)
+        self.n_sequences = options.n_sequences or 1
+        self.n_ubatch = n_ubatch
+        self.hook: _core.GraphHook = _core.GraphHook(
+            relu2_layers(model, options),
+            options.most_threads,
+            # In a pool, tokens of several sequences are read together.
+            few_tokens=0 if options.in_pool else 1 + options.draft_max,
+        )
+        n_tokens = n_ubatch + self.n_sequences * config.n_drafts
+        self.let_help = self.hook.help
+        self.handle = hooked_context(model, options, self.hook, n_tokens, self.n_sequences)
+        self.recurrent = is_recurrent(model)
+        self.reads_together = not self.recurrent
+        try:
+            self.layers = probed_layers(model, options, self.hook, self.handle)
+            self.key_centres = key_centres(config, self.hook)
+            """How the keys of each layer are stored: see key_centres()."""
+            if options.in_pool:
+                self.pages = _core.SequencePool(
+                    self.layers, config.kv_type, n_ubatch, self.n_sequences, config.n_drafts
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.batch = _core.AttentionBatch()
+        self.hook.serve(self.batch)
+        self._unfinished = False
+
+    def begin_step(self) -> None:
+        """Begin a micro-batch, before the stores of its sequences begin it."""
+        if self._unfinished and not self.recurrent:
+            self.forget_cells()  # A failed decode leaves some cells.
+        self._unfinished = True
+        self.batch.clear()
+        self.hook.begin_step()
+
+    def end_step(self) -> None:
+        """End the micro-batch: free llama.cpp's cells, and check that our op served every layer."""
+        self.batch.clear()
+        if not self.recurrent:  # Otherwise each store frees those of its own sequence.
+            self.forget_cells()
+        self._unfinished = False
+        self.hook.check_step()
+
+    def forget_cells(self) -> None:
+        """Free the cells and states of all sequences."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.handle), False)
 
 
 class HeadwiseStore(KvHeadStore):
