@@ -31,7 +31,7 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.policy.names import AUTO
 from entropykv.profile.growing import GrowingPredictor, _correlations, _moments
 from entropykv.profile.predictor import Lessons
-from entropykv.session.predictor_fit import value_features
+from entropykv.session.second_readings import value_features
 from inputs import find_model
 
 ROOT = Path(__file__).parents[1]

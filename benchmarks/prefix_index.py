@@ -17,8 +17,7 @@ import time
 from array import array
 from collections.abc import Callable
 
-from entropykv.session.prefix_index import PrefixIndex
-from entropykv.session.reuse import Demand, HeldText, reuse_of
+from entropykv.session.reuse import Demand, HeldText, PrefixIndex, reuse_of
 from entropykv.session.sequence import TokenSequence
 
 N_UBATCH = 512

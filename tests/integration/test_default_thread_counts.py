@@ -14,11 +14,10 @@ import pytest
 from entropykv import Session
 from entropykv.cli import main
 from entropykv.drop_in.arguments import split_arguments
-from entropykv.llamacpp.thread_choice import ThreadChoice, Way
-from entropykv.llamacpp.threads import Threads
+from entropykv.llamacpp.threads import ThreadChoice, Threads, Way
 from entropykv.server import ModelOptions
 from entropykv.server.models.loading import cache_options
-from entropykv.session.step_costs import StepCosts
+from entropykv.session.drafting import StepCosts
 from entropykv.settings import cores
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import OtherWork, usable_cores

@@ -167,7 +167,7 @@ def test_serve_freezes(tiny_llama: Path) -> None:
 
 @NEEDS_SERVER
 def test_serve_reads_the_environment(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from entropykv.policy.user_options import freezing_of  # noqa: PLC0415
+    from entropykv.policy.resolved_config import freezing_of  # noqa: PLC0415
     from entropykv.server import ModelOptions  # noqa: PLC0415
 
     monkeypatch.setenv("ENTROPYKV_FREEZE", "disk:/var/cold")

@@ -16,8 +16,8 @@ from entropykv import Pool, Session
 from entropykv.errors import ContextError, ImageError, ModelFileError, UnsupportedModelError
 from entropykv.llamacpp import projector
 from entropykv.session.echo import LEAST_TOKENS
-from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits
+from entropykv.session.sequence import is_placeholder
 from tests.architectures import MODELS
 from tests.support.architecture_models import written
 from tests.support.image_reference import MARKER, helper_logits

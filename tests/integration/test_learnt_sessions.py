@@ -14,9 +14,9 @@ from entropykv import EntropyProfile, Pool, Session
 from entropykv.errors import SettingsError
 from entropykv.profile.find import profile_beside
 from entropykv.profile.learnt import LearntFile, LearntPredictor
-from entropykv.session import predictor_fit
+from entropykv.session import second_readings
 from entropykv.session.document import read_document
-from entropykv.session.predictor_fit import LEAST_TOKENS
+from entropykv.session.second_readings import LEAST_TOKENS
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.learnt import fit_of, kept_in
 from tests.support.logits import tokens_for
@@ -72,7 +72,7 @@ def test_answers_do_not_change_once_it_is_complete(own_llama: Path) -> None:
 
 def test_short_texts_of_several_processes_add_up(own_llama: Path, learnt_folder: Path) -> None:
     """Each of them shows half of what is needed; what is kept is tested with the next one."""
-    short = predictor_fit.ROUND_TOKENS + 60
+    short = second_readings.ROUND_TOKENS + 60
     said = read(own_llama, TOKENS[:short], kv_budget=60)
     first = kept_in(learnt_folder)
     assert not first.complete
@@ -156,7 +156,7 @@ def test_a_file_of_another_shape_is_not_used(own_llama: Path, learnt_folder: Pat
     learnt = kept_in(learnt_folder)
     smaller = tuple(of_layer[:, 1:] for of_layer in learnt.predictor.weights)
     path.unlink()
-    wrong = predictor_fit.ScorePredictor(smaller, 500, 0.7)
+    wrong = second_readings.ScorePredictor(smaller, 500, 0.7)
     LearntFile(path).keep(LearntPredictor(wrong, "model", 1, complete=True))
     with Session(own_llama, **INSIDE) as session:
         assert session.config.learnt is None
@@ -229,7 +229,7 @@ def test_rounds_that_do_not_agree_are_not_kept(
     """After four rounds that do not agree, predictions are used all the same, so that no process
     reads every text twice for ever.
     """
-    monkeypatch.setattr(predictor_fit, "LEAST_CORRELATION", 1.1)
+    monkeypatch.setattr(second_readings, "LEAST_CORRELATION", 1.1)
     with Session(own_llama, **INSIDE) as session:
         session.decode(TOKENS)
         fit = fit_of(session)

@@ -12,7 +12,7 @@ import pytest
 from entropykv import EntropyProfile, Pool, Session
 from entropykv.errors import SettingsError
 from entropykv.profile.find import profile_beside
-from entropykv.session.predictor_fit import LEAST_TOKENS
+from entropykv.session.second_readings import LEAST_TOKENS
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import TokensToRead
 from tests.architectures import ARCHITECTURES

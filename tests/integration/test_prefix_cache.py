@@ -19,8 +19,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import Caller
-from entropykv.session.prefix_index import common_prefix
-from entropykv.session.reuse import Demand, reuse_of
+from entropykv.session.reuse import Demand, common_prefix, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.session_text import SessionText
 from tests.architectures import MODELS

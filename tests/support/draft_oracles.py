@@ -7,8 +7,7 @@ from typing import Any
 
 from entropykv import Session
 from entropykv.session.drafter import Evidence, Tokens
-from entropykv.session.drafting import Drafting
-from entropykv.session.step_costs import StepCosts
+from entropykv.session.drafting import Drafting, StepCosts
 
 
 class Oracle:

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from entropykv.session.pool import PoolStats
-from entropykv.session.prefix_index import PrefixIndex
+from entropykv.session.reuse import PrefixIndex
 from entropykv.session.stats import SessionStats
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from entropykv import Session, system
 from entropykv.profile.learnt import LearntFile, LearntPredictor
-from entropykv.session.predictor_fit import PredictorFit
+from entropykv.session.second_readings import PredictorFit
 from entropykv.store.headwise import HeadwiseStore
 
 VARIABLES = ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")

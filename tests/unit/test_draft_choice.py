@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from entropykv.policy.drafts import products_are_ours
+from entropykv.policy.resolved_config import products_are_ours
 
 AVX2, AVX512 = ["avx2"], ["avx2", "avx512vnni"]
 

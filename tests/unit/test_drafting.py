@@ -7,11 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv.session.draft_lengths import DraftLengths
-from entropykv.session.drafter import Evidence, FunctionDrafter, Tokens
-from entropykv.session.drafting import Drafting
-from entropykv.session.ngram_drafter import NgramDrafter
-from entropykv.session.step_costs import StepCosts
+from entropykv.session.drafter import Evidence, FunctionDrafter, NgramDrafter, Tokens
+from entropykv.session.drafting import Drafting, DraftLengths, StepCosts
 
 SMALL = st.lists(st.integers(0, 3), max_size=60)
 

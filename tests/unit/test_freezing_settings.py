@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from entropykv import EntropyLlama, Freezing, Session, SettingsError, UnsupportedModelError
 from entropykv.cli.options import add_freeze_options
-from entropykv.policy.user_options import freezing_of
+from entropykv.policy.resolved_config import freezing_of
 from entropykv.settings.freezing import COLD_TYPES
 from entropykv.settings.options import MOST_TOKENS, Budget, parse_bytes
 

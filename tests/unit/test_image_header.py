@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv.errors import ImageError
-from entropykv.llamacpp.image_header import image_size
+from entropykv.session.images import image_size
 from tests.support.tiny_vision import png
 
 JPEG_TABLES = b"\xff\xc4\x00\x04ab" + b"\xff\xe0\x00\x05abc" + b"\xff\xff\xd8"

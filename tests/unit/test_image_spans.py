@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from entropykv.session.echo import Echo
-from entropykv.session.image_spans import (
+from entropykv.session.images import placeholders_of
+from entropykv.session.sequence import (
     ImageSpans,
+    TokenSequence,
     is_placeholder,
     text_before_image,
 )
-from entropykv.session.images import placeholders_of
-from entropykv.session.sequence import TokenSequence
 
 
 def test_spans_grow_are_cut_and_copied() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv.generation.resuming import continuing, control_symbol, spelling
-from entropykv.session.prefix_index import common_prefix
+from entropykv.session.reuse import common_prefix
 
 PIECES = [b"a", b"b", b" ", b"\n", b"ab", b"aba", b"ba", b" a", b"b ", b"\xc3", b"\xa9", b"<end>"]
 END, BEGIN = 100, 101  # Control tokens; END's name is <end>.

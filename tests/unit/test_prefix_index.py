@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entropykv.session.prefix_index import PrefixIndex, common_prefix
+from entropykv.session.reuse import PrefixIndex, common_prefix
 
 TEXTS = st.lists(st.integers(0, 1), max_size=7)
 OWNERS = st.sampled_from(["anna", "ben"])

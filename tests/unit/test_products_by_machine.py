@@ -4,7 +4,7 @@ import llama_cpp
 import pytest
 
 from entropykv import _core
-from entropykv.llamacpp.products import reads_blocks, serves_products
+from entropykv.llamacpp.model import reads_blocks, serves_products
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
-from entropykv.session.prefix_index import common_prefix
-from entropykv.session.reuse import Demand, HeldText, ReuseSource, reuse_of
+from entropykv.session.reuse import Demand, HeldText, ReuseSource, common_prefix, reuse_of
 from entropykv.session.sequence import TokenSequence
 
 N_UBATCH = 8

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from entropykv.llamacpp.thread_choice import (
+from entropykv.llamacpp.threads import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     ThreadChoice,

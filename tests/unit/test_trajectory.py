@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from entropykv import Session, SettingsError
 from entropykv.report.figures import trajectory_figure
 from entropykv.session.recovery import Climb
+from entropykv.session.sequence_slot import Trajectory
 from entropykv.session.stats import SessionStats, stats_rows
-from entropykv.session.trajectory import Trajectory
 from entropykv.settings.recovery import Rung
 
 Point = tuple[int, int, int]

@@ -26,7 +26,7 @@ from entropykv.cli.options import (
 )
 from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.model import Model
-from entropykv.policy.user_options import cache_options_of
+from entropykv.policy.resolved_config import cache_options_of
 from entropykv.session.memory_plan import memory_warning
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session

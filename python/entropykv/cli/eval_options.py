@@ -28,7 +28,7 @@ from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import read_text
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import AUTO
-from entropykv.policy.user_options import freezing_of, recovery_of
+from entropykv.policy.resolved_config import freezing_of, recovery_of
 from entropykv.profile.find import given_profile, profile_path
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES

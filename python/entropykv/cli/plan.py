@@ -15,7 +15,7 @@ from entropykv.cli.options import (
     fetch_named,
 )
 from entropykv.cli.parser import CommandParser
-from entropykv.policy.user_options import cache_options_of
+from entropykv.policy.resolved_config import cache_options_of
 from entropykv.session.memory_plan import format_plan, make_plan
 from entropykv.settings.cache_options import CacheOptions
 

@@ -52,18 +52,17 @@ from entropykv.generation.events import AnswerPiece, Ended, Event, generate
 from entropykv.generation.prompt import GenerationRequest, Prompt, infill_prompt, shown_prompt
 from entropykv.generation.resuming import as_held, resume
 from entropykv.llamacpp.foreign_text import MARK, without_names
-from entropykv.llamacpp.model import captured_log, last_error
-from entropykv.llamacpp.products import reads_blocks
+from entropykv.llamacpp.model import captured_log, last_error, reads_blocks
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
 from entropykv.session.file import SavedContents
 from entropykv.session.generate import Chooser, Companions, StepHooks
-from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, ImagePrompt, Images
 from entropykv.session.logprobs import CompletionLogprobs
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb, Watch
 from entropykv.session.reuse import LEAST_SPARED
+from entropykv.session.sequence import is_placeholder
 from entropykv.session.session import Session
 from entropykv.session.session_files import check_template, document_header
 from entropykv.session.stats import SessionStats

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from entropykv.errors import ContextError, ImageError
 from entropykv.llamacpp.model import Model
-from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import Images, ReadyImage
+from entropykv.session.sequence import is_placeholder
 from entropykv.settings.sampling import Sampling
 from entropykv.thinking.options import ThinkingOptions
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.model import Model
-from entropykv.session.image_spans import is_placeholder
-from entropykv.session.prefix_index import common_prefix
-from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, reuse_of
+from entropykv.session.reuse import LEAST_SPARED, Demand, ReuseSource, common_prefix, reuse_of
+from entropykv.session.sequence import is_placeholder
 from entropykv.session.session import Session
 
 _BYTES = 256

@@ -15,6 +15,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp import _logger as llama_logger
 
+from entropykv import _core
 from entropykv.chat.chat_template import ChatTemplate, Messages, TemplateError
 from entropykv.constraint.vocabulary import TokenTexts, read_token_texts
 from entropykv.errors import ContextError, EntropyKVError, ModelFileError, SettingsError
@@ -25,12 +26,32 @@ from entropykv.llamacpp.model_options import (
     LoraAdapters,
 )
 from entropykv.llamacpp.plain_chat import plain_messages
-from entropykv.llamacpp.products import reads_blocks
 from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
 from entropykv.model.identity import identity_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
+
+
+def serves_products() -> bool:
+    """Tell whether the extension's kernels compute products.
+
+    On a machine with AMX or a device, the kernels of llama.cpp are faster.
+    """
+    has_amx = b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
+    offloads = llama_cpp.llama_supports_gpu_offload()
+    return bool(_core.product_kernels()) and not has_amx and not offloads
+
+
+def reads_blocks() -> bool:
+    """Tell whether all weights stay in the file's layout, which the extension's kernels need.
+
+    llama.cpp repacks some types for its own kernels while it loads them: this takes memory in
+    addition to the file, and only llama.cpp can read the result. On ARM repacking is allowed,
+    because its kernels have not been compared with ours there; ours still compute the other types.
+    """
+    is_arm = any(name.startswith("neon") for name in _core.product_kernels())
+    return serves_products() and not is_arm
 
 
 class Model:

@@ -1,11 +1,11 @@
-"""Resolve the options of a cache for a model: into a ResolvedConfig.
+"""Gather what a user says in CacheOptions, and resolve them for a model: into a ResolvedConfig.
 
 Both a session and `entropykv plan` call resolve(), so that the plan shows what a session does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from entropykv import _core
 from entropykv.errors import BudgetError, SettingsError, UnsupportedModelError
 from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.drafts import spec_type_for
 from entropykv.policy.names import (
     AUTO,
     learns_predictor,
@@ -38,9 +37,160 @@ from entropykv.profile.learnt import LearntPredictor, find_learnt
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.freezing import RECALL_END, RECALL_MICRO_BATCHES, Freezing, check_freezing
+from entropykv.settings.declared import declared, of_group
+from entropykv.settings.freezing import (
+    RAM,
+    RECALL_END,
+    RECALL_MICRO_BATCHES,
+    Freezing,
+    check_freezing,
+)
 from entropykv.settings.options import Budget
-from entropykv.settings.recovery import Recovery
+from entropykv.settings.recovery import RUNGS, Recovery
+
+
+def cache_options_of(
+    options: Any, *, rungs: Sequence[str] = tuple(RUNGS), **others: Any
+) -> CacheOptions:
+    """Return the cache options that options of the command line or of the server ask for.
+
+    A field is read where both name it alike; `others` are fields that they name differently, and
+    those of a pool. `rungs` are the rungs of the recovery ladder that may be asked for.
+    """
+    alike = {
+        field: getattr(options, each.name)
+        for field, each in declared(CacheOptions).items()
+        if each.name == each.server_name and each.group != "pool"
+        if getattr(options, each.name, None) is not None
+    }
+    ladder = {"freeze": freezing_of(options), "recovery": recovery_of(options, rungs)}
+    return CacheOptions(**{**alike, **ladder, **others})
+
+
+def freezing_of(options: Any) -> Freezing | None:
+    """Return the settings of freezing that options of the command line or of the server ask for.
+
+    `options.policy` may be a list. Raises SettingsError for options that would have no effect.
+    """
+    policies = [options.policy] if isinstance(options.policy, str) else options.policy
+    given = _given(Freezing, options)
+    always = all(map(schedules, policies))
+    if options.freeze is None and given and not always:
+        raise SettingsError(
+            f"{_flag(given)} is of no use where nothing is frozen; give --freeze ram or --freeze "
+            "disk:DIR, too"
+        )
+    useless = [name for name in given if name in of_group(Freezing, "schedule")]
+    if useless and not any(map(schedules, policies)):
+        raise SettingsError(
+            f"{_flag(useless)} belongs to --policy rolling-freeze; use that policy, or leave it out"
+        )
+    if "recall_prompt" in given and (always or given.get("recall_interval") == 0):
+        raise SettingsError(
+            "--recall-prompt is of no use with --policy rolling-freeze, which brings entries back "
+            "by its schedule, and with --recall-interval 0, which brings none back; leave it out"
+        )
+    if options.freeze is None and not always:
+        return None
+    where = RAM if options.freeze is None else options.freeze
+    return Freezing(where, **given)
+
+
+def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
+    """Return the recovery ladder if the options ask for one; raises SettingsError for its options
+    without it.
+
+    `rungs` are those that may be asked for; without the last one, options of a rewalk do not exist.
+    """
+    given = _given(Recovery, options)
+    if options.recovery is None:
+        if given:
+            choices = f"{', '.join(rungs[:-1])} or {rungs[-1]}"
+            raise SettingsError(f"nothing is watched; give --recovery {choices}")
+        return None
+    return Recovery(highest=RUNGS[options.recovery], **given)
+
+
+def _given(kind: type[Freezing | Recovery], options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that options say anything of."""
+    values = {
+        field: getattr(options, each.name, None)
+        for field, each in declared(kind).items()
+        if each.flags
+    }
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _flag(fields: Iterable[str]) -> str:
+    """Return the option that the first of these fields of Freezing has, in alphabetical order."""
+    return min(declared(Freezing)[field].flags[0] for field in fields)
+
+
+_MOST_HALVES = 0.075
+"""The largest part of the weights that may be in F16 where drafts are read without being asked for,
+and llama.cpp computes its products.
+"""
+
+
+def products_are_ours(weight_types: Iterable[tuple[str, int]], kernels: Sequence[str]) -> bool:
+    """Tell whether llama.cpp computes hardly any products in F16, in which a token among drafts
+    gets other bits than alone.
+
+    `weight_types`: types and bytes of a model's weights; `kernels`: those of this CPU, the fastest
+    last, as _core.product_kernels() returns them.
+    """
+    sizes = dict(weight_types)
+    few = sizes.get("F16", 0) <= _MOST_HALVES * sum(sizes.values())
+    return few or "avx512vnni" in kernels
+
+
+def spec_type_for(
+    options: CacheOptions,
+    geometry: ModelGeometry,
+    policy: Policy,
+    freezing: Freezing | None,
+    store: str,
+) -> str:
+    """Return how tokens are guessed ahead: none, ngram or draft.
+
+    `auto` without a draft model becomes none where wrong guesses could not be undone; on the flat
+    and device stores, where attention to several tokens has other bits than that to one; and for
+    one conversation where the same is true of products, see products_are_ours(). What is asked for
+    by name raises SettingsError where it is not possible.
+    """
+    asked = options.spec_type
+    if asked == "none":
+        return asked
+    obstacle = _obstacle(geometry, policy, freezing, store)
+    kind = "ngram" if options.spec_draft_model is None else "draft"
+    if asked == "auto" and kind == "ngram":
+        ours = products_are_ours(geometry.weight_types, _core.product_kernels())
+        keeps = store == "headwise" and (options.in_pool or ours)
+        return kind if obstacle is None and keeps else "none"
+    if obstacle is not None:
+        raise SettingsError(
+            f"{geometry.name}: wrong guesses could not be undone {obstacle}, so no tokens are "
+            "guessed ahead; use --spec-type none (spec_type='none'), and no draft model"
+        )
+    return kind
+
+
+def _obstacle(
+    geometry: ModelGeometry, policy: Policy, freezing: Freezing | None, store: str
+) -> str | None:
+    """Return why wrong guesses could not be undone; None if they can."""
+    if geometry.recurrent:
+        return "in recurrent layers"
+    if freezing is not None:
+        return "where entries are frozen"
+    if store == "flat":
+        return None
+    if policy.importance.repeats:
+        return f"under policy {policy.name}, which reads texts twice"
+    if policy.rule.by_layer:
+        return f"under policy {policy.name}, which chooses per layer"
+    return None
+
 
 Q8_0_BLOCK = 32
 """The number of values that share a scale in llama.cpp's own cache; a block never spans

@@ -18,10 +18,10 @@ import numpy as np
 from entropykv.errors import ContextError, PoolError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.session.drafter import LONGEST_MATCH, Evidence, Tokens
-from entropykv.session.image_spans import is_placeholder
 from entropykv.session.model_runner import ModelRunner
-from entropykv.session.prefix_index import common_prefix
 from entropykv.session.reader import SequenceReader
+from entropykv.session.reuse import common_prefix
+from entropykv.session.sequence import is_placeholder
 from entropykv.session.session_text import SessionText
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Logits

@@ -1,6 +1,6 @@
 """What guesses the next tokens of a text (a drafter), and what speaks for its guesses.
 
-Drafts come from the text itself (ngram_drafter.py), from a small model (draft_model.py), or from a
+Drafts come from the text itself (NgramDrafter), from a small model (draft_model.py), or from a
 function of the user (FunctionDrafter).
 """
 
@@ -105,3 +105,166 @@ class FunctionDrafter:
 
     def close(self) -> None:
         """Do nothing: the function belongs to the user."""
+
+
+_NGRAM = 3
+"""Tokens that must occur before, for what followed them to be a draft."""
+_CANDIDATES = 8
+"""How many earlier positions are compared with the end of the text."""
+_RESUMED_WINDOW, _LEAST_RESUMED = 16, 4
+"""Drafts go on from a position while so many of the last tokens before it are those of the text."""
+_MOST_BUCKETS = 1 << 16
+_LEAST_PLACES = 64
+_FEW = 32
+"""So few new tokens are added one by one, which is faster than with arrays."""
+_FACTOR, _OFFSET, _SHIFT, _MASK = 0x01000193, 0x9E37, 15, (1 << 64) - 1
+"""Constants of the hash, whose values have 64 bits."""
+
+
+class NgramDrafter:
+    """Find the end of the text at an earlier position of it, and draft what followed there.
+
+    Every position is found by a hash of the three tokens before it; positions with the same hash
+    are linked, the latest first. Of the latest ones, the one whose preceding tokens agree longest
+    with the end of the text is taken.
+    """
+
+    seconds_each = 0.0
+
+    def __init__(self) -> None:
+        """Begin without a text; the tables grow with it."""
+        self._latest = np.full(0, -1, np.int32)
+        """By hash, the end of the n-gram that was seen last; -1: none."""
+        self._earlier = np.full(0, -1, np.int32)
+        """By the end of an n-gram, the end of the one with the same hash before it."""
+        self._n_indexed = 0
+        self._source, self._n_before = -1, 0
+        """Where the last drafts came from, or -1, and how long the text was then."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the tables."""
+        return self._latest.nbytes + self._earlier.nbytes
+
+    def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
+        """Return what followed at the better of two earlier positions: see Drafter.
+
+        One is the position with the longest match. The other is where the last drafts came from, as
+        far on as the text has grown: it is right where the text repeats a pattern with other
+        numbers or names in it, which are as many tokens long.
+        """
+        self._index(tokens)
+        n = len(tokens)
+        if n < self._n_before:  # The text was rolled back.
+            self._source = -1
+        if n <= _NGRAM or most < 1:
+            return [], Evidence(0)
+        place, evidence = self._longest_match(tokens)
+        resumed = self._source + n - self._n_before
+        if self._source >= 0 and resumed < n:
+            length = min(resumed, _RESUMED_WINDOW)
+            same = tokens[resumed - length : resumed] == tokens[n - length :]
+            follows = Evidence(int(np.count_nonzero(same)), is_resumed=True)
+            if follows.agreed >= _LEAST_RESUMED and (place < 0 or follows.prior > evidence.prior):
+                place, evidence = resumed, follows
+        if place < 0:
+            return [], evidence
+        self._source, self._n_before = place, n
+        return tokens[place : place + most].tolist(), evidence._replace(source=place)
+
+    def close(self) -> None:
+        """Do nothing: the tables go with the object."""
+
+    def _longest_match(self, tokens: Tokens) -> tuple[int, Evidence]:
+        """Return the earlier position whose preceding tokens agree longest with the end of the
+        text; -1: there is none.
+        """
+        n = len(tokens)
+        best, length = -1, 0
+        last = tokens[-LONGEST_MATCH:].tolist()
+        end = int(self._latest[self._bucket(last[-_NGRAM:])])
+        for _ in range(_CANDIDATES):
+            if end < 0:
+                break
+            if end < n:  # a longer text may have been there before a rollback
+                before = tokens[max(end - LONGEST_MATCH, 0) : end].tolist()
+                agreed = _common_suffix(before, last)
+                if agreed > length:
+                    best, length = end, agreed
+            end = int(self._earlier[end])
+        return (best, Evidence(length)) if length >= _NGRAM else (-1, Evidence(0))
+
+    def _bucket(self, ngram: list[int]) -> int:
+        """Return the bucket of one n-gram."""
+        value = 0
+        for token in ngram:
+            value = (value * _FACTOR & _MASK) ^ (token + _OFFSET)
+        return (value ^ (value >> _SHIFT)) % len(self._latest)
+
+    def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
+        """Return the bucket of every n-gram of some tokens, in order of their ends: _bucket()."""
+        values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
+        for i in range(_NGRAM):
+            part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(_OFFSET)
+            values = (values * np.uint64(_FACTOR)) ^ part
+        return ((values ^ (values >> np.uint64(_SHIFT))) % np.uint64(len(self._latest))).astype(
+            np.int64
+        )
+
+    def _index(self, tokens: Tokens) -> None:
+        """Add the positions of tokens that came since the last call; forget those rolled back."""
+        n = len(tokens)
+        if n < self._n_indexed:
+            self._forget(n)
+        if n > len(self._earlier):
+            self._grow(n)
+        # The end of the text itself is no earlier position.
+        first = max(self._n_indexed, _NGRAM)
+        if n <= first:
+            return
+        if n - first <= _FEW:
+            last = tokens[first - _NGRAM : n - 1].tolist()
+            for end in range(first, n):
+                bucket = self._bucket(last[end - first : end - first + _NGRAM])
+                self._earlier[end] = self._latest[bucket]
+                self._latest[bucket] = end
+            self._n_indexed = n
+            return
+        ends = np.arange(first, n)
+        buckets = self._hashes(tokens[first - _NGRAM : n - 1])
+        # In each bucket, every position is linked to the one before it.
+        order = np.argsort(buckets, kind="stable")
+        ends, buckets = ends[order], buckets[order]
+        before = np.concatenate(([-1], ends[:-1]))
+        begins = np.concatenate(([True], buckets[1:] != buckets[:-1]))
+        before[begins] = self._latest[buckets[begins]]
+        self._earlier[ends] = before
+        self._latest[buckets] = ends  # The last one of equal buckets stays.
+        self._n_indexed = n
+
+    def _grow(self, n: int) -> None:
+        """Make tables for a text of n tokens, and for as many more; they are empty."""
+        size = 2 * max(n, _LEAST_PLACES)
+        self._earlier = np.full(size, -1, np.int32)
+        self._latest = np.full(min(_MOST_BUCKETS, size // 2), -1, np.int32)
+        self._n_indexed = 0
+
+    def _forget(self, n: int) -> None:
+        """Unlink all positions from n on."""
+        stale = np.flatnonzero(self._latest >= n)
+        for bucket in stale.tolist():
+            end = int(self._latest[bucket])
+            while end >= n:
+                end = int(self._earlier[end])
+            self._latest[bucket] = end
+        self._n_indexed = n
+
+
+def _common_suffix(first: list[int], second: list[int]) -> int:
+    """Return how many tokens two texts have in common at their ends."""
+    n = 0
+    for one, other in zip(reversed(first), reversed(second), strict=False):
+        if one != other:
+            break
+        n += 1
+    return n

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.session.image_spans import is_placeholder
+from entropykv.session.sequence import is_placeholder
 
 REQUEST = "\n\nRepeat the previous context exactly:\n"
 OVERLAP = 16

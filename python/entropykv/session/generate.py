@@ -19,11 +19,11 @@ from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.drafting import Verification
-from entropykv.session.image_spans import is_placeholder
 from entropykv.session.logprobs import LogprobRecorder, rows_at_a_time
 from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb, Watch
 from entropykv.session.sampler_chain import SamplerChain
+from entropykv.session.sequence import is_placeholder
 from entropykv.session.session_cache import SessionCache
 from entropykv.session.session_text import SessionText
 from entropykv.session.stats import SessionCounts

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from entropykv.errors import PoolError, SessionFileError, SettingsError
-from entropykv.session.prefix_index import PrefixIndex
-from entropykv.session.reuse import Demand, HeldText, reuse_of
+from entropykv.session.reuse import Demand, HeldText, PrefixIndex, reuse_of
 from entropykv.session.sequence import TokenSequence
 from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes

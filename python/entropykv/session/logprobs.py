@@ -12,7 +12,7 @@ import numpy.typing as npt
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.distributions import log_softmax
 from entropykv.llamacpp.model import Model
-from entropykv.session.image_spans import is_placeholder
+from entropykv.session.sequence import is_placeholder
 
 Row = npt.NDArray[np.float32]
 MOST_LOGIT_BYTES = 32 << 20

@@ -23,18 +23,16 @@ from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import config_for
-from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter
+from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter, NgramDrafter
+from entropykv.session.drafting import StepCosts
 from entropykv.session.echo import longest_part
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.kept_texts import KeptTexts
-from entropykv.session.ngram_drafter import NgramDrafter
 from entropykv.session.scheduler import Scheduler, Work
 from entropykv.session.second_readings import SecondReadings
 from entropykv.session.sequence import TokenSequence
-from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.sequence_slot import SequenceSlot, Trajectory
 from entropykv.session.shared_pool import SharedPool
-from entropykv.session.step_costs import StepCosts
-from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import OtherWork
 from entropykv.settings.options import Budget, is_number

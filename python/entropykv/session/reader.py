@@ -12,9 +12,9 @@ from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.drafter import Drafter
 from entropykv.session.drafting import Drafting
 from entropykv.session.echo import LEAST_TOKENS, Echo
-from entropykv.session.image_spans import is_placeholder, text_before_image
 from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
+from entropykv.session.sequence import is_placeholder, text_before_image
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.session_text import SessionText
 from entropykv.store.protocol import Logits

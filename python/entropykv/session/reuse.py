@@ -1,20 +1,257 @@
 """Decide which part of a text that was read before a prompt can continue from.
 
 EntropyLlama asks this for its own sequence, and --prompt-cache for its file. A pool asks it for the
-checkpoints, and the server for the conversations, that the index of prefix_index.py finds. Each
-caller describes a text as a HeldText, and applies the Reuse that reuse_of() returns. Nothing here
-changes a sequence.
+checkpoints, and the server for the conversations, that a PrefixIndex finds. Each caller describes a
+text as a HeldText, and applies the Reuse that reuse_of() returns. Nothing here changes a sequence.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any, TypeVar, cast
 
-from entropykv.session.prefix_index import common_prefix
 from entropykv.session.sequence import ReadParts, TokenSequence
+
+_BLOCK = 256
+"""How many tokens of two texts are compared at once."""
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int], begin: int = 0) -> int:
+    """Return the length of the common beginning of two sequences, which are known to be equal up to
+    `begin`.
+    """
+    if type(first) is not type(second):  # Sequences of different types are never equal.
+        first, second = array("i", first), array("i", second)
+    n = min(len(first), len(second))
+    for block in range(begin, n, _BLOCK):
+        one, other = first[block : block + _BLOCK], second[block : block + _BLOCK]
+        if one != other:  # Blocks are compared at once, many tokens in the time of one.
+            for index in range(min(len(one), len(other))):
+                if one[index] != other[index]:
+                    return block + index
+    return n
+
+
+@dataclass(eq=False)
+class _Node:
+    """Hold the end of an edge: a beginning that all texts below it share."""
+
+    end: int = 0
+    """How many tokens all texts below the node share."""
+    parent: _Node | None = None
+    witness: array[int] = field(default_factory=lambda: array("i"))
+    """The tokens of one of the texts below the node."""
+    children: dict[int, _Node] = field(default_factory=dict)
+    """The nodes below this one, by the first tokens of their edges."""
+    items: dict[Hashable, None] = field(default_factory=dict)
+    """The texts that end here."""
+
+    def below(self, without: _Node | None) -> Iterator[Hashable]:
+        """Yield all texts that begin with the node's tokens, except those below another node."""
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
+            if node is not without:
+                yield from node.items
+                nodes += node.children.values()
+
+
+@dataclass(frozen=True)
+class _Text:
+    tokens: array[int]
+    owner: Hashable
+    node: _Node
+    last_use: int
+
+
+class PrefixIndex:
+    """Hold texts of several kinds by their tokens and owners, in the order of their last use.
+
+    A pool has one, which holds everything that a prompt may continue from: checkpoints, texts that
+    are swapped out, idle conversations of a server, and prompts that are just being read. It is a
+    trie over tokens whose edges are runs of tokens (a radix tree), one for each owner, so that
+    nobody's lookup takes longer because of the texts of others. A lookup compares a prompt along
+    one path, however many texts begin with it. Edges hold no tokens of their own: each refers to
+    one of the texts below it, whose tokens must therefore not change.
+
+    The texts of each kind leave in the order of their last use: whoever has to drop, swap out or
+    forget texts of a kind begins with the first. Any thread may use the index at any time.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.lock = threading.RLock()
+        """Held while texts are looked at that another thread might remove. It is the last in the
+        order of locks: who holds it waits for no other one, nor for the end of a step.
+        """
+        self._texts: dict[type, dict[Hashable, _Text]] = {}
+        """The texts of each kind; the least recently used is the first."""
+        self._roots: dict[Hashable, _Node] = {}
+        self._uses = 0
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the texts of a kind, the least recently used first."""
+        with self.lock:
+            return [
+                item
+                for of_kind, texts in self._texts.items()
+                if issubclass(of_kind, kind)
+                for item in cast("dict[Kind, _Text]", texts)
+            ]
+
+    def add(self, item: Hashable, tokens: array[int], owner: Hashable = None) -> None:
+        """Add a text, as the most recently used."""
+        with self.lock:
+            self._roots.setdefault(owner, _Node())
+            node = self._node_at(owner, tokens)
+            node.items[item] = None
+            self._uses += 1
+            self._texts.setdefault(type(item), {})[item] = _Text(tokens, owner, node, self._uses)
+
+    def touch(self, item: Hashable) -> None:
+        """Note that a text is the most recently used."""
+        with self.lock:
+            texts = self._texts[type(item)]
+            self._uses += 1
+            texts[item] = replace(texts.pop(item), last_use=self._uses)
+
+    def remove(self, item: Hashable) -> bool:
+        """Remove a text, which is the caller's then; returns False if it is not there, because
+        somebody else was faster.
+        """
+        with self.lock:
+            text = self._texts.get(type(item), {}).pop(item, None)
+            if text is None:
+                return False
+            del text.node.items[item]
+            self._tidy(text.node, text)
+            return True
+
+    def _tidy(self, node: _Node, gone: _Text) -> None:
+        """Merge and remove nodes that a text has left, and let no edge refer to it."""
+        while (above := node.parent) is not None and not node.items and len(node.children) < 2:
+            first = gone.tokens[above.end]
+            del above.children[first]
+            for child in node.children.values():  # A node with a single child is merged with it.
+                child.parent, above.children[first] = above, child
+            node = above
+        if not node.items and not node.children:
+            del self._roots[gone.owner]
+        while node.parent is not None:
+            if node.witness is gone.tokens:
+                node.witness = self._witness(node)
+            node = node.parent
+
+    def _witness(self, node: _Node) -> array[int]:
+        for item in node.items:
+            return self._text(item).tokens
+        return next(iter(node.children.values())).witness
+
+    def _text(self, item: Hashable) -> _Text:
+        return self._texts[type(item)][item]
+
+    # --- look up ----------------------------------------------------------------------------------
+
+    def same(self, kind: type[Kind], tokens: array[int], owner: Hashable = None) -> list[Kind]:
+        """Return the owner's texts of a kind that consist of just these tokens."""
+        with self.lock:
+            node, shared = self._path(owner, tokens)[-1]
+            found = node.items if shared == node.end == len(tokens) else {}
+            return [item for item in found if isinstance(item, kind)]
+
+    def longest_first(
+        self, kind: type[Kind], tokens: array[int], owner: Hashable = None
+    ) -> list[tuple[Kind, int]]:
+        """Return the owner's texts of a kind that begin as `tokens` do, and how many tokens both
+        share.
+
+        Those that share most come first; of these, the ones that end there, and then the most
+        recently used.
+        """
+        with self.lock:
+            return [(item, shared) for item, _, shared in self._along(kind, tokens, owner)]
+
+    def _along(
+        self, kind: type[Kind], tokens: array[int], owner: Hashable
+    ) -> Iterator[tuple[Kind, _Text, int]]:
+        seen: _Node | None = None
+        for node, shared in reversed(self._path(owner, tokens)[1:]):
+            group = [
+                (item, self._text(item)) for item in node.below(seen) if isinstance(item, kind)
+            ]
+            group.sort(key=lambda each: (len(each[1].tokens) > shared, -each[1].last_use))
+            for item, text in group:
+                yield item, text, shared
+            seen = node
+
+    def nearest(
+        self,
+        kind: type[Kind],
+        tokens: array[int],
+        owner: Hashable,
+        saved: Callable[[Any, int], int],
+    ) -> tuple[Kind | None, int]:
+        """Return the owner's text of a kind that saves most reading, and how many tokens; (None, 0)
+        if none does.
+
+        `saved(item, shared)`: how many of the shared tokens a text saves; it is called with the
+        lock. If several save as many, it is one that ends there, then the one that shares most,
+        then the most recently used.
+        """
+        best, most, ends = None, 0, False
+        with self.lock:
+            for item, text, shared in self._along(kind, tokens, owner):
+                ends_there = len(text.tokens) == shared
+                if shared < most or (shared == most and (ends or not ends_there)):
+                    break
+                n = saved(item, shared)
+                if n > most or (n == most > 0 and ends_there and shared == n):
+                    best, most, ends = item, n, ends_there and shared == n
+        return best, most
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _node_at(self, owner: Hashable, tokens: array[int]) -> _Node:
+        """Return the node at which a text ends, after making it if necessary."""
+        node, shared = self._path(owner, tokens)[-1]
+        if shared < node.end:  # The texts part within its edge.
+            node = self._cut(node, shared)
+        if shared == len(tokens):
+            return node
+        leaf: _Node = _Node(len(tokens), node, tokens)
+        node.children[tokens[shared]] = leaf
+        return leaf
+
+    @staticmethod
+    def _cut(node: _Node, end: int) -> _Node:
+        """Return a new node in the middle of an edge."""
+        middle = _Node(end, node.parent, node.witness, {node.witness[end]: node})
+        if node.parent is not None:  # Only a root has none, and no text parts before it ends.
+            node.parent.children[node.witness[node.parent.end]] = middle
+        node.parent = middle
+        return middle
+
+    def _path(self, owner: Hashable, tokens: array[int]) -> list[tuple[_Node, int]]:
+        """Return the nodes along a text, each with how many tokens it and the text share.
+
+        That is less than the end of a node only for the last one.
+        """
+        node, shared = self._roots.get(owner) or _Node(), 0
+        path = [(node, 0)]
+        while shared == node.end and shared < len(tokens):
+            child = node.children.get(tokens[shared])
+            if child is None:
+                break
+            node = child
+            shared = min(common_prefix(node.witness, tokens, shared), node.end)
+            path.append((node, shared))
+        return path
+
 
 LEAST_SPARED = 32
 """The fewest tokens for which a checkpoint or a copy is used: fewer are read just as quickly."""

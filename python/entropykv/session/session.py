@@ -21,12 +21,12 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.draft_model import open_draft_model
 from entropykv.session.drafting import DraftCounts
 from entropykv.session.generate import generate
-from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.kept_texts import KeptText
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb
+from entropykv.session.sequence import is_placeholder
 from entropykv.session.session_cache import SessionCache
 from entropykv.session.session_files import SessionFiles
 from entropykv.session.session_text import SessionText

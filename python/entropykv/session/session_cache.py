@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.session.model_runner import ModelRunner
-from entropykv.session.predictor_fit import PredictorFit
-from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.second_readings import PredictorFit
+from entropykv.session.sequence_slot import SequenceSlot, Trajectory
 from entropykv.session.shared_pool import PoolStatus
-from entropykv.session.trajectory import Trajectory
 from entropykv.settings.options import Budget, at_least
 from entropykv.settings.recovery import Rung
 from entropykv.store.protocol import CacheMapFunction

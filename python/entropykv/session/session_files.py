@@ -34,10 +34,9 @@ from entropykv.session.file import (
     reader_of,
     write_session,
 )
-from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpan, ImageSpans
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader
-from entropykv.session.sequence import TokenSequence
+from entropykv.session.sequence import FIRST_PLACEHOLDER, ImageSpan, ImageSpans, TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.stats import SessionCounts
 from entropykv.settings.options import Budget

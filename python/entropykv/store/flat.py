@@ -23,9 +23,8 @@ from entropykv.llamacpp.context import (
     refuse_diffusion,
     relu2_layers,
 )
-from entropykv.llamacpp.model import Model, captured_log
+from entropykv.llamacpp.model import Model, captured_log, serves_products
 from entropykv.llamacpp.positions import flat_range, k_shift_obstacle
-from entropykv.llamacpp.products import serves_products
 from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
 from entropykv.policy.plan import FlatPlan
 from entropykv.policy.resolved_config import ResolvedConfig

@@ -14,12 +14,12 @@ from entropykv.errors import EntropyKVError, SettingsError, UnsupportedModelErro
 from entropykv.llamacpp.context import (
     context_parameters,
     decode_one_token,
+    layer_windows,
     let_hook_change,
     refuse_diffusion,
 )
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.llamacpp.windows import layer_windows
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.cache_options import CacheOptions

@@ -16,8 +16,8 @@ from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model
 from entropykv.server.chat.tool_calls import CallReader, ToolUse, as_deltas
 from entropykv.server.engine.answering import Answering
-from entropykv.session.image_spans import is_placeholder
 from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob, text_of
+from entropykv.session.sequence import is_placeholder
 from entropykv.thinking.options import ThoughtFormat
 
 Chunk = dict[str, Any]

@@ -23,7 +23,7 @@ from entropykv.llamacpp.model_options import (
 from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.model.geometry import read_chat_template
 from entropykv.model.shipped import path_of_model
-from entropykv.policy.user_options import cache_options_of
+from entropykv.policy.resolved_config import cache_options_of
 from entropykv.server.models.loaded_model import LoadedModel, say
 from entropykv.server.options import ModelOptions
 from entropykv.session.images import ImageLimits
