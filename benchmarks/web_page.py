@@ -43,7 +43,7 @@ from starlette.routing import Route
 
 from entropykv import Session
 from entropykv.server.engine.inspections import Inspections
-from entropykv.server.page.files import page_file, page_files
+from entropykv.server.page.routes import page_file, page_files
 from inputs import find_model
 from tests.support.running_server import Server
 from tests.support.tiny_models import write_llama

@@ -16,9 +16,8 @@ from entropykv import system
 from entropykv.errors import StorageError
 from entropykv.server import ModelOptions
 from entropykv.server.documents import reader as document_reader
-from entropykv.server.documents.accepted_text import Accepted, AcceptedText
 from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.readings import DocumentId, Reading, Removal
+from entropykv.server.documents.readings import Accepted, AcceptedText, DocumentId, Reading, Removal
 from entropykv.server.engine.engine import Engine
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loading import load_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from entropykv import Session
-from entropykv.server.page.kv_pictures import Window
+from entropykv.server.page.kv_stream import Window
 from entropykv.store.headwise import HeadwiseStore
 
 

@@ -15,7 +15,7 @@ from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of, written
 pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.engine.answering import Totals
-from entropykv.server.engine.pool_totals import figures_of_pool
+from entropykv.server.engine.engine import figures_of_pool
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import Caller
 

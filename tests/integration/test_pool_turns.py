@@ -23,8 +23,7 @@ from fastapi.testclient import TestClient
 from starlette.middleware import Middleware
 
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.engine.conversations import Conversations
-from entropykv.server.engine.turns import TurnMiddleware
+from entropykv.server.engine.turns import Conversations, TurnMiddleware
 
 OPENING = "the winding road to the land of the king is far from the sea and "
 MORE = " and then the king said"

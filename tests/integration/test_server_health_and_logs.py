@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.http.starting import Starting
+from entropykv.server.http.running import Starting
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import ORIGIN, PROMPT, completion, served, tokens_of
 

@@ -20,7 +20,7 @@ from entropykv import Session
 from entropykv.errors import SettingsError
 from entropykv.server import ModelCatalog, ModelOptions, ServerOptions, create_app
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.memory_estimate import estimate_memory
+from entropykv.server.models.held_model import estimate_memory
 from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import Server
 from tests.support.several_models import (

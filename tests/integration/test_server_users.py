@@ -14,8 +14,7 @@ import pytest
 from starlette.middleware import Middleware
 
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.engine.conversations import Conversations
-from entropykv.server.engine.turns import TurnMiddleware
+from entropykv.server.engine.turns import Conversations, TurnMiddleware
 from tests.support.command import started
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import served

@@ -389,8 +389,11 @@ def test_the_command_line_says_the_same_and_answers_the_same() -> None:
 
 def test_tools_reach_the_model_with_the_characters_of_all_languages() -> None:
     from entropykv.chat.template_traits import TemplateTraits  # noqa: PLC0415
-    from entropykv.server.chat.image_parts import ImageParts  # noqa: PLC0415
-    from entropykv.server.chat.messages import Message, template_messages  # noqa: PLC0415
+    from entropykv.server.chat.messages import (  # noqa: PLC0415
+        ImageParts,
+        Message,
+        template_messages,
+    )
     from entropykv.server.chat.tool_calls import Tool, ToolUse  # noqa: PLC0415
 
     use = ToolUse([Tool.model_validate(TOOL)])

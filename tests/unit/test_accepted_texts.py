@@ -13,14 +13,15 @@ import pytest
 
 from entropykv.errors import DocumentBusyError, SessionFileError
 from entropykv.file_locks import is_locked
-from entropykv.server.documents.accepted_text import (
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.readings import (
     Accepted,
     AcceptedText,
+    DocumentId,
+    Reading,
     bytes_of,
     read_accepted,
 )
-from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.readings import DocumentId, Reading
 from entropykv.server.http.errors import RequestError
 from entropykv.session.document_folder import DocumentFolder
 from tests.support.systems import is_there
@@ -28,7 +29,7 @@ from tests.support.systems import is_there
 OTHER_SERVER = """
 import sys
 from pathlib import Path
-from entropykv.server.documents.accepted_text import AcceptedText
+from entropykv.server.documents.readings import AcceptedText
 
 kept = AcceptedText.take(Path(sys.argv[1]))
 print(kept is not None, flush=True)

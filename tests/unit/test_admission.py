@@ -25,9 +25,8 @@ from entropykv.server.dialects.responses import ResponsesRequest
 from entropykv.server.engine import engine as engine_module
 from entropykv.server.engine.admission import Admission, Limits
 from entropykv.server.engine.answering import Answering
-from entropykv.server.engine.conversations import Conversations
 from entropykv.server.engine.engine import Engine, Job
-from entropykv.server.engine.turns import TurnMiddleware
+from entropykv.server.engine.turns import Conversations, TurnMiddleware
 from entropykv.server.http.bodies import Bodies, read_body
 from entropykv.server.http.browser_checks import HostHeaderCheck
 from entropykv.server.http.errors import RequestError, as_request_error

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from entropykv.server.dialects.choices import Choices, seed_of
+from entropykv.server.dialects.requests import Choices, seed_of
 
 
 def answer(text: str, n_prompt: int, n_written: int, **more: Any) -> dict[str, Any]:

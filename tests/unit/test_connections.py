@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 import uvicorn
 
-from entropykv.server.http.connections import protocol_of
+from entropykv.server.http.running import protocol_of
 from tests.support.waiting import until
 
 

@@ -16,9 +16,8 @@ from entropykv import EntropyKVError, SessionFileError, SettingsError
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
-from entropykv.server.engine.conversations import Conversations
 from entropykv.server.engine.engine import Engine
-from entropykv.server.engine.turns import TurnMiddleware, _caller
+from entropykv.server.engine.turns import Conversations, TurnMiddleware, _caller
 from entropykv.server.http.request_log import note_tokens
 from entropykv.server.http.users import Caller
 from tests.support.fake_loaded_model import FakeLoadedModel

@@ -7,7 +7,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from entropykv.server.documents.form import document_name, fields_of, is_form, text_of
+from entropykv.server.documents.routes import document_name, fields_of, is_form, text_of
 from entropykv.server.http.errors import RequestError
 from entropykv.server.replicas.affinity import affinity_of
 from tests.support.cpu_time import takes_less_than

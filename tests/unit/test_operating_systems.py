@@ -25,7 +25,7 @@ from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
 from entropykv.model.header import check_prefix
 from entropykv.profile.profile import EntropyProfile
-from entropykv.server.engine.conversations import Conversations
+from entropykv.server.engine.turns import Conversations
 from entropykv.server.http.users import Caller
 from entropykv.session import document
 from entropykv.store.cold import ColdFile

@@ -19,8 +19,7 @@ from entropykv.errors import SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, PromptRead
 from entropykv.generation.prompt import Prompt
 from entropykv.server.chat.chat_request import ChatRequest
-from entropykv.server.chat.image_parts import ImageParts
-from entropykv.server.chat.messages import Message, template_messages
+from entropykv.server.chat.messages import ImageParts, Message, template_messages
 from entropykv.server.chat.tool_calls import CallReader, NamedTool, Tool, ToolUse
 from entropykv.server.dialects.answers import AnswerForm, ChatWriter
 from entropykv.server.http.errors import RequestError

@@ -14,9 +14,14 @@ from entropykv.constraint.constraint import Constraint
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.server.chat.constraints import made, single
-from entropykv.server.chat.image_parts import ImageParts
-from entropykv.server.chat.messages import Message, template_messages
-from entropykv.server.chat.prompts import ChatParts, chat_prompt_of, question_prompt
+from entropykv.server.chat.messages import (
+    ChatParts,
+    ImageParts,
+    Message,
+    chat_prompt_of,
+    question_prompt,
+    template_messages,
+)
 from entropykv.server.chat.tool_calls import (
     Function,
     NamedFunction,

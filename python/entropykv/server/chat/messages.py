@@ -1,19 +1,104 @@
-"""Read the messages of a chat, and convert them to what a template can show."""
+"""Read the messages of a chat and their images, convert them to what a template can show, and make
+the prompt of them.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.chat.template_traits import TemplateTraits
-from entropykv.server.chat.image_parts import KINDS, ImageParts
+from entropykv.errors import ImageError
+from entropykv.generation.prompt import Prompt, ShownImages, text_prompt, thought_of
 from entropykv.server.chat.tool_calls import as_json
 from entropykv.server.dialects.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
-from entropykv.server.documents.asked_document import is_document_part
+from entropykv.server.documents.asked_document import about_document, is_document_part
+from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
+from entropykv.server.models.loaded_model import LoadedModel
+from entropykv.session.images import Images
+
+KINDS = ("image_url", "input_image")
+"""Types of content parts that contain an image: in chat completions, and in responses."""
+
+
+class ImageParts:
+    """Collect the image files of a request, in the order in which the model reads them.
+
+    Messages contain them as data: URLs. URLs of other machines are refused: the server would fetch
+    them with its own access to the network, for an unknown time and in an unknown size.
+    """
+
+    def __init__(self, images: Images | None) -> None:
+        """Start without images. `images`: the model's image reader; None: it has no projector."""
+        self._images = images
+        self.files: list[bytes] = []
+
+    def take(self, part: dict[str, Any], place: str) -> str:
+        """Store the image of a content part, and return its marker for the text.
+
+        Raises RequestError, which names the `place` of the part in the request.
+        """
+        images = self._images
+        if images is None:
+            raise RequestError(
+                400,
+                f"{place}: no images are read here; start the server with --mmproj FILE, the "
+                "model's projector, or send text",
+                param=place,
+            )
+        if len(self.files) >= images.limits.number:
+            raise RequestError(
+                400,
+                f"{place}: the request has more than {images.limits.number} images (--max-images); "
+                "send fewer",
+                param=place,
+            )
+        self.files.append(_file_of(part, place, images.limits.file_bytes))
+        return images.marker
+
+
+def _file_of(part: dict[str, Any], place: str, most: int) -> bytes:
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise RequestError(400, f"{place}: it has no image_url", param=place)
+    scheme = url[:16].partition(":")[0].lower()
+    if scheme != "data":
+        raise RequestError(
+            400,
+            f"{place}: images are not fetched from addresses ({scheme}:); send the file itself as "
+            "data:image/png;base64,...",
+            param=place,
+        )
+    head, found, data = url.partition(",")
+    if not found or not head.lower().endswith(";base64"):
+        raise RequestError(
+            400,
+            f"{place}: it is not a data:image/png;base64,... URL with a file in base64",
+            param=place,
+        )
+    try:
+        # Decode only one byte more than allowed, which is enough to refuse the file.
+        file = base64.b64decode(data[: (most // 3 + 1) * 4], validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(400, f"{place}: its base64 is damaged", param=place) from None
+    if len(file) > most or len(data) > (most // 3 + 1) * 4:
+        raise RequestError(
+            400,
+            f"{place}: the image has more than {most:,} bytes (--max-image-bytes); send a smaller "
+            "one",
+            param=place,
+        )
+    return file
+
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The field with the text of a content part, by the part's type."""
@@ -171,3 +256,92 @@ def _with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[s
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+@dataclass(frozen=True)
+class ChatParts:
+    """Hold what the chat template is told of one chat."""
+
+    messages: list[dict[str, Any]]
+    tools: Sequence[Any] | None
+    arguments: Mapping[str, Any]
+    files: Sequence[bytes] = ()
+    """The images, whose markers are in the messages."""
+    opens_answer: bool = True
+    """Whether the prompt ends with the beginning of an answer."""
+    begun: str = ""
+    """The beginning of the answer, which the model continues."""
+
+    def text(self, model: LoadedModel, messages: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Return the text of the prompt, by default of its own messages, which only tokenize()
+        reads.
+
+        Raises RequestError for an answer that cannot be continued, and the errors of the template.
+        """
+        try:
+            text = model.model.chat_text(
+                self.messages if messages is None else messages,
+                tools=self.tools,
+                arguments=self.arguments,
+                opens_answer=self.opens_answer,
+            )
+        except TypeError as error:  # Templates add what they were not told to a text.
+            raise RequestError(
+                400, f"the chat template refuses this: {error}", param="messages"
+            ) from None
+        tags = model.model.thought_tags
+        if self.begun and tags is not None and tags.is_open_after(text):
+            raise RequestError(
+                400,
+                "messages: the last one cannot be continued, because the model thinks first; send "
+                'chat_template_kwargs {"enable_thinking": false}',
+                param="messages",
+            )
+        return text + str(model.model.said(self.begun, is_answer=True))
+
+
+def chat_prompt_of(job: Answering, parts: ChatParts) -> Prompt:
+    """Return the prompt of a chat.
+
+    Raises RequestError for images that cannot be read, and the errors of the template.
+    """
+    model = job.model
+    text = parts.text(model)
+    model.control_tokens.check(text.encode("utf-8", "replace"))
+    is_chat = model.model.chat_template is not None
+    shown = None
+    if parts.files and model.images is not None:
+        if model.images.marker not in text:
+            raise RequestError(
+                400,
+                "messages: the model's chat template does not show the images; start the server "
+                "with one that does (--chat-template)",
+                param="messages",
+            )
+        owner = job.caller.tenant(shared_prefixes=model.shared_prefixes)
+        shown = ShownImages(model.images, parts.files, model.n_ctx, owner, job.check)
+    try:
+        return text_prompt(
+            model.model,
+            text,
+            add_bos=False if is_chat else None,
+            shown=shown,
+            is_answer=is_chat,
+            arguments=parts.arguments,
+        )
+    except ImageError as error:
+        raise RequestError(400, str(error), param="messages") from None
+
+
+def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
+    """Return the prompt of a chat about the job's document: its tokens, then the chat.
+
+    The template shows a mark where the document stands, and only what it writes behind the mark is
+    tokenised: a question goes on in the user's turn that the document began. Raises RequestError.
+    """
+    model, document = job.model, job.document_tokens()
+    mark = f"[document {secrets.token_hex(16)}]"
+    text = parts.text(model, about_document(parts.messages, mark)).partition(mark)[2]
+    tokens = [*document, *model.tokenize(text)]
+    thought = thought_of(model.model, text, tokens, parts.arguments)
+    return Prompt(tokens, n_document=len(document), thought=thought)

@@ -29,13 +29,11 @@ from entropykv.server.dialects.ollama_requests import (
     now,
     only_loaded,
 )
-from entropykv.server.dialects.openai_routes import SESSION_HEADER, refusing
-from entropykv.server.dialects.streaming import Lines, stream, whole
-from entropykv.server.documents.asked_document import asked_document
+from entropykv.server.dialects.openai_routes import refusing
+from entropykv.server.dialects.streaming import Lines, respond
 from entropykv.server.engine.admission import arrival_of
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.bodies import BodyRoute
-from entropykv.server.http.users import Caller, user_of
 from entropykv.server.models.held_model import HeldModel
 from entropykv.server.models.registry import ModelRegistry
 from entropykv.thinking.tags import tags_of
@@ -88,18 +86,19 @@ def ollama_routes(models: ModelRegistry) -> APIRouter:
     router = APIRouter(prefix=PREFIX, tags=["Ollama"], route_class=BodyRoute, responses=errors)
 
     async def answer(request: Request, body: OllamaRequest) -> Response:
-        started = arrival_of(request.scope)
-        engine = await models.use(request, body.model_name)
         if body.only_loads:
+            await models.use(request, body.model_name)
             return JSONResponse(only_loaded(body))
-        document = await asked_document(request, models, engine, body.document)
-        caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER))
-        call = partial(_call, body=body, started=started, loaded=time.monotonic())
-        if body.stream:
-            return await stream(
-                request, engine, [call], None, caller, document, ping=False, form=Lines
-            )
-        return await whole(request, engine, [call], None, caller, document)
+        started = arrival_of(request.scope)
+        return await respond(
+            request,
+            models,
+            lambda: [partial(_call, body=body, started=started, loaded=time.monotonic())],
+            model=body.model_name,
+            document=body.document,
+            streams=body.stream,
+            form=Lines,
+        )
 
     @router.post("/chat", response_model=None, responses=_LINES)
     async def chat(request: Request, body: OllamaChat) -> Response:

@@ -1,4 +1,4 @@
-"""Define OpenAI's routes: completions, chats and responses."""
+"""Define the routes that answer a request as OpenAI, llama-server and Anthropic do."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
 from entropykv.server.chat.chat_request import ChatRequest
-from entropykv.server.dialects.choices import Choices
-from entropykv.server.dialects.requests import CompletionRequest
+from entropykv.server.dialects.anthropic_requests import CountedMessages, MessagesRequest
+from entropykv.server.dialects.llama_server_requests import (
+    AnswersInList,
+    InfillRequest,
+    LlamaServerCompletion,
+)
+from entropykv.server.dialects.requests import Choices, CompletionRequest
 from entropykv.server.dialects.responses import ResponsesRequest
-from entropykv.server.dialects.streaming import Call, stream, whole
-from entropykv.server.documents.asked_document import asked_document
+from entropykv.server.dialects.streaming import NamedEvents, PlainEvents, respond
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.errors import RequestError
-from entropykv.server.http.users import Caller, user_of
 from entropykv.server.models.registry import ModelRegistry
 
-SESSION_HEADER = "x-session-id"
-"""The header that names a conversation; without it, the field `user` is used."""
-_Body = CompletionRequest | ChatRequest | ResponsesRequest
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with `stream`, in pieces.",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    }
-}
+ANTHROPIC_PATH = "/v1/messages"
 
+
+def _described(answer: str) -> dict[int | str, dict[str, Any]]:
+    """Return what /openapi.json says of a route's answers."""
+    content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
+    return {200: {"description": answer, "content": content}}
+
+
+_ANSWERS = _described("The answer; with `stream`, in pieces.")
 _EMBEDDINGS = "embeddings are not possible inside a KV budget; use llama_cpp.server for them"
 _RANKS = "texts are not ranked inside a KV budget; use llama-server --reranking for that"
 _SOUND = "sound is not read here; send the text"
@@ -43,23 +47,22 @@ _NOT_HERE = {
 
 
 def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
-    """Return the routes; with `ping`, silent streams get comments, so that they are not closed."""
+    """Return OpenAI's routes: completions, chats and responses; `ping`: see respond()."""
     router = APIRouter(tags=["OpenAI V1"], route_class=BodyRoute)
 
-    async def answer(request: Request, body: _Body) -> Response:
-        name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
-        caller = Caller(user_of(request.scope), name)
-        engine = await models.use(request, body.model)
-        document = await asked_document(request, models, engine, body.document_name())
-        calls: list[Call] = [body.call]
-        choices = None
-        if not isinstance(body, ResponsesRequest):
-            engine.admission.check(body.n_jobs)
-            calls = [part.call for part in body.parts()]
-            choices = Choices(body.n, usage=body.stream_options.include_usage)
-        if body.stream:
-            return await stream(request, engine, calls, choices, caller, document, ping=ping)
-        return await whole(request, engine, calls, choices, caller, document)
+    async def answer(request: Request, body: CompletionRequest | ChatRequest) -> Response:
+        return await respond(
+            request,
+            models,
+            lambda: [part.call for part in body.parts()],
+            model=body.model,
+            document=body.document_name(),
+            user=body.user,
+            streams=body.stream,
+            n_jobs=body.n_jobs,
+            joined=Choices(body.n, usage=body.stream_options.include_usage),
+            ping=ping,
+        )
 
     @router.post("/v1/completions", response_model=None, responses=_ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -74,10 +77,83 @@ def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     @router.post("/v1/responses", response_model=None, responses=_ANSWERS)
     @router.post("/responses", response_model=None, include_in_schema=False)
     async def responses(request: Request, body: ResponsesRequest) -> Response:
-        return await answer(request, body)
+        return await respond(
+            request,
+            models,
+            lambda: [body.call],
+            model=body.model,
+            document=body.document_name(),
+            user=body.user,
+            streams=body.stream,
+            ping=ping,
+        )
 
     for path, why in _NOT_HERE.items():
         router.add_api_route(path, refusing(why), methods=["POST"], include_in_schema=False)
+    return router
+
+
+def completion_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
+    """Return the routes of llama-server that complete texts in its own form; `ping`: see
+    respond().
+    """
+    router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
+    described = _described("The answer, or a list of answers; with `stream`, in pieces.")
+
+    async def answer(request: Request, body: LlamaServerCompletion | InfillRequest) -> Response:
+        return await respond(
+            request,
+            models,
+            lambda: [part.call for part in body.parts()],
+            model=body.model,
+            document=body.document_name(),
+            user=body.user,
+            streams=body.stream,
+            n_jobs=body.n_jobs,
+            joined=AnswersInList(body.n_jobs),
+            ping=ping,
+            form=PlainEvents,
+        )
+
+    @router.post("/completion", response_model=None, responses=described)
+    @router.post("/completions", response_model=None, include_in_schema=False)
+    async def completion(request: Request, body: LlamaServerCompletion) -> Response:
+        return await answer(request, body)
+
+    @router.post("/infill", response_model=None, responses=described)
+    async def infill(request: Request, body: InfillRequest) -> Response:
+        return await answer(request, body)
+
+    return router
+
+
+def anthropic_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
+    """Return the routes of Anthropic's Messages API. With `ping`, a stream that has been silent
+    gets an event, so that nobody between server and client closes it.
+    """
+    router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
+    described = _described("The message; with `stream`, its events.")
+
+    @router.post(ANTHROPIC_PATH, response_model=None, responses=described)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        return await respond(
+            request,
+            models,
+            lambda: [body.call],
+            model=body.model,
+            document=body.document_name(),
+            user=body.user,
+            streams=body.stream,
+            ping=ping,
+            form=NamedEvents,
+        )
+
+    @router.post(f"{ANTHROPIC_PATH}/count_tokens")
+    async def count_tokens(request: Request, body: CountedMessages) -> dict[str, int]:
+        engine = await models.use(request, body.model)
+        _, tokens = await run_in_threadpool(body.chat().prompt_text, engine.model)
+        return {"input_tokens": len(tokens)}
+
     return router
 
 

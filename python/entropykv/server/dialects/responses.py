@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from entropykv.generation.events import Event
 from entropykv.server.chat.chat_request import (
     ChatRequest,
     JsonSchema,
@@ -22,6 +26,7 @@ from entropykv.server.chat.chat_request import (
     TextFormat,
 )
 from entropykv.server.chat.tool_calls import Function, NamedFunction, NamedTool, Tool
+from entropykv.server.dialects.answers import AnswerForm, timings_of, usage_of
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_MESSAGES,
@@ -32,12 +37,220 @@ from entropykv.server.dialects.fields import (
     TokenCount,
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
-from entropykv.server.dialects.response_events import ResponseWriter
 from entropykv.server.dialects.unknown_fields import OTHERS, OtherFields
 from entropykv.server.documents.asked_document import document_named
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid_within
 from entropykv.server.models.loaded_model import LoadedModel
+
+
+def message_item(item_id: str, text: str | None) -> dict[str, Any]:
+    """Return a message item; without text, one that has just begun."""
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": "in_progress" if text is None else "completed",
+        "content": [] if text is None else [_text_part(text)],
+    }
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def thought_item(item_id: str, text: str | None) -> dict[str, Any]:
+    """Return a reasoning item; without text, one that has just begun."""
+    part = {"type": "reasoning_text", "text": text}
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "status": "in_progress" if text is None else "completed",
+        "summary": [],
+        "content": [] if text is None else [part],
+        "encrypted_content": None,
+    }
+
+
+def call_item(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a function call item, from a call of a chat completion."""
+    return {
+        "id": f"fc_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": call["function"]["arguments"],
+        "status": "completed",
+    }
+
+
+def with_end(
+    head: dict[str, Any], output: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a response with its output, and the reason why it ended."""
+    details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
+    whole = reason != "length"
+    return {
+        **head,
+        "status": "completed" if whole else "incomplete",
+        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "output": output,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": details,
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+class ResponseWriter:
+    """Write an answer as a response, whole or as numbered events: first those of its texts while
+    they are written, then its calls.
+    """
+
+    def __init__(self, head: dict[str, Any], form: AnswerForm) -> None:
+        """Write the answer of a form; `head`: the fields of a response that has just begun."""
+        self._head, self._form = head, form
+        self._output: list[dict[str, Any]] = []
+        """The completed items."""
+        self._open: _TextItem | None = None
+
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the response."""
+        said, job = self._form.whole(events), self._form.job
+        texts = ((thought_item, "rs", said.thought), (message_item, "msg", said.text))
+        output = [make(f"{name}_{uuid.uuid4().hex}", text) for make, name, text in texts if text]
+        output += [call_item(call) for call in said.calls]
+        ended = with_end(self._head, output, said.reason, usage_of(job))
+        return {**ended, "timings": timings_of(job)}
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the response."""
+        for number, event in enumerate(self._events(events)):
+            yield {**event, "sequence_number": number}
+
+    def _events(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
+        yield {"type": "response.created", "response": self._head}
+        yield {"type": "response.in_progress", "response": self._head}
+        calls, reason, job = list[dict[str, Any]](), "stop", self._form.job
+        for part in self._form.parts(events):
+            calls += part.calls
+            reason = part.reason or reason
+            for kind, text in ((_Thought, part.thought), (_Said, part.text)):
+                for event in self._more(kind, text):
+                    yield {**event, "timings": timings_of(job)} if self._form.timed else event
+        yield from self._end_of_text()
+        for call in calls:
+            self._output.append(call_item(call))
+            yield from _call_events(self._output[-1], len(self._output) - 1)
+        ended = with_end(self._head, self._output, reason, usage_of(job))
+        yield {
+            "type": f"response.{ended['status']}",
+            "response": ended,
+            "timings": timings_of(job),
+        }
+
+    def _more(self, kind: type[_TextItem], text: str) -> Iterator[dict[str, Any]]:
+        if not text:
+            return
+        if not isinstance(self._open, kind):
+            yield from self._end_of_text()
+            self._open = kind(len(self._output))
+            yield from self._open.begin()
+        yield self._open.more(text)
+
+    def _end_of_text(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            yield from self._open.end()
+            self._output.append(self._open.item)
+        self._open = None
+
+
+class _TextItem(ABC):
+    """Make the events of one item whose text is streamed."""
+
+    kind: str
+    """The name of the item's events in OpenAI's API."""
+
+    def __init__(self, index: int) -> None:
+        """Start the item with this index in the output."""
+        self._index = index
+        self._id = f"{self.prefix}_{uuid.uuid4().hex}"
+        self._text = ""
+
+    prefix: str
+    """The beginning of the item's id."""
+
+    @abstractmethod
+    def make(self, text: str | None) -> dict[str, Any]:
+        """Return the item; without text, one that has just begun."""
+
+    @abstractmethod
+    def part(self, text: str) -> dict[str, Any]:
+        """Return the only part of the item."""
+
+    @property
+    def item(self) -> dict[str, Any]:
+        """Return the item in its current state."""
+        return self.make(self._text)
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        item = self.make(None)
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
+        yield {"type": "response.content_part.added", **self._place(), "part": self.part("")}
+
+    def more(self, text: str) -> dict[str, Any]:
+        self._text += text
+        return {"type": f"{self.kind}.delta", **self._place(), "delta": text, **self.extra}
+
+    extra: Mapping[str, Any] = MappingProxyType({})
+    """Additional fields of the item's events."""
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        yield {"type": f"{self.kind}.done", **self._place(), "text": self._text, **self.extra}
+        part = self.part(self._text)
+        yield {"type": "response.content_part.done", **self._place(), "part": part}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": self.item}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._id, "output_index": self._index, "content_index": 0}
+
+
+class _Said(_TextItem):
+    kind = "response.output_text"
+    prefix = "msg"
+    extra = MappingProxyType({"logprobs": []})
+
+    def make(self, text: str | None) -> dict[str, Any]:
+        return message_item(self._id, text)
+
+    def part(self, text: str) -> dict[str, Any]:
+        return _text_part(text)
+
+
+class _Thought(_TextItem):
+    kind = "response.reasoning_text"
+    prefix = "rs"
+
+    def make(self, text: str | None) -> dict[str, Any]:
+        return thought_item(self._id, text)
+
+    def part(self, text: str) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text}
+
+
+def _call_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    begun = {**item, "arguments": "", "status": "in_progress"}
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+    place = {"item_id": item["id"], "output_index": index}
+    arguments = item["arguments"]
+    kind = "response.function_call_arguments"
+    yield {"type": f"{kind}.delta", **place, "delta": arguments}
+    yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": arguments}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
 
 _NOTHING_KEPT = "nothing is kept between requests; send the whole conversation as input"
 _OTHERS = OTHERS.besides(

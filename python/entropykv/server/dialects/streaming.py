@@ -13,14 +13,17 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from entropykv.server.dialects.anthropic_events import anthropic_error
-from entropykv.server.engine.admission import arrival_of
+from entropykv.server.documents.asked_document import asked_document
+from entropykv.server.engine.admission import CLIENT_GONE, arrival_of, unless_gone
 from entropykv.server.engine.answering import Answering, AskedDocument
 from entropykv.server.engine.engine import Engine, Job
-from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.request_log import note_tokens
-from entropykv.server.http.users import Caller
+from entropykv.server.http.users import Caller, user_of
+from entropykv.server.models.registry import ModelRegistry
 
+SESSION_HEADER = "x-session-id"
+"""The header that names a conversation; without it, most requests do so by the field `user`."""
 _PATIENCE = 5.0
 """Seconds that a stream waits for its first chunk before it answers 200, to detect invalid
 requests.
@@ -47,7 +50,39 @@ class Joined(Protocol):
         """Return a last chunk; None if there is none."""
 
 
-async def whole(
+async def respond(
+    request: Request,
+    models: ModelRegistry,
+    calls: Callable[[], Sequence[Call]],
+    *,
+    model: str | None,
+    document: str | None,
+    streams: bool,
+    user: str | None = None,
+    n_jobs: int = 1,
+    joined: Joined | None = None,
+    ping: bool = False,
+    form: type[Events] | None = None,
+) -> Response:
+    """Return the response of the calls that a request leads to, whole or as a stream.
+
+    `calls` returns them once the model is loaded, and its document has been read; there are
+    `n_jobs`. `user`: the conversation of a request without the header X-Session-Id. `joined` joins
+    their results, or their chunks, which are sent in a `form`, by default as OpenAI's events; with
+    `ping`, silent streams get comments, so that they are not closed. Raises RequestError.
+    """
+    caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER) or user)
+    engine = await models.use(request, model)
+    asked = await asked_document(request, models, engine, document)
+    engine.admission.check(n_jobs)
+    if streams:
+        return await _stream(
+            request, engine, calls(), joined, caller, asked, ping=ping, form=form or Events
+        )
+    return await _whole(request, engine, calls(), joined, caller, asked)
+
+
+async def _whole(
     request: Request,
     engine: Engine,
     calls: Sequence[Call],
@@ -68,7 +103,7 @@ async def whole(
     return JSONResponse(answers[0] if choices is None else choices.whole(answers))
 
 
-async def stream(
+async def _stream(
     request: Request,
     engine: Engine,
     calls: Sequence[Call],
@@ -77,13 +112,12 @@ async def stream(
     document: AskedDocument | None,
     *,
     ping: bool,
-    form: type[Events] | None = None,
+    form: type[Events],
 ) -> Response:
     """Return the chunks of calls as events; raises RequestError if one fails before the first
     chunk.
 
-    `choices` joins the chunks; None: they are sent unchanged. `form`: how they are sent, by default
-    as OpenAI's events.
+    `choices` joins the chunks; None: they are sent unchanged.
     """
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[Any] = asyncio.Queue()
@@ -111,7 +145,7 @@ async def stream(
         chunks.put_nowait(_END)
 
     work.add_done_callback(ended)
-    events = (form or Events)(chunks, work, ping=ping)
+    events = form(chunks, work, ping=ping)
     try:
         there, _ = await unless_gone(request.receive, events.wait_for_first())
     except BaseException:

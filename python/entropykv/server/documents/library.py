@@ -27,22 +27,20 @@ from entropykv.errors import (
 )
 from entropykv.file_locks import is_locked
 from entropykv.files import FileStamp, make_folder, stamp_of
-from entropykv.server.documents.accepted_text import (
-    Accepted,
-    AcceptedText,
-    bytes_of,
-    read_accepted,
-)
 from entropykv.server.documents.readings import (
     MOST_DOCUMENT_NAME,
+    Accepted,
+    AcceptedText,
     DocumentId,
     Reading,
     Readings,
     Removal,
     Status,
+    bytes_of,
     in_use,
     not_there,
     of_another_text,
+    read_accepted,
 )
 from entropykv.server.http.errors import RequestError
 from entropykv.session.document import is_being_read, remove_partial

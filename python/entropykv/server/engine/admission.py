@@ -14,11 +14,34 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
-from entropykv.server.http.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.session.images import ImageLimits
+
+CLIENT_GONE = 499
+"""The status of a request whose client disconnected before the answer; nobody receives it."""
+
+
+async def unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
+    """Await the coroutine; returns whether the client stayed connected, and the
+    coroutine's result.
+    """
+    work = asyncio.ensure_future(coroutine)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return (True, work.result()) if work.done() else (False, None)
+    finally:
+        gone.cancel()
+        work.cancel()
+        await asyncio.gather(gone, work, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 LARGE_BODY = 16 << 20
 """The most bytes of one request's body on a server that reads images or documents, unless an option

@@ -22,9 +22,6 @@ from starlette.datastructures import State
 
 from entropykv import _version
 from entropykv.server.dialects.anthropic_events import anthropic_error
-from entropykv.server.dialects.anthropic_routes import PATH as ANTHROPIC_PATH
-from entropykv.server.dialects.anthropic_routes import anthropic_routes
-from entropykv.server.dialects.completion_routes import completion_routes
 from entropykv.server.dialects.fields import Name, Tokens
 from entropykv.server.dialects.llama_server_routes import (
     TokenizeRequest,
@@ -35,7 +32,12 @@ from entropykv.server.dialects.llama_server_routes import (
 )
 from entropykv.server.dialects.ollama_routes import PREFIX as OLLAMA_PATH
 from entropykv.server.dialects.ollama_routes import ollama_error, ollama_routes
-from entropykv.server.dialects.openai_routes import openai_routes
+from entropykv.server.dialects.openai_routes import (
+    ANTHROPIC_PATH,
+    anthropic_routes,
+    completion_routes,
+    openai_routes,
+)
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.routes import document_routes
 from entropykv.server.engine.admission import LARGE_BODIES, LARGE_BODY, Limits

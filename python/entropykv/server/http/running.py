@@ -1,28 +1,205 @@
-"""Run the app under uvicorn until SIGTERM or SIGINT."""
+"""Run the app under uvicorn until SIGTERM or SIGINT, within limits of connections; before the model
+is loaded, answer that it is loading.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from entropykv import system
 from entropykv.errors import SettingsError
 from entropykv.server.engine.engine import Engine
 from entropykv.server.http.app import create_app
-from entropykv.server.http.connections import protocol_of
+from entropykv.server.http.errors import RequestError
 from entropykv.server.http.request_log import write_requests_to_stderr
-from entropykv.server.http.starting import Starting
 from entropykv.server.models.catalog import ModelCatalog
 from entropykv.server.options import ModelOptions, ServerOptions
+from entropykv.server.page.files import page_file, page_files
 from entropykv.server.page.routes import WebDefaults
 from entropykv.session.memory_plan import memory_warning
+
+
+class LimitedProtocol(H11Protocol):
+    """Speak HTTP as uvicorn does, within limits; h11 itself limits all headers together to 64 KiB.
+
+    uvicorn does not limit the time that a client takes to send headers or to read. It refuses
+    connections above its own limit only once they have sent a request.
+
+    A connection above the limit is answered with 503, and one whose headers take too long with 408;
+    both are closed. A connection whose client does not read what was sent is closed, too, and so is
+    one that was told to close but whose client takes no more: asyncio would wait for it for ever.
+    """
+
+    most = 0
+    """The most connections at a time."""
+    seconds = 0.0
+    """The most seconds for the headers of a request, from the connection or their first byte on,
+    and the most seconds until a full send buffer is empty. A closing connection is ended between
+    one and two times as many seconds later.
+    """
+    _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _refused = False
+    _close_timer: asyncio.TimerHandle | None = None
+    _was_closing = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection, or refuse it."""
+        super().connection_made(transport)
+        self._end_if_stuck()
+        if len(self.connections) > self.most:
+            self._refuse(503, "Service Unavailable", "the server has too many connections")
+        else:
+            self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Receive data; data between two requests begins the headers of the next one."""
+        if self._refused:
+            return
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_timer()
+        elif self._timer is None and self.cycle is not None and self.cycle.response_complete:
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop counting the connection."""
+        self._stop_timer()
+        self._stop_write_timer()
+        if self._close_timer is not None:
+            self._close_timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Stop writing, and start the timeout for the client to read."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Continue writing."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _end_if_stuck(self) -> None:
+        """End the connection if it was already closing at the last check; otherwise check again."""
+        if self._was_closing:
+            self.transport.abort()
+            return
+        self._was_closing = self.transport.is_closing()
+        self._close_timer = self.loop.call_later(self.seconds, self._end_if_stuck)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _start_timer(self) -> None:
+        late = 408, "Request Timeout", f"the headers took longer than {self.seconds:g} seconds"
+        self._timer = self.loop.call_later(self.seconds, self._refuse, *late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: int, reason: str, why: str) -> None:
+        self._refused = True
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        body = json.dumps(RequestError(status, f"{why}; try again later").body).encode()
+        head = (
+            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def protocol_of(most: int, seconds: float) -> type[asyncio.Protocol]:
+    """Return the protocol class with these limits; uvicorn creates one object per connection."""
+    return type("ServerProtocol", (LimitedProtocol,), {"most": most, "seconds": seconds})
+
+
+class Starting:
+    """Create an ASGI app in a thread, and pass everything on to it once it exists.
+
+    Until then every request is answered with 503, as llama-server does, except for the page, which
+    waits for the model.
+    """
+
+    def __init__(self, make: Callable[[], FastAPI], *, page: bool = True) -> None:
+        """Take `make`, which is called when the server's lifespan begins; nothing is
+        created yet.
+        """
+        self._make = make
+        self.page = page
+        """True if there is a page at /."""
+        self.when_done: Callable[[], None] = lambda: None
+        """Called in the event loop once the app exists, or could not be created."""
+        self.loaded: FastAPI | None = None
+        """The app, once it exists."""
+        self.error: Exception | None = None
+        """Why the app could not be created."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, or the lifespan of the server."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self.loaded is not None:
+            await self.loaded(scope, receive, send)
+        elif self.page and scope["type"] == "http" and scope["path"] in page_files():
+            await page_file(scope["path"], None)(scope, receive, send)
+        else:
+            error = RequestError(
+                503, "the model is loading; try again in a moment", code="model_loading"
+            )
+            answer = error.response()
+            answer.headers["retry-after"] = "1"
+            await answer(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Start loading when the server starts, and free the model when it stops."""
+        await receive()
+        loop = asyncio.get_running_loop()
+        # A daemon thread, because a server that is told to stop must not wait for the end of
+        # loading.
+        threading.Thread(target=self._load, args=(loop,), daemon=True).start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self.loaded is not None:
+            await asyncio.to_thread(self.loaded.state.models.close, wait=False)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self.loaded = self._make()
+        except Exception as error:  # The main thread raises the error again.
+            self.error = error
+        # The loop is closed if the server was stopped meanwhile.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        if self.loaded is not None:
+            self.loaded.state.models.begin()
+        self.when_done()
+
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """Numbers of glibc's malloc settings, from its malloc.h."""

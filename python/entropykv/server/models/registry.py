@@ -26,12 +26,18 @@ from entropykv.errors import SettingsError
 from entropykv.server.dialects.fields import MOST_NAME
 from entropykv.server.engine.admission import Admission, Limits
 from entropykv.server.engine.engine import Engine, shutting_down
-from entropykv.server.http.daemon_threads import DaemonThreads
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.catalog import ModelCatalog, ServedModel
-from entropykv.server.models.held_model import HeldModel, ModelState, again, failure_of, not_loaded
+from entropykv.server.models.held_model import (
+    DaemonThreads,
+    HeldModel,
+    ModelState,
+    again,
+    estimate_memory,
+    failure_of,
+    not_loaded,
+)
 from entropykv.server.models.loading import path_of
-from entropykv.server.models.memory_estimate import estimate_memory
 from entropykv.server.options import ModelOptions
 
 _logger = logging.getLogger("entropykv.server")

@@ -5,12 +5,17 @@ it holds.
 from __future__ import annotations
 
 import asyncio
+import base64
+import codecs
+import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -18,11 +23,213 @@ from starlette.types import Receive, Scope, Send
 from entropykv.server.dialects.fields import MOST_TOKENS as LAST_POSITION
 from entropykv.server.dialects.fields import Name
 from entropykv.server.engine.engine import Engine
+from entropykv.server.engine.kv_holders import (
+    Holder,
+    between_steps,
+    conversations,
+    pool_figures,
+)
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.users import user_of
+from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.server.models.registry import ModelRegistry
-from entropykv.server.page.kv_pictures import CacheView, Picture, Window, about
-from entropykv.server.page.kv_text import held_tokens
+from entropykv.session.session import Session
+from entropykv.store.protocol import Shares
+
+
+def about(model: LoadedModel) -> dict[str, Any]:
+    """Return what does not change: the model, and the number of KV heads of each layer."""
+    stats = model.stats()
+    return {
+        "model": model.name,
+        "store": stats.store,
+        "policy": stats.policy,
+        "kv_type": stats.kv_type,
+        "kv_budget": stats.kv_budget,
+        "freeze": stats.freeze is not None,
+        "n_ctx": stats.n_ctx,
+        "layers": [len(heads) for heads in model.idle.cache.budgets()],
+        "shared": not model.pool.holds_one,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Hold which positions a viewer wants to see, and the most columns of the picture."""
+
+    first: int = 0
+    last: int | None = None
+    """The end of the positions, exclusive; None: the end of the text."""
+    columns: int = 512
+
+    def fit(self, position: int) -> tuple[int, int, int]:
+        """Return the first position, the positions per column (a power of two) and the number of
+        columns.
+        """
+        last = position if self.last is None else min(self.last, position)
+        first = min(self.first, last)
+        per_column = 1
+        while per_column * self.columns < last - first:
+            per_column *= 2
+        return first, per_column, max(1, -(-(last - first) // per_column))
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """Hold which positions the KV heads of one conversation hold."""
+
+    id: str
+    first: int
+    per_column: int
+    planes: Sequence[Shares]
+    """The shares that are held, are frozen, and returned since the last picture: (rows,
+    columns).
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON, in which the planes are concatenated, deflated and base64-encoded."""
+        packed = zlib.compress(b"".join(plane.tobytes() for plane in self.planes), 1)
+        rows, columns = self.planes[0].shape
+        return {
+            "id": self.id,
+            "first": self.first,
+            "per_column": self.per_column,
+            "rows": rows,
+            "columns": columns,
+            "planes": base64.b64encode(packed).decode("ascii"),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """Hold everything that is shown at one moment."""
+
+    pool: dict[str, Any]
+    conversations: Sequence[Holder]
+    map: Map | None
+    """The map of the selected conversation; None if it is swapped out, or if there is none."""
+    seconds: float
+    """CPU seconds that the worker thread spent on it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON for the page."""
+        return {
+            "time": time.time(),
+            "pool": self.pool,
+            "conversations": [each.to_json() for each in self.conversations],
+            "map": None if self.map is None else self.map.to_json(),
+        }
+
+
+class CacheView:
+    """Take pictures for one viewer; nothing is sent twice, and nothing of other users."""
+
+    def __init__(self, user: str, window: Window, conversation: str | None = None) -> None:
+        """Show the `window` of a user's conversation, or of the latest one for None.
+
+        A picture also has the figures of the user's other conversations.
+        """
+        self._user = user
+        self._window = window
+        self._wanted = conversation
+        self._look: tuple[Session, Any] | None = None
+        self._seen: object = None
+
+    def take(self, model: LoadedModel) -> Picture | None:
+        """Return a picture, or None if nothing has changed since the last one."""
+        start = time.thread_time()
+        with between_steps(model):
+            sessions = conversations(model, self._user)
+            found = [Holder.of(name, session) for name, session in sessions.items()]
+            pool = pool_figures(model, self._user)
+            seen = [each.key() for each in found], None if found else pool
+            if seen == self._seen:
+                return None
+            self._seen = seen
+            held = self._map(sessions, found)
+        return Picture(pool, found, held, time.thread_time() - start)
+
+    def _map(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Map | None:
+        shown = self._chosen(sessions, found)
+        if shown is None or shown.is_swapped_out:
+            return None
+        session = sessions[shown.id]
+        first, per_column, n_columns = self._window.fit(shown.position)
+        if self._look is None or self._look[0] is not session:
+            self._look = session, session.cache.map()
+        return Map(shown.id, first, per_column, self._look[1](first, per_column, n_columns))
+
+    def _chosen(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Holder | None:
+        """Return the requested conversation, or else the last one shown, or else one that is
+        running.
+        """
+        if self._wanted is not None:
+            return next((each for each in found if each.id == self._wanted), None)
+        if self._look is not None:
+            for each in found:
+                if sessions[each.id] is self._look[0]:
+                    return each
+        return min(found, key=lambda each: each.pool_status.idle_seconds, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldTokens:
+    """Hold the tokens of a range of positions, and how many KV heads hold each of them."""
+
+    session: Session
+    position: int
+    first: int
+    tokens: list[int]
+    heads: int
+    held: list[int]
+    frozen: list[int]
+    swapped: bool
+    """True if its conversation is swapped out, so that no KV head is counted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON; the text of a character that has several tokens is at the last of them."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts = (self.session.token_bytes(token, special=True) for token in self.tokens)
+        return {
+            "position": self.position,
+            "first": self.first,
+            "heads": self.heads,
+            "texts": [decoder.decode(text) for text in texts],
+            "held": self.held,
+            "frozen": self.frozen,
+            "swapped_out": self.swapped,
+        }
+
+
+def held_tokens(
+    model: LoadedModel, user: str, name: str | None, first: int, count: int
+) -> HeldTokens:
+    """Return the tokens of a range of positions; raises RequestError for an unknown conversation.
+
+    `name` is the conversation's id; None means the user's first one.
+    """
+    with between_steps(model):
+        sessions = conversations(model, user)
+        session = next(iter(sessions.values()), None) if name is None else sessions.get(name)
+        if session is None:
+            which = "yet" if name is None else f"{name!r}"
+            raise RequestError(404, f"there is no conversation {which}; see /v1/kv/stream")
+        return _held_tokens(session, first, count)
+
+
+def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
+    tokens = session.tokens[first : first + count]
+    heads = sum(len(layer) for layer in session.cache.budgets())
+    held, frozen, _ = session.cache.map()(first, 1, max(len(tokens), 1))
+    scale = heads if len(held) == 1 else 1
+    n_held, n_frozen = (
+        (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
+        for plane in (held, frozen)
+    )
+    swapped = session.cache.pool_status().is_swapped_out
+    position = session.position
+    return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, swapped)
+
 
 INTERVAL = 0.25
 """The least seconds between two pictures."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from entropykv.files import json_of
 from entropykv.server.documents.asked_document import is_document_part
-from entropykv.server.documents.form import document_name, fields_of, is_form
+from entropykv.server.documents.routes import document_name, fields_of, is_form
 from entropykv.server.http.errors import RequestError
 
 SHARED_CHARACTERS = 512

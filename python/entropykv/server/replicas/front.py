@@ -13,10 +13,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from entropykv.server.engine.admission import Admission, Limits
+from entropykv.server.engine.admission import Admission, Limits, unless_gone
 from entropykv.server.engine.turns import SESSION_HEADER
 from entropykv.server.http.bodies import Bodies
-from entropykv.server.http.client_presence import unless_gone
 from entropykv.server.http.errors import RequestError
 from entropykv.server.replicas.affinity import affinity_of
 

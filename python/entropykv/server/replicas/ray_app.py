@@ -31,8 +31,7 @@ from entropykv.errors import EntropyKVError, MissingExtraError, SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.documents.shared_documents import check_shared, marked
 from entropykv.server.engine.admission import Limits
-from entropykv.server.engine.conversations import Conversations
-from entropykv.server.engine.turns import TurnMiddleware
+from entropykv.server.engine.turns import Conversations, TurnMiddleware
 from entropykv.server.http.app import limits_of
 from entropykv.server.http.users import Keys
 from entropykv.server.replicas.affinity import Affinity
