@@ -2,7 +2,7 @@
 
     python benchmarks/drafts.py [-m MODEL] [-md MODEL] [--tokens 200] [--length 2048]
 
-The tasks are those of `entropykv bench --spec` (evaluation/draft_bench.py), with a text that was
+The tasks are those of `entropykv bench --spec` (evaluation/bench.py), with a text that was
 not used for tuning. --stock adds llama_cpp.Llama with a full cache, and with its own prompt lookup.
 --llama-server PATH adds a llama-server with a full cache, and with its own kinds of n-grams.
 --sequences N also lets N sessions of a pool write at the same time.
@@ -21,7 +21,7 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv import CacheOptions, Pool, Session
-from entropykv.evaluation.draft_bench import bench_drafts, draft_tasks
+from entropykv.evaluation.bench import bench_drafts, draft_tasks
 from entropykv.model import shipped
 from servers import running
 

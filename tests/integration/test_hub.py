@@ -15,7 +15,7 @@ from huggingface_hub import constants, scan_cache_dir
 
 from entropykv.cli import main
 from entropykv.convert.known import known_models
-from entropykv.hub.hub_cache import HubCache
+from entropykv.hub.client import HubCache
 from entropykv.model.identity import norms_of
 from entropykv.profile.find import profile_beside
 from entropykv.profile.profile import EntropyProfile

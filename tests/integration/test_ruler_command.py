@@ -153,8 +153,8 @@ def test_without_wonderwords_the_extra_is_named(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wonderwords", None)
-    from entropykv.evaluation.ruler import vocabulary  # noqa: PLC0415
+    from entropykv.evaluation.ruler import prompts  # noqa: PLC0415
 
-    vocabulary.load_vocabulary.cache_clear()
+    prompts.load_vocabulary.cache_clear()
     assert main(["eval", "-m", str(tiny_llama), "--suite", "ruler", "--lengths", "2000"]) == 2
     assert "pip install 'entropykv[eval]'" in capsys.readouterr().err

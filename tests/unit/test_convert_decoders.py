@@ -11,7 +11,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from entropykv.convert import convert
-from entropykv.convert.hf_rope import Rope
+from entropykv.convert.hf_config import Rope
 from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.model.geometry import read_geometry
 from tests.support.hf_files import hf_config, hf_order, hf_tensors, write_hf, write_safetensors

@@ -9,10 +9,14 @@ from collections import Counter
 
 import pytest
 
-from entropykv.evaluation.ruler.counts import CommonWordsTask, FrequentWordsTask
-from entropykv.evaluation.ruler.needles import NeedleTask
+from entropykv.evaluation.ruler.prompts import (
+    CommonWordsTask,
+    FrequentWordsTask,
+    NeedleTask,
+    Vocabulary,
+    load_vocabulary,
+)
 from entropykv.evaluation.ruler.suite import make_task, own_texts
-from entropykv.evaluation.ruler.vocabulary import Vocabulary, load_vocabulary
 from tests.support.ruler_prompts import numbered
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -9,11 +9,15 @@ import pytest
 from entropykv.errors import ContextError, SettingsError
 from entropykv.evaluation.results import Record
 from entropykv.evaluation.rows import summarize
-from entropykv.evaluation.ruler.counts import CommonWordsTask
-from entropykv.evaluation.ruler.prompts import Task, TaskPrompt
+from entropykv.evaluation.ruler.prompts import (
+    CommonWordsTask,
+    Task,
+    TaskPrompt,
+    Vocabulary,
+    load_vocabulary,
+)
 from entropykv.evaluation.ruler.scores import string_match_all
 from entropykv.evaluation.ruler.suite import TASKS, Suite, make_prompts, make_task, own_texts
-from entropykv.evaluation.ruler.vocabulary import Vocabulary, load_vocabulary
 from tests.support.ruler_prompts import count, numbered
 
 

@@ -26,8 +26,7 @@ from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.progress import ProgressBar
 from entropykv.errors import SettingsError
-from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
-from entropykv.evaluation.draft_bench import bench_drafts
+from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, bench_drafts, read_bandwidth
 from entropykv.evaluation.metrics import disagreement_note
 from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.model.geometry import read_geometry

@@ -3,28 +3,232 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from entropykv.cli.chat import BUDGET
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
 from entropykv.cli.notes import columns_of, say
-from entropykv.cli.options import add_budget_options
+from entropykv.cli.options import add_budget_options, fetch_named
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.progress import ProgressBar
 from entropykv.cli.prompt_options import add_system_options
-from entropykv.cli.read_each import add_each_options, is_each, read_each
 from entropykv.cli.saved import say_what
-from entropykv.errors import ContextError, SessionFileError, SettingsError
+from entropykv.cluster import RAY_HELP, TaskKind, connected
+from entropykv.errors import ContextError, DocumentBusyError, SessionFileError, SettingsError
 from entropykv.files import read_standard_input, read_text
-from entropykv.session.document import read_document
+from entropykv.model.geometry import read_geometry
+from entropykv.model.identity import identity_of
+from entropykv.session.document import complete_document, read_document
 from entropykv.session.document_folder import local_document, written_document
-from entropykv.session.file import check_target, open_session
+from entropykv.session.file import SavedContents, check_target, open_session
+from entropykv.session.object_storage import is_address
 from entropykv.session.session import Session
 from entropykv.session.stats import format_rows
+from entropykv.settings.cores import usable_cores
+
+SUFFIX = ".kv"
+_LOCK_SECONDS = 60.0
+"""How long a task waits for the lock of a document."""
+_LOCK_POLL_SECONDS = 0.2
+
+
+def add_each_options(group: argparse._ActionsContainer) -> None:
+    """Add --each, --out and --ray."""
+    group.add_argument(
+        "--each",
+        action="store_true",
+        help=f"read each file as a document of its own: book.txt becomes book{SUFFIX} beside it; "
+        "documents that are complete are not read again",
+    )
+    group.add_argument(
+        "--out", metavar="DIR", help="write the documents of --each into this directory"
+    )
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help=f"spread the files of --each over a Ray cluster: {RAY_HELP}; every node needs the "
+        "model and the directory of the documents at the same path",
+    )
+
+
+def is_each(options: argparse.Namespace) -> bool:
+    """Tell whether every file becomes a document of its own."""
+    return bool(options.each or options.out is not None or options.ray is not None)
+
+
+@dataclass(frozen=True)
+class DocumentTask:
+    """Name a file, and the document that it becomes."""
+
+    name: str
+    target: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DocumentRead:
+    """Say what reading a file gave."""
+
+    n_tokens: int
+    n_bytes: int
+    seconds: float
+    was_there: bool
+    """True if the document was complete before."""
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Hold what all documents have in common."""
+
+    options: argparse.Namespace
+    identity: Mapping[str, Any]
+    """What identity_of() says of the model that the documents are for."""
+
+    def read(self, task: DocumentTask, check: Callable[[], object] = lambda: None) -> DocumentRead:
+        """Read a document on this machine, unless it is complete; `check` may raise to stop.
+
+        The model is loaded for each document, because a session that has read another text before
+        may keep other entries (policies that learn).
+        """
+        if identity_of(read_geometry(self.options.model)) != self.identity:
+            raise SettingsError(
+                f"{self.options.model}: a node of the cluster has another model at this path; put "
+                "the same file there on every node"
+            )
+        start = time.perf_counter()
+        with open_engine(self.options) as session:
+            given = {"names": [task.name], "system": self.options.system}
+            there = complete_document(session, task.text, task.target, **given)
+            contents = there or self._read(session, task, given, check)
+        size = Path(task.target).stat().st_size
+        seconds = time.perf_counter() - start
+        return DocumentRead(contents.n_tokens, size, seconds, there is not None)
+
+    @staticmethod
+    def _read(
+        session: Session,
+        task: DocumentTask,
+        given: Mapping[str, Any],
+        check: Callable[[], object],
+    ) -> SavedContents:
+        """Read a document when its lock is free: a worker that died holds it a moment longer."""
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return read_document(
+                    session,
+                    task.text,
+                    task.target,
+                    progress=lambda _done, _total: check(),
+                    **given,
+                )
+            except DocumentBusyError:
+                if time.monotonic() > end:
+                    raise
+            check()
+            time.sleep(_LOCK_POLL_SECONDS)
+
+
+def _read_on_node(reading: _Reading, task: DocumentTask) -> DocumentRead:
+    return reading.read(task)
+
+
+def read_each(options: argparse.Namespace) -> int:
+    """Read every file; returns the exit code."""
+    tasks = _tasks(options)
+    _check(options)
+    fetch_named(options)
+    options.model = os.path.abspath(options.model)
+    options.threads = options.threads or usable_cores()
+    reading = _Reading(options, identity_of(read_geometry(options.model)))
+    bar = ProgressBar(total=len(tasks), unit="document")
+    n_read = 0
+
+    def receive(task: DocumentTask, done: DocumentRead) -> None:
+        nonlocal n_read
+        if not Path(task.target).is_file():
+            raise SessionFileError(
+                f"{task.target}: a node of the cluster wrote it, and it is not here; give a "
+                "directory that all nodes share (--out)"
+            )
+        bar.clear()
+        what = "has been read before" if done.was_there else f"read in {done.seconds:.1f} s"
+        print(
+            f"{task.target}: {done.n_tokens} tokens, {done.n_bytes / 2**20:.1f} MiB, {what}",
+            flush=True,
+        )
+        n_read += 1
+        bar.update(1)
+
+    try:
+        with bar, noted_interrupts() as interrupts:
+            if options.ray is None:
+                for task in tasks:
+                    interrupts.check()
+                    receive(task, reading.read(task, interrupts.check))
+            else:
+                kind = TaskKind(_read_on_node, reading, lambda task: task.name, _most(options))
+                with connected(options.ray, interrupts.check) as cluster:
+                    cluster.run(kind, tasks, receive)
+    except InterruptionError:
+        say(f"interrupted after {n_read} of {len(tasks)} documents; the same command continues")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _most(options: argparse.Namespace) -> int:
+    return int(max(options.threads, options.threads_batch or 0))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise SettingsError for options that do not go with --each."""
+    if options.output is not None:
+        raise SettingsError("-o is of one document; give --out DIR, or leave --each and --ray out")
+    if options.ray is not None and options.learn:
+        raise SettingsError(
+            "--learn on would let a document depend on those that its machine has read before; run "
+            "`entropykv calibrate` first, or leave --learn out"
+        )
+    if options.ray is not None:
+        options.learn = False
+    if options.out is not None:
+        if is_address(options.out):
+            raise SettingsError("--each writes into a directory; give -o for an address")
+        try:
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"{options.out}: is no directory for documents ({error.strerror}); give another "
+                "--out"
+            ) from None
+
+
+def _tasks(options: argparse.Namespace) -> Sequence[DocumentTask]:
+    """Return the documents to read; raises SettingsError if two have one name."""
+    if not options.files:
+        raise SettingsError("give the files to read")
+    tasks: dict[str, DocumentTask] = {}
+    for name in options.files:
+        if name == "-":
+            raise SettingsError("standard input has no name for a document; give files, or -o")
+        path = Path(name)
+        folder = path.parent if options.out is None else Path(options.out)
+        target = os.path.abspath(folder / (path.stem + SUFFIX))
+        if target in tasks:
+            raise SettingsError(
+                f"{tasks[target].name} and {name} would both become {target}; rename one, or read "
+                "them into different directories (--out)"
+            )
+        tasks[target] = DocumentTask(name, target, read_text(name, ContextError))
+    return [*tasks.values()]
+
 
 _SHOWN_CHARACTERS = 200
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from entropykv.cli.first_options import SERVE
+from entropykv.cli.model_options import device_parts
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_fixed_threads_option,
@@ -16,17 +18,272 @@ from entropykv.cli.options import (
     add_protection_options,
     add_recovery_options,
     integer,
+    spec_type,
 )
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
 from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
-from entropykv.settings.cache_options import CacheOptions
+from entropykv.files import read_text
+from entropykv.llamacpp.model_options import (
+    LOAD_MODES,
+    NUMA_STRATEGIES,
+    ROPE_SCALINGS,
+    SPLIT_MODES,
+)
+from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.cores import too_many_threads
-from entropykv.settings.flags import REPLICAS
+from entropykv.settings.declared import declared
+from entropykv.settings.flags import OF_SERVER, REPLICAS
+from entropykv.settings.options import KV_TYPES, MOST_BYTES
 
 if TYPE_CHECKING:
     from entropykv.server import ModelCatalog, ModelOptions
+
+
+_LLAMA_SERVER = {
+    **{each.server_name: each.flags for each in declared(CacheOptions).values()},
+    "model": ("-m",),
+    "hf_repo": ("-hf", "-hfr"),
+    "hf_file": ("-hff",),
+    "mmproj": ("-mm",),
+    **{name: flag.names for name, flag in OF_SERVER.items()},
+    "n_batch": ("-b", "--batch-size"),
+    "split_mode": ("-sm",),
+    "tensor_split": ("-ts",),
+    "main_gpu": ("-mg",),
+    "kv_overrides": ("--override-kv",),
+    "flash_attn": ("-fa",),
+    "seed": ("-s",),
+    "lora_path": ("--lora",),
+    "ssl_keyfile": ("--ssl-key-file",),
+    "ssl_certfile": ("--ssl-cert-file",),
+    "root_path": ("--api-prefix",),
+    "rope_scaling_type": ("--rope-scaling",),
+    "verbose": ("-v", "--log-verbose"),
+    "client_seconds": ("-to", "--timeout"),
+    "web": ("--ui", "--webui"),
+    "max_tokens": ("-n", "--predict", "--n-predict"),
+    "temperature": ("--temp",),
+    "mirostat_mode": ("--mirostat",),
+    "mirostat_eta": ("--mirostat-lr",),
+    "mirostat_tau": ("--mirostat-ent",),
+    "stop": ("-r", "--reverse-prompt"),
+}
+"""llama-server's names for fields of llama_cpp.server's settings, or of ours."""
+
+
+def _number_or(names: dict[str, int]) -> Callable[[str], int]:
+    """Make an argparse type that reads one of the names, or the number that it means."""
+
+    def parse(text: str) -> int:
+        if text in names:
+            return names[text]
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a number nor one of {', '.join(names)}"
+            ) from None
+
+    return parse
+
+
+def _boolean(text: str) -> bool:
+    """Read a switch as llama_cpp.server and llama-server do; auto means on."""
+    word = text.lower()
+    if word in ("1", "on", "t", "true", "y", "yes", "auto"):
+        return True
+    if word in ("0", "off", "f", "false", "n", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+
+
+_TYPES: dict[str, Callable[[str], object]] = {
+    "n_gpu_layers": _number_or({"all": -1, "auto": -1}),
+    "split_mode": _number_or(SPLIT_MODES),
+    "rope_scaling_type": _number_or(ROPE_SCALINGS),
+    "numa": _number_or({**NUMA_STRATEGIES, "true": 1, "false": 0}),
+    "max_tokens": int,
+    "spec_type": spec_type,
+}
+"""Parsers of values that llama-server names, and llama_cpp.server numbers."""
+
+
+class Spellings:
+    """Collect options from llama_cpp.server's add_args_from_model(), and give them more names.
+
+    Every option has its own name, the same with dashes, and llama-server's names. A switch needs no
+    value to be on.
+    """
+
+    def __init__(self, group: argparse._ArgumentGroup) -> None:
+        """Use the group that options are added to."""
+        self._group = group
+
+    def add_argument(self, name: str, **options: Any) -> argparse.Action:
+        """Add an option under all of its names; an option may be given once."""
+        field = name[2:]
+        names = (name, f"--{field.replace('_', '-')}", *_LLAMA_SERVER.get(field, ()))
+        if field in OF_SERVER:
+            options["metavar"] = OF_SERVER[field].metavar
+        options["help"] = str(options.get("help")).replace("%", "%%")
+        action: type[argparse.Action] = _Once
+        if getattr(options.get("type"), "__name__", "") == "_parse_bool_arg":
+            options.update(type=_boolean, nargs="?", const=True)
+        if field in _TYPES:
+            options.update(type=_TYPES[field], nargs=None, const=None)
+        if field == "tensor_split":
+            options["type"] = str
+            action = _Parts
+        if field == "model":
+            action = _Several
+            options["nargs"] = 1
+        if field in ("kv_overrides", "stop"):
+            options["type"] = str
+            action = _Several
+        return self._group.add_argument(*dict.fromkeys(names), action=action, **options)
+
+
+class _Once(argparse.Action):
+    """Store a value, and refuse a second one, which would silently replace the first."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
+        """Store the value; raises ArgumentError if there is one already."""
+        if getattr(namespace, self.dest, None) is not None:
+            raise argparse.ArgumentError(self, "is given twice; give it once")
+        setattr(namespace, self.dest, self.read(values))
+
+    def read(self, values: Any) -> Any:
+        """Return the value to store for the given values."""
+        return values
+
+
+class _Parts(_Once):
+    """Read the parts of several devices, as 3,1 or as 3 1."""
+
+    def read(self, values: Sequence[str]) -> list[float]:
+        """Return the numbers; raises ArgumentError for other values."""
+        try:
+            return list(device_parts(",".join(values)))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
+class _Several(argparse.Action):
+    """Collect the values of an option that may be given several times."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
+        """Add the values to those before."""
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *values])
+
+
+class _Translated(_Once):
+    """Translate a value of llama-server to one of our settings, and store it."""
+
+    def __init__(self, *arguments: Any, read: Callable[[str], Any], **options: Any) -> None:
+        """Use `read`, which raises SettingsError for a value without a translation."""
+        super().__init__(*arguments, **options)
+        self._read = read
+
+    def read(self, values: str) -> Any:
+        """Return the translated value."""
+        return self._read(values)
+
+
+class _KvType(argparse.Action):
+    """Read -ctk and -ctv, which may both be given, as --kv-type."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
+        """Store the type; raises SettingsError for an unsupported one, and for two
+        different ones.
+        """
+        if values not in KV_TYPES or getattr(namespace, "kv_type", None) not in (None, values):
+            raise SettingsError(
+                "-ctk and -ctv: K and V are of one type, f16 or q8_0; give --kv-type f16 or q8_0"
+            )
+        namespace.kv_type = values
+
+
+class _LoadMode(argparse.Action):
+    """Read -lm as settings of memory mapping and locking."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
+        """Store both settings."""
+        namespace.use_mmap, namespace.use_mlock = LOAD_MODES[values]
+
+
+def _whole(text: str, what: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -2
+    if not -1 <= number <= MOST_BYTES >> 20:
+        raise SettingsError(f"{what} cannot be {text!r}; give a whole number of -1 or more")
+    return number
+
+
+def _checkpoints(text: str) -> str:
+    """Read llama-server's number of checkpoints: 0 keeps none, any other as many as fit."""
+    return CHECKPOINTS if _whole(text, "--ctx-checkpoints") else "0"
+
+
+def _swap_limit(text: str) -> str:
+    """Read the MiB for idle conversations: -1 means no limit, 0 practically nothing."""
+    mib = _whole(text, "--cache-ram")
+    return f"{MOST_BYTES}B" if mib < 0 else f"{max(mib << 20, 1)}B"
+
+
+def _rope_scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0.0 < scale < 1e9:
+        raise SettingsError(f"--rope-scale cannot be {text!r}; give a number above 0")
+    return 1.0 / scale
+
+
+def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
+    """Add options of llama-server that express a field of the settings differently."""
+    for names, dest, value in (
+        (("--no-mmap",), "use_mmap", False),
+        (("--mmap",), "use_mmap", True),
+        (("--mlock",), "use_mlock", True),
+        (("--no-shared-prefixes",), "shared_prefixes", False),
+        (("--no-ui", "--no-webui"), "web", False),
+        (("--no-models-autoload",), "models_autoload", False),
+    ):
+        same = f"the same as --{dest} {str(value).lower()}"
+        group.add_argument(*names, dest=dest, action="store_const", const=value, help=same)
+    group.add_argument(
+        "-lm", "--load-mode", choices=LOAD_MODES, action=_LoadMode, help="both of use_mmap, mlock"
+    )
+    group.add_argument(
+        *("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"),
+        action=_KvType,
+        metavar="TYPE",
+        help="--kv-type by llama-server's names for K and V",
+    )
+    translated: tuple[tuple[tuple[str, ...], str, Callable[[str], Any], str], ...] = (
+        (
+            ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"),
+            "checkpoints",
+            _checkpoints,
+            f"0: --checkpoints 0, other numbers: --checkpoints {CHECKPOINTS}",
+        ),
+        (("-cram", "--cache-ram"), "swap_limit", _swap_limit, "--swap-limit in MiB (-1: none)"),
+        (("--rope-scale",), "rope_freq_scale", _rope_scale, "1 / --rope-freq-scale"),
+        (("--chat-template-file",), "chat_template", _template_text, "read it from a file"),
+    )
+    for spellings, dest, read, text in translated:
+        group.add_argument(
+            *spellings, dest=dest, action=_Translated, read=read, metavar="VALUE", help=text
+        )
+
+
+def _template_text(path: str) -> str:
+    return read_text(path, SettingsError)
+
 
 _OF_REPLICAS = ("max_replicas", "scale_up_seconds", "scale_down_seconds", "sessions")
 """The options that only replicas have, by their names in ReplicaOptions."""

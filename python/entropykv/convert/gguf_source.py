@@ -34,7 +34,7 @@ from entropykv.convert.ternary import (
     unpack_i2s,
 )
 from entropykv.errors import ModelFileError, UnsupportedModelError
-from entropykv.model.geometry import ACTIVATION_KEY, geometry_of
+from entropykv.model.geometry import ACTIVATION_KEY, check_loadable, geometry_of
 from entropykv.model.header import (
     AGAIN,
     I2_S_TYPE,
@@ -44,7 +44,6 @@ from entropykv.model.header import (
     required,
     text_value,
 )
-from entropykv.model.loadable import check_loadable
 
 # Microsoft's fork computes SiLU for the architecture `bitnet`. The names bitnet-b1.58 and bitnet-25
 # belong to Microsoft's 2B-4T model, which uses squared ReLU.

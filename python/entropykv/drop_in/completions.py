@@ -7,8 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from entropykv.generation.completion_parts import CompletionReader
-from entropykv.generation.events import Event
+from entropykv.generation.events import CompletionReader, Event
 from entropykv.session.logprobs import CompletionLogprobs, TokenLogprob
 
 

@@ -8,27 +8,95 @@ The median of the rounds is reported.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from entropykv import _core
 from entropykv.errors import ContextError
 from entropykv.evaluation.metrics import disagreement
 from entropykv.evaluation.shipped_texts import read_texts
-from entropykv.evaluation.work import (
-    AttentionLoad,
-    Times,
-    WorkFigures,
-    full_attention_operations,
-    works_of,
-)
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model.geometry import ModelGeometry, read_geometry
 from entropykv.policy.names import AUTO
 from entropykv.session.session import Session
+from entropykv.settings.cache_options import CacheOptions
+
+WORKS = ("weights", "attention", "rest")
+"""The kinds of work: products of weights; storing K and V, and attending to them; norms, rotations
+and all other nodes.
+"""
+
+
+@dataclass(frozen=True)
+class WorkFigures:
+    """Hold the figures of one kind of work of one contestant: `phase` is prompt or decode, `work`
+    one of WORKS.
+
+    `ratio`: stock's seconds divided by these. `operations` and `bytes` are per second: for weights,
+    as they are read; for attention, those of a full cache's rows (prompt) and of the entries in use
+    (decode); 0 if unknown.
+    """
+
+    phase: str
+    work: str
+    seconds: float
+    share: float
+    ratio: float
+    operations_per_second: float = 0.0
+    bytes_per_second: float = 0.0
+
+
+@dataclass(frozen=True)
+class AttentionLoad:
+    """Hold the work of attention: operations of a prompt, and bytes of a step; 0 if unknown."""
+
+    operations: float = 0.0
+    bytes: float = 0.0
+
+
+Times = Mapping[str, tuple[float, float, float]]
+
+
+def works_of(phase: str, times: Times, stock: Times, load: AttentionLoad) -> list[WorkFigures]:
+    """Return the figures of every kind of work that took time.
+
+    `times` and `stock` are those of every node of a graph, which llama.cpp computes separately for
+    this, also those that entropykv computes.
+    """
+    total = sum(seconds for seconds, _, _ in times.values())
+    found = []
+    for work in WORKS:
+        seconds, operations, n_bytes = times[work]
+        if work == "attention":
+            operations, n_bytes = load.operations, load.bytes
+        if seconds > 0:
+            found.append(
+                WorkFigures(
+                    phase=phase,
+                    work=work,
+                    seconds=seconds,
+                    share=seconds / total,
+                    ratio=stock[work][0] / seconds,
+                    operations_per_second=operations / seconds,
+                    bytes_per_second=n_bytes / seconds,
+                )
+            )
+    return found
+
+
+def full_attention_operations(geometry: ModelGeometry, n_tokens: int) -> float:
+    """Return how many operations causal attention of a prompt takes: two per value and visible
+    token.
+
+    Sliding windows are ignored, so that the result is too large for a model that has some.
+    """
+    values = sum(geometry.heads_per_layer) * (geometry.head_dim_k + geometry.head_dim_v)
+    return 2 * values * n_tokens * (n_tokens + 1) / 2
+
 
 BLOCK = 16
 """How many tokens one contestant decodes before the next one takes its turn."""
@@ -274,3 +342,94 @@ def read_bandwidth(n_threads: int) -> float:
     5 trials.
     """
     return max(_core.read_bandwidth(_READ_BYTES, n_threads) for _ in range(5))
+
+
+_LETTERS_PER_TOKEN = 3
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """Hold the figures of one task: speeds are medians in tokens per second."""
+
+    task: str
+    speed_without: float
+    speed_with: float
+    tokens_per_step: float
+    drafted: int
+    accepted: int
+    same: bool
+    """Whether all texts are the same with drafts and without."""
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times as fast writing is with drafts."""
+        return self.speed_with / self.speed_without
+
+
+def draft_tasks(text: str, length: int) -> Iterator[tuple[str, str]]:
+    """Yield names and prompts of about `length` tokens, from a text that is long enough."""
+    text = text[: _LETTERS_PER_TOKEN * length]
+    yield "copy", f"{text}\n\nThe same text once more:\n\n{text[:200]}"
+    sentences = [part.strip() for part in text.split(". ") if part.strip()]
+    turned = ". ".join(reversed(sentences))
+    yield "quote", f"{text}\n\nIts sentences, the last one first:\n\n{turned[:400]}"
+    rows = [{"id": i, "name": f"item {i}", "price": i * 7 % 100} for i in range(length // 24)]
+    table = "\n".join(f"{row['id']};{row['name']};{row['price']}" for row in rows)
+    yield (
+        "table",
+        f"id;name;price\n{table}\n\nAs JSON:\n\n" + json.dumps(rows[: len(rows) // 4])[:-1],
+    )
+    yield "prose", text
+
+
+def bench_drafts(
+    model: str | os.PathLike[str],
+    options: CacheOptions,
+    text: str,
+    *,
+    length: int,
+    n_tokens: int,
+    rounds: int,
+) -> Iterator[DraftRow]:
+    """Yield the figures of each task, with prompts of `length` tokens and `n_tokens` written ones.
+
+    Three tasks copy: they give the model a document and the first words of something that repeats
+    it. The fourth lets it go on writing prose. Every text is written without drafts and with them,
+    one after the other in every round; the texts must be the same.
+
+    `options.spec_type` and those of the draft model say how tokens are guessed; n_ctx is set here.
+    Raises the errors of Session.
+    """
+    options = replace(options, n_ctx=length + n_tokens + 1)
+    without = replace(options, spec_type="none", spec_draft_model=None)
+    with Session(model, without) as plain, Session(model, options) as drafting:
+        for task, prompt in draft_tasks(text, length):
+            tokens = plain.tokenize(prompt)[-length:]
+            plain_speeds, speeds, same = [], [], True
+            before = drafting.stats()
+            for _ in range(rounds):
+                expected, speed = write(plain, tokens, n_tokens)
+                plain_speeds.append(speed)
+                found, speed = write(drafting, tokens, n_tokens)
+                speeds.append(speed)
+                same = same and found == expected
+            now = drafting.stats()
+            accepted = now.accepted_drafts - before.accepted_drafts
+            yield DraftRow(
+                task=task,
+                speed_without=statistics.median(plain_speeds),
+                speed_with=statistics.median(speeds),
+                tokens_per_step=1.0 + accepted / max(now.draft_steps - before.draft_steps, 1),
+                drafted=now.drafted_tokens - before.drafted_tokens,
+                accepted=accepted,
+                same=same,
+            )
+
+
+def write(session: Session, tokens: Sequence[int], n: int) -> tuple[list[int], float]:
+    """Read a prompt, then write n tokens; returns them, and the tokens per second of writing."""
+    session.reset()
+    session.decode(tokens)
+    start = time.perf_counter()
+    written = list(session.generate([], n))
+    return written, len(written) / (time.perf_counter() - start)

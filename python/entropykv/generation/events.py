@@ -8,18 +8,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.generate import Chooser, Companions, StepHooks, read_prompt, write_tokens
-from entropykv.session.logprobs import LogprobRecorder, TokenLogprob
+from entropykv.session.logprobs import CompletionLogprobs, HeldValues, LogprobRecorder, TokenLogprob
 from entropykv.session.session import Session
 from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Logits
 from entropykv.thinking.counter import ThoughtCounter
-from entropykv.thinking.grammar import before_answer
-from entropykv.thinking.reader import Parts, ThoughtReader, reader_of
+from entropykv.thinking.reader import Parts, ThoughtReader, before_answer, reader_of
 
 Reason = Literal["stop", "length"]
 """Why an answer ends, in OpenAI's words."""
@@ -294,3 +293,62 @@ class StopFinder:
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size
         return 0
+
+
+class CompletionPart(NamedTuple):
+    """Hold what a part of a completion adds, or all of it."""
+
+    text: str
+    values: Sequence[TokenLogprob]
+    """The log probabilities that belong to the text."""
+    tokens: Sequence[int]
+    ended: Ended | None = None
+    """Why the completion ends here; None: it goes on."""
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the completion ends here, in OpenAI's words; None: it goes on."""
+        return None if self.ended is None else self.ended.reason
+
+
+class CompletionReader:
+    """Read the events of one completion."""
+
+    def __init__(self, echo: str = "", logprobs: CompletionLogprobs | None = None) -> None:
+        """Begin with a text, that of the prompt if it is repeated.
+
+        `logprobs` shows the values of the prompt's tokens; None: they were not asked for.
+        """
+        self._echo, self._logprobs = echo, logprobs
+        self.n_prompt = 0
+        """How many tokens the prompt has, once it was read."""
+
+    def parts(self, events: Iterator[Event]) -> Iterator[CompletionPart]:
+        """Yield a part for every piece of text, with what came since the one before, and the
+        end, with the rest.
+        """
+        text, values, tokens = self._echo, list[TokenLogprob](), list[int]()
+        for event in events:
+            if isinstance(event, PromptRead):
+                self.n_prompt = event.n_tokens
+                if self._logprobs is not None:
+                    values += self._logprobs.of_prompt(event.logprobs)
+            elif isinstance(event, AnswerPiece):
+                text += event.text
+                values += event.logprobs
+                tokens += [] if event.token is None else [event.token]
+                if text:
+                    yield CompletionPart(text, values, tokens)
+                    text, values, tokens = "", [], []
+            else:
+                yield CompletionPart(text, values, tokens, event)
+
+    def whole(self, events: Iterator[Event]) -> CompletionPart:
+        """Return all of a completion; raises SettingsError for too many log probabilities."""
+        text, held, tokens, ended = "", HeldValues(), list[int](), None
+        for part in self.parts(events):
+            text += part.text
+            held.add(part.values)
+            tokens += part.tokens
+            ended = part.ended
+        return CompletionPart(text, held.values, tokens, ended)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from entropykv.errors import EntropyKVError, HubError
 from entropykv.hub import client
-from entropykv.hub.hub_cache import HubCache
+from entropykv.hub.client import HubCache
 from entropykv.hub.listing import HubFile, Listing
 from entropykv.hub.model_choice import Reference, choose_model, models_of, parts_of
 from entropykv.hub.ternary_repositories import (

@@ -171,7 +171,7 @@ class Session:
         self.number = slot.number
         """How many sessions the pool had made before this one."""
         self.hook = slot.store.context.hook
-        """Changes the context's graphs, and can time them: see entropykv.evaluation.work."""
+        """Changes the context's graphs, and can time them: see entropykv.evaluation.bench."""
         self.counts = SessionCounts()
         """The counts of stats(); whoever reads or writes tokens adds them."""
         self.text = SessionText(runner, slot, tenant)

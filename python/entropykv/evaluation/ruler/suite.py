@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entropykv.errors import ContextError, SettingsError
-from entropykv.evaluation.ruler.chains import ChainTask
-from entropykv.evaluation.ruler.counts import CommonWordsTask, FrequentWordsTask
-from entropykv.evaluation.ruler.needles import NeedleTask
-from entropykv.evaluation.ruler.prompts import Task, TaskPrompt
-from entropykv.evaluation.ruler.vocabulary import load_vocabulary
+from entropykv.evaluation.ruler.prompts import (
+    ChainTask,
+    CommonWordsTask,
+    FrequentWordsTask,
+    NeedleTask,
+    Task,
+    TaskPrompt,
+    load_vocabulary,
+)
 from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.evaluation.texts import EvaluationText
 

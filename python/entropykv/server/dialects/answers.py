@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from entropykv import _version
-from entropykv.generation.completion_parts import CompletionReader
-from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead
+from entropykv.generation.events import AnswerPiece, CompletionReader, Ended, Event, PromptRead
 from entropykv.generation.prompt import GenerationRequest, Prompt, shown_prompt
 from entropykv.llamacpp.foreign_text import without_marks
 from entropykv.llamacpp.model import Model

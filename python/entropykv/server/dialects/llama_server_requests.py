@@ -13,8 +13,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, Field
 
 from entropykv.errors import ImageError
-from entropykv.generation.completion_parts import CompletionReader
-from entropykv.generation.events import Ended, Event
+from entropykv.generation.events import CompletionReader, Ended, Event
 from entropykv.generation.prompt import (
     GenerationRequest,
     Prompt,
