@@ -1,4 +1,6 @@
-"""Define RULER's tasks: each makes prompts of three parts, from words and numbers of the vocabulary."""
+"""Define RULER's tasks: each makes prompts of three parts, from words and numbers of its
+vocabulary.
+"""
 
 from __future__ import annotations
 
