@@ -155,8 +155,6 @@ class PrefixIndex:
     def _text(self, item: Hashable) -> _Text:
         return self._texts[type(item)][item]
 
-    # --- look up ----------------------------------------------------------------------------------
-
     def same(self, kind: type[Kind], tokens: array[int], owner: Hashable = None) -> list[Kind]:
         """Return the owner's texts of a kind that consist of just these tokens."""
         with self.lock:
@@ -213,8 +211,6 @@ class PrefixIndex:
                 if n > most or (n == most > 0 and ends_there and shared == n):
                     best, most, ends = item, n, ends_there and shared == n
         return best, most
-
-    # --- nodes ------------------------------------------------------------------------------------
 
     def _node_at(self, owner: Hashable, tokens: array[int]) -> _Node:
         """Return the node at which a text ends, after making it if necessary."""

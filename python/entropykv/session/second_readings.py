@@ -110,8 +110,6 @@ class PredictorFit:
         """Return the predictor as far as it is known, complete or not."""
         return None if self._growing is None else self._growing.predictor
 
-    # --- which text is read twice -----------------------------------------------------------------
-
     def reads_twice(self, slot: SequenceSlot) -> bool:
         """Tell whether the text of a slot is read twice, as far as the budget does not hold it.
 
@@ -142,8 +140,6 @@ class PredictorFit:
         """
         end, n_taught = self._teachers.get(slot.number, (0, 0))
         return n_taught if position >= end else 0
-
-    # --- lessons ----------------------------------------------------------------------------------
 
     def prepare(self, parts: Sequence[Part], slots: Sequence[SequenceSlot]) -> bool:
         """Collect lessons of the next step, unless the text of one of its echoes repeats itself;
@@ -249,8 +245,6 @@ class PredictorFit:
             return
         if complete:
             self._outcome = f"kept in {self._file.path}, so that other sessions read texts once"
-
-    # --- what the user is told --------------------------------------------------------------------
 
     def news(self) -> str | None:
         """Return the sentence of report() about the complete predictor, only once."""
