@@ -27,7 +27,6 @@ from tests.support.saved_sessions import (
 )
 from tests.support.tiny_models import write_llama
 
-
 ON_DISK = [
     ("uniform", "ram"),
     ("uniform", "disk"),

@@ -16,7 +16,6 @@ from tests.support.kv_events import PROMPT, events
 from tests.support.running_server import KEY, Server
 from tests.support.served import served
 
-
 POOL = ("--parallel", 2, "--kv-budget", "512KiB", "--n_ctx", 32768, "-t", 1)
 
 

@@ -18,7 +18,6 @@ from entropykv import system
 from entropykv.store.cold import _remove_leftover
 from tests.support.cold_files import create, names
 
-
 SCRIPT = """
 import os, subprocess, sys
 from entropykv.store.cold import ColdFile

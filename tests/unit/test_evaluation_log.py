@@ -14,7 +14,6 @@ from entropykv.evaluation.reading import Item
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import summarize
 
-
 MODEL = {"name": "tiny", "header_sha256": "12"}
 SETTINGS = {"prompt": 100, "recent_window": None}
 
