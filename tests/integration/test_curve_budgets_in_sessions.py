@@ -74,6 +74,39 @@ def test_a_head_that_needs_more_gets_what_it_can_hold(uneven_llama: Path) -> Non
             check(session)
 
 
+def test_a_head_that_needs_more_goes_on_to_fill_its_budget_behind_a_prompt(
+    uneven_llama: Path,
+) -> None:
+    """The budget is shared again before the first token of an answer."""
+    with of_curves(uneven_llama) as session:
+        session.decode(tokens_for(64))
+        session.decode(tokens_for(64 + 33))
+        for token in tokens_for(31, seed=5):
+            session.decode([token])
+            assert len(session.cache.entries(0, 0)) > session.position - 16  # Pages hold 16.
+            check(session)
+
+
+@pytest.mark.parametrize(("n_prompt", "length"), [(210, 32), (2100, 64), (4100, 128)])
+def test_budgets_of_long_texts_are_shared_again_less_often(
+    uneven_llama: Path, n_prompt: int, length: int
+) -> None:
+    """Between two shares, drafts may go on."""
+    with of_curves(uneven_llama, n_ctx=3 * n_prompt) as session:
+        session.decode(tokens_for(n_prompt))
+        sharing = session._slot.store.sharing  # type: ignore[attr-defined]
+        budgets, changes = session.cache.budgets(), []
+        for token in tokens_for(3 * length, seed=6):
+            position = session.position
+            assert sharing.most_drafts(position, 1000) == -(position + 1) % length
+            session.decode([token])
+            if session.cache.budgets() != budgets:
+                changes.append(position)
+            budgets = session.cache.budgets()
+        first = -(-n_prompt // length) * length
+        assert set(changes) <= {n_prompt, *range(first, n_prompt + 3 * length, length)}
+
+
 @pytest.mark.parametrize("n_prompt", [150, 190, 210])
 @pytest.mark.parametrize("n_ctx", [N_CTX, 384])
 def test_an_answer_goes_on_equally_from_everywhere(

@@ -19,6 +19,8 @@ from entropykv.store.cold import ColdSide
 
 _LEAST_FORESIGHT = 2 * LEAST_TOKENS
 """The least entries beyond the floor from which those of a longer text are estimated."""
+_STRETCHES = 32
+"""How many stretches a text that has become twice as long has grown by; see _end_of_stretch()."""
 
 
 class HeadwiseBudgets:
@@ -182,8 +184,7 @@ class HeadwiseBudgets:
     def _share_before(self, position: int, n_tokens: int) -> None:
         """Share before n_tokens are read, if they outgrow the bytes and anything would change.
 
-        Where tokens come one by one, this serves all that are before the next multiple of
-        LEAST_TOKENS.
+        Where tokens come one by one, this serves all that are before the end of their stretch.
         """
         limited, plan = self._limited, self.plan
         if limited is None or plan.holds_all or self._keeps_everything:
@@ -193,13 +194,13 @@ class HeadwiseBudgets:
         if fits and self._is_whole:
             return
         at_once = fits or n_tokens >= LEAST_TOKENS
-        begins = at_once or (end - 1) // LEAST_TOKENS > (position - 1) // LEAST_TOKENS
+        begins = at_once or _end_of_stretch(end - 1) > _end_of_stretch(position - 1)
         if fits or limited.is_due or (self._is_limited and begins):
             if not at_once:
                 end = _end_of_stretch(end - 1)
             limited.expect_tokens(end - position, max(self._expected, end))
             self.share()
-            limited.is_due = fits
+            limited.is_due = fits or (at_once and self._is_limited)
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many of the wanted drafts may follow the token at `position`, so that none of
@@ -337,8 +338,13 @@ class HeadwiseBudgets:
 
 
 def _end_of_stretch(position: int) -> int:
-    """Return the first position behind the stretch of LEAST_TOKENS that a position is in."""
-    return (position // LEAST_TOKENS + 1) * LEAST_TOKENS
+    """Return the first position behind the stretch that a position is in.
+
+    Stretches have LEAST_TOKENS tokens, or more in longer texts: drafts end with them, and few
+    entries move to other heads while a text grows by one part in _STRETCHES.
+    """
+    length = max(LEAST_TOKENS, 1 << (position // _STRETCHES).bit_length() >> 1)
+    return (position // length + 1) * length
 
 
 def _all_of(plan: HeadwisePlan, longest: int, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:
