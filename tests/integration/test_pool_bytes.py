@@ -128,7 +128,7 @@ def test_a_pool_is_resized_for_all(model: Path) -> None:
         together(sessions, PROMPTS[2:5], 4)
         before = pool.stats()
         for session in sessions:
-            session._runner.rest(session._slot)
+            session.rest()
         pool.resize(200)
         now = pool.stats()
         assert now.kv_bytes_now <= now.kv_bytes_budget < before.kv_bytes_budget / 4

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 from entropykv.errors import (
-    BudgetError,
     EntropyKVError,
     PoolError,
     SettingsError,
@@ -39,7 +38,7 @@ from entropykv.settings.options import Budget, is_number
 from entropykv.store.device import DeviceContext
 from entropykv.store.factory import StoreFactory
 from entropykv.store.protocol import Store
-from entropykv.store.step import Part, decode_parts
+from entropykv.store.step import decode_parts
 
 _CHECK_INTERVAL = 0.02
 """Seconds between two checks of a waiting thread whether another session is idle."""
@@ -99,19 +98,18 @@ class ModelRunner:
         """True if the runner closes after the running step."""
         self._in_step = False
         try:
-            self._stores = StoreFactory(self.model, config, partial(longest_part, self.model))
+            self.factory = StoreFactory(self.model, config, partial(longest_part, self.model))
+            """Has the context of all stores, and what never changes of them."""
         except BaseException:
             self.model.close()
             raise
-        context = self._stores.context
-        self.config = self._stores.config
+        context = self.factory.context
+        self.config = self.factory.config
         """The resolved options, with the store that serves the model."""
         self.second_readings = SecondReadings(
             self.model, self.config, self.slots, self.kept_texts.await_prediction
         )
         """What is read twice, and what is learnt from it."""
-        self.n_kv_heads = self._stores.n_kv_heads
-        self.bytes_full_per_token = self._stores.bytes_full_per_token
         # A step reads all single tokens in addition to a piece of a prompt.
         n_tokens = longest_part(self.model, self.config) + self.n_sequences - 1
         n_tokens += self.n_sequences * self.config.n_drafts
@@ -131,25 +129,14 @@ class ModelRunner:
         """The budget, and the sequences that share it; a session alone is a pool of one."""
 
     @property
-    def on_host(self) -> str | None:
-        """Return which layers attend in main memory although they are on a device, and why; None if
-        none does.
-        """
-        return self._stores.context.on_host
-
-    @property
     def untaught(self) -> str | None:
         """Return how entries could be ranked better by a predictor that a device does not learn;
         None if there is one, or if none can be learnt of the model.
         """
-        context = self._stores.context
+        context = self.factory.context
         if isinstance(context, DeviceContext) and context.hook.rope_obstacle:
             return None
         return self.config.untaught
-
-    def too_large(self, budget: Budget) -> BudgetError:
-        """Return the error for a budget for which there is no memory."""
-        return self._stores.too_large(budget)
 
     def add_slot(self, weight: float = 1.0) -> SequenceSlot:
         """Make a store for another sequence; it gets a share of the pool when it reads.
@@ -165,7 +152,7 @@ class ModelRunner:
                         "the pool holds one conversation, and no other; close its session"
                     )
                 self._tidy()
-            store = self._stores.make(self.budget)
+            store = self.factory.make(self.budget)
             self.second_readings.watch(store)
             slot = SequenceSlot(
                 store,
@@ -190,7 +177,7 @@ class ModelRunner:
     @property
     def stores(self) -> list[Store]:
         """Return the stores of all sequences, and one that waits for the next sequence."""
-        spare = [] if self._stores.spare is None else [self._stores.spare]
+        spare = [] if self.factory.spare is None else [self.factory.spare]
         return [*(slot.store for slot in self.slots), *spare]
 
     def drafter(self) -> Drafter | None:
@@ -279,7 +266,7 @@ class ModelRunner:
             self.shared.forget(slot)
         self._evicted_by_gone += slot.evicted
         if keeps_place:  # It belongs to the next session.
-            self._stores.spare = slot.store
+            self.factory.spare = slot.store
         else:
             slot.store.close()
 
@@ -311,11 +298,6 @@ class ModelRunner:
             counters = store.counters()
             sums.update({name: counters.get(name, 0) for name in (*_HELD, *_COUNTED)})
         return dict(sums)
-
-    @property
-    def recurrent(self) -> bool:
-        """Tell whether sequences have a state that cannot be rolled back."""
-        return self._stores.context.recurrent
 
     @contextlib.contextmanager
     def live_store(self, slot: SequenceSlot) -> Iterator[Store]:
@@ -363,16 +345,6 @@ class ModelRunner:
         with self.scheduler.between_steps():
             self.shared.resize(budget)
             self.budget = budget
-
-    def read(self, slot: SequenceSlot, part: Part, arrival: int) -> None:
-        """Read the next tokens of a sequence, in one step with those of others."""
-        slot.rests = False
-        self.scheduler.submit(slot, part, arrival)
-
-    def rest(self, slot: SequenceSlot) -> None:
-        """Record that no tokens of a sequence follow soon, so that it may be swapped out."""
-        slot.rests = True
-        self.scheduler.rest(slot)
 
     def _step(self, works: list[Work]) -> None:
         self._in_step = True
@@ -443,7 +415,7 @@ class ModelRunner:
             slot.gone = True
             self._leave(slot)
         self._batch.close()
-        self._stores.close()
+        self.factory.close()
         if self.images is not None:
             self.images.close()
         if self.draft_model is not None:

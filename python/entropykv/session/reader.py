@@ -279,7 +279,8 @@ class SequenceReader:
         slot = self._slot
         slot.broken = True
         try:
-            self._runner.read(slot, part, arrival)
+            slot.rests = False
+            self._runner.scheduler.submit(slot, part, arrival)
             return part.result()
         except EntropyKVError:
             slot.broken = not part.untouched  # It is not broken if nothing was read.

@@ -284,7 +284,8 @@ class Session:
         one.
         """
         if not self._closed and not self._runner.closed:
-            self._runner.rest(self._slot)
+            self._slot.rests = True
+            self._runner.scheduler.rest(self._slot)
 
     def interrupt(self) -> None:
         """Cancel a decode that waits for its turn in another thread, which gets PoolError."""

@@ -83,7 +83,7 @@ class SessionCache:
         """Return which layers the device store serves in main memory because their device cannot
         compute their attention; None if there are none, and for other stores.
         """
-        return self._runner.on_host
+        return self._slot.store.context.on_host
 
     @property
     def untaught(self) -> str | None:
@@ -123,7 +123,7 @@ class SessionCache:
         try:
             self._runner.resize(budget)
         except MemoryError:
-            raise self._runner.too_large(budget) from None
+            raise self._runner.factory.too_large(budget) from None
         self._slot.note_evictions()
 
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:

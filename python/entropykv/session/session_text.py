@@ -108,7 +108,7 @@ class SessionText:
         """Keep a checkpoint within a prompt if later ones could not be cut."""
         position = self._slot.text.position
         crossed = position // INTERVAL > (position - n_tokens) // INTERVAL
-        if crossed and (self._slot.store.evicted > 0 or self._runner.recurrent):
+        if crossed and (self._slot.store.evicted > 0 or self._slot.store.context.recurrent):
             self.keep_checkpoint()
 
     def keep_checkpoint(self) -> None:

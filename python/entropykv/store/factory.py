@@ -52,8 +52,8 @@ class StoreFactory:
             self.close()
             raise
         self.spare = first
-        self.n_kv_heads = first.facts.n_kv_heads
-        self.bytes_full_per_token = first.facts.bytes_full_per_token
+        self.facts = first.facts
+        """What never changes of any of them."""
 
     @property
     def context(self) -> StoreContext:

@@ -52,8 +52,8 @@ def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> 
         n_tokens = sum(each.position for each in pool.sessions() if each.cache.is_live)
     return dataclasses.replace(
         one,
-        kv_bytes_full=n_tokens * pool.runner.bytes_full_per_token,
-        entries_full=n_tokens * pool.runner.n_kv_heads,
+        kv_bytes_full=n_tokens * pool.runner.factory.facts.bytes_full_per_token,
+        entries_full=n_tokens * pool.runner.factory.facts.n_kv_heads,
         kv_bytes_budget=now.kv_bytes_budget,
         kv_bytes_now=now.kv_bytes_now,
         kv_bytes_peak=now.kv_bytes_peak,

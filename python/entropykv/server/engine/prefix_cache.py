@@ -340,11 +340,13 @@ class PrefixCache:
         is not in `asked`.
         """
         runner, tokens = self._pool.runner, prompt.tokens
+        recurrent = runner.factory.context.recurrent
 
         def saved(reader: _Reading, shared: int) -> int:
             # Text after the position where both differ can be cut only if nothing was evicted.
             session = reader.session
-            can_be = shared >= session.position or not (runner.recurrent or session.cache.evicted)
+            drops = recurrent or session.cache.evicted > 0
+            can_be = shared >= session.position or not drops
             return shared if can_be and reader not in asked else 0
 
         reader, most = None, 0

@@ -102,8 +102,8 @@ def _prepared(pool: Pool, options: ModelOptions, images: ImageLimits | None) -> 
         fit.least_texts = LEAST_TEXTS
     if options.verbose and runner.config.fallback:
         say(f"{runner.config.fallback}; going on with another store")
-    if runner.on_host:
-        say(runner.on_host)
+    if on_host := runner.factory.context.on_host:
+        say(on_host)
     if runner.untaught:
         say(runner.untaught)
     if model.model.chat_template is None:
