@@ -11,18 +11,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 from entropykv.cluster import TaskKind, connected
 from entropykv.errors import SettingsError
 from entropykv.evaluation.combination import Combination, EngineSettings
-from entropykv.evaluation.reading import EvalPart, Item, Tick
+from entropykv.evaluation.reading import EvalPart, Tick
 from entropykv.evaluation.request import EvalRequest
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.runs import Evaluation
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
-from entropykv.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -62,33 +59,11 @@ class ClusterJob:
                 part = self.request.parts(model, stack)[work.part]
             item = next(item for item in part.items if item.digest == work.digest)
             log = ResultLog(None, {}, {}, work.known)
-            evaluation = Evaluation(self.engine, self.combinations, [_OneItem(part, item)], log)
+            evaluation = Evaluation(self.engine, self.combinations, [part.with_only(item)], log)
             for _ in evaluation.run(_ignore):
                 pass
             before = {record.key for record in work.known}
             return [record for record in evaluation.records() if record.key not in before]
-
-
-class _OneItem:
-    """A part of an evaluation that measures only one of its items, as the whole part would."""
-
-    def __init__(self, part: EvalPart, item: Item) -> None:
-        self._part = part
-        self.name = part.name
-        self.n_ctx = part.n_ctx
-        self.items: Sequence[Item] = (item,)
-
-    def needs_reference(self, item: Any) -> bool:
-        """Tell whether the item lacks what stock llama.cpp predicts."""
-        return self._part.needs_reference(item)
-
-    def reference(self, stock: StockSession, item: Any, tick: Tick) -> dict[str, Any]:
-        """Measure the item with stock llama.cpp."""
-        return self._part.reference(stock, item, tick)
-
-    def measure(self, session: Session, item: Any, tick: Tick) -> dict[str, Any]:
-        """Measure the item with a session."""
-        return self._part.measure(session, item, tick)
 
 
 def with_fixed_threads(engine: EngineSettings) -> EngineSettings:
@@ -135,7 +110,7 @@ def _missing(job: ClusterJob, parts: Sequence[EvalPart], log: ResultLog) -> Iter
     """Yield the items that lack figures."""
     for number, part in enumerate(parts):
         for item in part.items:
-            evaluation = Evaluation(job.engine, job.combinations, [_OneItem(part, item)], log)
+            evaluation = Evaluation(job.engine, job.combinations, [part.with_only(item)], log)
             if evaluation.n_steps:
                 yield _Work(number, item.digest, evaluation.records())
 

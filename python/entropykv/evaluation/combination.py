@@ -97,9 +97,3 @@ def combinations(
     parsed = [Budget.parse(budget) for budget in budgets]
     made = itertools.product(policies, kv_types, parsed)
     return list(dict.fromkeys(Combination(*parts) for parts in made))
-
-
-def grow(session: Session, n_tokens: int) -> None:
-    """Increase a session's budget by n_tokens entries per KV head."""
-    heads = [entries for layer in session.cache.budgets() for entries in layer]
-    session.cache.resize(Budget("tokens", round(sum(heads) / len(heads)) + n_tokens))

@@ -21,9 +21,18 @@ from pathlib import Path
 import numpy as np
 
 from entropykv.errors import ContextError, EntropyKVError
-from entropykv.evaluation.combination import grow
 from entropykv.evaluation.metrics import Comparison, equal_share
-from entropykv.evaluation.reading import Item, Tick, Values, kept_values, read, rows_of, write
+from entropykv.evaluation.reading import (
+    EvalPart,
+    Item,
+    Tick,
+    Values,
+    grow,
+    kept_values,
+    read,
+    rows_of,
+    write,
+)
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.files import new_file
 from entropykv.llamacpp.distributions import Logits
@@ -165,7 +174,7 @@ class References:
         return self._folder / f"{digest}.tokens"
 
 
-class ContinuationPart:
+class ContinuationPart(EvalPart):
     """Measure the continuations of all texts; the caller closes `references`."""
 
     name = "continuations"

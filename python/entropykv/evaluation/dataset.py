@@ -8,14 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entropykv.errors import ContextError, MissingExtraError, SettingsError
-from entropykv.evaluation.combination import grow
-from entropykv.evaluation.reading import AnySession, Item, Tick, Values, kept_values, read, write
+from entropykv.evaluation.reading import AnswersPart, AnySession, Item, Tick, Values, write
 from entropykv.evaluation.texts import digest_of
 from entropykv.files import json_of, read_text
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
-from entropykv.session.session import Session
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 DEFAULT_TEMPLATE = "{context}\n\n{input}"
@@ -40,7 +37,7 @@ class DatasetItem(Item):
     answers: tuple[str, ...]
 
 
-class DatasetPart:
+class DatasetPart(AnswersPart):
     """Measure how well the questions of a data set are answered."""
 
     name = "dataset"
@@ -58,25 +55,12 @@ class DatasetPart:
         self._score = score
         self._inside = inside
 
-    def needs_reference(self, item: DatasetItem) -> bool:  # noqa: ARG002
-        """Return False: a session is not compared with stock."""
-        return False
+    def growth(self, item: DatasetItem) -> int:  # noqa: ARG002
+        """Return the length of an answer, unless `inside` is set."""
+        return 0 if self._inside else self._max_tokens
 
-    def reference(self, stock: StockSession, item: DatasetItem, tick: Tick) -> Values:
-        """Answer with the full cache of stock llama.cpp."""
-        stock.reset()
-        last, _ = read(stock, item.tokens, tick)
-        return self._answer(stock, last, item, tick)
-
-    def measure(self, session: Session, item: DatasetItem, tick: Tick) -> Values:
-        """Answer after the prompt was read inside the budget."""
-        last, _ = read(session, item.tokens, tick)
-        kept = kept_values(session)
-        if not self._inside:
-            grow(session, self._max_tokens)
-        return {**self._answer(session, last, item, tick), **kept}
-
-    def _answer(self, session: AnySession, last: Logits, item: DatasetItem, tick: Tick) -> Values:
+    def answer(self, session: AnySession, last: Logits, item: DatasetItem, tick: Tick) -> Values:
+        """Answer the question at the end of the prompt, and score the answer."""
         written = write(session, last, self._max_tokens, tick, stops=True)
         answer = session.detokenize(written.tokens).strip()
         return {"answer": answer, **self._score(item.answers, answer)}

@@ -5,14 +5,17 @@ the items that an evaluation measures so.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.stock import StockSession
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
+from entropykv.settings.options import Budget
 
 Tick = Callable[[int], None]
 """Called between two steps with the number of tokens done since the last call; may raise
@@ -103,7 +106,7 @@ class Item:
     """How many tokens are read and written in total, for the progress bar."""
 
 
-class EvalPart(Protocol):
+class EvalPart(ABC):
     """Measure items of one kind; every figure belongs to one item, so that single items can be
     skipped.
     """
@@ -111,19 +114,58 @@ class EvalPart(Protocol):
     name: str
     n_ctx: int
     """The context length of the sessions, in tokens."""
+    items: Sequence[Any]
+    """The items in order, all of one subclass of Item."""
 
-    @property
-    def items(self) -> Sequence[Item]:
-        """Return the items in order."""
+    def with_only(self, item: Item) -> EvalPart:
+        """Return a part that measures only one of the items, as the whole part would."""
+        part = copy(self)
+        part.items = (item,)
+        return part
 
-    def needs_reference(self, item: Any) -> bool:
+    def needs_reference(self, item: Any) -> bool:  # noqa: ARG002
         """Tell whether stock llama.cpp must measure an item in this run before a session can."""
+        return False
 
+    @abstractmethod
     def reference(self, stock: StockSession, item: Any, tick: Tick) -> Values:
         """Measure an item with stock llama.cpp."""
 
+    @abstractmethod
     def measure(self, session: Session, item: Any, tick: Tick) -> Values:
         """Measure an item with a session whose budget is set and that has read nothing yet."""
+
+
+class AnswersPart(EvalPart):
+    """Measure answers behind texts that are read with the full cache, or inside a budget."""
+
+    def reference(self, stock: StockSession, item: Any, tick: Tick) -> Values:
+        """Answer with the full cache of stock llama.cpp."""
+        stock.reset()
+        last, _ = read(stock, item.tokens, tick)
+        return self.answer(stock, last, item, tick)
+
+    def measure(self, session: Session, item: Any, tick: Tick) -> Values:
+        """Answer after the text was read inside the budget, which may grow then."""
+        last, _ = read(session, item.tokens, tick)
+        kept = kept_values(session)
+        if growth := self.growth(item):
+            grow(session, growth)
+        return {**self.answer(session, last, item, tick), **kept}
+
+    def growth(self, item: Any) -> int:  # noqa: ARG002
+        """Return by how many tokens the budget grows for the answer to an item."""
+        return 0
+
+    @abstractmethod
+    def answer(self, session: AnySession, last: Logits, item: Any, tick: Tick) -> Values:
+        """Answer behind the text of an item, whose last logits are `last`; returns the figures."""
+
+
+def grow(session: Session, n_tokens: int) -> None:
+    """Increase a session's budget by n_tokens entries per KV head."""
+    heads = [entries for layer in session.cache.budgets() for entries in layer]
+    session.cache.resize(Budget("tokens", round(sum(heads) / len(heads)) + n_tokens))
 
 
 def kept_values(session: Session) -> Values:

@@ -13,11 +13,18 @@ from typing import Any
 
 from entropykv.errors import ContextError
 from entropykv.evaluation.passkeys import Case, make_cases
-from entropykv.evaluation.reading import AnySession, Item, Tick, Values, kept_values, read, write
+from entropykv.evaluation.reading import (
+    AnswersPart,
+    AnySession,
+    Item,
+    Tick,
+    Values,
+    read,
+    write,
+)
 from entropykv.evaluation.texts import EvaluationText, digest_of
+from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
-from entropykv.session.session import Session
 
 _MORE_TOKENS = 3
 """How many more tokens an answer may have than the value, which may be split into tokens
@@ -35,8 +42,10 @@ class RecallItem(Item):
     """For each fact, how many tokens are written before the answer is judged."""
 
 
-class RecallPart:
-    """Measure how many facts are recalled, over all passages."""
+class RecallPart(AnswersPart):
+    """Measure how many facts are recalled, over all passages; the budget does not grow for the
+    questions.
+    """
 
     name = "passkeys"
 
@@ -45,38 +54,20 @@ class RecallPart:
         self.items = items
         self.n_ctx = max(_longest(item) for item in items)
 
-    def needs_reference(self, item: RecallItem) -> bool:  # noqa: ARG002
-        """Return False: a session is not compared with stock."""
-        return False
-
-    def reference(self, stock: StockSession, item: RecallItem, tick: Tick) -> Values:
-        """Measure how many facts are recalled with the full cache."""
-        stock.reset()
-        read(stock, item.tokens, tick)
-        return ask(stock, item, tick)
-
-    def measure(self, session: Session, item: RecallItem, tick: Tick) -> Values:
-        """Measure how many facts are recalled inside the budget, which does not grow for the
-        questions.
-        """
-        read(session, item.tokens, tick)
-        kept = kept_values(session)
-        return {**ask(session, item, tick), **kept}
-
-
-def ask(session: AnySession, item: RecallItem, tick: Tick) -> Values:
-    """Ask for every fact, each time from the state after the passage, and return the figures."""
-    state: Any = session.files.save_state()
-    answers = []
-    for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):
-        session.files.load_state(state)
-        last, _ = read(session, question, tick)
-        written = write(session, last, n_tokens, tick, stops=True)
-        answers.append(session.detokenize(written.tokens))
-    right = [
-        fact.is_answered_by(answer) for fact, answer in zip(item.case.facts, answers, strict=True)
-    ]
-    return {"right": right, "answers": answers}
+    def answer(self, session: AnySession, last: Logits, item: RecallItem, tick: Tick) -> Values:  # noqa: ARG002
+        """Ask for every fact, each time from the state after the passage."""
+        state: Any = session.files.save_state()
+        answers = []
+        for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):
+            session.files.load_state(state)
+            first, _ = read(session, question, tick)
+            written = write(session, first, n_tokens, tick, stops=True)
+            answers.append(session.detokenize(written.tokens))
+        right = [
+            fact.is_answered_by(answer)
+            for fact, answer in zip(item.case.facts, answers, strict=True)
+        ]
+        return {"right": right, "answers": answers}
 
 
 def recall_items(

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.errors import ContextError
-from entropykv.evaluation.combination import grow
-from entropykv.evaluation.reading import AnySession, Item, Tick, Values, kept_values, read, write
+from entropykv.evaluation.reading import (
+    AnswersPart,
+    AnySession,
+    Item,
+    Tick,
+    Values,
+    read,
+    write,
+)
 from entropykv.evaluation.ruler.prompts import TaskPrompt
 from entropykv.evaluation.ruler.suite import QUESTIONS, Suite, make_prompts, make_task
 from entropykv.evaluation.texts import EvaluationText, digest_of
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
-from entropykv.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class RulerItem(Item):
     n_generated: int
 
 
-class RulerPart:
+class RulerPart(AnswersPart):
     """Measure samples of one length, either all with a known or all with an unknown question."""
 
     name = "ruler"
@@ -67,28 +72,12 @@ class RulerPart:
             f"essays replaced by {', '.join(self._haystacks)}"
         )
 
-    def needs_reference(self, item: RulerItem) -> bool:  # noqa: ARG002
-        """Return False: a session is not compared with stock."""
-        return False
+    def growth(self, item: RulerItem) -> int:
+        """Return the length of question and answer, unless `inside` is set."""
+        return 0 if self._inside else len(item.question) + item.n_generated
 
-    def reference(self, stock: StockSession, item: RulerItem, tick: Tick) -> Values:
-        """Answer with the full cache of stock llama.cpp."""
-        stock.reset()
-        last, _ = read(stock, item.tokens, tick)
-        return self._answer(stock, last, item, tick)
-
-    def measure(self, session: Session, item: RulerItem, tick: Tick) -> Values:
-        """Answer after the context was read inside the budget.
-
-        Before question and answer, the budget grows by their length, unless `inside` is set.
-        """
-        last, _ = read(session, item.tokens, tick)
-        kept = kept_values(session)
-        if not self._inside:
-            grow(session, len(item.question) + item.n_generated)
-        return {**self._answer(session, last, item, tick), **kept}
-
-    def _answer(self, session: AnySession, last: Logits, item: RulerItem, tick: Tick) -> Values:
+    def answer(self, session: AnySession, last: Logits, item: RulerItem, tick: Tick) -> Values:
+        """Read the question if it is not known yet, answer, and score the answer."""
         if item.question:
             last, _ = read(session, item.question, tick)
         written = write(session, last, item.n_generated, tick, stops=True)
