@@ -16,8 +16,8 @@ from typing import Any
 from tqdm import tqdm
 
 from entropykv import Session
+from entropykv.evaluation.passkeys import RecallItem, RecallPart, ask, recall_items
 from entropykv.evaluation.reading import read, write
-from entropykv.evaluation.recall import RecallItem, RecallPart, ask, recall_items
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession

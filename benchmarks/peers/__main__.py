@@ -55,7 +55,7 @@ from benchmarks.peers.protocol import (
 )
 from benchmarks.peers.results import ResultFile, summarise, table
 from entropykv.errors import EntropyKVError
-from entropykv.evaluation.ruler.suite import TASKS, Suite
+from entropykv.evaluation.ruler.scores import TASKS, Suite
 from entropykv.llamacpp.model import Model
 
 PEERS = {"kvpress": "kvpress", "openvino-genai": "openvino_genai"}

@@ -8,11 +8,9 @@ from functools import partial
 
 from benchmarks.inputs import read_texts
 from benchmarks.peers.protocol import Passage, Question
-from entropykv.evaluation.passkeys import Fact
+from entropykv.evaluation.passkeys import Fact, recall_items
 from entropykv.evaluation.reading import AnySession, read, write
-from entropykv.evaluation.recall import recall_items
-from entropykv.evaluation.ruler.scores import ruler_parts, string_match_all
-from entropykv.evaluation.ruler.suite import Suite
+from entropykv.evaluation.ruler.scores import Suite, ruler_parts, string_match_all
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
 

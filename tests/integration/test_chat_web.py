@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from entropykv.llamacpp.plain_chat import NO_TEMPLATE
+from entropykv.llamacpp.model import NO_TEMPLATE
 from entropykv.model import shipped
 from tests.support.waiting import wait_for
 

@@ -10,7 +10,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.evaluation.dataset import Question, dataset_items
-from entropykv.evaluation.recall import RecallPart, recall_items
+from entropykv.evaluation.passkeys import RecallPart, recall_items
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession

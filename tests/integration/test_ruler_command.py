@@ -10,8 +10,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.cli import main
-from entropykv.evaluation.ruler.scores import RulerPart, ruler_parts
-from entropykv.evaluation.ruler.suite import QUESTIONS, Suite, own_texts
+from entropykv.evaluation.ruler.scores import QUESTIONS, RulerPart, Suite, own_texts, ruler_parts
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
 from tests.support.eval_command import Command

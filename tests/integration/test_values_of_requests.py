@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from entropykv import EntropyLlama
-from entropykv.llamacpp.plain_chat import NO_TEMPLATE
+from entropykv.llamacpp.model import NO_TEMPLATE
 from tests.support.answers import (
     CHAT,
     COMPLETION,
@@ -388,7 +388,7 @@ def test_the_command_line_says_the_same_and_answers_the_same() -> None:
 
 
 def test_tools_reach_the_model_with_the_characters_of_all_languages() -> None:
-    from entropykv.chat.template_traits import TemplateTraits  # noqa: PLC0415
+    from entropykv.chat.chat_template import TemplateTraits  # noqa: PLC0415
     from entropykv.server.chat.messages import (  # noqa: PLC0415
         ImageParts,
         Message,

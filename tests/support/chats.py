@@ -12,7 +12,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.cli import main
-from entropykv.llamacpp.plain_chat import NO_TEMPLATE
+from entropykv.llamacpp.model import NO_TEMPLATE
 
 GREEDY = ("--temp", "0", "-t", "1", "-n", "12")
 Chat = Callable[..., tuple[str, str]]

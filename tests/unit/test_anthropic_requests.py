@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from entropykv.server.dialects.answers import SaidPart
-from entropykv.server.dialects.anthropic_events import MessageWriter
-from entropykv.server.dialects.anthropic_requests import MessagesRequest
+from entropykv.server.dialects.anthropic_requests import MessagesRequest, MessageWriter
 
 
 def chat_fields(*messages: Any, **more: Any) -> dict[str, Any]:

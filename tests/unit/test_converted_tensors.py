@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFReader
 
 from entropykv.convert import convert
-from entropykv.convert.estimate import Estimate
+from entropykv.convert.conversion import Estimate
 from tests.support.i2s_files import I2sModel
 from tests.support.weights import assert_weights_are, read_weights
 

@@ -17,7 +17,7 @@ from entropykv.errors import ProfileError, SettingsError
 from entropykv.evaluation.bench import BenchRow
 from entropykv.evaluation.rows import EvalRow
 from entropykv.profile.profile import EntropyProfile
-from entropykv.report.sources import read_sources
+from entropykv.report.page import read_sources
 from entropykv.session.stats import SessionStats
 
 pytest.importorskip("matplotlib", reason="draws")

@@ -16,7 +16,7 @@ from entropykv.evaluation.ruler.prompts import (
     Vocabulary,
     load_vocabulary,
 )
-from entropykv.evaluation.ruler.suite import make_task, own_texts
+from entropykv.evaluation.ruler.scores import make_task, own_texts
 from tests.support.ruler_prompts import numbered
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

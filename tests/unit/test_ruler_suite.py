@@ -16,8 +16,14 @@ from entropykv.evaluation.ruler.prompts import (
     Vocabulary,
     load_vocabulary,
 )
-from entropykv.evaluation.ruler.scores import string_match_all
-from entropykv.evaluation.ruler.suite import TASKS, Suite, make_prompts, make_task, own_texts
+from entropykv.evaluation.ruler.scores import (
+    TASKS,
+    Suite,
+    make_prompts,
+    make_task,
+    own_texts,
+    string_match_all,
+)
 from tests.support.ruler_prompts import count, numbered
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from entropykv.chat.chat_template import ChatTemplate
-from entropykv.chat.template_traits import TemplateTraits
+from entropykv.chat.chat_template import ChatTemplate, TemplateTraits
 from entropykv.errors import SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, PromptRead
 from entropykv.generation.prompt import Prompt

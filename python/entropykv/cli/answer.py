@@ -24,7 +24,7 @@ from entropykv.generation.events import AnswerPiece, Ended, generate
 from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.session import Session
 from entropykv.settings import flags
-from entropykv.thinking.options import FORMATS, MOST_MESSAGE, ThinkingOptions, template_variables
+from entropykv.thinking.tags import FORMATS, MOST_MESSAGE, ThinkingOptions, template_variables
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 

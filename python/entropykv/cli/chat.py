@@ -32,7 +32,7 @@ from entropykv.cli.sampling_options import add_sampling_options, ending_never, s
 from entropykv.cli.saved import add_document_option, add_load_option, open_given, use_document
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
-from entropykv.llamacpp.plain_chat import NO_TEMPLATE
+from entropykv.llamacpp.model import NO_TEMPLATE
 from entropykv.session.file import check_target
 from entropykv.session.memory_plan import describe_budget
 from entropykv.session.stats import format_rows, stats_rows

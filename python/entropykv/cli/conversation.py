@@ -14,13 +14,12 @@ from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.generation.prompt import GenerationRequest, Prompt
-from entropykv.llamacpp.plain_chat import plain_chat
+from entropykv.llamacpp.model import plain_chat
 from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
 from entropykv.session.session import Session
 from entropykv.settings.sampling import Sampling
-from entropykv.thinking.options import ThinkingOptions
-from entropykv.thinking.tags import AnswerFrame
+from entropykv.thinking.tags import AnswerFrame, ThinkingOptions
 
 
 @dataclass(frozen=True)

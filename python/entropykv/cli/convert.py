@@ -9,7 +9,7 @@ import sys
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.progress import ProgressBar
 from entropykv.convert import ConversionSummary, convert
-from entropykv.convert.estimate import Estimate
+from entropykv.convert.conversion import Estimate
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES
 from entropykv.convert.ternary import I2S_LAYOUTS
 from entropykv.model.geometry import ACTIVATIONS

@@ -48,8 +48,7 @@ from entropykv.evaluation.reading import EvalPart, Tick, Values
 from entropykv.evaluation.request import EvalRequest
 from entropykv.evaluation.results import ResultLog
 from entropykv.evaluation.rows import EvalRow
-from entropykv.evaluation.ruler.scores import RulerPart
-from entropykv.evaluation.ruler.suite import QUESTIONS, TASKS, Suite
+from entropykv.evaluation.ruler.scores import QUESTIONS, TASKS, RulerPart, Suite
 from entropykv.evaluation.runs import Evaluation
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import new_file, read_text

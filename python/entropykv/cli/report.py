@@ -9,8 +9,7 @@ from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_matplotlib
 from entropykv.errors import SettingsError
 from entropykv.files import new_file
-from entropykv.report.page import report_page
-from entropykv.report.sources import read_sources
+from entropykv.report.page import read_sources, report_page
 
 
 def add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:

@@ -50,7 +50,7 @@ from entropykv.cli.saved import (
 )
 from entropykv.errors import ContextError, SettingsError
 from entropykv.generation.prompt import GenerationRequest, Prompt
-from entropykv.llamacpp.plain_chat import NO_TEMPLATE, plain_chat
+from entropykv.llamacpp.model import NO_TEMPLATE, plain_chat
 from entropykv.policy.resolved_config import freezing_of
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session

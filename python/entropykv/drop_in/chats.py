@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -13,7 +15,9 @@ from llama_cpp.llama_chat_format import ChatFormatterResponse
 from entropykv.chat.chat_template import TemplateError
 from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
+from entropykv.generation.events import CompletionReader, Event
 from entropykv.llamacpp.model import Model
+from entropykv.session.logprobs import CompletionLogprobs, TokenLogprob
 
 _OF_PROMPT = ("messages", "functions", "function_call", "tools", "tool_choice")
 """The arguments of a chat that its format shows to the model."""
@@ -144,3 +148,53 @@ def _chosen_tool(given: Mapping[str, Any]) -> dict[str, Any] | None:
     if found is None:
         raise SettingsError(f"tool_choice: there is no tool {name!r} in tools")
     return dict(found)
+
+
+class LlamaCppWriter:
+    """Write one completion as the dictionaries of llama_cpp.llama_types."""
+
+    def __init__(self, model: str, echo: str, logprobs: CompletionLogprobs | None) -> None:
+        """Write an answer of a model; `echo` is the text of the prompt if it is repeated.
+
+        `logprobs` shows the values of tokens; None: they were not asked for.
+        """
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4()}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._logprobs = logprobs
+        self._read = CompletionReader(echo, logprobs)
+        self.tokens: list[int] = []
+        """The tokens that were written."""
+
+    def whole(self, events: Iterator[Event]) -> dict[str, Any]:
+        """Return the completion."""
+        said = self._read.whole(events)
+        self.tokens += said.tokens
+        n_prompt, n_written = self._read.n_prompt, 0 if said.ended is None else said.ended.n_tokens
+        return {
+            **self._part(said.text, said.values, said.reason or "stop"),
+            "usage": {
+                "prompt_tokens": n_prompt,
+                "completion_tokens": n_written,
+                "total_tokens": n_prompt + n_written,
+            },
+        }
+
+    def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
+        """Yield a chunk for every piece of text, and one that says why the completion ended."""
+        for part in self._read.parts(events):
+            self.tokens += part.tokens
+            if part.text or part.values:
+                yield self._part(part.text, part.values, None)
+            if part.ended is not None:
+                yield self._part("", (), part.reason)
+
+    def _part(
+        self, text: str, values: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if self._logprobs is None else self._logprobs.shown(values)
+        choice = {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice]}

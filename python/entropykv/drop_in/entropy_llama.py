@@ -30,16 +30,15 @@ from entropykv.drop_in.arguments import (
     split_arguments,
     with_draft_model,
 )
-from entropykv.drop_in.call_guard import CallGuard
 from entropykv.drop_in.chats import (
+    LlamaCppWriter,
     answer_chat,
     formatter_of,
     stops_of,
     with_constraint,
     with_content,
 )
-from entropykv.drop_in.completions import LlamaCppWriter
-from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
+from entropykv.drop_in.context import BorrowedModel, BudgetContext, CallGuard, SharedModel
 from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.errors import (
     ContextError,

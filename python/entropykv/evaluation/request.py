@@ -25,10 +25,9 @@ from entropykv.evaluation.dataset import (
     dataset_items,
     rouge_scorer,
 )
+from entropykv.evaluation.passkeys import RecallPart, recall_items
 from entropykv.evaluation.reading import EvalPart, Values
-from entropykv.evaluation.recall import RecallPart, recall_items
-from entropykv.evaluation.ruler.scores import ruler_parts
-from entropykv.evaluation.ruler.suite import Suite, own_texts
+from entropykv.evaluation.ruler.scores import Suite, own_texts, ruler_parts
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
 

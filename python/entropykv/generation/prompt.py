@@ -13,8 +13,7 @@ from entropykv.llamacpp.model import Model
 from entropykv.session.images import Images, ReadyImage
 from entropykv.session.sequence import is_placeholder
 from entropykv.settings.sampling import Sampling
-from entropykv.thinking.options import ThinkingOptions
-from entropykv.thinking.tags import AnswerFrame, ThoughtTags
+from entropykv.thinking.tags import AnswerFrame, ThinkingOptions, ThoughtTags
 
 
 @dataclass(frozen=True)

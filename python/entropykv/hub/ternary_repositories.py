@@ -7,8 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
 
-from entropykv.convert.conversion import convert
-from entropykv.convert.estimate import Estimate
+from entropykv.convert.conversion import Estimate, convert
 from entropykv.convert.known import known_models
 from entropykv.errors import EntropyKVError, HubError
 from entropykv.hub.listing import HubFile, Listing

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -25,12 +25,37 @@ from entropykv.llamacpp.model_options import (
     LoadOptions,
     LoraAdapters,
 )
-from entropykv.llamacpp.plain_chat import plain_messages
 from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.header import way_out_of
 from entropykv.model.identity import identity_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags
+
+NO_TEMPLATE = (
+    "the model has no chat template, so it continues what is said as plain text; give a template "
+    "that it was trained with (--chat-template-file), or take a model that was trained to chat"
+)
+
+
+def plain_chat(texts: Iterable[str]) -> str:
+    """Return the prompt of a chat: what was said, each text on a line of its own."""
+    return "\n".join(texts)
+
+
+def plain_messages(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return the prompt of a chat that is given as messages of `role` and `content`.
+
+    An answer stands directly behind the text that it continues, as the model has written it.
+    Otherwise the next turn would not begin with what was read and written in this one.
+    """
+    lines: list[str] = []
+    for message in messages:
+        text = str(message["content"] or "")
+        if lines and message.get("role") == "assistant":
+            lines[-1] += text
+        else:
+            lines.append(text)
+    return plain_chat(lines)
 
 
 def serves_products() -> bool:

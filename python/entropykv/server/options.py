@@ -22,7 +22,7 @@ from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, parse_bytes
 from entropykv.settings.recovery import Recovery
 from entropykv.settings.sampling import is_random_seed
-from entropykv.thinking.options import (
+from entropykv.thinking.tags import (
     MOST_MESSAGE,
     ThinkingOptions,
     ThoughtFormat,

@@ -70,7 +70,7 @@ from entropykv.server.documents.asked_document import document_named
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
-from entropykv.thinking.options import ThinkingOptions, ThoughtFormat, template_switch
+from entropykv.thinking.tags import ThinkingOptions, ThoughtFormat, template_switch
 
 
 class JsonSchema(BaseModel):

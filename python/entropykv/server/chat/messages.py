@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from entropykv.chat.template_traits import TemplateTraits
+from entropykv.chat.chat_template import TemplateTraits
 from entropykv.errors import ImageError
 from entropykv.generation.prompt import Prompt, ShownImages, text_prompt, thought_of
 from entropykv.server.chat.tool_calls import as_json

@@ -17,7 +17,7 @@ from entropykv.server.chat.tool_calls import CallReader, ToolUse, as_deltas
 from entropykv.server.engine.answering import Answering
 from entropykv.session.logprobs import CompletionLogprobs, HeldValues, TokenLogprob, text_of
 from entropykv.session.sequence import is_placeholder
-from entropykv.thinking.options import ThoughtFormat
+from entropykv.thinking.tags import ThoughtFormat
 
 Chunk = dict[str, Any]
 FINGERPRINT = f"build-{_version.VERSION}"

@@ -31,7 +31,7 @@ from entropykv.server.dialects.requests import DOCUMENT, CompletionRequest, Requ
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid
 from entropykv.server.models.loaded_model import LoadedModel
-from entropykv.thinking.options import template_switch
+from entropykv.thinking.tags import template_switch
 
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty"),

@@ -31,13 +31,14 @@ from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_MESSAGES,
     MOST_TOOLS,
+    OTHERS,
     Metadata,
     Name,
+    OtherFields,
     Seed,
     TokenCount,
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
-from entropykv.server.dialects.unknown_fields import OTHERS, OtherFields
 from entropykv.server.documents.asked_document import document_named
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid_within

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from entropykv.server.dialects.anthropic_events import anthropic_error
+from entropykv.server.dialects.anthropic_requests import anthropic_error
 from entropykv.server.documents.asked_document import asked_document
 from entropykv.server.engine.admission import CLIENT_GONE, arrival_of, unless_gone
 from entropykv.server.engine.answering import Answering, AskedDocument

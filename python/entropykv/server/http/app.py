@@ -21,7 +21,7 @@ from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 from starlette.datastructures import State
 
 from entropykv import _version
-from entropykv.server.dialects.anthropic_events import anthropic_error
+from entropykv.server.dialects.anthropic_requests import anthropic_error
 from entropykv.server.dialects.fields import Name, Tokens
 from entropykv.server.dialects.llama_server_routes import (
     TokenizeRequest,

@@ -19,8 +19,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from entropykv.server.dialects.fields import MOST_DEPTH, MOST_NAME, check_values
-from entropykv.server.dialects.unknown_fields import check_names
+from entropykv.server.dialects.fields import MOST_DEPTH, MOST_NAME, check_names, check_values
 from entropykv.server.engine.admission import Admission, Body, note_arrival
 from entropykv.server.http.errors import RequestError, invalid
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import llama_cpp
 
-from entropykv.chat.template_traits import TemplateTraits
+from entropykv.chat.chat_template import TemplateTraits
 from entropykv.llamacpp.model import Model
 from entropykv.server.http.errors import RequestError
 from entropykv.session.images import Images
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
-from entropykv.thinking.options import ThinkingOptions
+from entropykv.thinking.tags import ThinkingOptions
 
 MOST_SEARCHED = 300_000_000_000
 """The most bytes that may be searched to tokenise a text, times two: about ten seconds."""

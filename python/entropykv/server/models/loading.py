@@ -13,14 +13,13 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.context import GGML_TYPES
-from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.model import NO_TEMPLATE, Model
 from entropykv.llamacpp.model_options import (
     NUMA_STRATEGIES,
     SPLIT_MODES,
     LoadOptions,
     read_overrides,
 )
-from entropykv.llamacpp.plain_chat import NO_TEMPLATE
 from entropykv.model.geometry import read_chat_template
 from entropykv.model.shipped import path_of_model
 from entropykv.policy.resolved_config import cache_options_of
