@@ -3,14 +3,13 @@
 A document is a file NAME.kv that session/document.py has written, in a folder of its user below the
 directory of --documents; with several models, each has a folder with those of its users. Several
 servers may share the directory: files appear complete or not at all, and a lock says which are
-being read. What this server reads and deletes is in the tables of document_readings.py.
+being read. What this server reads and deletes is in the tables of readings.py.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -92,7 +91,8 @@ class DocumentLibrary:
                 f"{directory}: documents cannot be kept there ({error.strerror}); give another "
                 "directory (--documents)"
             ) from None
-        self._readings = Readings(self._files)
+        self.readings = Readings(self._files)
+        """What is being read and deleted, for the threads that do so."""
 
     def folder(self, model: str, user: str) -> Path:
         """Return the folder of a user's documents of a model."""
@@ -119,7 +119,7 @@ class DocumentLibrary:
     def names(self, model: str, user: str) -> list[str]:
         """Return the names of a user's documents of a model, in alphabetical order."""
         folder = self.folder(model, user)
-        names = self._readings.names(folder) | {
+        names = self.readings.names(folder) | {
             name.removesuffix(PARTIAL).removesuffix(TEXT) for name in self._files.names(folder)
         }
         kept = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
@@ -128,11 +128,11 @@ class DocumentLibrary:
     def status(self, document: DocumentId) -> dict[str, Any] | None:
         """Return what clients are told of a document; None if there is none of this name."""
         path = self.path(document)
-        reading = self._readings.find(path)
+        reading = self.readings.find(path)
         if reading is not None and reading.status != "failed":
             counts = {"tokens_read": reading.n_read, "tokens": reading.n_tokens}
             return self._told(document, reading.status, **counts)
-        if self._readings.is_leaving(path):
+        if self.readings.is_leaving(path):
             return None
         if (stamp := self._files.stamp(path)) is not None:
             return self._of_file(document, path, "ready", stamp)
@@ -211,7 +211,7 @@ class DocumentLibrary:
                 "them",
                 param="name",
             )
-        if not self._readings.add(path, reading):
+        if not self.readings.add(path, reading):
             return False
         kept = None
         try:
@@ -220,8 +220,8 @@ class DocumentLibrary:
             return False
         finally:
             if kept is None:
-                self._readings.withdraw(path)
-        self._readings.accept(reading, kept)
+                self.readings.withdraw(path)
+        self.readings.accept(reading, kept)
         return True
 
     def _kept(self, path: Path, reading: Reading) -> AcceptedText:
@@ -244,7 +244,7 @@ class DocumentLibrary:
             ) from None
 
     def _text_of(self, path: Path) -> str | None:
-        if (text := self._readings.text_of(path)) is not None:
+        if (text := self.readings.text_of(path)) is not None:
             return text
         note = None
         if self._files.fetch(path):
@@ -254,32 +254,16 @@ class DocumentLibrary:
         note = note or _note_of(partial_of(path))
         return None if note is None else note.text
 
-    def wait_for_next(self, model: str, closing: threading.Event) -> Reading | None:
-        """Wait for a queued reading of a model, which now begins; None after `closing`, see
-        wake().
-        """
-        return self._readings.wait_for_next(model, closing)
-
-    def wake(self) -> None:
-        """Let threads in wait_for_next() look at `closing` again."""
-        self._readings.wake()
-
-    def end(self, reading: Reading, error: str | None = None) -> Removal | None:
+    def end(
+        self, reading: Reading, error: str | None = None, *, goes_on: bool = False
+    ) -> Removal | None:
         """Record that a reading has ended; `error` is the sentence that says why it failed.
 
-        If it was deleted, its files are removed before. Returns its deletion.
+        `goes_on`: whether it was stopped and can go on later, here or at another server. If it was
+        deleted, its files are removed before. Returns its deletion.
         """
-        return self._end(reading, error, goes_on=False)
-
-    def pause(self, reading: Reading) -> Removal | None:
-        """Record that a reading was stopped and can go on later, here or at another server: see
-        end().
-        """
-        return self._end(reading, None, goes_on=True)
-
-    def _end(self, reading: Reading, error: str | None, *, goes_on: bool) -> Removal | None:
         path = self.path(reading.id)
-        removal = self._readings.end(path, reading, error, goes_on=goes_on)
+        removal = self.readings.end(path, reading, error, goes_on=goes_on)
         if removal is not None:
             self._carry_out(removal, reading.id, path)
         reading.end()
@@ -289,7 +273,7 @@ class DocumentLibrary:
         """End the queued readings of a model, which no thread reads any more; the next server, or
         the next thread of this model, goes on with them.
         """
-        for reading in self._readings.leave(model):
+        for reading in self.readings.leave(model):
             reading.end()
 
     def interrupted(self, model: str) -> list[Reading]:
@@ -330,7 +314,7 @@ class DocumentLibrary:
         Raises RequestError (404) if it is being deleted already.
         """
         path = self.path(document)
-        with self._readings.in_use(document, path):
+        with self.readings.in_use(document, path):
             yield path
 
     def hold(self, document: DocumentId) -> bool:
@@ -340,7 +324,7 @@ class DocumentLibrary:
         another process does not let go of its file. The storage is asked once.
         """
         path = self.path(document)
-        reading = self._readings.find(path)
+        reading = self.readings.find(path)
         if reading is not None and reading.status != "failed":
             return False
         try:
@@ -363,7 +347,7 @@ class DocumentLibrary:
         no such document (404), or if a request uses it or waits for it (409).
         """
         path = self.path(document)
-        removal, reading, is_ours = self._readings.remove(document, path)
+        removal, reading, is_ours = self.readings.remove(document, path)
         if is_ours:
             self._carry_out(removal, document, path)
         if reading is not None and reading.removal is None:
@@ -381,7 +365,7 @@ class DocumentLibrary:
         except (RequestError, EntropyKVError) as error:
             refusal = error
         finally:
-            self._readings.finish(path, removal, refusal)
+            self.readings.finish(path, removal, refusal)
 
     def _has_files(self, path: Path) -> bool:
         return partial_of(path).exists() or self._files.stamp(path) is not None

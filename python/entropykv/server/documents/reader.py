@@ -77,14 +77,16 @@ class DocumentReader:
     def close(self) -> None:
         """Stop reading; what was read of a document stays in its partial file."""
         self._closing.set()
-        self.library.wake()
+        self.library.readings.wake()
         current = self._current
         if current is not None:
             current.stop.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while (reading := self.library.wait_for_next(self.model, self._closing)) is not None:
+        while (
+            reading := self.library.readings.wait_for_next(self.model, self._closing)
+        ) is not None:
             self._current = reading
             try:
                 error = self._outcome_of(reading)
@@ -92,7 +94,7 @@ class DocumentReader:
                 removal = self.library.end(reading, error)
             except (_StoppedError, DocumentBusyError):
                 self._current = None
-                removal = self.library.pause(reading)
+                removal = self.library.end(reading, goes_on=True)
             if removal is not None and removal.refusal is not None:
                 _logger.warning("a deleted document cannot be removed: %s", removal.refusal)
         self.library.leave(self.model)
