@@ -9,7 +9,7 @@ import pytest
 
 from entropykv.cli import main
 from entropykv.errors import SettingsError
-from entropykv.session.sampler_chain import SamplerChain
+from entropykv.session.generate import SamplerChain
 from entropykv.settings.sampling import SAMPLERS, Sampling
 
 WORKING = [
