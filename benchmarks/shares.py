@@ -66,7 +66,7 @@ def rows_of(pool: Pool, conversations: list[Conversation]) -> tuple[list[Rows], 
     entries per KV head.
     """
     sessions = [pool.session() for _ in conversations]
-    n_heads = pool.runner.n_kv_heads
+    n_heads = pool.runner.factory.facts.n_kv_heads
     with ThreadPoolExecutor(len(sessions)) as threads:
         pairs = list(zip(sessions, conversations, strict=True))
         list(threads.map(lambda pair: pair[0].decode(pair[1].tokens), pairs))

@@ -311,7 +311,8 @@ def test_plan_shows_what_a_pool_shares_and_what_each_gets(
     with pool_of(model, n_sequences=3, kv_budget=budget, policy="uniform", n_ubatch=None) as pool:
         stats = pool.stats()
         sessions = [pool.session() for _ in range(3)]
-        together(sessions, [PROMPTS[4]] * 3, 1)
+        for session in sessions:  # One that ends an answer may leave its share to the others.
+            session.decode(PROMPTS[4])
         assert plan["kv_bytes_budget"] == stats.kv_bytes_budget
         assert plan["n_ubatch"] == sessions[0].reader.chunk
         for session in sessions:

@@ -138,7 +138,9 @@ def test_who_comes_late_gets_it_where_it_can_be_cut_or_reads_by_itself(pool: Poo
     long, short = [*SYSTEM, 5, *OWN], [*SYSTEM, 6, 7, 8]
     first = prefix_cache.take(long, ANNA)
     read(prefix_cache, first, long, until=7 * PIECE)
-    can_be_cut = not (first.cache.evicted or pool.runner.recurrent or first.config.freezing)
+    can_be_cut = not (
+        first.cache.evicted or pool.runner.factory.context.recurrent or first.config.freezing
+    )
     coming = Coming(prefix_cache, short)
     coming.wait()
     read(prefix_cache, first, long, until=8 * PIECE)  # The end of the long one is still to be read.

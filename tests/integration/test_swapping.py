@@ -41,7 +41,7 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
         standings = [session.cache.pool_status() for session in sessions]
         assert [each.state for each in standings] == ["swapped_out"] * 3 + ["idle"]
         assert pool.stats().swapped_bytes == sum(each.swapped_bytes for each in standings) > 0
-        n_heads = pool.runner.n_kv_heads
+        n_heads = pool.runner.factory.facts.n_kv_heads
         entries = [n_heads * session.position for session in sessions]
         assert [each.swapped_entries for each in standings] == [*entries[:3], 0]
         again = [
