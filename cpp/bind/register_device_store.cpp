@@ -102,13 +102,15 @@ void register_states(py::class_<DeviceStore>& store) {
 void register_device_store(py::module_& m) {
     m.def(
         "device_rows",
-        [](const LayerShape& shape, const std::string& kv_type, const std::vector<int>& budgets,
-           int max_tokens, int max_entries, int n_places) {
-            return rows_of_layer(
-                rows_of_heads(
-                    budgets, max_tokens, max_entries,
-                    row_multiple(shape, ggml_type_of(kv_type_named(kv_type)), kRowAlignment)),
-                n_places);
+        [](const LayerShape& shape, const std::string& kv_type,
+           const std::vector<std::vector<int>>& budgets, int max_tokens, int max_entries,
+           int n_places) {
+            const int multiple =
+                row_multiple(shape, ggml_type_of(kv_type_named(kv_type)), kRowAlignment);
+            std::vector<std::vector<int>> head_rows;
+            for (const std::vector<int>& of_layer : budgets)
+                head_rows.push_back(rows_of_heads(of_layer, max_tokens, max_entries, multiple));
+            return rows_of_layers(head_rows, n_places);
         },
         py::arg("shape"), py::arg("kv_type"), py::arg("budgets"), py::arg("max_tokens"),
         py::arg("max_entries"), py::arg("n_places") = 1);

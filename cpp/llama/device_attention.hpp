@@ -300,6 +300,9 @@ private:
     void build_part();
     void launch_part();
     bool has_moves() const;
+    void add_moves(const RowMemory& memory, const std::vector<std::int32_t>& from,
+                   const std::vector<std::int64_t>& to, StepInput& input, ggml_context* context,
+                   ggml_cgraph* graph) const;
     bool needs_findings(const Served& served) const {
         return served.predictor || needs_value_squares(served);
     }

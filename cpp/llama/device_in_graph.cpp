@@ -122,8 +122,9 @@ void DeviceAttention::allocate_masks_of_alike() {
 
 // Returns how many bytes the mask of a layer takes if its heads are alike.
 std::size_t DeviceAttention::mask_bytes(const Served& served, int max_tokens) const {
-    const int width = rows_of_layer({served.layer->heads().front().rows()}, 1);
-    return device_.aligned(sizeof(ggml_fp16_t) * index_of(width) * index_of(max_tokens));
+    const std::int64_t width = rows_of_layers({{served.layer->heads().front().rows()}}, 1);
+    return device_.aligned(sizeof(ggml_fp16_t) * static_cast<std::size_t>(width) *
+                           index_of(max_tokens));
 }
 
 // Returns how many bytes the kept queries of a layer take.

@@ -13,6 +13,8 @@ namespace {
 // All heads get as many rows as the largest one if that adds at most so many thousandths.
 constexpr int kPaddingPerMille = 50;
 constexpr std::int64_t kTooMany = std::int64_t{1} << 60;
+// K or V of several layers take no more bytes in one tensor: some kernels count in 32 bits.
+constexpr std::size_t kMostTensorBytes = (std::size_t{1} << 31) - 1;
 
 int whole_steps(int rows, int step = kDeviceRowStep) { return (rows + step - 1) / step * step; }
 
@@ -70,12 +72,19 @@ std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, 
     return needed;
 }
 
-int rows_of_layer(const std::vector<int>& head_rows, int n_places) {
-    int first = (n_places - 1) * std::accumulate(head_rows.begin(), head_rows.end(), 0);
-    int end = 0;
-    for (const int rows : head_rows) {
-        end = std::max(end, first + whole_steps(rows));
-        first += rows;
+std::int64_t rows_of_layer(const std::vector<int>& head_rows, int n_places) {
+    return n_places * std::accumulate(head_rows.begin(), head_rows.end(), std::int64_t{0});
+}
+
+std::int64_t rows_of_layers(const std::vector<std::vector<int>>& head_rows, int n_places) {
+    std::int64_t first = 0;
+    std::int64_t end = 0;
+    for (const std::vector<int>& of_layer : head_rows) {
+        first += rows_of_layer(of_layer, n_places - 1);
+        for (const int rows : of_layer) {
+            end = std::max(end, first + whole_steps(rows));
+            first += rows;
+        }
     }
     return end;
 }
@@ -132,20 +141,79 @@ void DeviceHead::move(int from, int to) {
     std::replace(unknown.begin(), unknown.end(), from, to);
 }
 
-LayerRows::LayerRows(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
-                     ggml_backend_buffer_type_t memory, int n_places)
-    : head_rows_(head_rows),
-      n_places_(n_places),
-      context_(ggml_init({2 * ggml_tensor_overhead(), nullptr, true})) {
+RowMemory::RowMemory(const LayerShape& shape, ggml_type type, std::int64_t n_rows,
+                     ggml_backend_buffer_type_t memory)
+    : context_(ggml_init({2 * ggml_tensor_overhead(), nullptr, true})) {
     if (context_ == nullptr) throw std::bad_alloc();
-    // Attention may read rows behind the last head's, which are masked.
-    const int n_rows = rows_of_layer(head_rows, n_places);
     k_ = ggml_new_tensor_2d(context_.get(), type, shape.k_dim, n_rows);
     if (!shape.latent) v_ = ggml_new_tensor_2d(context_.get(), type, shape.v_dim, n_rows);
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory));
     if (buffer_ == nullptr) throw std::bad_alloc();
     // Masked rows are multiplied by 0, so they must hold numbers.
     ggml_backend_buffer_clear(buffer_.get(), 0);
+}
+
+std::vector<std::unique_ptr<LayerRows>> LayerRows::of(const std::vector<Wanted>& layers,
+                                                      ggml_type type, int n_places) {
+    std::vector<std::unique_ptr<LayerRows>> all;
+    while (all.size() < layers.size()) {
+        const auto of_run = layers.begin() + static_cast<std::ptrdiff_t>(all.size());
+        const LayerShape& shape = of_run->shape;
+        const auto row_bytes = static_cast<std::size_t>(
+            ggml_row_size(type, std::max(shape.k_dim, shape.v_dim)));
+        const std::size_t most =
+            std::min(kMostTensorBytes, ggml_backend_buft_get_max_size(of_run->memory));
+        std::vector<std::vector<int>> head_rows;
+        for (auto next = of_run; next != layers.end(); ++next) {
+            head_rows.push_back(next->head_rows);
+            const auto n_rows = static_cast<std::size_t>(rows_of_layers(head_rows, n_places));
+            const bool fits = next->memory == of_run->memory && next->shape.k_dim == shape.k_dim &&
+                              next->shape.v_dim == shape.v_dim &&
+                              next->shape.latent == shape.latent && n_rows * row_bytes <= most;
+            if (fits || next == of_run) continue;
+            head_rows.pop_back();
+            break;
+        }
+        const auto memory = std::make_shared<const RowMemory>(
+            shape, type, rows_of_layers(head_rows, n_places), of_run->memory);
+        std::int64_t first = 0;
+        std::size_t left = memory->bytes();
+        for (std::size_t i = 0; i < head_rows.size(); ++i) {
+            const std::int64_t n_rows = rows_of_layer(head_rows[i], n_places);
+            const bool is_last = i + 1 == head_rows.size();  // has what lies behind its rows
+            const std::size_t bytes =
+                is_last ? left : static_cast<std::size_t>(n_rows) * entry_bytes_of(shape, type);
+            all.push_back(
+                std::make_unique<LayerRows>(memory, first, bytes, head_rows[i], n_places));
+            left -= bytes;
+            first += n_rows;
+        }
+    }
+    return all;
+}
+
+LayerRows::LayerRows(std::shared_ptr<const RowMemory> memory, std::int64_t first, std::size_t bytes,
+                     const std::vector<int>& head_rows, int n_places)
+    : memory_(std::move(memory)),
+      first_(first),
+      bytes_(bytes),
+      head_rows_(head_rows),
+      n_places_(n_places),
+      context_(ggml_init({2 * ggml_tensor_overhead(), nullptr, true})) {
+    if (context_ == nullptr) throw std::bad_alloc();
+    k_ = part_of(memory_->k());
+    v_ = part_of(memory_->v());
+}
+
+// Returns this layer's rows, with those that attention may read behind them.
+ggml_tensor* LayerRows::part_of(ggml_tensor* all) {
+    if (all == nullptr) return nullptr;
+    ggml_tensor* part = ggml_new_tensor_2d(context_.get(), all->type, all->ne[0],
+                                           rows_of_layers({head_rows_}, n_places_));
+    char* data = static_cast<char*>(all->data) + static_cast<std::size_t>(first_) * all->nb[1];
+    if (ggml_backend_tensor_alloc(all->buffer, part, data) != GGML_STATUS_SUCCESS)
+        throw std::bad_alloc();
+    return part;
 }
 
 int LayerRows::of_place() const { return std::accumulate(head_rows_.begin(), head_rows_.end(), 0); }

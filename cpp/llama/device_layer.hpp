@@ -40,9 +40,11 @@ int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment)
 // groups as possible if this adds at most a twentieth.
 std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries,
                                int multiple);
-// Returns how many rows a layer with such heads has for so many sequences, with those that
-// attention reads behind the last heads' rows.
-int rows_of_layer(const std::vector<int>& head_rows, int n_places);
+// Returns how many rows a layer with such heads has for so many sequences.
+std::int64_t rows_of_layer(const std::vector<int>& head_rows, int n_places);
+// Returns how many rows layers have that lie one behind the other, with those that attention reads
+// behind the last heads' rows.
+std::int64_t rows_of_layers(const std::vector<std::vector<int>>& head_rows, int n_places);
 
 // Returns the bytes of K and V of one entry of such a layer.
 std::size_t entry_bytes_of(const LayerShape& shape, ggml_type type);
@@ -95,29 +97,65 @@ struct DeviceGroup {
     int n_heads;
 };
 
-// K and V of a layer for several sequences. Each has a place, and the rows of one place lie behind
-// those of the place before, so that one attention node can read those of several.
-class LayerRows {
+// K and V of layers with one shape, whose rows lie one after another in one tensor each: so one
+// operation can move or look up rows of several layers.
+class RowMemory {
 public:
-    // head_rows: how many rows each KV head of a place gets. memory: the buffer type in which
-    // llama.cpp has the layer's cache. Throws std::bad_alloc if the device has no memory.
-    LayerRows(const LayerShape& shape, ggml_type type, const std::vector<int>& head_rows,
-              ggml_backend_buffer_type_t memory, int n_places);
+    // n_rows: of all layers, with those that attention may read behind the last ones. Throws
+    // std::bad_alloc if the device has no memory.
+    RowMemory(const LayerShape& shape, ggml_type type, std::int64_t n_rows,
+              ggml_backend_buffer_type_t memory);
 
-    const std::vector<int>& head_rows() const { return head_rows_; }
-    int n_places() const { return n_places_; }
-    // Returns how many rows a place has.
-    int of_place() const;
     // Return tensors [dim][row]; v() is null if V is a part of K.
     ggml_tensor* k() const { return k_; }
     ggml_tensor* v() const { return v_; }
     std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
 
 private:
+    std::unique_ptr<ggml_context, FreeContext> context_;
+    std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
+    ggml_tensor* k_ = nullptr;
+    ggml_tensor* v_ = nullptr;
+};
+
+// K and V of a layer for several sequences. Each has a place, and the rows of one place lie behind
+// those of the place before, so that one attention node can read those of several.
+class LayerRows {
+public:
+    // Says what rows a layer needs.
+    struct Wanted {
+        LayerShape shape;
+        ggml_backend_buffer_type_t memory;  // in which llama.cpp has the layer's cache
+        std::vector<int> head_rows;         // how many rows each KV head of a place gets
+    };
+    // Allocates rows of layers. Throws std::bad_alloc if a device has no memory.
+    static std::vector<std::unique_ptr<LayerRows>> of(const std::vector<Wanted>& layers,
+                                                      ggml_type type, int n_places);
+
+    // first: the number of its first row in `memory`, of which it takes so many bytes.
+    LayerRows(std::shared_ptr<const RowMemory> memory, std::int64_t first, std::size_t bytes,
+              const std::vector<int>& head_rows, int n_places);
+
+    const std::vector<int>& head_rows() const { return head_rows_; }
+    int n_places() const { return n_places_; }
+    // Returns how many rows a place has.
+    int of_place() const;
+    const RowMemory& memory() const { return *memory_; }
+    std::int64_t first() const { return first_; }
+    // Return tensors [dim][row]; v() is null if V is a part of K.
+    ggml_tensor* k() const { return k_; }
+    ggml_tensor* v() const { return v_; }
+    std::size_t bytes() const { return bytes_; }
+
+private:
+    ggml_tensor* part_of(ggml_tensor* all);
+
+    std::shared_ptr<const RowMemory> memory_;
+    std::int64_t first_;
+    std::size_t bytes_;
     std::vector<int> head_rows_;
     int n_places_;
     std::unique_ptr<ggml_context, FreeContext> context_;
-    std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
     ggml_tensor* k_ = nullptr;
     ggml_tensor* v_ = nullptr;
 };
@@ -137,6 +175,9 @@ public:
     // another; v() is null if V is a part of K.
     ggml_tensor* k() const { return all_.k(); }
     ggml_tensor* v() const { return all_.v(); }
+    // Returns what has the rows of other layers, too, and the number of its first row there.
+    const RowMemory& memory() const { return all_.memory(); }
+    std::int64_t first_in_memory() const { return all_.first(); }
     int place() const { return place_; }
     int n_places() const { return all_.n_places(); }
     // Returns how many rows attention must read to see all entries of a group, and n_tokens more.

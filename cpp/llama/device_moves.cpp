@@ -6,6 +6,13 @@
 #include "llama/step_input.hpp"
 
 namespace entropykv {
+namespace {
+
+// Rows of so many entries, and of one layer more, are moved in one operation at most, which copies
+// them in f32.
+constexpr std::size_t kMovedAtOnce = 1 << 14;
+
+}  // namespace
 
 bool DeviceAttention::has_moves() const {
     return std::any_of(layers_.begin(), layers_.end(), [](const Served& served) {
@@ -13,6 +20,21 @@ bool DeviceAttention::has_moves() const {
         return std::any_of(heads.begin(), heads.end(),
                            [](const DeviceHead& head) { return !head.moves.empty(); });
     });
+}
+
+// Adds operations that move rows of several layers.
+void DeviceAttention::add_moves(const RowMemory& memory, const std::vector<std::int32_t>& from,
+                                const std::vector<std::int64_t>& to, StepInput& input,
+                                ggml_context* context, ggml_cgraph* graph) const {
+    const auto n = static_cast<std::int64_t>(from.size());
+    ggml_tensor* from_rows = moves_->tensor(context, GGML_TYPE_I32, input.add(from), n);
+    ggml_tensor* to_rows = moves_->tensor(context, GGML_TYPE_I64, input.add(to), n);
+    for (const ggml_tensor* rows : {memory.k(), memory.v()}) {
+        if (rows == nullptr) continue;
+        ggml_tensor* all = leaf_of(context, rows);
+        ggml_tensor* moved = ggml_get_rows(context, all, from_rows);
+        ggml_build_forward_expand(graph, ggml_set_rows(context, all, moved, to_rows));
+    }
 }
 
 void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) {
@@ -25,30 +47,27 @@ void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) 
         const auto context = device.graph_context();
         ggml_cgraph* graph = Device::new_graph(context.get());
         StepInput input(device, first.written_);
+        std::vector<std::int32_t> from;
+        std::vector<std::int64_t> to;
         for (std::size_t i = 0; i < first.layers_.size(); ++i) {
             const DeviceLayer& layer = *first.layers_[i].layer;
-            std::vector<std::int32_t> from;
-            std::vector<std::int64_t> to;
-            const std::size_t most = index_of(first.max_tokens_ * layer.shape().n_head_kv);
+            const std::size_t most =
+                from.size() + index_of(first.max_tokens_ * layer.shape().n_head_kv);
             for (const DeviceAttention* sequence : sequences)
-                for (DeviceHead& head : sequence->layers_[i].layer->heads())
+                for (DeviceHead& head : sequence->layers_[i].layer->heads()) {
+                    const std::int64_t row = layer.first_in_memory() + head.first_row;
                     for (; !head.moves.empty() && from.size() < most; head.moves.pop_back()) {
-                        from.push_back(head.first_row + head.moves.back().from);
-                        to.push_back(head.first_row + head.moves.back().to);
+                        from.push_back(static_cast<std::int32_t>(row + head.moves.back().from));
+                        to.push_back(row + head.moves.back().to);
                     }
-            if (from.empty()) continue;
-            const auto n = static_cast<std::int64_t>(from.size());
-            ggml_tensor* from_rows =
-                first.moves_->tensor(context.get(), GGML_TYPE_I32, input.add(from), n);
-            ggml_tensor* to_rows =
-                first.moves_->tensor(context.get(), GGML_TYPE_I64, input.add(to), n);
-            for (const ggml_tensor* rows : {layer.k(), layer.v()}) {
-                if (rows == nullptr) continue;
-                ggml_tensor* all = leaf_of(context.get(), rows);
-                ggml_build_forward_expand(
-                    graph, ggml_set_rows(context.get(), all,
-                                         ggml_get_rows(context.get(), all, from_rows), to_rows));
-            }
+                }
+            const bool is_last =
+                i + 1 == first.layers_.size() ||
+                &first.layers_[i + 1].layer->memory() != &layer.memory();
+            if (from.empty() || (!is_last && from.size() < kMovedAtOnce)) continue;
+            first.add_moves(layer.memory(), from, to, input, context.get(), graph);
+            from.clear();
+            to.clear();
         }
         first.moves_->write(0, first.written_.data(), first.written_.size());
         device.place(graph);

@@ -95,21 +95,19 @@ void DeviceStore::place_layers() {
 std::shared_ptr<DevicePlaces> DeviceStore::make_places() const {
     const StoreSettings& settings = ledger_.settings();
     const std::vector<int> most = budgets();
-    std::vector<std::unique_ptr<LayerRows>> layers;
+    std::vector<LayerRows::Wanted> layers;
+    const ggml_type type = ggml_type_of(type_);
     auto first = most.begin();
     for (const DeviceLayerSource& source : sources_) {
         const auto end = first + source.shape.n_head_kv;
-        const ggml_type type = ggml_type_of(type_);
         const std::size_t alignment =
             std::max(kRowAlignment, ggml_backend_buft_get_alignment(source.memory));
-        layers.push_back(std::make_unique<LayerRows>(
-            source.shape, type,
-            rows_of_heads({first, end}, settings.max_tokens, settings.max_entries,
-                          row_multiple(source.shape, type, alignment)),
-            source.memory, shared_->n_places()));
+        layers.push_back({source.shape, source.memory,
+                          rows_of_heads({first, end}, settings.max_tokens, settings.max_entries,
+                                        row_multiple(source.shape, type, alignment))});
         first = end;
     }
-    return std::make_shared<DevicePlaces>(std::move(layers), most);
+    return std::make_shared<DevicePlaces>(LayerRows::of(layers, type, shared_->n_places()), most);
 }
 
 void DeviceStore::acquire(int place) {

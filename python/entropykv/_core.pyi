@@ -901,12 +901,13 @@ class CacheMap:
 def device_rows(
     shape: LayerShape,
     kv_type: str,
-    budgets: Sequence[int],
+    budgets: Sequence[Sequence[int]],
     max_tokens: int,
     max_entries: int,
     n_places: int = 1,
 ) -> int:
-    """Return how many rows a layer of `n_places` DeviceStores has whose KV heads have such budgets.
+    """Return how many rows layers of one shape, with budgets [layer][KV head], have for `n_places`
+    DeviceStores.
 
     Raises ValueError for an unknown `kv_type`.
     """

@@ -683,7 +683,7 @@ def test_a_step_copies_to_and_from_a_device_once_for_all_layers(
 def test_heads_with_unlike_budgets_cost_at_most_a_twentieth_more_rows(budgets: list[int]) -> None:
     needed = sum(budget + 512 for budget in budgets)
     shape = _core.LayerShape(len(budgets), len(budgets), 64, 64)
-    rows = _core.device_rows(shape, "f16", budgets, 512, 100_000)
+    rows = _core.device_rows(shape, "f16", [budgets], 512, 100_000)
     behind_the_last = 255
     assert needed <= rows <= 1.05 * needed + behind_the_last
 
@@ -695,9 +695,10 @@ def test_every_head_begins_where_backends_can_read_it(kv_type: str, dim: int) ->
     shape = _core.LayerShape(4, 4, dim, dim)
     for budget in (100, 101, 163):
         # The last head has rows up to a multiple of 256.
-        rows = _core.device_rows(shape, kv_type, [budget] * 4, 50, 10_000)
         of_head = -(-(budget + 50) // multiple) * multiple
-        assert rows == 3 * of_head + 256
+        for n_layer in (1, 3):
+            rows = _core.device_rows(shape, kv_type, [[budget] * 4] * n_layer, 50, 10_000)
+            assert rows == (4 * n_layer - 1) * of_head + 256
 
 
 def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,13 +107,16 @@ class MemoryPlan:
         numbers = [i for i, n in enumerate(geometry.kv_heads_per_layer) if n > 0]
         places = {"devices": 0, "main memory": 0}
         layers = zip(numbers, attention_layers(geometry), self.plan.budgets, strict=True)
-        for number, shape, budgets in layers:
+        # Rows of neighbouring layers of one shape lie one after another.
+        for (on_device, _, _), run in itertools.groupby(
+            layers, lambda layer: (layer[0] >= first, layer[1].k_dim, layer[1].v_dim)
+        ):
+            _, shapes, budgets = zip(*run, strict=True)
             rows = _core.device_rows(
-                shape, config.kv_type, budgets, config.n_ubatch, config.n_ctx, self.n_sequences
+                shapes[0], config.kv_type, budgets, config.n_ubatch, config.n_ctx, self.n_sequences
             )
-            row_bytes = shape.entry_values * (_Q8_0_BITS / 8 if config.kv_type == "q8_0" else 2)
-            n_bytes = int(rows * row_bytes)
-            places["devices" if number >= first else "main memory"] += n_bytes
+            row_bytes = shapes[0].entry_values * (_Q8_0_BITS / 8 if config.kv_type == "q8_0" else 2)
+            places["devices" if on_device else "main memory"] += int(rows * row_bytes)
         return places
 
     @property
