@@ -106,6 +106,9 @@ void DeviceAttention::place_ones() {
     std::size_t n = 0;
     for (const Served& served : layers_) n = std::max(n, index_of(served.layer->shape().n_head));
     n *= index_of(std::min(max_tokens_, importance_.observation_window));
+    std::size_t of_single = 0;  // query heads of all layers
+    for (const Served& served : layers_) of_single += index_of(served.layer->shape().n_head);
+    n = std::max(n, of_single);
     const std::vector<float> values(n, 1.0f);
     ones_ = std::make_unique<DeviceMemory>(device_, n * sizeof(float));
     ones_->write(0, values.data(), n * sizeof(float));

@@ -296,7 +296,9 @@ private:
     static void copy_positions(const Served& served, float* to);
     void begin_look_up(const UnknownTokens& unknown, bool observed);
     int tensors_of_look_up(const Served& served) const;
-    void add_look_up(std::size_t layer, ggml_context* context, ggml_cgraph* graph) const;
+    std::size_t end_of_run(std::size_t first, std::size_t end) const;
+    std::size_t add_look_up(std::size_t layer, std::size_t end, ggml_context* context,
+                            ggml_cgraph* graph) const;
     void build_part();
     void launch_part();
     bool has_moves() const;

@@ -15,6 +15,26 @@ void DeviceGraph::add_findings(int n, std::size_t rows_offset) {
     find_out(keys, values);
 }
 
+void DeviceGraph::add_value_squares(int n, std::size_t rows_offset, std::size_t rows_stride,
+                                    int n_layers) {
+    const std::int64_t of_layer = std::int64_t{layer_.shape().n_head_kv} * n;
+    ggml_tensor* rows =
+        device_.looked_up_->tensor(context_, GGML_TYPE_I32, rows_offset, of_layer, n_layers);
+    ggml_tensor* values = leaf_of(context_, layer_.v());
+    ggml_tensor* place = device_.findings_->tensor(
+        context_, GGML_TYPE_F32, served_.places.value_squares, 1, of_layer, n_layers);
+    if (n_layers > 1) {
+        const DeviceAttention::Served& next = device_.layers_[number() + 1];
+        rows->nb[1] = rows_stride;
+        values->ne[2] = n_layers;
+        values->nb[2] = values->nb[1] * static_cast<std::size_t>(next.layer->first_in_memory() -
+                                                                 layer_.first_in_memory());
+        place->nb[2] = next.places.value_squares - served_.places.value_squares;
+    }
+    values = ggml_sqr(context_, ggml_get_rows(context_, values, rows));
+    ggml_build_forward_expand(graph_, ggml_cpy(context_, ggml_sum_rows(context_, values), place));
+}
+
 // Keeps what the host must know of K and V of the tokens: [KV head and token][dim] in f32.
 void DeviceGraph::find_out(ggml_tensor* keys, ggml_tensor* values) {
     ggml_tensor* sum = served_.predictor ? product_of_key(keys) : nullptr;

@@ -60,11 +60,16 @@ public:
     // Returns an operation that keeps the queries that are observed for add_observation().
     ggml_tensor* copy_of_queries();
 
-    // Adds operations that add up what the kept queries gave to every row.
+    // Adds operations that add up what the kept queries gave to every row: those of several tokens,
+    // or that of a single one in this layer and the next ones, n in all, which lie evenly apart.
     void add_observation();
+    void add_observation_of_single(int n_layers);
 
     // Adds what add_step() finds out about K and V of tokens, for n tokens whose rows are given.
     void add_findings(int n, std::size_t rows_offset);
+    // Adds the squared norms of V of such tokens in this layer and the next ones, n_layers in all,
+    // which lie evenly apart. rows_stride: from the offset of the rows of a layer to the next one.
+    void add_value_squares(int n, std::size_t rows_offset, std::size_t rows_stride, int n_layers);
 
 private:
     // Says which rows are older than a query: numbers of rows and of tokens that are compared.
@@ -129,6 +134,8 @@ private:
     void attend_part(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
                      const Order& order, int first, int n);
     void observe(const DeviceGroup& group, ggml_tensor* keys, const Order& order);
+    void observe_single(const DeviceGroup& group, int n_layers);
+    ggml_tensor* shares_of(const DeviceGroup& group, ggml_tensor* products, ggml_tensor* mask);
     ggml_tensor* given_by(const DeviceGroup& group, ggml_tensor* keys, const Order& order,
                           int first, int n);
     ggml_tensor* sum_without_neighbours(const DeviceGroup& group, ggml_tensor* given,

@@ -576,14 +576,51 @@ int DeviceAttention::tensors_of_look_up(const Served& served) const {
            served.layer->shape().readers * groups * tensors_of_observation(served);
 }
 
-void DeviceAttention::add_look_up(std::size_t layer, ggml_context* context,
-                                  ggml_cgraph* graph) const {
+// Returns the end of a run of layers that begins with one, of which all that a single token's
+// look-up reads and writes lies evenly apart, so that one operation serves all of them.
+std::size_t DeviceAttention::end_of_run(std::size_t first, std::size_t end) const {
+    const Served& served = layers_[first];
+    const DeviceLayer& layer = *served.layer;
+    const auto continues = [&](std::size_t next) {
+        const Served& other = layers_[next];
+        return &other.layer->memory() == &layer.memory() && has_rows_of(*other.layer, layer) &&
+               other.layer->groups().size() == 1 && !other.has_sinks &&
+               other.layer->shape().readers == layer.shape().readers &&
+               other.params == served.params && bool(other.predictor) == bool(served.predictor) &&
+               singles_->layers[next].widths == singles_->layers[first].widths;
+    };
+    if (layer.n_places() > 1 || layer.groups().size() > 1 || served.has_sinks) return first + 1;
+    std::size_t next = first + 1;
+    while (next < end && continues(next)) ++next;
+    return next;
+}
+
+// Adds what is looked up of the next layers, and returns the first one of which nothing is.
+std::size_t DeviceAttention::add_look_up(std::size_t layer, std::size_t end, ggml_context* context,
+                                         ggml_cgraph* graph) const {
     const Served& served = layers_[layer];
-    for (int reader = 0; has_observed_ && reader < served.layer->shape().readers; ++reader)
-        DeviceGraph(context, graph, *this, served, reader, {}, step_).add_observation();
-    if (looked_for_.n > 0 && needs_findings(served))
+    const bool single = step_.is_single_in_graph();
+    const std::size_t next = single ? end_of_run(layer, end) : layer + 1;
+    const auto n_layers = static_cast<int>(next - layer);
+    for (int reader = 0; has_observed_ && reader < served.layer->shape().readers; ++reader) {
+        DeviceGraph operations(context, graph, *this, served, reader, {}, step_);
+        if (single)
+            operations.add_observation_of_single(n_layers);
+        else
+            operations.add_observation();
+    }
+    if (looked_for_.n == 0 || !needs_findings(served)) return next;
+    if (!served.predictor && !served.layer->shape().latent) {
+        const std::size_t stride =
+            n_layers > 1 ? rows_looked_up_[layer + 1] - rows_looked_up_[layer] : 0;
         DeviceGraph(context, graph, *this, served, 0, {}, step_)
-            .add_findings(looked_for_.n, rows_looked_up_[layer]);
+            .add_value_squares(looked_for_.n, rows_looked_up_[layer], stride, n_layers);
+        return next;
+    }
+    for (std::size_t i = layer; i < next; ++i)
+        DeviceGraph(context, graph, *this, layers_[i], 0, {}, step_)
+            .add_findings(looked_for_.n, rows_looked_up_[i]);
+    return next;
 }
 
 void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed, int n_parts) {
@@ -606,11 +643,11 @@ void DeviceAttention::build_part() {
     part.context = device_.next_graph_context();
     part.graph = Device::new_graph(part.context.get());
     const std::size_t end = std::min(layers_.size(), first + layers_of_part_);
-    for (; first < end; ++first) {
+    while (first < end) {
         if (first > part.layers.first &&
             !Device::has_room_for(part.context.get(), tensors_of_look_up(layers_[first])))
             break;
-        add_look_up(first, part.context.get(), part.graph);
+        first = add_look_up(first, end, part.context.get(), part.graph);
     }
     part.layers.end = first;
 }
@@ -653,7 +690,7 @@ void DeviceAttention::look_up_all(const std::vector<LookUp>& all) {
     };
     for (const LookUp& each : all) {
         const DeviceAttention& sequence = *each.sequence;
-        for (std::size_t i = 0; i < sequence.layers_.size(); ++i) {
+        for (std::size_t i = 0; i < sequence.layers_.size();) {
             if (ggml_graph_n_nodes(graph) > 0 &&
                 !Device::has_room_for(context.get(),
                                       sequence.tensors_of_look_up(sequence.layers_[i]))) {
@@ -662,7 +699,7 @@ void DeviceAttention::look_up_all(const std::vector<LookUp>& all) {
                 context = device.next_graph_context();
                 graph = Device::new_graph(context.get());
             }
-            sequence.add_look_up(i, context.get(), graph);
+            i = sequence.add_look_up(i, sequence.layers_.size(), context.get(), graph);
         }
     }
     launch();

@@ -159,8 +159,8 @@ std::vector<std::unique_ptr<LayerRows>> LayerRows::of(const std::vector<Wanted>&
     while (all.size() < layers.size()) {
         const auto of_run = layers.begin() + static_cast<std::ptrdiff_t>(all.size());
         const LayerShape& shape = of_run->shape;
-        const auto row_bytes = static_cast<std::size_t>(
-            ggml_row_size(type, std::max(shape.k_dim, shape.v_dim)));
+        const auto row_bytes =
+            static_cast<std::size_t>(ggml_row_size(type, std::max(shape.k_dim, shape.v_dim)));
         const std::size_t most =
             std::min(kMostTensorBytes, ggml_backend_buft_get_max_size(of_run->memory));
         std::vector<std::vector<int>> head_rows;

@@ -61,9 +61,8 @@ void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) 
                         to.push_back(row + head.moves.back().to);
                     }
                 }
-            const bool is_last =
-                i + 1 == first.layers_.size() ||
-                &first.layers_[i + 1].layer->memory() != &layer.memory();
+            const bool is_last = i + 1 == first.layers_.size() ||
+                                 &first.layers_[i + 1].layer->memory() != &layer.memory();
             if (from.empty() || (!is_last && from.size() < kMovedAtOnce)) continue;
             first.add_moves(layer.memory(), from, to, input, context.get(), graph);
             from.clear();

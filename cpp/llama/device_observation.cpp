@@ -60,21 +60,55 @@ void DeviceGraph::add_observation() {
     refer_to_rows();
     refer_to_positions();
     for (const DeviceGroup& group : layer_.groups()) {
-        const bool single = step_.n_tokens == 1;
-        const std::int64_t width =
-            single ? layer_.position_stride(group) : layer_.width_of(group, step_.n_tokens);
-        observe(group, rows_of(k_, layer_.shape().k_dim, group, width),
-                single ? positions_of(group, width) : order_of(group, width));
+        const std::int64_t width = layer_.width_of(group, step_.n_tokens);
+        observe(group, rows_of(k_, layer_.shape().k_dim, group, width), order_of(group, width));
     }
+}
+
+void DeviceGraph::add_observation_of_single(int n_layers) {
+    refer_to_rows();
+    for (const DeviceGroup& group : layer_.groups()) observe_single(group, n_layers);
+}
+
+// Sums up what the query of a single token gave to each row of a group in each of n layers, whose
+// KV heads are indices of one dimension.
+void DeviceGraph::observe_single(const DeviceGroup& group, int n_layers) {
+    const std::int64_t width = layer_.position_stride(group);
+    const std::int64_t n_heads = std::int64_t{group.n_heads} * n_layers;
+    const std::int64_t of_kv = query_heads();
+    const std::size_t next = number() + (n_layers > 1 ? 1 : 0);  // the next layer
+    ggml_tensor* keys = rows_of(k_, layer_.shape().k_dim, group, width);
+    keys->ne[3] = n_heads;
+    ggml_tensor* queries = queries_of_singles();
+    queries = ggml_view_4d(
+        context_, queries, queries->ne[0], of_kv, group.n_heads, 1, queries->nb[2],
+        queries->nb[2] * index_of(query_heads()),
+        device_.singles_->layers[next].queries - device_.singles_->layers[number()].queries,
+        queries->nb[1] * index_of(step_.first) +
+            queries->nb[2] * index_of(query_heads() * group.first_head));
+    queries->ne[3] = n_layers;
+    queries =
+        ggml_reshape_4d(context_, ggml_cont(context_, queries), queries->ne[0], of_kv, 1, n_heads);
+    ggml_tensor* mask = stored_mask(group);
+    mask->ne[3] = n_heads;
+    ggml_tensor* products = ggml_mul_mat(context_, keys, queries);
+    sum_in_f32(products, 0);
+    ggml_tensor* given =
+        shares_of(group, ggml_reshape_4d(context_, products, width, 1, of_kv, n_heads), mask);
+    ggml_tensor* sums = sum_over_queries(given, 0, width);
+    ggml_tensor* place = device_.findings_->tensor(
+        context_, GGML_TYPE_F32,
+        served_.places.observed + sizeof(float) * index_of(first_position(group)), width,
+        group.n_heads, n_layers);
+    if (n_layers > 1)
+        place->nb[2] = device_.layers_[next].places.observed - served_.places.observed;
+    sums = ggml_reshape_3d(context_, sums, width, group.n_heads, n_layers);
+    if (!first_reader_) sums = ggml_add(context_, sums, place);
+    ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
 }
 
 ggml_tensor* DeviceGraph::kept_queries() {
     const LayerShape& shape = layer_.shape();
-    if (step_.n_tokens == 1) {
-        ggml_tensor* all = queries_of_singles();
-        return ggml_view_3d(context_, all, all->ne[0], 1, all->ne[2], all->nb[1], all->nb[2],
-                            all->nb[1] * index_of(step_.first));
-    }
     const std::size_t of_reader = device_.query_bytes(served_, n_kept_queries()) /
                                   index_of(shape.readers) * index_of(reader_);
     return device_.queries_->tensor(context_, GGML_TYPE_F32, served_.places.queries + of_reader,
@@ -118,25 +152,29 @@ ggml_tensor* DeviceGraph::given_by(const DeviceGroup& group, ggml_tensor* keys, 
     ggml_tensor* products =
         ggml_mul_mat(context_, keys, ggml_cont(context_, queries_of(group, first, n)));
     sum_in_f32(products, 0);
+    ggml_tensor* given = shares_of(group, products, mask_of_observed(group, order, first, n));
+    return sum_without_neighbours(group, given, order, first, n);
+}
+
+// Returns what queries give to rows, or its squares, from products of queries and keys, which are
+// [KV head][query head][token][row].
+ggml_tensor* DeviceGraph::shares_of(const DeviceGroup& group, ggml_tensor* products,
+                                    ggml_tensor* mask) {
     float scale = scale_;
     if (softcap_ != 0.0f) {
         products = ggml_tanh(context_, ggml_scale(context_, products, scale_ / softcap_));
         products = ggml_scale(context_, products, softcap_);
         scale = 1.0f;
     }
-    ggml_tensor* given = ggml_soft_max_ext(context_, products,
-                                           mask_of_observed(group, order, first, n), scale, 0.0f);
+    ggml_tensor* given = ggml_soft_max_ext(context_, products, mask, scale, 0.0f);
     if (ggml_tensor* sinks = sinks_of(group)) ggml_soft_max_add_sinks(given, sinks);
-    if (importance_.measure().statistic == Statistic::squared_probability)
-        given = ggml_sqr(context_, given);
-    if (step_.is_single_in_graph()) return sum_over_queries(given, 0, given->ne[0]);
-    return sum_without_neighbours(group, given, order, first, n);
+    const bool squared = importance_.measure().statistic == Statistic::squared_probability;
+    return squared ? ggml_sqr(context_, given) : given;
 }
 
 // Returns the mask of n queries from `first` on.
 ggml_tensor* DeviceGraph::mask_of_observed(const DeviceGroup& group, const Order& order, int first,
                                            int n) {
-    if (step_.is_single_in_graph()) return stored_mask(group);
     if (!step_.alike) return mask(group, order, newer(order, first, n), first, n);
     return mask_of_alike(layer_.width_of(group, step_.n_tokens), first, n);
 }

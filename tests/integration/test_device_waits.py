@@ -126,6 +126,20 @@ def test_the_host_waits_as_often_for_many_layers_as_for_few(tmp_path: Path) -> N
         assert many["graphs"] == few["graphs"]
 
 
+def test_what_a_token_finds_out_takes_as_many_operations_for_many_layers_as_for_few(
+    tmp_path: Path,
+) -> None:
+    more = []
+    for n_layer in (2, 9):
+        path = tmp_path / f"{n_layer}.gguf"
+        write_llama(path, n_layer=n_layer, head_dim=64)
+        _, stock = counts_of(path, store="flat", policy="recency", kv_budget=1.0)
+        _, ours = counts_of(path, store="device", policy="uniform", kv_budget=0.25)
+        copies_of_queries = n_layer
+        more.append(ours["nodes"] - stock["nodes"] - copies_of_queries)
+    assert more[0] == more[1] <= 4
+
+
 @pytest.mark.parametrize(
     ("policy", "of_chunk", "of_token"),
     [
