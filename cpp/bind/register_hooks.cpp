@@ -74,6 +74,7 @@ void register_probes(py::module_& m) {
 }  // namespace
 
 void register_hooks(py::module_& m) {
+    py::register_exception<GraphError>(m, "GraphError", PyExc_RuntimeError);
     register_probes(m);
     py::class_<AttentionNode>(m, "AttentionNode")
         .def_readonly("cache_layer", &AttentionNode::cache_layer)

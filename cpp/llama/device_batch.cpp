@@ -6,6 +6,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "llama/graph_nodes.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -18,7 +20,7 @@ void DeviceBatch::clear() {
     parts_.clear();
     n_tokens_ = 0;
     in_graph_ = false;
-    fault_.clear();
+    fault_ = nullptr;
 }
 
 void DeviceBatch::add(DeviceStore& store, int n_tokens, std::int32_t position,
@@ -34,13 +36,14 @@ void DeviceBatch::add(DeviceStore& store, int n_tokens, std::int32_t position,
 // llama.cpp calls what calls these functions, so no exception may leave them.
 template <typename Function>
 void DeviceBatch::guarded(Function function) noexcept {
-    if (!fault_.empty()) return;
+    if (fault_ != nullptr) return;
     try {
         function();
     } catch (const std::bad_alloc&) {
-        fault_ = "a device has no memory left to compute attention";
-    } catch (const std::exception& error) {
-        fault_ = error.what();
+        fault_ = std::make_exception_ptr(
+            std::runtime_error("a device has no memory left to compute attention"));
+    } catch (...) {
+        fault_ = std::current_exception();
     }
 }
 
@@ -90,8 +93,7 @@ void DeviceBatch::change_attention(int layer, const DeviceNode& node, ggml_tenso
         others.insert(others.begin() + (writes_masks ? 1 : 0), attention.begin() + 1,
                       attention.end());
         if (others.size() > slots.size())
-            throw std::runtime_error(
-                "a graph has fewer nodes that compute nothing than the first one");
+            throw GraphError("a graph has fewer nodes that compute nothing than the first one");
         for (std::size_t i = 0; i < others.size(); ++i) changes.become(slots[i], others[i]);
         changes.become(target, attention.front());
         bool is_last = false;
@@ -121,7 +123,7 @@ void DeviceBatch::attend(int layer, const DeviceNode& node) noexcept {
 
 void DeviceBatch::check_tokens(const DeviceNode& node) const {
     if (node.q->ne[1] != n_tokens_)
-        throw std::runtime_error("a graph reads another number of tokens than the session");
+        throw GraphError("a graph reads another number of tokens than the session");
 }
 
 void DeviceBatch::commit() {
@@ -132,7 +134,7 @@ void DeviceBatch::commit() {
 }
 
 void DeviceBatch::check_step() const {
-    if (!fault_.empty()) throw std::runtime_error(fault_);
+    if (fault_ != nullptr) std::rethrow_exception(fault_);
 }
 
 }  // namespace entropykv

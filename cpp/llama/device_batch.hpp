@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <exception>
 #include <vector>
 
 #include "llama/device_store.hpp"
@@ -32,7 +32,7 @@ public:
     // Computes the attention of all sequences for the next layer of the model that reads a layer's
     // K and V. GraphHook calls this between two nodes.
     void attend(int layer, const DeviceNode& node) noexcept;
-    // Throws std::runtime_error with what went wrong since clear().
+    // Throws what was thrown since clear(): GraphError for an unexpected graph.
     void check_step() const;
     // Commits the steps of all stores without drafts. Throws as DeviceStore::commit_step() does.
     void commit();
@@ -48,7 +48,7 @@ private:
     std::vector<std::size_t> runs_;
     int n_tokens_ = 0;
     bool in_graph_ = false;
-    std::string fault_;
+    std::exception_ptr fault_;
 };
 
 }  // namespace entropykv

@@ -197,13 +197,13 @@ void GraphHook::begin_step() {
 
 void GraphHook::check_step() {
     if (rewrite_ != nullptr) rewrite_->end_step();
-    if (const char* fault = fault_.load(); fault != nullptr) throw std::runtime_error(fault);
+    if (const char* fault = fault_.load(); fault != nullptr) throw GraphError(fault);
     if (rewrite_ != nullptr) {
         rewrite_->check_step();
         if (rewrite_->n_served() != rewrite_->n_expected())
-            throw std::runtime_error("only " + std::to_string(rewrite_->n_served()) + " of " +
-                                     std::to_string(rewrite_->n_expected()) +
-                                     " attention nodes were served");
+            throw GraphError("only " + std::to_string(rewrite_->n_served()) + " of " +
+                             std::to_string(rewrite_->n_expected()) +
+                             " attention nodes were served");
     }
     weights_.check_step();
 }

@@ -38,7 +38,7 @@ public:
     virtual bool attend_instead(ggml_tensor*) { return false; }
     // Must be called while the graph of the step exists.
     virtual void end_step() {}
-    // Throws std::runtime_error if the step did not compute what it had to.
+    // Throws GraphError if the graph of the step was unexpected, or what computing it has thrown.
     virtual void check_step() {}
     // Returns how many nodes a step must have changed, and how many it has.
     virtual int n_expected() const = 0;
@@ -86,8 +86,8 @@ public:
     NodeTimes& times() { return weights_.times(); }
 
     void begin_step();
-    // Throws std::runtime_error unless, since begin_step(), every layer was served for all tokens,
-    // and its gate was changed.
+    // Throws GraphError unless, since begin_step(), every layer was served for all tokens, and its
+    // gate was changed; throws what computing it has thrown.
     void check_step();
 
 private:

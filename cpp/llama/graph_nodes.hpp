@@ -9,11 +9,17 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "platform/system_memory.hpp"
 
 namespace entropykv {
+
+// Thrown if a graph is not as the first one that was probed.
+struct GraphError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 // llama.cpp's cache has one tensor of each kind for every layer; their names begin like this.
 constexpr const char* kCacheK = "cache_k_l";

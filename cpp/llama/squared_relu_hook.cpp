@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
 #include "llama/graph_nodes.hpp"
@@ -124,7 +123,7 @@ void SquaredReluHook::check_step() const {
                           " of " + std::to_string(n_layers) +
                           " layers have one SwiGLU gate that can be changed to it";
     if (refusal_ != nullptr) message += std::string(" (") + refusal_ + ")";
-    throw std::runtime_error(message + "; convert the model again as architecture bitnet");
+    throw GraphError(message + "; convert the model again as architecture bitnet");
 }
 
 }  // namespace entropykv

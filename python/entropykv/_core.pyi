@@ -290,6 +290,9 @@ class WeightHook:
     def check_step(self) -> None:
         """Raise RuntimeError unless the gate of every layer was changed once since begin_step()."""
 
+class GraphError(RuntimeError):
+    """Raised if a graph is not as the first one that was probed."""
+
 class GraphHook:
     """Inspect the graphs of one llama_context, then replace their attention, and products as
     WeightHook does.

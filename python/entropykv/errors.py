@@ -44,6 +44,12 @@ class UnsupportedModelError(EntropyKVError):
     """Raised for a model that is intact but that the chosen store or llama.cpp cannot serve."""
 
 
+class StepError(EntropyKVError):
+    """Raised if a step could not be computed, for example because a device or the system has no
+    memory or no threads left.
+    """
+
+
 class SessionFileError(EntropyKVError, ValueError):
     """Raised for a saved session that is missing, damaged, or of another model or settings."""
 

@@ -33,7 +33,7 @@ with Session(sys.argv[1], n_ctx=1024, n_ubatch=64, n_gpu_layers=0, store="device
         try:
             session.decode([7])
         except EntropyKVError as error:
-            errors.append(str(error))
+            errors.append([type(error).__name__, str(error)])
     library.start_no_threads(False)
     session.reset()
     fill()
@@ -60,9 +60,11 @@ def test_a_session_whose_decisions_fail_must_begin_anew(tmp_path: Path) -> None:
     ).stdout
     not_started, errors, whole, kept = json.loads(output.splitlines()[-1])
     assert not_started == 1
-    assert len(errors) == 2
-    assert "reset()" not in errors[0]
-    assert "reset()" in errors[1]
+    (kind, failed), (_, broken) = errors
+    assert kind == "StepError"
+    assert "a step could not be computed: " in failed
+    assert model.name not in failed
+    assert "failed half-way; call reset() first" in broken
     assert whole == list(range(BUDGET))
     for positions in kept:
         assert len(positions) < BUDGET

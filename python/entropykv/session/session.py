@@ -238,8 +238,9 @@ class Session:
         """Read tokens inside the budget; returns their logits.
 
         Shape (len(tokens), n_vocab) with `all_logits`, else (1, n_vocab) of the last token. Raises
-        ContextError for no tokens, unknown tokens, or more than the context holds, and
-        UnsupportedModelError if the graph is not as the store expects.
+        ContextError for no tokens, unknown tokens, or more than the context holds,
+        UnsupportedModelError if the graph is not as the store expects, and StepError if a step
+        could not be computed.
         """
         start = time.perf_counter()
         parts = [p for p in self.reader.read(tokens, all_logits) if p is not None]

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from entropykv import _core
 from entropykv.errors import (
     EntropyKVError,
     FreezeError,
     PoolError,
     SessionFileError,
+    StepError,
     UnsupportedModelError,
 )
 from entropykv.llamacpp.batch import BatchPart, Embedded, MicroBatch
@@ -171,10 +173,18 @@ def _made_room(part: Part, model_name: str) -> bool:
 
 
 def _as_ours(error: Exception, model_name: str) -> Exception:
-    """Convert an error of the extension about an unexpected graph to a typed error."""
+    """Convert an error of the extension to a typed one, which tells an unexpected graph from a step
+    that could not be computed.
+    """
     if isinstance(error, EntropyKVError) or not isinstance(error, RuntimeError):
         return error
-    converted = UnsupportedModelError(f"{model_name}: {error}")
+    converted: EntropyKVError
+    if isinstance(error, _core.GraphError):
+        converted = UnsupportedModelError(f"{model_name}: {error}")
+    else:
+        converted = StepError(
+            f"a step could not be computed: {error}; call reset(), and read the text again"
+        )
     converted.__cause__ = error
     return converted
 
@@ -191,7 +201,8 @@ def decode_inside(
 ) -> npt.NDArray[np.float32] | None:
     """Decode one micro-batch of one sequence; returns logits as MicroBatch.decode() does.
 
-    Raises UnsupportedModelError if the graph is not as the store expects.
+    Raises UnsupportedModelError if the graph is not as the store expects, StepError if it could not
+    be computed.
     """
     part = Part(store, tokens, position, n_rows, echo)
     decode_parts([part], batch, model_name)
