@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import llama_cpp
 import numpy as np
@@ -35,6 +36,8 @@ from gguf.quants import quantize
 from entropykv import Pool, Session
 from entropykv.llamacpp.batch import BatchPart, MicroBatch
 from entropykv.llamacpp.model import Model
+from entropykv.session import model_runner
+from entropykv.store.step import Part, decode_parts
 from inputs import find_model
 from tests.support.rpc_device import use_rpc_device
 from tests.support.tiny_writer import FloatArray, TinyShape, TinyWriter
@@ -124,9 +127,9 @@ def padding_of(session: Session, n_ubatch: int) -> float:
     return (stats.kv_bytes_budget + stats.kv_bytes_staging) / rows - 1
 
 
-def measure_together(sessions: Sequence[Session], length: int, written: int) -> float:
+def measure_together(sessions: Sequence[Session], length: int, written: int) -> tuple[float, float]:
     """Return the tokens per second of sessions that each have read a prompt, and then read single
-    tokens at the same time.
+    tokens at the same time, and how many of them a step reads on average.
     """
     for session in sessions:
         session.decode(tokens_of(length))
@@ -135,10 +138,20 @@ def measure_together(sessions: Sequence[Session], length: int, written: int) -> 
         for token in tokens_of(written):
             session.decode([token])
 
-    start = time.perf_counter()
-    with ThreadPoolExecutor(len(sessions)) as threads:
+    sizes = []
+
+    def decode(parts: Sequence[Part], *others: Any) -> None:
+        sizes.append(len(parts))
+        decode_parts(parts, *others)
+
+    with (
+        patch.object(model_runner, "decode_parts", decode),
+        ThreadPoolExecutor(len(sessions)) as threads,
+    ):
+        start = time.perf_counter()
         list(threads.map(write, sessions))
-    return len(sessions) * written / (time.perf_counter() - start)
+        end = time.perf_counter()
+    return sum(sizes) / (end - start), sum(sizes) / len(sizes)
 
 
 def measure_own_together(path: Path, options: argparse.Namespace, length: int) -> float:
@@ -181,10 +194,10 @@ def compare_together(path: Path, options: argparse.Namespace, length: int) -> No
             **common_options(options, length, options.kv_budget),
         ) as pool:
             sessions = [pool.session() for _ in range(options.sequences)]
-            ours = measure_together(sessions, length, options.written)
+            ours, of_step = measure_together(sessions, length, options.written)
         print(
             f"{length:8} {policy:10} {options.sequences} sequences {ours:12.1f}"
-            f" ({own:.1f}, {ours / own:.2f}x)",
+            f" ({own:.1f}, {ours / own:.2f}x), {of_step:.1f} in a step",
             flush=True,
         )
 

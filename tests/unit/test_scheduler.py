@@ -57,10 +57,8 @@ def test_works_of_one_kind_do_not_wait_for_the_turn_of_the_other(singles_turn: b
     assert choose([], together=True, singles_turn=singles_turn) == []
 
 
-class Patient(Scheduler):
-    """Wait for the sessions of the last step until they come or rest, however long they take."""
-
-    _patience = property(lambda _: 60.0, lambda *_: None)  # type: ignore[assignment]
+PATIENT = 60.0
+"""Lets a step wait for the sessions of the last one until they come or rest."""
 
 
 class Recorded:
@@ -68,11 +66,11 @@ class Recorded:
 
     def __init__(
         self,
-        kind: type[Scheduler] = Scheduler,
+        least_patience: float = 0.0,
         admit: Callable[[Work], bool] = lambda _: True,
     ) -> None:
         self.steps: list[list[Any]] = []
-        self.scheduler = kind(admit, self.run, together=True)
+        self.scheduler = Scheduler(admit, self.run, together=True, least_patience=least_patience)
 
     def run(self, step: list[Work]) -> None:
         self.steps.append([work.owner for work in step])
@@ -99,13 +97,13 @@ class Recorded:
 
 
 def test_writers_come_into_one_step() -> None:
-    recorded = Recorded(Patient)
+    recorded = Recorded(PATIENT)
     recorded.submit_side_by_side(dict.fromkeys("abcd", 1), 20)
     assert [sorted(step) for step in recorded.steps] == [[*"abcd"]] * 20
 
 
 def test_prompts_are_read_in_the_order_of_their_arrival_among_tokens() -> None:
-    recorded = Recorded(Patient)
+    recorded = Recorded(PATIENT)
     recorded.submit_side_by_side({"first": 8, "second": 8, "writer": 1}, 4)
     pieces = [owner for step in recorded.steps for owner in step if owner != "writer"]
     assert pieces[:2] == ["first", "first"]

@@ -117,7 +117,11 @@ class ModelRunner:
         self.step_costs = StepCosts()
         self._threads = Threads(self.config.options, let_help=context.let_help, others=others)
         self.scheduler = Scheduler(
-            self._admit, self._step, together=context.reads_together, tidy=self._tidy
+            self._admit,
+            self._step,
+            together=context.reads_together,
+            least_patience=context.least_patience,
+            tidy=self._tidy,
         )
         self.shared = SharedPool(
             context,

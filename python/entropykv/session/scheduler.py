@@ -72,13 +72,16 @@ class Scheduler:
         run: Callable[[list[Work]], None],
         *,
         together: bool,
+        least_patience: float = 0.0,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
         """Use `admit`, which makes a sequence live or returns that it has to wait, and `run`, which
         does a step.
 
-        `together`: see choose(). `tidy` is called before and after every step, and before and after
-        actions between two steps: it does what could not be done when it was requested.
+        `together`: see choose(). `least_patience`: a step waits for as many seconds, however short
+        the last one was, for the sessions in it. `tidy` is called before and after every step, and
+        before and after actions between two steps: it does what could not be done when it was
+        requested.
         """
         self._admit = admit
         self._run = run
@@ -103,7 +106,7 @@ class Scheduler:
         """The thread that waits for the works of the next step."""
         self._guests = 0
         self._arrivals = 0
-        self._patience = 0.0
+        self._least_patience = self._patience = least_patience
         self._singles_turn = True
 
     @property
@@ -284,7 +287,8 @@ class Scheduler:
                 work.part.untouched = False
                 work.part.error = PoolError("a step was interrupted; call reset() first")
             raise
-        self._patience = min(MOST_PATIENCE, PATIENCE * (time.monotonic() - start))
+        of_step = min(MOST_PATIENCE, PATIENCE * (time.monotonic() - start))
+        self._patience = max(self._least_patience, of_step)
 
     def _end(self, works: Sequence[Work]) -> None:
         for work in works:

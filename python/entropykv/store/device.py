@@ -41,6 +41,8 @@ class DeviceContext(StoreContext):
     """
 
     reads_together = False
+    least_patience = 0.01
+    """With another number of tokens, llama.cpp builds its graph anew, and CUDA records it again."""
 
     def __init__(self, model: Model, config: ResolvedConfig) -> None:
         """Probe the model's graph, and compute its attention from then on.

@@ -78,6 +78,10 @@ class StoreContext(ABC):
     """
     reads_together: bool = True
     """False where a step reads either single tokens of sequences, or a piece of a prompt."""
+    least_patience: float = 0.0
+    """How many seconds a step waits at least for the next tokens of the sessions in the last one;
+    more where a step without some of them costs more than waiting.
+    """
     masked_by_llama: bool = False
     """True where llama.cpp's own attention says which tokens see each other."""
     let_help: Callable[[int], None] | None = None
