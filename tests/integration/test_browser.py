@@ -72,9 +72,8 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
     """Also by a second conversation, and after the page was loaded again."""
     keep = tmp_path / "kept"
     usual = ("-c", 16384, "-t", 1, "--kv-budget", 4096, "--policy", "adaptive")
-    running = Server("--documents", keep, usual=usual)
-    page = Watched(browser, running.url, **CONTEXT)
-    try:
+    with Server("--documents", keep, usual=usual) as running:
+        page = Watched(browser, running.url, **CONTEXT)
         page.settings(Temperature=0, Longest_answer=4)
         text = DEMO.document.read_text(encoding="utf-8")
         drop(page, "The old book.txt", text * 7)
@@ -102,8 +101,6 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         assert figures(running)["prompt_tokens"] - read < 60
         assert not page.findings()
         page.check(ENDED)
-    finally:
-        running.end()
 
 
 @pytest.mark.parametrize("policy", ["auto", "streaming"])
@@ -112,9 +109,8 @@ def test_an_answer_whose_attention_was_not_measured_says_why_it_has_no_passages(
 ) -> None:
     """The profile of the shipped model predicts what is looked up, and measures nothing."""
     usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", policy)
-    running = Server("--documents", tmp_path, usual=usual)
-    page = Watched(browser, running.url, **CONTEXT)
-    try:
+    with Server("--documents", tmp_path, usual=usual) as running:
+        page = Watched(browser, running.url, **CONTEXT)
         page.settings(Temperature=0, Longest_answer=4)
         drop(page, "book.txt", DEMO.document.read_text(encoding="utf-8"), on="main.chat")
         page.page.get_by_role("group", name="Document book").wait_for()
@@ -124,8 +120,6 @@ def test_an_answer_whose_attention_was_not_measured_says_why_it_has_no_passages(
         said = page.page.locator(".passages").inner_text()
         assert "does not measure what an answer looks at" in said
         page.check(ENDED)
-    finally:
-        running.end()
 
 
 def squeezed(text: str) -> str:
@@ -206,14 +200,15 @@ def test_what_is_typed_before_the_page_is_painted_is_kept(page: Watched) -> None
 def test_settings_and_files_given_before_the_server_has_said_its_own_are_kept(
     browser: Any, tmp_path: Path
 ) -> None:
-    running = Server("--documents", tmp_path, usual=("-c", 4096, "-t", 1, "--kv-budget", 1024))
-    page = Watched(browser, running.url, **CONTEXT)
-    late: list[Any] = []
+    with Server(
+        "--documents", tmp_path, usual=("-c", 4096, "-t", 1, "--kv-budget", 1024)
+    ) as running:
+        page = Watched(browser, running.url, **CONTEXT)
+        late: list[Any] = []
 
-    def delay(route: Any) -> None:
-        late.append(route)
+        def delay(route: Any) -> None:
+            late.append(route)
 
-    try:
         page.page.route("**/v1/web/defaults", delay)
         page.page.reload()
         page.settings(Longest_answer=4, System_prompt="Be short.")
@@ -226,8 +221,6 @@ def test_settings_and_files_given_before_the_server_has_said_its_own_are_kept(
         assert page.page.get_by_label("Longest answer").input_value() == "4"
         assert page.page.get_by_label("System prompt").input_value() == "Be short."
         page.check(ENDED)
-    finally:
-        running.end()
 
 
 def test_two_conversations_outlive_a_reload(page: Watched) -> None:
@@ -330,27 +323,21 @@ def test_the_map_keeps_its_place_where_the_page_changes(page: Watched) -> None:
 
 
 def test_what_is_not_read_yet_has_no_map_and_can_be_dropped_on_the_page(browser: Any) -> None:
-    server = Server()
-    try:
+    with Server() as server:
         page = Watched(browser, server.url, **CONTEXT)
         page.page.get_by_text("Nothing has been read yet.").wait_for()
         assert page.page.get_by_role("slider").count() == 0
         page.page.get_by_text("Drop a text file here").wait_for()
         page.check(LOADING)
-    finally:
-        server.end()
 
 
 def test_names_of_policies_are_shown_to_their_end(browser: Any) -> None:
-    server = Server("--policy", "adaptive:attention+values+echo")
-    try:
+    with Server("--policy", "adaptive:attention+values+echo") as server:
         page = Watched(browser, server.url, **CONTEXT)
         name = page.page.locator(".budget .policy", has_text="adaptive:attention+values+echo")
         name.wait_for()
         assert name.evaluate("e => e.scrollWidth <= e.clientWidth")
         page.check(LOADING)
-    finally:
-        server.end()
 
 
 def one_answered(page: Watched, server: Server) -> tuple[Any, Any, Any]:
@@ -495,8 +482,7 @@ def test_the_cache_is_asked_for_by_the_name_of_the_chat(page: Watched) -> None:
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any) -> None:
-    server = Server(ENTROPYKV_API_KEY=KEY)
-    try:
+    with Server(ENTROPYKV_API_KEY=KEY) as server:
         watched = Watched(browser, server.url, **CONTEXT)
         for key, says in (("wrong", "wants its API key"), (KEY, "refuses this key")):
             dialog = watched.page.get_by_role("dialog")
@@ -510,8 +496,6 @@ def test_a_wrong_key_is_asked_for_again(browser: Any) -> None:
         assert KEY not in watched.page.evaluate("JSON.stringify(localStorage)")
         assert KEY in watched.page.evaluate("JSON.stringify(sessionStorage)")
         watched.check(REFUSED, LOADING)
-    finally:
-        server.end()
 
 
 @pytest.mark.parametrize("options", [("--parallel", 2), ()], ids=["pool", "one"])
@@ -520,8 +504,7 @@ def test_a_user_sees_the_own_key_s_conversations_and_no_text_unless_it_is_shown(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\nanother-key\n", encoding="utf-8")
-    server = Server(*options, "--api-key-file", keys)
-    try:
+    with Server(*options, "--api-key-file", keys) as server:
         body = {"prompt": "A quiet market. " * 90, "max_tokens": 4, "user": "ben"}
         watched = Watched(browser, server.url, **CONTEXT)
         dialog = watched.page.get_by_role("dialog")
@@ -539,21 +522,17 @@ def test_a_user_sees_the_own_key_s_conversations_and_no_text_unless_it_is_shown(
         assert "ben" not in watched.page.locator(".panel").inner_text()
         assert watched.findings() == []
         watched.check(REFUSED, LOADING)
-    finally:
-        server.end()
 
 
 def test_the_server_goes_and_comes_back(browser: Any) -> None:
-    server = Server()
-    watched = Watched(browser, server.url, **CONTEXT)
-    watched.settings(Longest_answer=4)
-    watched.page.get_by_text("of 432 KiB").wait_for()
-    port = int(server.url.rpartition(":")[2])
-    server.end()
+    with Server() as server:
+        watched = Watched(browser, server.url, **CONTEXT)
+        watched.settings(Longest_answer=4)
+        watched.page.get_by_text("of 432 KiB").wait_for()
+        port = int(server.url.rpartition(":")[2])
     watched.ask("The old garden")
     watched.page.get_by_text("The server does not answer. Trying again…").wait_for()
-    again = Server(port=port)
-    try:
+    with Server(port=port):
         watched.page.locator(".notice").wait_for(state="hidden")
         watched.page.get_by_role("button", name="Answer again").click()
         watched.finished()
@@ -562,8 +541,6 @@ def test_the_server_goes_and_comes_back(browser: Any) -> None:
             watched.page.locator(".tokens .t")
         ).first.wait_for()
         watched.check(GONE, LOADING)
-    finally:
-        again.end()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -586,9 +563,10 @@ def test_axe_finds_nothing_serious(
 
 
 def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
-    server = Server("--parallel", 2, usual=("--kv-budget", "512KiB", "--n_ctx", ENDLESS, "-t", 1))
-    watched = Watched(browser, server.url, **CONTEXT)
-    try:
+    with Server(
+        "--parallel", 2, usual=("--kv-budget", "512KiB", "--n_ctx", ENDLESS, "-t", 1)
+    ) as server:
+        watched = Watched(browser, server.url, **CONTEXT)
         page = watched.page
         page.get_by_text("Nothing has been read yet.").wait_for()
         page.route("**/v1/chat/completions", write_on)
@@ -620,15 +598,12 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
         page.get_by_text("of swapped out texts lie outside of the budget").wait_for()
         assert watched.findings() == []
         watched.check(LOADING)
-    finally:
-        server.end()
 
 
 def test_a_chat_of_two_turns_is_one_conversation(browser: Any) -> None:
     """The model has no chat template, and the answer begins with a space, which is sent back."""
-    server = Server("--parallel", 3, usual=("--kv-budget", "1MiB", "-c", 2048, "-t", 1))
-    watched = Watched(browser, server.url, **CONTEXT)
-    try:
+    with Server("--parallel", 3, usual=("--kv-budget", "1MiB", "-c", 2048, "-t", 1)) as server:
+        watched = Watched(browser, server.url, **CONTEXT)
         watched.settings(Temperature=0, Longest_answer=8)
         for text in ("Tell me about the sea and the ships.", "And the wind?"):
             watched.ask(text)
@@ -638,15 +613,14 @@ def test_a_chat_of_two_turns_is_one_conversation(browser: Any) -> None:
         assert "entropykv_forked_total 0" in metrics
         assert len(server.kv()["conversations"]) == 1
         watched.check(LOADING)
-    finally:
-        server.end()
 
 
 def test_a_hundred_thousand_positions(browser: Any, tmp_path: Path) -> None:
     model = tmp_path / "long.gguf"
     write_llama(model, n_layer=1, n_head=2, n_head_kv=2, head_dim=16, weight_type="F32")
-    server = Server(model=model, usual=("--n_ctx", 131072, "--kv-budget", 128, "-t", 1, "-b", 512))
-    try:
+    with Server(
+        model=model, usual=("--n_ctx", 131072, "--kv-budget", 128, "-t", 1, "-b", 512)
+    ) as server:
         watched = Watched(browser, server.url, **CONTEXT)
         tokens = [7 + i % 90 for i in range(100_000)]
         server.post("/v1/completions", json.dumps({"prompt": tokens, "max_tokens": 1}))
@@ -660,15 +634,12 @@ def test_a_hundred_thousand_positions(browser: Any, tmp_path: Path) -> None:
         assert time.monotonic() - start < 20
         assert int(surface.get_attribute("aria-valuemax")) >= 99_999
         watched.check(LOADING)
-    finally:
-        server.end()
 
 
 def test_the_page_of_several_models_lets_its_user_choose(browser: Any, tmp_path: Path) -> None:
     write_models(tmp_path, "one", "two")
     options = ("--models-dir", tmp_path, "-c", 512, "--kv-budget", 128, "-t", 1)
-    server = Server(model=None, usual=options)
-    try:
+    with Server(model=None, usual=options) as server:
         watched = Watched(browser, server.url, **CONTEXT)
         page = watched.page
         page.get_by_text("The model is not in memory.").wait_for()
@@ -688,5 +659,3 @@ def test_the_page_of_several_models_lets_its_user_choose(browser: Any, tmp_path:
         page.locator(".budget dd").first.wait_for()
         assert page.get_by_label("Model", exact=True).input_value() == "two"
         watched.check(LOADING, "status of 400")
-    finally:
-        server.end()

@@ -303,37 +303,35 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 def test_the_fields_of_other_servers_say_what_an_answer_must_be() -> None:
-    server = Server("--parallel", 2)
-    for fields in FIELDS:
-        answer = ask(server, **fields, seed=3)
-        assert answer.status_code == 200, (fields, answer.text)
-        assert answer.json()["choices"][0]["text"] in ("yes", "no"), fields
-        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, **fields}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
-        assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no"), fields
-    for fields in SCHEMAS:
-        assert ask(server, **fields).json()["choices"][0]["text"] in ("10", "11", "12")
-    anything = ask(server, structured_outputs={"json_object": True}, max_tokens=2)
-    assert anything.json()["choices"][0]["text"].startswith("{")
-    both = ask(server, regex="a", json_schema={})
-    assert both.status_code == 400
-    assert "regex" in both.json()["error"]["message"]
-    assert ask(server, structured_outputs={"structural_tag": "x"}).status_code == 400
-    where = ask(server, json_schema={"properties": {"a": {"not": {}}}})
-    assert where.status_code == 400
-    assert where.json()["error"]["param"] == "json_schema"
-    assert "#/properties/a" in where.json()["error"]["message"]
-    assert server.end()[0] == 0
+    with Server("--parallel", 2) as server:
+        for fields in FIELDS:
+            answer = ask(server, **fields, seed=3)
+            assert answer.status_code == 200, (fields, answer.text)
+            assert answer.json()["choices"][0]["text"] in ("yes", "no"), fields
+            chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, **fields}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
+            assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no"), fields
+        for fields in SCHEMAS:
+            assert ask(server, **fields).json()["choices"][0]["text"] in ("10", "11", "12")
+        anything = ask(server, structured_outputs={"json_object": True}, max_tokens=2)
+        assert anything.json()["choices"][0]["text"].startswith("{")
+        both = ask(server, regex="a", json_schema={})
+        assert both.status_code == 400
+        assert "regex" in both.json()["error"]["message"]
+        assert ask(server, structured_outputs={"structural_tag": "x"}).status_code == 400
+        where = ask(server, json_schema={"properties": {"a": {"not": {}}}})
+        assert where.status_code == 400
+        assert where.json()["error"]["param"] == "json_schema"
+        assert "#/properties/a" in where.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_an_ambiguous_grammar_is_refused_and_nobody_waits(parallel: int) -> None:
-    server = Server("--parallel", parallel)
-    endless = {"grammar": AMBIGUOUS, "logit_bias": {"1": -1000}}  # without the end of a text
-    answer = ask(server, **endless)
-    assert answer.status_code == 400
-    assert "ambiguous" in answer.json()["error"]["message"]
-    streamed = ask(server, **endless, stream=True)
-    assert "ambiguous" in streamed.text
-    assert ask(server, grammar='root ::= "on"').status_code == 200
-    assert server.end()[0] == 0
+    with Server("--parallel", parallel) as server:
+        endless = {"grammar": AMBIGUOUS, "logit_bias": {"1": -1000}}  # without the end of a text
+        answer = ask(server, **endless)
+        assert answer.status_code == 400
+        assert "ambiguous" in answer.json()["error"]["message"]
+        streamed = ask(server, **endless, stream=True)
+        assert "ambiguous" in streamed.text
+        assert ask(server, grammar='root ::= "on"').status_code == 200

@@ -489,8 +489,7 @@ def test_a_server_goes_on_from_a_document_in_its_folder_of_slots(
     source.write_text(TEXT)
     result = entropykv("read", source, "-m", MODEL, "-o", tmp_path / "book.kv", "-t", 1)
     assert result.returncode == 0, result.stderr
-    server = Server("--slot-save-path", tmp_path, *parallel, usual=("-c", 4096, "-t", 1))
-    try:
+    with Server("--slot-save-path", tmp_path, *parallel, usual=("-c", 4096, "-t", 1)) as server:
         restored = httpx.post(
             f"{server.url}/slots/0?action=restore", json={"filename": "book.kv"}, timeout=60
         )
@@ -502,5 +501,3 @@ def test_a_server_goes_on_from_a_document_in_its_folder_of_slots(
         line = next(x for x in figures if x.startswith("entropykv_prompt_tokens_total"))
         n_read = int(float(line.split()[1]))
         assert n_read <= asked["usage"]["prompt_tokens"] - n_tokens + 1
-    finally:
-        server.end()

@@ -38,26 +38,25 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.needs("/proc/mounts")
 def test_reading_fails_with_a_sentence_and_succeeds_once_there_is_room(disk: Path) -> None:
-    running = Server("--documents", disk, usual=("-c", 4096, "-t", 1, "--kv-budget", 1024))
-    url = running.url
+    with Server("--documents", disk, usual=("-c", 4096, "-t", 1, "--kv-budget", 1024)) as running:
+        url = running.url
 
-    def send(name: str, text: str) -> Any:
-        sent = httpx.post(f"{url}/v1/documents", json={"name": name, "text": text}, timeout=60)
-        assert sent.status_code == 202, sent.text
+        def send(name: str, text: str) -> Any:
+            sent = httpx.post(f"{url}/v1/documents", json={"name": name, "text": text}, timeout=60)
+            assert sent.status_code == 202, sent.text
 
-        def status() -> Any:
-            return httpx.get(f"{url}/v1/documents/{name}").json()
+            def status() -> Any:
+                return httpx.get(f"{url}/v1/documents/{name}").json()
 
-        wait_for(lambda: status()["status"] not in ("queued", "reading"))
-        return status()
+            wait_for(lambda: status()["status"] not in ("queued", "reading"))
+            return status()
 
-    def answer(name: str) -> str:
-        body = {"prompt": "Who?", "document": name, "max_tokens": 8, "temperature": 0}
-        asked = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        assert asked.status_code == 200, asked.text
-        return str(asked.json()["choices"][0]["text"])
+        def answer(name: str) -> str:
+            body = {"prompt": "Who?", "document": name, "max_tokens": 8, "temperature": 0}
+            asked = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert asked.status_code == 200, asked.text
+            return str(asked.json()["choices"][0]["text"])
 
-    try:
         assert send("first", "A cat sleeps. " * 20)["status"] == "ready"
         expected = answer("first")
         filler = disk / "filler"
@@ -71,7 +70,3 @@ def test_reading_fails_with_a_sentence_and_succeeds_once_there_is_room(disk: Pat
         filler.unlink()
         assert send("second", TEXT)["status"] == "ready"
         assert answer("second")
-    finally:
-        code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors

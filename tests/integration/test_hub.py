@@ -487,14 +487,10 @@ def test_both_classes_are_made_from_a_name(machine: Machine, tmp_path: Path) -> 
 def test_a_server_fetches_its_model(machine: Machine) -> None:
     environment = {key: machine.environment[key] for key in machine.hub.environment(Path())}
     usual = ("--kv-budget", 64, "--n_ctx", 128, "-t", 1, "-hf", f"{REPO}:Q8_0")
-    server = Server(model=None, port=0, usual=usual, **environment)
-    try:
+    with Server(model=None, port=0, usual=usual, **environment) as server:
         answer = server.client().completions.create(model="any", prompt="the", max_tokens=2)
         assert answer.choices[0].finish_reason == "length"
         assert server.get("/v1/models").json()["data"][0]["id"] == f"{REPO}:Q8_0"
-    finally:
-        code, _ = server.end()
-    assert code == 0
     for arguments, says in (
         (("-hf", "user/absent"), "no such model"),
         (("-hf", REPO, "-m", "a.gguf"), "-m and -hf name a model each"),

@@ -187,7 +187,6 @@ def test_the_page_needs_no_key_and_may_ask_no_other_machine(server: Server) -> N
 
 
 def test_there_need_be_no_page() -> None:
-    server = Server("--web", "false")
-    assert "in a browser" not in server.log[0]
-    assert httpx.get(server.url).status_code == 404
-    assert server.end()[0] == 0
+    with Server("--web", "false") as server:
+        assert "in a browser" not in server.log[0]
+        assert httpx.get(server.url).status_code == 404

@@ -87,22 +87,14 @@ def test_a_server_keeps_what_two_conversations_agree_on(
         body = json.dumps({"prompt": prompt_of(1200, seed), "max_tokens": 2})
         assert server.post("/v1/completions", body).status_code == 200
 
-    server = Server(model=own_llama, usual=usual)
-    try:
+    with Server(model=own_llama, usual=usual) as server:
         for _ in range(2):
             ask(server, 1)  # The same conversation again confirms nothing.
             assert not kept_in(learnt_folder).complete
         ask(server, 2)
         assert kept_in(learnt_folder).complete
         assert kept_in(learnt_folder).n_texts >= 2
-    finally:
-        code, errors = server.end()
-    assert code == 0, errors
-    assert errors.count(f"kept in {learnt_folder}") == 1
-    again = Server(model=own_llama, usual=usual)
-    try:
+    assert "".join(server.log).count(f"kept in {learnt_folder}") == 1
+    with Server(model=own_llama, usual=usual) as again:
         ask(again, 3)
-    finally:
-        code, errors = again.end()
-    assert code == 0, errors
-    assert "read twice" not in errors
+    assert "read twice" not in "".join(again.log)

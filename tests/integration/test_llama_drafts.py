@@ -88,9 +88,8 @@ def test_an_answer_never_gets_longer_than_asked(pool_llama: Path) -> None:
 @pytest.fixture(scope="module")
 def server(pool_llama: Path) -> Iterator[Server]:
     usual = ("--kv-budget", 0.5, "--n_ctx", 400, "-t", 1, "-np", 2, "--policy", "uniform")
-    running = Server("--spec-type", "ngram", "--draft-max", 7, model=pool_llama, usual=usual)
-    yield running
-    running.end()
+    with Server("--spec-type", "ngram", "--draft-max", 7, model=pool_llama, usual=usual) as running:
+        yield running
 
 
 def test_the_server_drafts_and_says_so(server: Server) -> None:

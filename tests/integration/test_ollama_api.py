@@ -178,8 +178,7 @@ def test_thoughts_are_apart(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(OPENING, encoding="utf-8")
     options = ("--chat-template-file", path, "--reasoning-budget", 20, "--alias", "tiny")
-    server = Server(*options, "--api-key", KEY)
-    try:
+    with Server(*options, "--api-key", KEY) as server:
         given: dict[str, Any] = {"num_predict": 60, "temperature": 0}
         answer = whole(server, "chat", messages=[QUESTION], options=given)
         assert answer["message"]["thinking"]
@@ -192,8 +191,6 @@ def test_thoughts_are_apart(tmp_path: Path) -> None:
         assert "thinking" in shown["capabilities"]
         again = [QUESTION, answer["message"], QUESTION]
         assert whole(server, "chat", messages=again, options=given)["done"]
-    finally:
-        assert server.end()[0] == 0
 
 
 def test_images_are_those_of_openai_s_route(tmp_path: Path) -> None:
@@ -201,8 +198,7 @@ def test_images_are_those_of_openai_s_route(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     usual = ("--kv-budget", 128, "--kv-type", "f16", "--n_ctx", 512, "-t", 1)
     options = ("--mmproj", model.projector, "--chat-template", template, "--alias", "tiny")
-    server = Server(*options, "--api-key", KEY, model=model.path, usual=usual)
-    try:
+    with Server(*options, "--api-key", KEY, model=model.path, usual=usual) as server:
         data = base64.b64encode(png(64, 40)).decode()
         parts = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
@@ -217,5 +213,3 @@ def test_images_are_those_of_openai_s_route(tmp_path: Path) -> None:
         text = whole(server, "generate", prompt="what is it", images=[data])
         assert text["response"] == expected
         assert "vision" in server.post("/api/show", '{"model": "tiny"}').json()["capabilities"]
-    finally:
-        assert server.end()[0] == 0

@@ -302,9 +302,8 @@ def test_a_client_that_reads_nothing_delays_the_end_of_the_server_by_seconds() -
 def test_who_waits_for_room_can_leave() -> None:
     """The bytes of the pool hold one conversation, and another client waits for the next token."""
     budget = ("--parallel", 2, "--kv-budget", "30KiB", "--policy", "uniform", "--checkpoints", 0)
-    server = Server(*budget, "--request-seconds", 20, ENTROPYKV_API_KEY=KEY)
-    endless: Any = {"max_tokens": 10_000, "min_tokens": 10_000, "stream": True}
-    try:
+    with Server(*budget, "--request-seconds", 20, ENTROPYKV_API_KEY=KEY) as server:
+        endless: Any = {"max_tokens": 10_000, "min_tokens": 10_000, "stream": True}
         with ExitStack() as stack:
             for number, prompt in enumerate(("The old garden", "Simon likes"), 1):
                 body = json.dumps({**endless, "prompt": prompt})
@@ -316,16 +315,13 @@ def test_who_waits_for_room_can_leave() -> None:
             client.close()
             wait_for(lambda: server.kv()["requests"]["waiting"] == 1)
         server.idle_figures(60)
-    finally:
-        assert server.end()[0] == 0
 
 
 @pytest.mark.parametrize("control", ["<|im_start|>", "<|im_start|><|im_end|>"])
 def test_a_text_of_control_tokens_takes_no_minute(smollm2: Path, control: str) -> None:
-    server = Server("--parallel", 2, model=smollm2, ENTROPYKV_API_KEY=KEY)
-    text = control * (1_000_000 // len(control))
-    chat = [{"role": "user", "content": text}]
-    try:
+    with Server("--parallel", 2, model=smollm2, ENTROPYKV_API_KEY=KEY) as server:
+        text = control * (1_000_000 // len(control))
+        chat = [{"role": "user", "content": text}]
         for path, body, said in (
             ("/v1/completions", {"prompt": text}, "control tokens"),
             # There it is plain text, which is only too long.
@@ -338,5 +334,3 @@ def test_a_text_of_control_tokens_takes_no_minute(smollm2: Path, control: str) -
             assert said in answer.json()["error"]["message"]
         few = control * 200
         assert server.post("/tokenize", json.dumps({"content": few})).status_code == 200
-    finally:
-        assert server.end()[0] == 0

@@ -36,13 +36,10 @@ def options_of(model: VisionModel) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(model: VisionModel) -> Iterator[Server]:
-    running = Server(
+    with Server(
         "--mmproj", model.projector, *LIMITS, ENTROPYKV_API_KEY=KEY, **options_of(model)
-    )
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    ) as running:
+        yield running
 
 
 def image(data: bytes, head: str = "data:image/png;base64,") -> dict[str, Any]:
@@ -174,9 +171,8 @@ def test_a_prompt_of_more_tokens_than_the_context_is_refused(client: openai.Open
 def test_conversations_with_images_run_at_a_time(model: VisionModel) -> None:
     options = options_of(model)
     options["usual"] = ("--kv-budget", 1.0, *options["usual"][2:])
-    running = Server("--mmproj", model.projector, "--parallel", 3, **options)
-    answers: dict[int, str] = {}
-    try:
+    with Server("--mmproj", model.projector, "--parallel", 3, **options) as running:
+        answers: dict[int, str] = {}
         with running.client() as client:
 
             def converse(number: int) -> None:
@@ -192,9 +188,6 @@ def test_conversations_with_images_run_at_a_time(model: VisionModel) -> None:
             ]
             kv = running.kv()
             assert kv["kv_bytes_peak"] <= kv["kv_bytes_budget"]
-    finally:
-        code, errors = running.end()
-    assert (code, "Traceback" in errors) == (0, False), errors
 
 
 def test_a_server_without_a_projector_says_what_to_do() -> None:
@@ -210,12 +203,9 @@ def test_a_template_that_shows_no_images_is_refused(model: VisionModel, tmp_path
     template.write_text("{% for m in messages %}{{ m.role }}{% endfor %}:", encoding="utf-8")
     options = options_of(model)
     options["usual"] = (*options["usual"][:-2], "--chat-template-file", template)
-    running = Server("--mmproj", model.projector, **options)
-    try:
+    with Server("--mmproj", model.projector, **options) as running:
         body = {"messages": question(image(png())), "stream": True}
         for stream in (True, False):
             answer = running.post("/v1/chat/completions", json.dumps({**body, "stream": stream}))
             assert answer.status_code == 400
             assert "does not show the images" in answer.text
-    finally:
-        assert running.end()[0] == 0

@@ -54,20 +54,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start a server with a model that is small and understands nothing."""
     folder = tmp_path_factory.mktemp("documents")
     usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", "adaptive")
-    running = Server("--documents", folder, usual=usual)
-    read(running, text_with_facts()[:2000])
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    with Server("--documents", folder, usual=usual) as running:
+        read(running, text_with_facts()[:2000])
+        yield running
 
 
 def test_the_passage_of_a_fact_is_among_the_first_for_its_question(
     smollm2: Path, tmp_path: Path
 ) -> None:
     usual = ("-c", 8192, "-t", 1, "--kv-budget", 1024)
-    server = Server("--documents", tmp_path, model=smollm2, usual=usual)
-    try:
+    with Server("--documents", tmp_path, model=smollm2, usual=usual) as server:
         text = text_with_facts()
         read(server, text)
         for fact, question in FACTS:
@@ -80,8 +76,6 @@ def test_the_passage_of_a_fact_is_among_the_first_for_its_question(
             shares = [each["share"] for each in passages]
             assert shares == sorted(shares, reverse=True)
             assert 0 < sum(shares) <= 1
-    finally:
-        server.end()
 
 
 def test_a_stream_has_the_passages_of_the_whole_answer_at_its_end(small: Server) -> None:
@@ -148,9 +142,6 @@ def test_passages_need_a_document_and_have_a_limit(small: Server) -> None:
 
 def test_a_policy_that_measures_no_attention_gives_no_passages(tmp_path: Path) -> None:
     usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", "streaming")
-    server = Server("--documents", tmp_path, model=MODEL, usual=usual)
-    try:
+    with Server("--documents", tmp_path, model=MODEL, usual=usual) as server:
         read(server, text_with_facts()[:2000])
         assert ask(server, "What?").json()["choices"][0]["passages"] is None
-    finally:
-        server.end()

@@ -29,14 +29,12 @@ def server(
     folder = tmp_path_factory.mktemp("slots")
     keys = folder / "keys.txt"
     keys.write_text("\n".join(KEYS), encoding="utf-8")
-    running = Server(
-        *("--slot-save-path", folder / "saved", "--api-key-file", keys), *request.param,
+    with Server(
+        *("--slot-save-path", folder / "saved", "--api-key-file", keys),
+        *request.param,
         usual=("-c", 4096, "-t", 1),
-    )  # fmt: skip
-    yield running, folder / "saved"
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    ) as running:
+        yield running, folder / "saved"
 
 
 def ask(server: Server, path: str, body: Any, key: str = KEYS[0]) -> httpx.Response:
@@ -160,11 +158,10 @@ def test_what_is_no_saved_conversation_is_refused(server: tuple[Server, Path]) -
 
 
 def test_without_a_directory_nothing_is_saved(tmp_path: Path) -> None:
-    server = Server()
-    answer = httpx.post(server.url + "/slots/0?action=save", json={"filename": "a"}, timeout=60)
-    assert answer.status_code == 501
-    assert "--slot-save-path" in answer.json()["error"]["message"]
-    assert server.end()[0] == 0
+    with Server() as server:
+        answer = httpx.post(server.url + "/slots/0?action=save", json={"filename": "a"}, timeout=60)
+        assert answer.status_code == 501
+        assert "--slot-save-path" in answer.json()["error"]["message"]
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(SettingsError, match="--slot-save-path"):

@@ -57,6 +57,15 @@ class Server:
         self._reader.start()  # Read the log, because the server would block on a full pipe.
         self.url = found[0]
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the server, unless a test has; where the test has not failed, it must end well."""
+        if self.process.poll() is None:
+            code, log = self.end()
+            assert kind is not None or (code == 0 and "Traceback" not in log), log
+
     def client(self, key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
