@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -23,24 +22,11 @@ LONG = {"max_tokens": 2000, "extra_body": {"min_tokens": 2000}}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server(*PARALLEL, ENTROPYKV_API_KEY=KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    with Server(*PARALLEL, ENTROPYKV_API_KEY=KEY) as running:
+        yield running
     (told,) = [line for line in running.log if "serving" in line]
     assert re.search(r"context [\d,]+ tokens, budget 2,000 tokens per KV head for each", told)
     assert re.search(r"\([\d.]+ MiB for 3 conversations\), policy uniform; Ctrl-C", told)
-
-
-@contextmanager
-def ended(server: Server) -> Iterator[openai.OpenAI]:
-    """Yield a client of a server that ends without an error in any case."""
-    try:
-        with server.client() as client:
-            yield client
-    finally:
-        assert server.end()[0] == 0
 
 
 def complete(client: openai.OpenAI, prompt: str, **options: Any) -> Any:
@@ -55,10 +41,9 @@ def figure(server: Server, name: str) -> float:
 
 
 def test_answers_side_by_side_are_those_of_one_alone(server: Server) -> None:
-    alone = Server("--kv-budget", 2000, "--kv-type", "f16", ENTROPYKV_API_KEY=KEY)
-    with alone.client() as client:
+    budget = ("--kv-budget", 2000, "--kv-type", "f16")
+    with Server(*budget, ENTROPYKV_API_KEY=KEY) as alone, alone.client() as client:
         expected = [complete(client, prompt).choices[0].text for prompt in PROMPTS]
-    assert alone.end()[0] == 0
     with server.client() as client, ThreadPoolExecutor(len(PROMPTS)) as threads:
         answers = list(threads.map(lambda prompt: complete(client, prompt), PROMPTS))
     assert [answer.choices[0].text for answer in answers] == expected
@@ -107,20 +92,6 @@ def test_choices_are_written_side_by_side_and_their_prompt_is_read_once(server: 
     assert figure(server, "forked_total") >= 2
 
 
-def test_lists_of_prompts_and_choices_without_a_seed(server: Server) -> None:
-    with server.client() as client:
-        alone = [complete(client, prompt).choices[0].text for prompt in PROMPTS]
-        answer = complete(client, PROMPTS)  # More than are answered at a time.
-        assert [choice.text for choice in answer.choices] == alone
-        free = complete(client, PROMPTS[0], n=3, temperature=1.5)
-        assert len({choice.text for choice in free.choices}) == 3
-        with pytest.raises(openai.BadRequestError, match="prompt: the list is empty"):
-            complete(client, [])
-        with pytest.raises(openai.BadRequestError, match="tokens are 0 to"):
-            complete(client, [[5, 6], [10**6]])
-        assert complete(client, PROMPTS[0]).choices[0].text == alone[0]
-
-
 def test_checkpoints_are_an_option_of_the_server() -> None:
     """A single conversation rolls back after evictions with checkpoints, and cannot
     without them.
@@ -129,7 +100,7 @@ def test_checkpoints_are_an_option_of_the_server() -> None:
     n_read = {}
     for limit in ("8MiB", "0"):
         budget = ("--kv-budget", 200, "--checkpoints", limit)
-        with ended(running := Server(*budget, ENTROPYKV_API_KEY=KEY)) as client:
+        with Server(*budget, ENTROPYKV_API_KEY=KEY) as running, running.client() as client:
             answers = []
             for _ in range(2):
                 before = running.idle_figures(60)["prompt_tokens"]
@@ -245,22 +216,10 @@ def test_conversations_have_names(server: Server) -> None:
     assert {"anna", "ben"} <= set(names)
 
 
-def test_too_many_requests_are_told_so() -> None:
-    with ended(Server(*PARALLEL, "--max-waiting", 0, ENTROPYKV_API_KEY=KEY)) as client:
-        streams = [complete(client, prompt, stream=True, **ENDLESS) for prompt in PROMPTS[:3]]
-        for stream in streams:
-            next(iter(stream))
-        with pytest.raises(openai.RateLimitError) as refused:
-            complete(client, PROMPTS[3])
-        assert int(refused.value.response.headers["retry-after"]) > 0
-        for stream in streams:
-            stream.close()
-
-
 def test_a_request_that_takes_too_long_is_told_so() -> None:
-    server = Server(*PARALLEL, "--request-seconds", 1, ENTROPYKV_API_KEY=KEY)
     too_long = pytest.raises(openai.APIError, match="longer than the server lets it")
-    with ended(server) as client, too_long:
+    server = Server(*PARALLEL, "--request-seconds", 1, ENTROPYKV_API_KEY=KEY)
+    with server, server.client() as client, too_long:
         list(complete(client, PROMPTS[0], stream=True, **ENDLESS))
 
 
@@ -279,8 +238,7 @@ def test_the_memory_of_large_requests_is_given_back() -> None:
     """Each worker refuses a prompt of 140,000 tokens: the memory of texts and tokens is freed at
     once.
     """
-    server = Server("-np", 8, "--kv-budget", 256, "-t", 1, usual=("-c", 512))
-    try:
+    with Server("-np", 8, "--kv-budget", 256, "-t", 1, usual=("-c", 512)) as server:
         body = json.dumps({"prompt": "the cat sat. " * 20_000, "max_tokens": 1})
 
         def ask(_: int) -> int:
@@ -291,5 +249,3 @@ def test_the_memory_of_large_requests_is_given_back() -> None:
         with ThreadPoolExecutor(8) as clients:
             assert set(clients.map(ask, range(16))) == {400}
         assert server.rss() - before < 50 << 20
-    finally:
-        server.end()
