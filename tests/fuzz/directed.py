@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from entropykv import Freezing, Session, _core
+from entropykv import Freezing, Session
 from entropykv.settings.recovery import Rung
-from tests.fuzz.models import WIDE_GROUPS, FuzzModel, architecture_model, llama_model
+from tests.fuzz.models import FuzzModel, llama_model
 from tests.fuzz.operations import Operation
 from tests.fuzz.promises import require
 from tests.fuzz.session_runs import Run
@@ -24,8 +24,6 @@ ONE_LAYER = {"n_layer": 1, "n_head": 2, "n_head_kv": 1, "head_dim": 16, "weight_
 TOPICS = range(3, 320, 5)
 SLOW = slice(6, None)
 """Values of a head that RoPE hardly rotates over a whole text, with the base of two_topics()."""
-ENTRIES = 256
-"""Entries of the stores that are made without a model."""
 
 
 def two_topics(folder: Path) -> str:
@@ -94,27 +92,6 @@ def _told_apart(model: FuzzModel, n_queries: int) -> tuple[tuple[int, int], list
     return (TOPICS[int(first)], TOPICS[int(second)]), best.tolist()
 
 
-def wide_groups_beside_narrow_ones(folder: Path) -> str:
-    """Check that any number of threads gives the same bits, whatever the layers' groups are."""
-    for description in WIDE_GROUPS:
-        model = architecture_model(description, folder)
-        chance = random.Random(3)
-        options = {"n_ctx": 600, "kv_budget": 100, "policy": "uniform", "n_threads": 1}
-        rows = []
-        for n_threads in (1, 2, 3, 4):
-            with Session(model.path, **{**options, "n_threads": n_threads}) as session:
-                for n_tokens in (150, 70, 1, 33):
-                    tokens = random.Random(n_tokens).choices(range(3, 300), k=n_tokens)
-                    rows.append(session.decode(tokens, all_logits=True))
-        per_run = len(rows) // 4
-        first = [row.tobytes() for row in rows[:per_run]]
-        for start in range(0, len(rows), per_run):
-            same = [row.tobytes() for row in rows[start : start + per_run]] == first
-            require(same, f"{description.name}: {start // per_run + 1} threads, the same logits")
-        _run_of(chance, model, options).finish()
-    return f"{len(WIDE_GROUPS)} models"
-
-
 def the_largest_context(folder: Path) -> str:
     """Use a million tokens of context with a small budget and frozen entries."""
     model = llama_model(folder, **ONE_LAYER, n_ctx_train=2048)
@@ -142,117 +119,9 @@ def ten_thousand_entries(folder: Path) -> str:
     return "2 policies"
 
 
-def one_bad_row(_: Path) -> str:
-    """Read queries that are not numbers: they are ignored, and the entries can be saved
-    and loaded.
-    """
-    for policy in ("mass", "attention", "products"):
-        store, shape = _bare_store(getattr(_core.ScoreKind, policy))
-        chance = np.random.default_rng(6)
-        for step in range(8):
-            q, k, v = _rows(chance, shape, 16)
-            q[3, 1] = np.nan if step == 4 else q[3, 1]
-            store.attend(0, q, k, v, scale=0.25, position=16 * step)
-        for head in range(shape.n_head_kv):
-            importance = store.importance(0, head)
-            require(np.isfinite(importance).all(), f"importance by {policy} is finite")
-            state = bytearray(store.save_head(0, head))
-            problem = store.state_problem(0, store.count(0, head), state, 128)
-            require(not problem, f"what was saved can be loaded, by {policy}: {problem}")
-    return "4 measures"
-
-
-def far_positions(_: Path) -> str:
-    """Check that tokens see all earlier tokens and no others, at very large positions."""
-    expected = None
-    for position in (0, 2**24 - 2, 2**26, 2**30 - 300):
-        store, shape = _bare_store(_core.ScoreKind.mass)
-        chance = np.random.default_rng(7)
-        rows = []
-        for step in range(5):
-            q, k, v = _rows(chance, shape, 4 if step % 2 else 1)
-            place = position + (5 * step + 1) // 2
-            rows.append(store.attend(0, q, k, v, scale=0.25, position=place))
-        result = np.concatenate(rows)
-        expected = result if expected is None else expected
-        require(np.allclose(result, expected, atol=1e-5), f"attention at position {position}")
-    return "up to 2^30"
-
-
-def arguments_of_the_extension(_: Path) -> str:
-    """Pass invalid arguments to the extension, which must check them."""
-    n_refused = 0
-    for change in (
-        {"layer": 1},
-        {"layer": -1},
-        {"reader": 1},
-        {"reader": -1},
-        {"position": -1},
-        {"n_tokens": 0},
-        {"n_tokens": 65},
-    ):
-        store, shape = _bare_store(_core.ScoreKind.mass)
-        given: dict[str, Any] = {"layer": 0, "n_tokens": 4, "reader": 0, "position": 0, **change}
-        q, k, v = _rows(np.random.default_rng(8), shape, given.pop("n_tokens"))
-        try:
-            store.attend(given.pop("layer"), q, k, v, scale=1.0, **given)
-        except (ValueError, IndexError):
-            n_refused += 1
-        else:
-            require(False, f"attend() refuses {change}")
-    calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("begin", (0, 0, 0)),
-        ("begin", (65, 0, 0)),
-        ("begin", (4, -1, 0)),
-        ("count", (0, 2)),
-        ("budget", (5, 0)),
-        ("positions", (-1, 0)),
-        ("rows", (0, 7)),
-        ("save_head", (3, 0)),
-        ("entropies", (9,)),
-        ("queries", (9,)),
-        ("row_entropies", (9,)),
-        ("set_budgets", ([10], 100, 2, 4)),
-        ("set_budgets", ([10, -5], 100, 2, 4)),
-    ]
-    for name, arguments in calls:
-        store, _shape = _bare_store(_core.ScoreKind.mass)
-        try:
-            getattr(store, name)(*arguments)
-        except (ValueError, IndexError):
-            n_refused += 1
-        else:
-            require(False, f"{name}{arguments} is refused")
-    return f"{n_refused} calls refused"
-
-
 def _run_of(chance: random.Random, model: FuzzModel, options: dict[str, Any]) -> Run:
     session = Session(model.path, **options)
     return Run(chance, model, options, session)
-
-
-def _bare_store(kind: _core.ScoreKind) -> tuple[_core.HeadwiseStore, _core.LayerShape]:
-    shape = _core.LayerShape(4, 2, 16, 16)
-    store = _core.HeadwiseStore(
-        [shape],
-        "f16",
-        _core.ImportanceSettings(kind, decay=0.9),
-        n_sinks=2,
-        recent_window=4,
-        max_tokens=64,
-        max_entries=ENTRIES,
-        n_threads=1,
-        ropes=[_core.RopeParams(0)],
-    )
-    _, (per_page,) = _core.page_geometry([shape], "f16")
-    store.set_budgets([ENTRIES] * 2, 2 * _core.pages_for(ENTRIES, per_page), 2, 4)
-    return store, shape
-
-
-def _rows(chance: np.random.Generator, shape: _core.LayerShape, n_tokens: int) -> list[Any]:
-    heads = ((shape.n_head, shape.k_dim), (shape.n_head_kv, shape.k_dim))
-    sizes = (*heads, (shape.n_head_kv, shape.v_dim))
-    return [chance.standard_normal((n_tokens, *size), dtype=np.float32) for size in sizes]
 
 
 SCENARIOS: dict[str, Callable[[Path], str]] = {
@@ -260,11 +129,7 @@ SCENARIOS: dict[str, Callable[[Path], str]] = {
     for scenario in (
         two_topics,
         two_topics_in_few_bits,
-        wide_groups_beside_narrow_ones,
         the_largest_context,
         ten_thousand_entries,
-        one_bad_row,
-        far_positions,
-        arguments_of_the_extension,
     )
 }

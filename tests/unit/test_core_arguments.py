@@ -52,6 +52,7 @@ def attend(store: Store, n_tokens: int, **changes: Any) -> Any:
 
 
 NO_KEYS = {"k": None, "v": None}
+ROWS = (("q", N_HEAD), ("k", N_HEAD_KV), ("v", N_HEAD_KV))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ NO_KEYS = {"k": None, "v": None}
         {"q": np.zeros((), np.float32)},
         {"q": rows(5, N_HEAD + 1)},
         {"q": np.zeros((0, N_HEAD, DIM), np.float32), "k": rows(0, 2), "v": rows(0, 2)},
+        {name: rows(MAX_TOKENS + 1, heads) for name, heads in ROWS},
         {"k": rows(6, N_HEAD_KV)},
         {"v": rows(5, N_HEAD_KV, DIM + 1)},
         {"v": None},
@@ -167,6 +169,12 @@ def test_numbers_beyond_all_limits_are_refused() -> None:
         store.truncate(-1)
     with pytest.raises(ValueError, match=r"2\^30"):
         store.begin(1, MOST, MOST)
+    for n_tokens, position in ((0, 0), (MAX_TOKENS + 1, 0), (4, -1)):
+        with pytest.raises(ValueError, match=r"."):
+            store.begin(n_tokens, position, 0)
+    for budgets in ([40] * 2, [40, 40, -5]):
+        with pytest.raises(ValueError, match=r"."):
+            store.set_budgets(budgets, 12, 2, 4)
     for entries, per_page in ((10, 0), (10, -1), (2**31 - 1, 16)):
         with pytest.raises(ValueError, match="pages hold"):
             _core.pages_for(entries, per_page)
