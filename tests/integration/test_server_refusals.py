@@ -19,159 +19,83 @@ def server() -> Iterator[Server]:
     yield from served(ENTROPYKV_API_KEY=KEY)
 
 
-BAD: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "grammar": (400, "/v1/completions", {"prompt": "a", "grammar": "root ::= ("}),
-    "grammar of many groups": (
-        400,
-        "/v1/completions",
-        {"prompt": "a", "grammar": "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000},
-    ),
-    "repeating grammar": (
-        400,
-        "/v1/completions",
-        {"prompt": "a", "grammar": 'root ::= "a"{20000000}'},
-    ),
-    "no text": (400, "/v1/completions", {"prompt": "a", "grammar": 'root ::= root "a"'}),
-    "grammar and min_tokens": (
-        400,
-        "/v1/completions",
-        {"prompt": "a", "grammar": 'root ::= "a"', "min_tokens": 5},
-    ),
-    "bias": (400, "/v1/completions", {"prompt": "a", "logit_bias": {"100000": 1}}),
-    "bias of no token": (400, "/v1/completions", {"prompt": "a", "logit_bias": {"-5": 1}}),
-    "bias that is too large": (400, "/v1/completions", {"prompt": "a", "logit_bias": [[1, 1e4]]}),
-    "bias of no pair": (400, "/v1/completions", {"prompt": "a", "logit_bias": [[1, 2, 3]]}),
-    "n": (400, "/v1/completions", {"prompt": "a", "n": 0}),
-    "best_of": (400, "/v1/completions", {"prompt": "a", "best_of": 3}),
-    "no prompt": (400, "/v1/completions", {}),
-    "empty list of prompts": (400, "/v1/completions", {"prompt": []}),
-    "empty tokens": (400, "/v1/completions", {"prompt": [[]]}),
-    "tokens that are none": (400, "/v1/completions", {"prompt": [1, 100_000]}),
-    "no messages": (400, "/v1/chat/completions", {}),
-    "empty messages": (400, "/v1/chat/completions", {"messages": []}),
-    "unknown role": (400, "/v1/chat/completions", {"messages": [{"role": "x", "content": "a"}]}),
-    "image": (
-        400,
-        "/v1/chat/completions",
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "What is this?"},
-                        {"type": "image_url", "image_url": {"url": "data:,"}},
-                    ],
-                }
-            ]
-        },
-    ),
-    "required without tools": (
-        400,
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "tool_choice": "required"},
-    ),
-    "strict schema that is not enforced": (
-        400,
-        "/v1/chat/completions",
-        {
-            "messages": MESSAGES,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "a",
-                    "strict": True,
-                    "schema": {"type": "array", "items": {"type": "number", "not": {}}},
-                },
-            },
-        },
-    ),
-    "stored response": (400, "/v1/responses", {"input": "a", "previous_response_id": "resp_1"}),
-    "tool of OpenAI's": (400, "/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}),
-    "response of an image": (
-        400,
-        "/v1/responses",
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
-    ),
-    "max_tokens": (400, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": -3}),
-    "response_format": (
-        400,
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "response_format": {"type": "unknown"}},
-    ),
-    "tool_choice": (
-        400,
-        "/v1/chat/completions",
-        {
-            "messages": MESSAGES,
-            "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}],
-            "tool_choice": {"type": "function", "function": {"name": "b"}},
-        },
-    ),
-    "schema that is no grammar": (
-        400,
-        "/v1/chat/completions",
-        {
-            "messages": MESSAGES,
-            "response_format": {
-                "type": "json_object",
-                "schema": {"type": "string", "format": "postcode"},
-            },
-        },
-    ),
-    "schema of too many values": (
-        400,
-        "/v1/chat/completions",
-        {
-            "messages": MESSAGES,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "x",
-                    "schema": {"enum": [*range(20_001)]},
-                },
-            },
-        },
-    ),
-    "tool that cannot be enforced": (
-        400,
-        "/v1/chat/completions",
-        {
-            "messages": MESSAGES,
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": "a",
-                        "parameters": {
-                            "type": "object",
-                            "properties": {"x": {"type": "string", "format": "postcode"}},
-                        },
-                    },
-                }
-            ],
-            "tool_choice": "required",
-        },
-    ),
-    "response_format and min_tokens": (
-        400,
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "response_format": {"type": "json_object"}, "min_tokens": 50},
-    ),
-    "logprobs": (400, "/v1/completions", {"prompt": "a", "logprobs": 101}),
-    "no string": (400, "/v1/completions", {"prompt": 7}),
-    "long": (400, "/v1/completions", {"prompt": "a " * 2 * N_CTX}),
-    "embeddings": (400, "/v1/embeddings", {"input": "a"}),
-    "unknown route": (404, "/v1/nothing", {}),
-    "too large": (413, "/v1/completions", {"prompt": "a" * 10_000_000}),
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "grammar": {"grammar": "root ::= ("},
+    "grammar of many groups": {"grammar": "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000},
+    "repeating grammar": {"grammar": 'root ::= "a"{20000000}'},
+    "no text": {"grammar": 'root ::= root "a"'},
+    "grammar and min_tokens": {"grammar": 'root ::= "a"', "min_tokens": 5},
+    "bias": {"logit_bias": {"100000": 1}},
+    "bias of no token": {"logit_bias": {"-5": 1}},
+    "bias that is too large": {"logit_bias": [[1, 1e4]]},
+    "bias of no pair": {"logit_bias": [[1, 2, 3]]},
+    "n": {"n": 0},
+    "best_of": {"best_of": 3},
+    "empty list of prompts": {"prompt": []},
+    "empty tokens": {"prompt": [[]]},
+    "tokens that are none": {"prompt": [1, 100_000]},
+    "logprobs": {"logprobs": 101},
+    "no string": {"prompt": 7},
+    "long": {"prompt": "a " * 2 * N_CTX},
+    "too large": {"prompt": "a" * 10_000_000},
 }
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+POSTCODE = {"type": "string", "format": "postcode"}
+NOT_ENFORCED = {"type": "array", "items": {"type": "number", "not": {}}}
+NAMED = {"type": "function", "function": {"name": "b"}}
+
+
+def tools(parameters: dict[str, Any]) -> list[Any]:
+    return [{"type": "function", "function": {"name": "a", "parameters": parameters}}]
+
+
+def schema(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", **fields}}
+
+
+CHATS: dict[str, dict[str, Any]] = {
+    "empty messages": {"messages": []},
+    "unknown role": {"messages": [{"role": "x", "content": "a"}]},
+    "image": {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, IMAGE]}]},
+    "required without tools": {"tool_choice": "required"},
+    "strict schema that is not enforced": {
+        "response_format": schema(strict=True, schema=NOT_ENFORCED)
+    },
+    "max_tokens": {"max_tokens": -3},
+    "response_format": {"response_format": {"type": "unknown"}},
+    "tool_choice": {"tools": tools({}), "tool_choice": NAMED},
+    "schema that is no grammar": {"response_format": {"type": "json_object", "schema": POSTCODE}},
+    "schema of too many values": {"response_format": schema(schema={"enum": [*range(20_001)]})},
+    "tool that cannot be enforced": {
+        "tools": tools({"type": "object", "properties": {"x": POSTCODE}}),
+        "tool_choice": "required",
+    },
+    "response_format and min_tokens": {
+        "response_format": {"type": "json_object"},
+        "min_tokens": 50,
+    },
+}
+IMAGE_OF_RESPONSES = {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("/v1/completions", {"prompt": "a", **body}) for name, body in COMPLETIONS.items()},
+    **{name: ("/v1/chat/completions", {"messages": MESSAGES, **b}) for name, b in CHATS.items()},
+    "no prompt": ("/v1/completions", {}),
+    "no messages": ("/v1/chat/completions", {}),
+    "stored response": ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}),
+    "tool of OpenAI's": ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}),
+    "response of an image": ("/v1/responses", {"input": [IMAGE_OF_RESPONSES]}),
+    "embeddings": ("/v1/embeddings", {"input": "a"}),
+    "unknown route": ("/v1/nothing", {}),
+}
+STATUSES = {"unknown route": 404, "too large": 413}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_request_is_refused_by_name(server: Server, name: str, stream: bool) -> None:
-    status, path, body = BAD[name]
+    path, body = BAD[name]
     answer = server.post(path, json.dumps({**body, "stream": stream}))
-    assert answer.status_code == status, answer.text
+    assert answer.status_code == STATUSES.get(name, 400), answer.text
     error = answer.json()["error"]
     assert error["message"]
     kinds = {"long": "exceed_context_size_error", "unknown route": "not_found_error"}
