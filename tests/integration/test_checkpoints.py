@@ -5,9 +5,7 @@ from them.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
-from entropykv.server.engine.prefix_cache import PrefixCache
-from entropykv.server.http.users import SOMEBODY
 from entropykv.session import session_text
 from entropykv.session.reuse import LEAST_SPARED, Demand
 from tests.architectures import MODELS
 from tests.support.llamas import QUIET
-from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
+from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, assert_equal, pool_of, written
 from tests.support.releases import write_known
 
 SYSTEM = PROMPTS[4]
@@ -34,11 +30,6 @@ pytestmark = pytest.mark.usefixtures("patient")
 @pytest.fixture
 def model(pool_llama: Path) -> Path:
     return pool_llama
-
-
-def equal(found: Rows, expected: Rows) -> None:
-    for row, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(row, other)
 
 
 def text_of(prompt: Sequence[int], rows: Rows) -> list[int]:
@@ -66,7 +57,7 @@ def test_an_answer_is_written_again_without_reading(model: Path, tokens: int, po
         for _ in range(2):
             assert session.text.return_to_checkpoint(SYSTEM)
             assert session.tokens == SYSTEM
-            equal(again(session, 20), expected)
+            assert_equal(again(session, 20), expected)
         assert sum(map(sum, steps.parts)) == 2 * 20
         session.close()
         assert pool.stats().checkpoints > 0
@@ -87,7 +78,7 @@ def test_an_edited_turn_goes_on_from_the_end_of_the_answer_before(model: Path, t
         found = written(session, PROMPTS[0], 4)
         assert sum(map(sum, steps.parts)) == len(PROMPTS[0]) + 4
         session.reset()
-        equal(written(fork, PROMPTS[0], 4), found)
+        assert_equal(written(fork, PROMPTS[0], 4), found)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "qwen3next"])
@@ -98,7 +89,7 @@ def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -
         session = pool.session()
         expected = written(session, PROMPTS[2], 8)
         assert session.text.return_to_checkpoint(PROMPTS[2])
-        equal(again(session, 8), expected)
+        assert_equal(again(session, 8), expected)
         assert not session.text.return_to_checkpoint(PROMPTS[1])
 
 
@@ -149,7 +140,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
         found = [session.decode(text[end:])[-1]]
         session.reset()
         session.decode(SYSTEM[:end])
-        equal(found, [session.decode(text[end:])[-1]])
+        assert_equal(found, [session.decode(text[end:])[-1]])
 
 
 def test_who_begins_the_same_goes_on_from_it(model: Path) -> None:
@@ -161,7 +152,7 @@ def test_who_begins_the_same_goes_on_from_it(model: Path) -> None:
         steps = Steps(pool)
         sessions = [pool.session_for([*SYSTEM, *question]) for question in questions]
         assert [each.position for each in sessions] == [len(SYSTEM) + 4, *[len(SYSTEM) + 3] * 3]
-        equal(again(sessions[0], 5), expected)
+        assert_equal(again(sessions[0], 5), expected)
         for session, question in zip(sessions[1:], questions[1:], strict=True):
             session.decode(question[3:])
         assert sum(map(sum, steps.parts)) == 5 + 3
@@ -217,52 +208,6 @@ def test_an_application_regenerates_without_reading(model: Path) -> None:
         assert n_read <= 3 + 12
         assert answer(edited) == (other, 0)
         assert answer(SYSTEM) == (first, 0)
-
-
-def in_thread(call: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=call)
-    thread.start()
-    return thread
-
-
-def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
-    with pool_of(model, n_sequences=3, kv_budget=3 * N_CTX) as pool:
-        prefix_cache = PrefixCache(pool, 4)
-        first = prefix_cache.take([*SYSTEM, 5], SOMEBODY)
-        taken: list[Session] = []
-        asked: list[int] = []
-
-        def come() -> None:
-            taken.append(prefix_cache.take([*SYSTEM, 6], SOMEBODY, lambda: asked.append(1)))
-
-        thread = in_thread(come)
-        while not asked:
-            time.sleep(0.001)
-        # This prompt begins differently.
-        assert prefix_cache.take([9, *SYSTEM], SOMEBODY).position == 0
-        first.decode([*SYSTEM, 5])
-        assert not taken
-        first.text.note_turn(writes=True)
-        prefix_cache.has_read(first)
-        thread.join(10)
-        # The position where every reading ends a micro-batch.
-        assert taken[0].position == len(SYSTEM) // PIECE * PIECE
-        assert prefix_cache.forked == 1
-        prefix_cache.close()
-        for session in pool.sessions():
-            session.close()
-
-
-def test_who_waits_can_be_called_off(model: Path) -> None:
-    with pool_of(model, n_sequences=2, kv_budget=2 * N_CTX) as pool:
-        prefix_cache = PrefixCache(pool, 4)
-        prefix_cache.take(SYSTEM, SOMEBODY)
-
-        def stop() -> None:
-            raise InterruptedError
-
-        with pytest.raises(InterruptedError):
-            prefix_cache.take(SYSTEM, SOMEBODY, stop)
 
 
 def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
@@ -336,7 +281,7 @@ def test_only_checkpoints_at_the_end_of_a_prompt_hold_logits(model: Path) -> Non
         assert prompt.text.logits is not None
         assert answer.text.logits is answer.text.parts._logits is None
         assert session.text.return_to_checkpoint(SYSTEM)
-        equal(again(session, 6), rows)
+        assert_equal(again(session, 6), rows)
         session.decode([5, 6])  # The same turn again: the logits of the prompt are still kept.
         assert session.text.return_to_checkpoint(SYSTEM)
         assert session.logits is not None

@@ -7,8 +7,6 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from entropykv import (
     BudgetError,
@@ -18,9 +16,7 @@ from entropykv import (
     ModelFileError,
     Session,
 )
-from entropykv.llamacpp.stock import StockSession
 from tests.support.logits import relative_error, stock_logits, tokens_for
-from tests.support.tiny_models import write_llama
 
 
 @pytest.mark.parametrize("steps", [[300], [1] * 40, [7, 1, 64, 1, 129], [5, 200, 1, 1]])
@@ -39,34 +35,6 @@ def test_ample_budget_gives_the_logits_of_stock(
             done += step
         assert session.position == done
     assert relative_error(np.concatenate(rows), expected) < 2e-3
-
-
-@pytest.mark.parametrize(("n_head", "n_head_kv", "head_dim"), [(4, 1, 80), (3, 3, 64), (8, 2, 20)])
-def test_head_sizes_and_gqa_ratios(
-    n_head: int, n_head_kv: int, head_dim: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.gguf"
-    write_llama(path, n_head=n_head, n_head_kv=n_head_kv, head_dim=head_dim, weight_type="F32")
-    tokens = tokens_for(100)
-    with Session(path, n_ctx=128, kv_type="f16", n_threads=3) as session:
-        ours = session.decode(tokens, all_logits=True)
-        budgets = session.cache.budgets()
-    assert len(budgets[0]) == n_head_kv
-    assert relative_error(ours, stock_logits(path, tokens)) < 2e-3
-
-
-def test_greedy_text_is_that_of_stock(tiny_llama: Path) -> None:
-    tokens = tokens_for(30)
-    stock = StockSession(str(tiny_llama), n_ctx=128, n_threads=2, flash=False)
-    expected = [int(stock.decode(tokens)[-1].argmax())]
-    for _ in range(63):
-        expected.append(int(stock.decode(expected[-1:])[-1].argmax()))
-    stock.close()
-    with Session(tiny_llama, n_ctx=128, kv_type="f16", n_threads=2) as session:
-        ours = [int(session.decode(tokens)[-1].argmax())]
-        for _ in range(63):
-            ours.append(int(session.decode(ours[-1:])[-1].argmax()))
-    assert ours == expected
 
 
 def test_q8_0_is_close_to_f16(tiny_llama: Path) -> None:
@@ -156,45 +124,6 @@ def test_uniform_keeps_what_gets_attention(tiny_llama: Path) -> None:
             session.cache.resize(200)
             errors[policy] = relative_error(session.decode(tokens[350:], all_logits=True), expected)
     assert errors["uniform"] < errors["streaming"]
-
-
-@settings(max_examples=15)
-@given(
-    steps=st.lists(
-        st.one_of(
-            st.tuples(st.just("decode"), st.integers(1, 90)),
-            st.tuples(st.just("resize"), st.sampled_from([20, 48, 100, 0.5, "40KiB"])),
-            st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
-            st.tuples(st.just("reset"), st.just(0)),
-        ),
-        min_size=3,
-        max_size=12,
-    )
-)
-def test_the_pool_never_exceeds_its_budget(
-    tiny_llama: Path, steps: list[tuple[str, float | str]]
-) -> None:
-    with Session(tiny_llama, n_ctx=256, kv_budget=64, n_ubatch=32, n_threads=2) as session:
-        for action, value in steps:
-            if action == "decode":
-                n = min(int(value), session.config.n_ctx - session.position)
-                if n:
-                    session.decode(tokens_for(n))
-            elif action == "resize":
-                session.cache.resize(value)
-            elif action == "truncate":
-                session.text.truncate(int(float(value) * session.position))
-            else:
-                session.reset()
-            stats = session.stats()
-            assert stats.kv_bytes_now <= stats.kv_bytes_budget
-            for layer, budgets in enumerate(session.cache.budgets()):
-                for head, budget in enumerate(budgets):
-                    kept = session.cache.entries(layer, head)
-                    assert len(kept) <= budget
-                    assert kept.size == 0 or kept[-1] < session.position
-                    if action == "decode":
-                        assert kept[-1] == session.position - 1
 
 
 def test_resize_shrinks_and_grows_at_once(tiny_llama: Path) -> None:

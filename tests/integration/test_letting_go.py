@@ -15,7 +15,6 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.users import Caller
 from entropykv.session.kept_texts import IdleSession, KeptTexts
-from entropykv.settings.cache_options import CacheOptions
 from tests.support.pools import N_CTX, PROMPTS, pool_of, written
 
 ANNA = Caller("anna")
@@ -173,14 +172,3 @@ def test_beyond_its_own_limit_a_server_keeps_the_most_recently_used(pool_llama: 
         sessions.append(kept(cache, [6, *OTHER]))
         assert [each.is_closed for each in sessions] == [True, False, True, False]
         assert pool.runner.shared.n_let_go == 2
-
-
-def test_the_only_place_goes_to_a_text_that_begins_differently(pool_llama: Path) -> None:
-    options = CacheOptions(kv_budget=N_CTX, n_ctx=N_CTX, kv_type="q8_0", n_threads=2)
-    with Pool.of_one(pool_llama, options) as pool:
-        cache = PrefixCache(pool, 8)
-        first = kept(cache, [3, *OTHER])
-        second = kept(cache, [4, *OTHER])
-        assert first.is_closed
-        assert second.position == 1 + len(OTHER)
-        assert len(pool.sessions()) == 1

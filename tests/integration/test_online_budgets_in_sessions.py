@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from entropykv.model.shipped import DEMOS
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.command import entropykv
 from tests.support.logits import tokens_for
-from tests.support.online_sessions import BY_LAYER, ONLINE, are_equal, check, each_policy
+from tests.support.online_sessions import BY_LAYER, are_equal, check, each_policy
 from tests.support.saved_sessions import (
     all_entries,
     assert_goes_on_from,
@@ -125,41 +122,6 @@ def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt:
     """Whether the budget is shared before the next token is a part of the state."""
     opened = partial(session_of, uneven_llama, policy="adaptive")
     assert_goes_on_from(opened, n_prompt, 80, (0, 1, 5, 31, 32, 33, 64), 40)
-
-
-@settings(max_examples=8)
-@given(
-    policy=st.sampled_from(ONLINE),
-    steps=st.lists(
-        st.one_of(
-            st.tuples(st.just("decode"), st.integers(1, 90)),
-            st.tuples(st.just("resize"), st.sampled_from([20, 48, 100, 0.5, 1.0, "200KiB"])),
-            st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
-            st.tuples(st.just("load"), st.just(0)),
-            st.tuples(st.just("reset"), st.just(0)),
-        ),
-        min_size=3,
-        max_size=10,
-    ),
-)
-def test_any_steps(uneven_llama: Path, policy: str, steps: list[tuple[str, Any]]) -> None:
-    with session_of(uneven_llama, n_ctx=256, kv_budget=64, policy=policy) as session:
-        session.decode(tokens_for(80))
-        data = session.files.save_state()
-        for action, value in steps:
-            if action == "decode":
-                n = min(value, session.config.n_ctx - session.position)
-                if n:
-                    session.decode(tokens_for(n, seed=value))
-            elif action == "resize":
-                session.cache.resize(value)
-            elif action == "truncate":
-                session.text.truncate(int(value * session.position))
-            elif action == "load":
-                session.files.load_state(data)
-            else:
-                session.reset()
-            check(session)
 
 
 @each_policy

@@ -11,64 +11,14 @@ import numpy as np
 import pytest
 
 from tests.support.logits import tokens_for
-from tests.support.online_sessions import BY_LAYER, are_equal, check, each_policy
+from tests.support.online_sessions import BY_LAYER, check, each_policy
 from tests.support.saved_sessions import (
-    all_entries,
     assert_load_refused,
-    future,
     sections_start,
     session_of,
     signed,
     with_contents,
 )
-
-
-@each_policy
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_a_loaded_session_goes_on_as_saved(
-    uneven_llama: Path, policy: str, kv_type: str, tmp_path: Path
-) -> None:
-    options = {"policy": policy, "kv_type": kv_type}
-    file = tmp_path / "x.ekv"
-    with session_of(uneven_llama, **options) as session:
-        session.decode(tokens_for(200))
-        list(session.generate([7], 30))
-        session.files.save(file)
-        assert session.stats().evictions > 0
-        assert not are_equal(session)
-        expected = (future(session), session.files.save_state())
-    for read_before in (0, 120):
-        with session_of(uneven_llama, **options) as session:
-            if read_before:  # Loading discards this text.
-                session.decode(tokens_for(read_before, seed=8))
-                session.decode([5] * 7)
-            session.files.load(file)
-            stats = session.stats()
-            assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
-            assert session.files.save_state() == file.read_bytes()
-            assert (future(session), session.files.save_state()) == expected
-
-
-@each_policy
-def test_other_budgets(uneven_llama: Path, policy: str) -> None:
-    """A smaller budget evicts as resize() does; a larger one keeps everything."""
-    with session_of(uneven_llama, policy=policy) as session:
-        session.decode(tokens_for(200))
-        data, kept = session.files.save_state(), all_entries(session)
-        session.cache.resize(50)
-        budgets, evicted = session.cache.budgets(), all_entries(session)
-    with session_of(uneven_llama, policy=policy, kv_budget=50) as session:
-        session.files.load_state(data)
-        assert (session.cache.budgets(), all_entries(session)) == (budgets, evicted)
-        check(session)
-        session.decode(tokens_for(80))
-        check(session)
-    for larger in (1.0, 400):
-        with session_of(uneven_llama, policy=policy, kv_budget=larger, n_ctx=400) as session:
-            session.files.load_state(data)
-            assert all_entries(session) == kept
-            session.decode(tokens_for(80))
-            check(session)
 
 
 @each_policy

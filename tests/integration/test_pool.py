@@ -11,7 +11,16 @@ import pytest
 from entropykv import PoolError, Session
 from tests.architectures import MODELS
 from tests.support.logits import relative_error
-from tests.support.pools import N_CTX, PIECE, PROMPTS, Steps, pool_of, together, written
+from tests.support.pools import (
+    N_CTX,
+    PIECE,
+    PROMPTS,
+    Steps,
+    assert_equal,
+    pool_of,
+    together,
+    written,
+)
 from tests.support.releases import write_known
 from tests.support.tiny_models import write_llama
 
@@ -21,6 +30,17 @@ pytestmark = pytest.mark.usefixtures("patient")
 @pytest.fixture
 def model(pool_llama: Path) -> Path:
     return pool_llama
+
+
+def assert_equals_alone(
+    model: Path, prompts: Any, shares: Any, found: Any, n: int, **options: Any
+) -> None:
+    """Assert that each text has the logits that it has alone in a pool as large as its share."""
+    for rows, prompt, share in zip(found, prompts, shares, strict=True):
+        with pool_of(model, n_sequences=1, **{**options, "kv_budget": f"{share}B"}) as single:
+            session = single.session()
+            session.decode([1])
+            assert_equal(rows, written(session, prompt, n))
 
 
 @pytest.mark.parametrize(
@@ -46,12 +66,7 @@ def test_logits_in_company_are_those_alone_to_the_bit(
     assert max(map(len, steps.parts)) > 1  # They were read together.
     # Prompts are read together with single tokens.
     assert any(1 in parts and max(parts) > 1 for parts in steps.parts)
-    for rows, prompt, share in zip(found, PROMPTS, shares, strict=True):
-        with pool_of(model, n_sequences=1, kv_budget=f"{share}B", policy=policy) as single:
-            session = single.session()
-            session.decode([1])
-            for row, other in zip(rows, written(session, prompt, 24), strict=True):
-                np.testing.assert_array_equal(row, other)
+    assert_equals_alone(model, PROMPTS, shares, found, 24, policy=policy)
 
 
 def noting_shares(session: Session) -> list[tuple[int, int, int | None]]:
@@ -96,8 +111,7 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
             with single.runner.live_store(session._slot):
                 session._slot.store.take_share(*left.pop(0)[1:])
             single.runner.scheduler._run = follow
-            for row, other in zip(rows, written(session, prompt, 24), strict=True):
-                np.testing.assert_array_equal(row, other)
+            assert_equal(rows, written(session, prompt, 24))
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
@@ -108,8 +122,7 @@ def test_a_pool_gives_the_logits_of_a_session(model: Path, n_threads: int) -> No
         expected = written(session, PROMPTS[4], 20)
     with pool_of(model, n_sequences=3, kv_budget=64, n_threads=n_threads) as pool:
         found = written(pool.session(), PROMPTS[4], 20)
-    for row, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(row, other)
+    assert_equal(found, expected)
 
 
 NAMES = (
@@ -151,14 +164,7 @@ def test_positions_beyond_the_trained_context_are_each_their_own(tmp_path: Path)
         shares = [session.stats().kv_bytes_budget for session in sessions]
         found = together(sessions, prompts, 30)
         assert sessions[0].stats().rebases > sessions[1].stats().rebases == 0
-    for rows, prompt, share in zip(found, prompts, shares, strict=True):
-        with pool_of(
-            path, n_sequences=1, kv_budget=f"{share}B", n_ubatch=16, policy="uniform"
-        ) as single:
-            session = single.session()
-            session.decode([1])
-            for row, other in zip(rows, written(session, prompt, 30), strict=True):
-                np.testing.assert_array_equal(row, other)
+    assert_equals_alone(path, prompts, shares, found, 30, n_ubatch=16, policy="uniform")
 
 
 def test_frozen_entries_are_each_their_own(model: Path) -> None:
@@ -172,12 +178,7 @@ def test_frozen_entries_are_each_their_own(model: Path) -> None:
         found = together(sessions, prompts, 20)
         assert all(session.stats().frozen_entries > 0 for session in sessions)
         assert all(session.cache.evicted == 0 for session in sessions)
-    for rows, prompt in zip(found, prompts, strict=True):
-        with pool_of(model, n_sequences=1, **{**options, "kv_budget": f"{share}B"}) as single:
-            session = single.session()
-            session.decode([1])
-            for row, other in zip(rows, written(session, prompt, 20), strict=True):
-                np.testing.assert_array_equal(row, other)
+    assert_equals_alone(model, prompts, [share] * 2, found, 20, **options)
 
 
 @pytest.mark.parametrize("store", ["headwise", "flat"])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from entropykv import Pool, PoolError, Session, SettingsError
 from entropykv.settings.cache_options import CacheOptions
-from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of, written
+from tests.support.pools import N_CTX, PIECE, PROMPTS, assert_equal, pool_of, written
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
@@ -46,10 +45,7 @@ def test_conversations_follow_each_other_as_sessions_alone(pool: Pool, pool_llam
         ):
             with pytest.raises(PoolError, match="holds one conversation"):
                 pool.session()
-            for row, other in zip(
-                written(session, prompt, 9), written(alone, prompt, 9), strict=True
-            ):
-                np.testing.assert_array_equal(row, other)
+            assert_equal(written(session, prompt, 9), written(alone, prompt, 9))
             assert session.text.held().reusable_from == alone.text.held().reusable_from > 0
             evicted += alone.cache.evicted
             stats, expected = pool.stats(), alone.stats()
@@ -126,6 +122,11 @@ def test_the_only_place_goes_to_the_next_prompt(pool: Pool) -> None:
     assert other.position == 0, "the text of another user"
     assert (cache.resumed, pool.runner.shared.n_let_go) == (1, 1)
     assert cache.length_of(ANNA) == 0
+    other.decode(PROMPTS[1])
+    cache.put(other, BEN)
+    assert cache.take(PROMPTS[2], BEN).position == 0, "it begins differently"
+    assert (cache.resumed, pool.runner.shared.n_let_go) == (1, 2)
+    assert len(pool.sessions()) == 1
 
 
 def test_a_file_takes_the_place_of_what_is_kept(pool: Pool, tmp_path: Path) -> None:

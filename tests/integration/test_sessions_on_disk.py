@@ -19,6 +19,7 @@ from entropykv import ContextError, Session
 from entropykv.session.session import _DEPRECATED
 from tests.architectures import MODELS
 from tests.support.logits import relative_error, tokens_for
+from tests.support.online_sessions import ONLINE, are_equal, check
 from tests.support.releases import write_known
 from tests.support.saved_sessions import (
     all_entries,
@@ -29,15 +30,14 @@ from tests.support.saved_sessions import (
 )
 
 STORES = [
-    ("headwise", "uniform"),
-    ("headwise", "uniform:attention+values"),
-    ("headwise", "streaming"),
-    ("flat", "recency"),
+    *(("tiny_llama", "headwise", p) for p in ("uniform", "uniform:attention+values", "streaming")),
+    ("tiny_llama", "flat", "recency"),
+    *(("uneven_llama", "headwise", policy) for policy in ONLINE),
 ]
+OF_BITNET = [("tiny_bitnet", *of) for _, *of in STORES[:4]]
 
 
-@pytest.mark.parametrize("model", ["tiny_llama", "tiny_bitnet"])
-@pytest.mark.parametrize(("store", "policy"), STORES)
+@pytest.mark.parametrize(("model", "store", "policy"), [*STORES, *OF_BITNET])
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_the_same_numbers_as_without_a_break(
     model: str, store: str, policy: str, kv_type: str, tmp_path: Path, request: Any
@@ -49,8 +49,9 @@ def test_the_same_numbers_as_without_a_break(
         list(session.generate([7], 30))
         contents = session.files.save(file, chat=True)
         assert session.stats().evictions > 0
+        assert are_equal(session) == (policy not in ONLINE)
         kept, evictions = session.stats().entries_kept, session.stats().evictions
-        expected = future(session)
+        expected = (future(session), session.files.save_state())
     assert contents.n_entries == kept
     with session_of(path, **options) as session:
         session.decode(tokens_for(120, seed=8))  # Loading discards these tokens.
@@ -59,7 +60,7 @@ def test_the_same_numbers_as_without_a_break(
         stats = session.stats()
         assert (stats.entries_kept, stats.evictions) == (kept, evictions)
         assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
-        assert future(session) == expected
+        assert (future(session), session.files.save_state()) == expected
 
 
 def test_saving_changes_nothing(tiny_llama: Path) -> None:
@@ -191,24 +192,24 @@ def test_an_empty_session_and_one_without_logits(tiny_llama: Path) -> None:
             assert relative_error(rows, session.decode(tokens_for(50))) < 1e-3
 
 
-@pytest.mark.parametrize(("store", "policy"), STORES)
-def test_other_budgets(tiny_llama: Path, store: str, policy: str) -> None:
+@pytest.mark.parametrize(("model", "store", "policy"), STORES)
+def test_other_budgets(model: str, store: str, policy: str, request: Any) -> None:
     """A smaller budget evicts as resize() does; a larger one keeps everything."""
     options = {"store": store, "policy": policy, "n_ubatch": 64}
-    with session_of(tiny_llama, **options) as session:
+    path = request.getfixturevalue(model)
+    with session_of(path, **options) as session:
         session.decode(tokens_for(200))
         data = session.files.save_state()
         kept = all_entries(session)
         session.cache.resize(50)
-        evicted = all_entries(session)
-    with session_of(tiny_llama, kv_budget=50, **options) as session:
+        evicted = (session.cache.budgets(), all_entries(session))
+    with session_of(path, kv_budget=50, **options) as session:
         session.files.load_state(data)
-        assert all_entries(session) == evicted
-        stats = session.stats()
-        assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+        assert (session.cache.budgets(), all_entries(session)) == evicted
+        check(session)
         session.decode(tokens_for(80))
-        assert all(len(entries) <= 50 for entries in all_entries(session))
-    with session_of(tiny_llama, kv_budget=1.0, **options) as session:
+        check(session)
+    with session_of(path, kv_budget=1.0, **options) as session:
         session.files.load_state(data)
         assert all_entries(session) == kept
         session.decode(tokens_for(80))

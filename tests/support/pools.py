@@ -37,6 +37,12 @@ def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
     return rows
 
 
+def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Assert that rows are equal to the bit."""
+    for row, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(row, other)
+
+
 class Steps:
     """Record the sizes of the parts of every step of a pool, and its bytes after each step."""
 

@@ -198,20 +198,6 @@ def test_scores_survive_saving_and_turning_on_of_keys() -> None:
     np.testing.assert_array_equal(loaded.core.importance(0, 1), scores)
 
 
-def test_frozen_entries_come_back_with_their_scores() -> None:
-    store = PredictedLayer(freezing=_core.FreezeSettings("q8_0", 0, 0))
-    weights = store.weights()
-    store.core.set_predictor(0, weights)
-    store.read(80)
-    store.core.freeze_all(79)
-    assert store.core.count(0, 0) == 0
-    store.read(1)
-    store.core.restore(300)
-    scores = store.expected(0, weights)[store.core.positions(0, 0)]
-    assert len(scores) == 81
-    np.testing.assert_allclose(store.core.importance(0, 0), scores, rtol=SHARE_RTOL)
-
-
 def test_losses_are_sums_of_what_is_not_kept() -> None:
     store = PredictedLayer(budget=60, counts_dropped=True)
     weights = store.weights()
