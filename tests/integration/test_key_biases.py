@@ -11,11 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import Session
+from entropykv.llamacpp.distributions import mean_divergence
 from entropykv.model.geometry import read_geometry
 from entropykv.model.key_biases import read_key_biases
 from entropykv.settings.freezing import Freezing
 from tests.support.command import entropykv
-from tests.support.logits import kl_divergence, stock_logits, tokens_for
+from tests.support.logits import stock_logits, tokens_for
 from tests.support.saved_sessions import assert_load_refused, with_settings
 from tests.support.tiny_models import write_gpt2, write_llama
 
@@ -52,8 +53,8 @@ def test_q8_0_keeps_what_f16_knows(biased: Path) -> None:
     """
     tokens = tokens_for(300)
     stock = stock_logits(biased, tokens)
-    lost = {kind: kl_divergence(stock, logits_of(biased, tokens, kv_type=kind)) for kind in KINDS}
-    plain = kl_divergence(
+    lost = {kind: mean_divergence(stock, logits_of(biased, tokens, kv_type=kind)) for kind in KINDS}
+    plain = mean_divergence(
         stock, logits_of(biased, tokens, kv_type="q8_0", policy="uniform:products")
     )
     assert lost["q8_0"] < 0.1 * plain

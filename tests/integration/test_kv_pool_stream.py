@@ -104,8 +104,7 @@ def test_several_look_while_several_write(pooled: Server) -> None:
 def test_documents_and_texts_of_other_keys_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{KEY}\nanother-key\n", encoding="utf-8")
     options = ("--documents", tmp_path / "documents", "--api-key-file", tmp_path / "keys")
-    server = Server(*options, usual=("-c", 16384, "-t", 1, "--kv-budget", 4096))
-    try:
+    with Server(*options, usual=("-c", 16384, "-t", 1, "--kv-budget", 4096)) as server:
         body = {"name": "book", "text": "A quiet market. " * 30}
         assert server.post("/v1/documents", json.dumps(body)).status_code == 202
         say(server, "anna", "Who is there?", document="book")
@@ -124,5 +123,3 @@ def test_documents_and_texts_of_other_keys_are_told_apart(tmp_path: Path) -> Non
         (_, (_, picture)) = events(server, most=2)
         assert len(picture["conversations"]) == 2
         assert picture["pool"]["others"]
-    finally:
-        server.end()

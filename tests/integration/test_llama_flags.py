@@ -150,13 +150,10 @@ def test_pasted_lines_of_llama_server_serve(tiny_llama: Path, tmp_path: Path, li
     for flag in ("-m", "--model"):  # Server adds the model itself.
         if flag in words:
             del words[words.index(flag) : words.index(flag) + 2]
-    server = Server(*words, model=tiny_llama, usual=())
-    try:
+    with Server(*words, model=tiny_llama, usual=()) as server:
         for _ in range(600):
             health = httpx.get(server.url + "/health", timeout=60)
             if health.status_code != 503:
                 break
             time.sleep(0.1)
         assert health.status_code == 200
-    finally:
-        assert server.end()[0] == 0

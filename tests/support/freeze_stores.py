@@ -14,7 +14,7 @@ from tests.support.reference import (
     Rules,
     stored,
 )
-from tests.support.stores import WithOracle, importance_of
+from tests.support.stores import WithOracle, importance_of, pages_of
 
 MAX_TOKENS = 40
 MAX_ENTRIES = 300
@@ -25,15 +25,6 @@ SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # Their pages hold 16 entries, and mo
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 KV_TYPES = ("f16", "q8_0")
-
-
-def pages_of(budgets: list[int], kv_type: str, shapes: Any = SHAPES) -> int:
-    _, per_page = _core.page_geometry([_core.LayerShape(*shape) for shape in shapes], kv_type)
-    layers = [layer for layer, shape in enumerate(shapes) for _ in range(shape[1])]
-    return sum(
-        _core.pages_for(budget, per_page[layer])
-        for layer, budget in zip(layers, budgets, strict=True)
-    )
 
 
 def freeze_settings(recall: int = 0, limit: int = 0, **more: Any) -> _core.FreezeSettings:
@@ -86,7 +77,9 @@ class Pair(WithOracle):
         self.set_budgets(self.budgets)
 
     def set_budgets(self, budgets: list[int]) -> None:
-        self.store.set_budgets(budgets, pages_of(budgets, self.rules.kv_type), N_SINKS, RECENT)
+        self.store.set_budgets(
+            budgets, pages_of(budgets, self.rules.kv_type, SHAPES), N_SINKS, RECENT
+        )
         for key, budget in zip(HEADS, budgets, strict=True):
             self.heads[key].set_budget(budget, self.store.positions(*key))
         self.check()
@@ -144,7 +137,7 @@ operations = st.lists(
 )
 
 
-def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
+def perform(pair: Pair | Reader, operation: tuple[Any, ...]) -> None:
     match operation:
         case ("attend", n_tokens):
             pair.attend(n_tokens)
@@ -183,31 +176,26 @@ class Reader:
         self.set_budgets(self.budgets)
 
     def set_budgets(self, budgets: list[int]) -> None:
-        pages = pages_of(budgets, self.rules.kv_type)
+        pages = pages_of(budgets, self.rules.kv_type, SHAPES)
         self.store.set_budgets(budgets, pages, N_SINKS, RECENT)
         self.budgets = budgets
 
     def all(self, todo: list[tuple[Any, ...]]) -> None:
         for operation in todo:
-            match operation:
-                case ("attend", n_tokens):
-                    self.attend(n_tokens)
-                case ("decode", n_steps):
-                    for _ in range(n_steps):
-                        self.attend(1)
-                case ("set_budgets", budgets):
-                    self.set_budgets(budgets)
-                case ("truncate", fraction):
-                    self.position = round(fraction * self.position)
-                    self.store.truncate(self.position)
-                    self.k = [k[: self.position] for k in self.k]
-                case ("freeze_all",):
-                    self.store.freeze_all(self.position - 1)
-                case ("restore", frozen_before, due_within, forget):
-                    now = self.position - 1
-                    frozen_after, due_after = now - frozen_before, now + due_within
-                    self.store.restore(now, frozen_after, due_after, forget)
+            perform(self, operation)
             self.check()
+
+    def truncate(self, position: int) -> None:
+        self.position = position
+        self.store.truncate(position)
+        self.k = [k[:position] for k in self.k]
+
+    def freeze_all(self) -> None:
+        self.store.freeze_all(self.position - 1)
+
+    def restore(self, frozen_before: int, due_within: int, *, forget: bool) -> None:
+        now = self.position - 1
+        self.store.restore(now, now - frozen_before, now + due_within, forget)
 
     def attend(self, n_tokens: int) -> None:
         n_tokens = min(n_tokens, MAX_ENTRIES - self.position)

@@ -19,20 +19,6 @@ def relative_error(ours: Logits, stock: Logits) -> float:
     return float(np.sqrt(((ours - stock) ** 2).mean()) / stock.std())
 
 
-def kl_divergence(stock: Logits, ours: Logits) -> float:
-    """Return the mean over rows of KL(stock || ours), in nats."""
-
-    def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-        shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-        result: npt.NDArray[np.float64] = shifted - np.log(
-            np.exp(shifted).sum(axis=1, keepdims=True)
-        )
-        return result
-
-    reference, other = log_softmax(stock), log_softmax(ours)
-    return float((np.exp(reference) * (reference - other)).sum(axis=1).mean())
-
-
 def tokens_for(n: int, n_vocab: int = 250, seed: int = 3) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(3, n_vocab, n)]
 

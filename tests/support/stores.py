@@ -20,11 +20,14 @@ LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 
 
-def pages_of(budgets: list[int], kv_type: str) -> int:
-    _, per_page = _core.page_geometry(LAYERS, kv_type)
+def pages_of(
+    budgets: list[int], kv_type: str, shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
+) -> int:
+    _, per_page = _core.page_geometry([_core.LayerShape(*shape) for shape in shapes], kv_type)
+    layers = [layer for layer, shape in enumerate(shapes) for _ in range(shape[1])]
     return sum(
         _core.pages_for(budget, per_page[layer])
-        for (layer, _), budget in zip(HEADS, budgets, strict=True)
+        for layer, budget in zip(layers, budgets, strict=True)
     )
 
 
