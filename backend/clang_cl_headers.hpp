@@ -2,7 +2,7 @@
 // of Microsoft may not be shipped. Included before every source by parse_with_clang_cl.py.
 #pragma once
 
-// What the build of that library writes into its __config_site.
+// These lines are what the build of that library writes into its __config_site.
 #define _LIBCPP_ABI_VERSION 1
 #define _LIBCPP_ABI_NAMESPACE __1
 #define _LIBCPP_HARDENING_MODE_DEFAULT 2

@@ -56,7 +56,7 @@ def installed() -> LlamaCpp | None:
 
 
 def _seen_with(environment: dict[str, str]) -> LlamaCpp | None:
-    with tempfile.TemporaryDirectory() as empty:  # the working directory is on Python's path
+    with tempfile.TemporaryDirectory() as empty:  # Python searches it, too.
         command = [sys.executable, str(Path(__file__).resolve()), "--here"]
         result = subprocess.run(  # noqa: S603
             command, env=environment, cwd=empty, capture_output=True, text=True, check=True

@@ -48,7 +48,7 @@ def answer(wheel: Path, release: str, wheels: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         programs = Path(folder) / "bin"
-        # Only the environment's own programs: no compiler, no cmake, no git.
+        # PATH has the environment's own programs only: no compiler, no cmake, no git.
         environment = {**os.environ, "PATH": str(programs), "CC": "/none", "CXX": "/none"}
         install = ["pip", "install", "-q", "--only-binary", ":all:", "--find-links", wheels]
         for command in (

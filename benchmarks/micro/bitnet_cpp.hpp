@@ -1,5 +1,5 @@
-// The kernel that bitnet.cpp computes ternary products with, where its sources were given. Its
-// tokens are integers here: what rounding them takes is not counted.
+// Calls the kernel that bitnet.cpp computes ternary products with, where its sources were given.
+// Its tokens are integers here: what rounding them takes is not counted.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 #if defined(ENTROPYKV_BITNET_CPP)
 #include "gemm-config.h"
 
-// Of src/ggml-bitnet-mad.cpp: products of one row with nrc tokens, `by` bytes apart, to floats that
-// are `bs` apart.
+// src/ggml-bitnet-mad.cpp defines it: it multiplies one row with nrc tokens, `by` bytes apart, and
+// writes floats that are `bs` apart.
 void ggml_vec_dot_i2_i8_s(int n, float* s, std::size_t bs, const void* vx, std::size_t bx,
                           const void* vy, std::size_t by, int nrc);
 

@@ -1,5 +1,5 @@
-// The decode kernel alone, against a plain read of the same bytes by the same number of threads,
-// in alternation. Every pass reads `working set` MiB of pages, spread over as many heads as that
+// Measures the decode kernel alone, against a plain read of the same bytes by as many threads, in
+// alternation. Every pass reads `working set` MiB of pages, spread over as many heads as that
 // takes: what lies in a cache between two passes of a real model's layers is not measured.
 #include <sys/mman.h>
 

@@ -1,6 +1,6 @@
-// Products of quantised weights: ours against those of the installed llama.cpp, one thread, in
-// alternation, by the CPU time of the thread. Beside the speed, the errors of both against a
-// product in f64 of the same weights and unrounded activations, relative to its root mean square.
+// Compares our products of quantised weights with those of the installed llama.cpp, in alternation,
+// by the CPU time of one thread. Beside the speed, it prints the errors of both against a product
+// in f64 of the same weights and unrounded activations, relative to its root mean square.
 // Built with the sources of bitnet.cpp, it shows that library's kernel beside ternary ones.
 //     product_bench [values [rows [tokens,tokens,... [type]]]]
 #include <ggml-backend.h>
@@ -56,7 +56,7 @@ double seconds_of(const std::function<void()>& action) {
     return (now - start) / n;
 }
 
-// A matrix of random weights in both libraries, and random tokens.
+// Holds a matrix of random weights in both libraries, and random tokens.
 class Subject {
 public:
     Subject(const Served& served, int n_values, int n_rows, int n_tokens, ggml_backend_t backend,

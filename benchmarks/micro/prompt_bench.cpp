@@ -1,6 +1,6 @@
-// The prompt kernels alone, one thread, in CPU time of that thread: attention of tiles of 64 query
-// rows over one head's entries, and what its queries give to them afterwards, with weights that
-// were kept and without.
+// Measures the prompt kernels alone, in CPU time of one thread: attention of tiles of 64 query rows
+// over one head's entries, and what its queries give to them afterwards, with weights that were
+// kept and without.
 #include <ctime>
 
 #include <algorithm>

@@ -24,7 +24,7 @@ struct Case {
     KvType type;
     int dim;
     int budget;    // entries of a head
-    int n_tokens;  // of a micro-batch
+    int n_tokens;  // A micro-batch has so many.
 };
 
 double seconds(const std::function<void()>& work) {

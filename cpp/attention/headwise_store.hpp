@@ -55,7 +55,7 @@ public:
     void give_up_share();
     void rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift, int new_shift);
 
-    // A micro-batch that is attended to without a model; its last n_echo tokens are an echo.
+    // Holds a micro-batch that is attended to without a model; its last n_echo tokens are an echo.
     struct MicroBatch {
         RowsOfTokens q;
         std::optional<RowsOfTokens> k;  // given for the first reader of a layer only

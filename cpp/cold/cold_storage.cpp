@@ -9,7 +9,7 @@ namespace entropykv {
 
 std::uint32_t ColdStorage::take() {
     if (free_.empty()) {
-        make_room(free_, n_pages_ + 1);  // so that freeing pages allocates nothing
+        make_room(free_, n_pages_ + 1);  // Freeing pages must allocate nothing.
         grow(n_pages_ + 1);
         return static_cast<std::uint32_t>(n_pages_++);
     }

@@ -35,7 +35,7 @@ int count_detections(Detections detections, std::int32_t now, int history) {
 }
 
 int freeze_steps(int detections, float rate) {
-    constexpr float kMost = 1e9f;  // so that a position plus steps fits into 32 bits
+    constexpr float kMost = 1e9f;  // A position plus steps fits into 32 bits.
     return static_cast<int>(std::min(std::sqrt(static_cast<float>(detections)) / rate, kMost));
 }
 

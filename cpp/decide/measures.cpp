@@ -21,7 +21,7 @@ float mass_limit(const DetectionQuery& asked) {
 float one_row_limit(const DetectionQuery& asked) { return asked.even_share; }
 float product_limit(const DetectionQuery& asked) { return asked.rows * asked.threshold; }
 
-constexpr Statistic kNone = Statistic::probability;  // for measures without observations
+constexpr Statistic kNone = Statistic::probability;  // Measures without observations have this.
 constexpr float kEvenShare = 1.0f;
 constexpr float kThresholdOfProducts = 0.5f;  // the threshold of the freeze document
 

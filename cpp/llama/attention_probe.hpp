@@ -25,7 +25,7 @@ struct AttentionNode {
     bool has_sinks;
     RopeParams rope;       // rotates the stored keys
     float rope_magnitude;  // by which the rotation multiplies keys
-    // For the device store: the buffer type of the layer's cache, and what the node computes.
+    // The device store needs the buffer type of the layer's cache, and what the node computes.
     ggml_backend_buffer_type_t memory;
     bool is_apart;  // whether another device computes it than that of the cache
     std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)> op_params;

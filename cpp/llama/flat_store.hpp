@@ -42,7 +42,7 @@ public:
     // by position and could not tell them apart.
     void rebase(int shift);
     int shift() const { return shift_; }
-    void set_shift(int shift) { shift_ = shift; }  // for a cache that was filled at this shift
+    void set_shift(int shift) { shift_ = shift; }  // The cache was filled at this shift.
     // Moves the store to another context of any size, which must be empty. If llama.cpp does not
     // accept the state, throws std::runtime_error, and the store stays in its old context.
     void move_to(llama_context* context);

@@ -79,7 +79,7 @@ struct PageLayout {
         const int lane = slot % kGroupEntries;
         return k_offset + index(group) * k_group_bytes() + index(lane * k_unit_bytes);
     }
-    std::size_t v_at(int slot) const {  // not for latent layouts
+    std::size_t v_at(int slot) const {  // Latent layouts have no V.
         const int first = slot / v_together * v_together;
         const int place = v_together == 4 ? quad_place(slot) : 0;
         return v_offset + index((first * v_units + place) * v_unit_bytes);

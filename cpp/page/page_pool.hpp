@@ -1,6 +1,6 @@
-// A pool of pages whose total size is the KV budget. Memory is taken from the system as it is
-// needed, and given back when the budget shrinks. A page may have several owners: it counts once,
-// and is free when the last owner has released it.
+// Defines a pool of pages whose total size is the KV budget. Memory is taken from the system as it
+// is needed, and given back when the budget shrinks. A page may have several owners: it counts
+// once, and is free when the last owner has released it.
 #pragma once
 
 #include <cstddef>

@@ -36,7 +36,7 @@ bool read_at(int file, void* data, std::size_t n, std::size_t offset) noexcept {
 
 std::string allocate_at(int file, std::size_t offset, std::size_t n) {
 #if defined(__APPLE__)
-    // Without posix_fallocate: takes blocks beyond those that the file has, then sets its length.
+    // Without posix_fallocate, take blocks beyond those that the file has, then set its length.
     const off_t end = static_cast<off_t>(offset + n);
     const off_t length = lseek(file, 0, SEEK_END);
     if (length < 0) return std::strerror(errno);

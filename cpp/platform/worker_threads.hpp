@@ -1,5 +1,5 @@
-// Runs pieces of work on threads that wait for it, and on the thread that asks. For work outside of
-// llama.cpp's graphs, whose own threads run the parts inside.
+// Runs pieces of work on threads that wait for it, and on the thread that asks. It is meant for
+// work outside of llama.cpp's graphs, whose own threads run the parts inside.
 #pragma once
 
 #include <atomic>

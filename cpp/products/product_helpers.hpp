@@ -55,7 +55,7 @@ private:
         std::atomic<std::uint64_t> ready{0};
         AlignedBytes products;
     };
-    static constexpr int kSlots = 2;  // so that a helper goes on before its products are copied
+    static constexpr int kSlots = 2;  // A helper goes on before copies are made.
     struct Helper {
         AlignedBytes tile;
         Slot slots[kSlots];

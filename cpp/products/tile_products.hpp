@@ -98,7 +98,7 @@ inline void group_products(const Codes& codes, const TokenCodes& tokens,
         }
 }
 
-#elif defined(__AVX2__)  // without VNNI, sums are in 16 bits as long as they fit
+#elif defined(__AVX2__)  // Sums are in 16 bits as long as they fit.
 
 // Keeps GCC from turning a long sum of integers into a tree, only half of which fits into
 // registers.

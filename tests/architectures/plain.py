@@ -79,7 +79,7 @@ PLAIN: tuple[Architecture, ...] = (
         },
     ),
     model("grovemoe", (4, 2, 32), MOE | {"expert_group_scale": 1.0, "experts_per_group": 1}),
-    # Two stacks of one layer each, which are run six times.
+    # This model has two stacks of one layer each, which are run six times.
     model(
         "hrm_text",
         (4, 2, 32),

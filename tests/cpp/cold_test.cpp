@@ -379,7 +379,7 @@ void test_a_limit_drops_the_least_worthy_page() {
     frozen.head.restore(records[17]);  // an entry that is not frozen is not lost
     const int added = frozen.add(64, 9.0f);
     CHECK(frozen.head.dropped_page() == 1 && frozen.head.n_dropped() == 15);
-    CHECK(added / kPerPage == 1);  // its number is used again
+    CHECK(added / kPerPage == 1);  // Its number is used again.
     CHECK(frozen.head.n_frozen() == 64 - 16 + 1 && frozen.head.stored_pages() == 3);
     std::set<std::int32_t> positions;
     for (int i = 0; i < frozen.head.n_records(); ++i)

@@ -294,7 +294,7 @@ void test_moves(const KernelTable& kernels, Entries& entries) {
     std::copy_n(entries.page(1), layout.bytes, target.data());
     std::vector<float> row(index(layout.k_dim));
     kernels.move_keys(layout, entries.page(0), 1, target.data(), 0, moves);
-    for (int i = 0; i < moves.n; ++i)  // their scales are moved elsewhere
+    for (int i = 0; i < moves.n; ++i)  // Their scales are moved elsewhere.
         copy_value(layout, entries.page(0), kGroupEntries + moves.from[i], target.data(),
                    moves.to[i]);
     bool moved = true;

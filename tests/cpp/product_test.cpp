@@ -78,7 +78,7 @@ void test_accuracy(const Problem& problem, const std::vector<float>& out) {
                     weights += std::abs(weight);
                     exact += weight * problem.token(t, i);
                 }
-                magnitude += 16 * weights * largest;  // of codes, before the zero is subtracted
+                magnitude += 16 * weights * largest;  // The zero is subtracted from codes later.
                 if (problem.format.rounds()) bound += weights * largest / 127 / 2;
             }
             const double error = std::abs(out[index(t * problem.shape.rows + row)] - exact);
@@ -254,7 +254,7 @@ void test_every_piece_is_taken_once() {
 // A thread that begins late finds that others have done its part of a single token's product.
 void test_nobody_waits_for_a_thread_that_begins_late() {
     std::mt19937 random(11);
-    constexpr int kRows = 20003;  // so many that threads take pieces
+    constexpr int kRows = 20003;  // Threads take pieces of so many rows.
     const Problem problem(block_formats().front(), {kRows, 512, 1}, random);
     for (const ProductTable* table : available_products()) {
         Products alone(*table, 1), products(*table, 3);

@@ -1,5 +1,5 @@
-// A file without a name, its number for platform/file_access.hpp on every system, and whether the
-// system maps files.
+// Makes files without a name, with their number for platform/file_access.hpp on every system, and
+// says whether the system maps files.
 #pragma once
 
 #if defined(_WIN32)

@@ -45,7 +45,7 @@ def run_pool(seed: int, folder: Path) -> str:
     except UnsupportedModelError as error:
         check_refusal(error)
         return f"refused: {model.name}"
-    # For example, a budget that is too small for two conversations.
+    # A budget may be too small for two conversations, for example.
     except EntropyKVError as error:
         check_refusal(error)
         return f"refused: {model.name}"

@@ -328,7 +328,7 @@ def test_the_fields_of_other_servers_say_what_an_answer_must_be() -> None:
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_an_ambiguous_grammar_is_refused_and_nobody_waits(parallel: int) -> None:
     with Server("--parallel", parallel) as server:
-        endless = {"grammar": AMBIGUOUS, "logit_bias": {"1": -1000}}  # without the end of a text
+        endless = {"grammar": AMBIGUOUS, "logit_bias": {"1": -1000}}  # It cannot end a text.
         answer = ask(server, **endless)
         assert answer.status_code == 400
         assert "ambiguous" in answer.json()["error"]["message"]

@@ -45,8 +45,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# The distinguishing features of the published families at tiny sizes: heads, head sizes, separate
-# output heads, biases, norms of queries and keys, scaled positions.
+# These are the distinguishing features of the published families at tiny sizes: heads, head sizes,
+# separate output heads, biases, norms of queries and keys, scaled positions.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": ("Llama", {"n_head": 4, "n_head_kv": 1, "rope": {"rope_theta": 500000.0}}),
     "falcon3": ("Llama", {"n_head": 2, "head_dim": 96, "rope": {"rope_theta": 1000042.0}}),

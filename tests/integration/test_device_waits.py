@@ -146,8 +146,9 @@ def test_what_a_token_finds_out_takes_as_many_operations_for_many_layers_as_for_
         # Moves after a chunk, which has the mask of the one before; a token's rows, and moves once
         # in 16 tokens.
         ("recency", {"waits": 1, "graphs": 1}, {"waits": 0.2, "graphs": 0.2, "copies": 1.2}),
-        # What queries gave, too: of every fourth token, and of 16 tokens looked up at once. All
-        # queries of so small a chunk are observed, which needs the positions of their neighbours.
+        # What queries gave is read, too: of every fourth token, and of 16 tokens looked up at
+        # once. All queries of so small a chunk are observed, which needs the positions of their
+        # neighbours.
         ("uniform", {"waits": 2.5, "graphs": 3}, {"waits": 0.5, "graphs": 0.5, "copies": 1.5}),
     ],
 )

@@ -84,9 +84,9 @@ def test_what_is_said_beside_an_image_names_no_control_token(causal: VisionModel
 
 
 KINDS_OF_LAYERS = (
-    *("lfm2", "falcon-h1", "granitehybrid", "qwen35"),  # recurrent, the last one with M-RoPE
-    *("gemma2", "llama4"),  # windows, chunks
-    *("deepseek2", "phi3", "qwen3vl"),  # latent attention, heads of 96, normed keys and M-RoPE
+    *("lfm2", "falcon-h1", "granitehybrid", "qwen35"),  # These are recurrent.
+    *("gemma2", "llama4"),  # These attend to windows and chunks.
+    *("deepseek2", "phi3", "qwen3vl"),  # Heads differ most here.
 )
 
 

@@ -82,7 +82,7 @@ def test_short_texts_of_several_processes_add_up(own_llama: Path, learnt_folder:
     with Session(own_llama, **{**INSIDE, "kv_budget": 60}) as session:
         store = session._slot.store
         assert isinstance(store, HeadwiseStore)
-        assert store.core.is_predicted  # from the first token
+        assert store.core.is_predicted
         session.decode(OTHERS[:short])
     both = kept_in(learnt_folder)
     assert both.complete

@@ -19,8 +19,8 @@ from entropykv.cli.llama_flags import CLI, FLAGS, SERVER, LlamaFlag, Use, flags_
 from entropykv.cli.parser import CommandParser
 from tests.support.running_server import Server
 
-# All spellings in common/arg.cpp of the llama.cpp in llama-cpp-python 0.3.36, as the READMEs of its
-# tools list them: their number, and the SHA-256 of the sorted lines.
+# The READMEs of the tools of llama.cpp list all spellings in its common/arg.cpp, here as of
+# llama-cpp-python 0.3.36: their number, and the SHA-256 of the sorted lines.
 SPELLINGS = {
     CLI: (345, "6dfdcab05b6505c2773f8caba0dfaf5dbf4c3df69bdbdd5c932fb521356d174f"),
     SERVER: (412, "5a8dadeba21433d401804c8c96bf026f8368948144c740d28a98009a797c61c2"),

@@ -316,7 +316,7 @@ def test_whoever_watches_keeps_no_model_in_memory(folder: Path) -> None:
     async def talk() -> None:
         async with running(catalog_of(folder, "one", sleep_idle_seconds=1)) as served:
             await text_of(served, "one")
-            watching = await served.client.get("/v1/kv/stream?model=one")  # until it ends
+            watching = await served.client.get("/v1/kv/stream?model=one")
             assert "event: kv" in watching.text
             assert served.models.named("one").engine is None
 

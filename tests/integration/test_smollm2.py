@@ -32,7 +32,7 @@ def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> N
             flash_to_plain.append(mean_divergence(reference, fast))
     plain.close()
     flash.close()
-    # For single texts, up to 0.0045 with products by AVX2 and 0.0051 with AVX-512 VNNI.
+    # Single texts gave up to 0.0045 with products by AVX2 and 0.0051 with AVX-512 VNNI.
     assert max(ours_to_plain + ours_to_flash) <= 0.006
     # Our products round activations with their own scales, which adds to the difference of
     # attention.

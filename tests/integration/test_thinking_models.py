@@ -209,7 +209,7 @@ def test_chat_keeps_no_thoughts(chat: Chat, tmp_path: Path) -> None:
     assert errors.count("[thought for ") == 2
     assert "think" not in answers
     position = int(errors.split("context  ")[1].split(" ")[0].replace(",", ""))
-    assert position < 180  # two thoughts alone have 120 tokens
+    assert position < 180  # Two thoughts alone have 120 tokens.
     _, shown = chat(MODEL, "Where is the garden?\n", *options, "--show-thoughts")
     assert "[thought for" not in shown
     _, raw = chat(MODEL, "Where is the garden?\n", *options, "--reasoning-format", "none")

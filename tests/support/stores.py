@@ -14,7 +14,7 @@ MAX_TOKENS = 96
 MAX_ENTRIES = 400
 N_SINKS = 3
 RECENT = 6
-# Three layers whose entries differ in size, so that their pages hold 16 entries and more.
+# The entries of the three layers differ in size, so that their pages hold 16 entries and more.
 SHAPES = ((4, 2, 32, 32), (2, 1, 48, 64), (3, 3, 16, 20))
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]

@@ -117,7 +117,7 @@ def test_members_of_objects_are_counted_before_they_are_checked() -> None:
     many = {f"{i:x}": 0 for i in range(MOST_VALUES)}
     with pytest.raises(RequestError, match="50,000 objects, lists and members"):
         check_values(many)
-    check_values([7] * 500_000)  # a prompt of tokens has as many as the body has room for
+    check_values([7] * 500_000)  # A body has room for so many tokens.
 
 
 @pytest.mark.parametrize("depth", [129, 150, 250, 100_000])

@@ -147,9 +147,9 @@ def test_curve_shares_by_hand() -> None:
     assert _core.curve_shares(knots, flat, 6.0) == pytest.approx([4.0, 2.0])
     assert _core.curve_shares(knots, flat, 16.0) == pytest.approx([6.0, 10.0])
     assert _core.curve_shares(knots, flat, 99.0) == pytest.approx([10.0, 10.0])
-    # A curve that is not convex: its hull skips the hump.
+    # The curve is not convex: its hull skips the hump.
     assert _core.curve_shares(knots, [1.0, 1.0, 0.0, 0.9, 0.0, 0.0], 5.0) == pytest.approx([1, 4])
-    # equal heads share equally
+    # Equal heads share equally.
     assert _core.curve_shares([0.0, 8.0], [1.0, 0.0] * 4, 8.0) == pytest.approx([2.0] * 4)
 
 

@@ -11,7 +11,7 @@ from entropykv import _core
 
 KERNELS = _core.available_kernels()
 N_HEAD_KV, GROUP, DIM = 3, 2, 32
-MOST_DRAFTS = 19  # more than the places that an eviction leaves
+MOST_DRAFTS = 19  # An eviction leaves fewer places.
 MAX_TOKENS, MAX_ENTRIES = 512, 900
 SCALE = DIM**-0.5
 MEASURES = ["mass", "products", "attention", "largest", "recency"]
@@ -158,5 +158,5 @@ def test_the_log_of_what_drafts_change_is_counted() -> None:
     text.read(20)
     before = text.store.scratch_bytes
     text.read(MOST_DRAFTS, drafts=True)
-    log = MOST_DRAFTS // 4 * 4 * 60 * N_HEAD_KV  # its snapshots of importance alone
+    log = MOST_DRAFTS // 4 * 4 * 60 * N_HEAD_KV  # These are its snapshots of importance.
     assert text.store.scratch_bytes - before > log

@@ -185,7 +185,7 @@ def test_centres_that_do_not_fit_are_refused(of: Array, measure: str) -> None:
 
 
 def test_oracle_subtracts_the_mean_of_the_rotated_bias() -> None:
-    rope = reference.Rope(2, freq_base=1.0, freq_scale=np.pi / 2)  # four positions are a turn
+    rope = reference.Rope(2, freq_base=1.0, freq_scale=np.pi / 2)  # Four positions are a turn.
     of = reference.key_centre(np.array([3.0, 4.0, 9.0]), np.zeros(3), rope, 1.0)
     np.testing.assert_allclose(of.centre, [0.0, 0.0, 9.0], atol=1e-9)
     np.testing.assert_allclose(of.unit[:2], (25 / 2) ** (0.75 / 2))

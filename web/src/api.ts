@@ -78,7 +78,7 @@ export interface ServerEvent {
   data: string;
 }
 
-// The server-sent events of a response. (EventSource could send no key.)
+// Yields the server-sent events of a response. (EventSource could send no key.)
 export async function* eventsOf(response: Response): AsyncGenerator<ServerEvent> {
   const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";

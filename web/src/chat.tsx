@@ -141,7 +141,7 @@ function Question({ message, isEdited, canEdit, onEdit, onSave }: QuestionProps)
 }
 
 interface EditedQuestionProps {
-  // What the field begins with.
+  // The field begins with this text.
   text: string;
   onCancel: () => void;
   onSave: (text: string) => void;

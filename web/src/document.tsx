@@ -54,7 +54,8 @@ function progressOf({ status, tokens_read, tokens }: DocumentState): string {
   return `${tokens_read.toLocaleString("en")} of ${all} tokens read`;
 }
 
-// What an answer looked at, in the order of the document; more attention gives a stronger mark.
+// Shows what an answer looked at, in the order of the document; more attention gives a stronger
+// mark.
 export function Passages({ passages }: { passages: Passage[] | null }): JSX.Element | null {
   if (passages === null) return <p class="passages">{whyNoPassages(chosen().document)}</p>;
   if (passages.length === 0) return null;
@@ -75,7 +76,7 @@ export function Passages({ passages }: { passages: Passage[] | null }): JSX.Elem
   );
 }
 
-// The documents that the server has, for a new conversation.
+// Offers the server's documents for a new conversation.
 export function DocumentChoice(): JSX.Element | null {
   const known = useStore(documents);
   useEffect(() => void learnDocuments().catch(() => undefined), []);

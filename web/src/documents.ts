@@ -4,9 +4,9 @@ import { change, chosen, defaults } from "./conversations";
 import { models, withModel } from "./models";
 import { Store } from "./store";
 
-// The largest text that the server takes as a document.
+// The server takes no larger text as a document.
 export const MOST_DOCUMENT_BYTES = 8 * 2 ** 20;
-// The longest document whose answers have passages.
+// Answers of a longer document have no passages.
 const MOST_PASSAGE_TOKENS = 2 ** 18;
 const WATCH_MS = 400;
 const MOST_NAMES = 20;
@@ -38,7 +38,7 @@ export async function learnDocuments(): Promise<void> {
   documents.set(Object.fromEntries(own.map((each) => [each.id, each])));
 }
 
-// A name that the server takes, made of a file's name.
+// Makes a name that the server takes from a file's name.
 function nameOf(file: string): string {
   const name = file
     .replace(/\.[^.]*$/, "")

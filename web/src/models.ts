@@ -27,7 +27,7 @@ export function chooseModel(name: string): void {
   models.update({ chosen: name });
 }
 
-// A query with the model, if the server has several.
+// Adds the model to a query, if the server has several.
 export function withModel(query: Record<string, string>): URLSearchParams {
   const { chosen } = models.value;
   return new URLSearchParams(chosen === null ? query : { ...query, model: chosen });

@@ -26,6 +26,6 @@ export function nextTheme(): void {
 
 dark.addEventListener("change", applyTheme);
 
-// A colour of the style sheet.
+// Returns a colour of the style sheet.
 export const colour = (name: string): string =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

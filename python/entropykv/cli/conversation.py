@@ -91,11 +91,11 @@ class Conversation:
             shown = with_places(text, len(self.files)) if self.files else text
             with noted_interrupts() as interrupts:
                 prompt = self._prompt(shown, interrupts.check)
-        except InterruptionError:  # while an image was encoded: nothing was read
+        except InterruptionError:  # An image was being encoded.
             answer.interrupted = True
             return answer
         except EntropyKVError:
-            self.files = []  # or every further turn would have them, and fail as well
+            self.files = []  # Every further turn would fail as well.
             raise
         thought = prompt.thought
         place = start + len(prompt.tokens) - (0 if thought is None else thought.n_left_out)

@@ -213,7 +213,7 @@ def _check_target(source: Path, target: Path, force: bool) -> None:
             raise SettingsError(f"{target}: is {kind}; give the path of a new file")
         elif not force:
             raise SettingsError(f"{target}: exists already; give another path, or --force")
-    except OSError as error:  # For example no permission, or a name that is too long.
+    except OSError as error:  # A name is too long, for example.
         raise _unwritable(target, error) from error
 
 

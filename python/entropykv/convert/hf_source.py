@@ -53,7 +53,7 @@ _KINDS = {
     "F16": GGMLQuantizationType.F16,
     "BF16": GGMLQuantizationType.BF16,
 }
-# The activation that transformers computes if config.json names none.
+# If config.json names no activation, transformers computes this one.
 _ACTIVATION_OF = {"bitnet": "relu2", "llama": "silu", "qwen3": "silu"}
 _AGAIN = "download it again"
 
@@ -230,7 +230,7 @@ def _gguf_name(names: TensorNameMap, hf_name: str) -> str:
     alias = hf_name
     for theirs, known in _ALIASES.items():
         alias = alias.replace(f".{theirs}.", f".{known}.")
-    if alias == "lm_head.weight":  # gguf names no head where a graph has no place for one
+    if alias == "lm_head.weight":  # gguf has no name for it here.
         return HEAD
     return names.get_name(alias, try_suffixes=(".weight", ".bias")) or hf_name
 

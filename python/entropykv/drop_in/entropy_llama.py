@@ -385,7 +385,7 @@ class EntropyLlama(llama_cpp.Llama):
 
         Names of control tokens in the messages of a chat are plain text: see said().
         """
-        session = self._session  # raises once closed, where llama-cpp-python would crash
+        session = self._session  # It raises once closed.
         if not special or MARK.encode() not in text:
             return super().tokenize(text, add_bos, special)
         # Other tokenizers find names of control tokens anywhere.

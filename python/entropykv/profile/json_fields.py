@@ -134,7 +134,7 @@ def read_entropies(table: object, geometry: Mapping[str, int], where: str) -> Fl
 def _read_entropy(value: object, key: str, where: str) -> float:
     if is_number(value):
         number = cast("float", value)
-        if 0.0 <= number <= MAX_ENTROPY_BITS:  # also false for NaN
+        if 0.0 <= number <= MAX_ENTROPY_BITS:  # This is false for NaN, too.
             return float(number)
     raise ProfileError(
         f"{where}: head_entropies {key} must be a number of bits between 0 and "

@@ -186,7 +186,7 @@ class NgramDrafter:
         for _ in range(_CANDIDATES):
             if end < 0:
                 break
-            if end < n:  # a longer text may have been there before a rollback
+            if end < n:  # A rollback may have cut the text.
                 before = tokens[max(end - LONGEST_MATCH, 0) : end].tolist()
                 agreed = _common_suffix(before, last)
                 if agreed > length:

@@ -278,7 +278,7 @@ class Reuse:
     why: str
 
 
-@dataclass(eq=False, slots=True)  # not frozen, since one is made with every token
+@dataclass(eq=False, slots=True)  # Freezing would cost time for every token.
 class HeldText:
     """Describe a text that was read, and the positions that its store can go back to."""
 

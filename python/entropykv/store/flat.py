@@ -175,7 +175,7 @@ class FlatStore(Store):
         self._position = position
         self._store.make_room(reading.n_tokens)
         shift = self.facts.rope.shift_for(self.shift, position, reading.n_tokens)
-        # Only directly before a decode, so that a state saved before is not rotated.
+        # Rotate only directly before a decode, so that a state saved before is not rotated.
         if shift != self.shift:
             self._store.rebase(shift)
             self._rebases += 1

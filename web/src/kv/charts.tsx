@@ -32,13 +32,13 @@ interface ChartProps {
   stacked?: boolean;
   // Lines of conversations: their names are in the table above.
   unnamed?: boolean;
-  // The most that values can be, in bytes; null: counts without a limit.
+  // Values are at most so many bytes; null: they are counts without a limit.
   limit?: number | null;
 }
 
 const POWERS_OF_TWO = Array.from({ length: 50 }, (_, i) => 2 ** i);
 
-// The label of a time; none at the left edge, where it would touch the axis of values.
+// Labels a time, except at the left edge, where the label would touch the axis of values.
 function timeLabel(seconds: number, least: number): string {
   if (seconds === 0) return "now";
   return seconds < 0.93 * least ? "" : `−${duration(-seconds)}`;
@@ -175,7 +175,7 @@ const SPEEDS: Line[] = [
   { name: "written", colour: "speed-written", value: (each) => each.written },
 ];
 
-// A line for every conversation.
+// Makes a line for every conversation.
 const linesOf = (
   conversations: Holder[],
   value: (of: Share) => number | null,

@@ -13,5 +13,5 @@ export function assignColours(ids: string[]): void {
   }
 }
 
-// The name of a colour of the style sheet.
+// Names a colour of the style sheet.
 export const colourOf = (id: string): string => `holder-${slots.get(id) ?? 0}`;

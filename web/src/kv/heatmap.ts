@@ -2,15 +2,15 @@
 import { colour } from "../theme";
 import type { HeldMap } from "./stream";
 
-export const LEFT = 44; // pixels of the page: labels of the layers
-export const STRIP = 40; // how many heads hold a column, below the rows
+export const LEFT = 44; // Labels of the layers take so many pixels.
+export const STRIP = 40; // It shows how many heads hold a column.
 const GAP = 8;
 const AXIS = 20;
 const LEVELS = 32;
 
 export interface Layout {
   width: number;
-  height: number; // of the rows alone
+  height: number; // The strip is not counted.
 }
 
 export const layoutOf = (width: number, height: number): Layout => ({
@@ -51,7 +51,7 @@ export class Palette {
   }
 }
 
-// The rows as an image of one pixel a cell.
+// Draws the rows as an image of one pixel a cell.
 export function imageOf(map: HeldMap, palette: Palette): ImageData {
   const image = new ImageData(map.columns, map.rows);
   const pixels = new Uint32Array(image.data.buffer);

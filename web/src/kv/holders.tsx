@@ -7,7 +7,7 @@ import { colourOf } from "./colours";
 import { type Holder, history, picture, type Share } from "./stream";
 import { bytes, count, duration, share, short } from "./units";
 
-const NUMBER = /^[0-9a-f]{8}-[0-9a-f-]{27}$/; // another page's own
+const NUMBER = /^[0-9a-f]{8}-[0-9a-f-]{27}$/; // Other pages make such names.
 
 function titleOf({ id, name }: Holder): string {
   const own = state.value.list.find((each) => each.id === name);
@@ -47,7 +47,7 @@ export function Holders({ shown, onChoose }: Props): JSX.Element {
   const { conversations, received } = useStore(picture)!;
   const age = useAge(received);
   const points = useStore(history);
-  useStore(state); // titles
+  useStore(state); // It has the titles.
   const now = points.at(-1)?.of;
   return (
     <section class="holders" aria-label="Conversations in the pool">

@@ -32,8 +32,8 @@ function useVisible(): boolean {
   return visible;
 }
 
-// The conversation whose heads are wanted: that which was chosen in the panel, else the one of the
-// chat beside it; null: whichever the server shows.
+// Returns the conversation whose heads are wanted: that which was chosen in the panel, else the one
+// of the chat beside it; null: whichever the server shows.
 function useWanted(conversations: Holder[]): [string | null, (id: string) => void] {
   const { chosen } = useStore(state);
   const [picked, setPicked] = useState<string | null>(null);

@@ -6,7 +6,7 @@ import { about, type HeldMap, type HeldText, heldText } from "./stream";
 
 const POINTING_MS = 120;
 
-// The text at a position, asked for again where the cache has changed, one request at a time.
+// Returns the text at a position, and asks again where the cache has changed, once at a time.
 function useTextAt(map: HeldMap, at: number | null, shown: boolean): HeldText | null {
   const [text, setText] = useState<HeldText | null>(null);
   const wanted = useRef({ at, id: map.id });
@@ -28,7 +28,7 @@ function useTextAt(map: HeldMap, at: number | null, shown: boolean): HeldText | 
   return text;
 }
 
-// The position that is pointed at: its token, and how many heads hold it.
+// Shows the token at the position that is pointed at, and how many heads hold it.
 interface Props {
   map: HeldMap;
   at: number | null;

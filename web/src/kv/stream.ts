@@ -4,13 +4,13 @@ import { state } from "../conversations";
 import { withModel } from "../models";
 import { Store } from "../store";
 
-// The least time from one request to the next: a server that refuses is not asked all the time.
+// So much time passes between two requests: a server that refuses is not asked all the time.
 const REQUEST_MS = 2000;
 const MOST_POINTS = 1200;
 // Work that took less time has no speed: the first token of an answer costs nothing but its
 // sampling.
 const LEAST_SECONDS = 0.02;
-// The seconds over which speeds of conversations are measured: there are few tokens between two
+// Speeds of conversations are measured over so many seconds: there are few tokens between two
 // pictures.
 const SPEED_SECONDS = 1.5;
 // Pictures come only while something changes: without one for so long, and for several times as long
@@ -18,7 +18,7 @@ const SPEED_SECONDS = 1.5;
 // active works all the same: one step of a large model takes longer.
 const REST_SECONDS = 3;
 const REST_TIMES = 4;
-// The seconds after which the server looks for changes again.
+// The server looks for changes again after so many seconds.
 const LOOK_SECONDS = 0.25;
 
 export interface About {
@@ -40,7 +40,7 @@ export interface About {
 // A conversation, and what it has of the pool.
 export interface Holder {
   id: string;
-  // What its client calls it: of conversations of this page, their own id; of documents, their name.
+  // Its client calls it so: conversations of this page have their own id, documents their name.
   name: string | null;
   // True if it is a document, of which conversations have copies.
   document: boolean;
@@ -50,7 +50,7 @@ export interface Holder {
   // Entries that left for the sake of others.
   given_up: number;
   swapped_out: boolean;
-  // The bytes of the conversation that are kept outside of the pool.
+  // So many bytes of the conversation are kept outside of the pool.
   swapped_bytes: number;
   entries: number;
   entries_full: number;
@@ -118,7 +118,7 @@ export interface Range {
   last: number | null;
 }
 
-// One conversation at a moment; speeds are in tokens of a second.
+// Describes one conversation at a moment; speeds are in tokens of a second.
 export interface Share {
   bytes: number;
   givenUp: number;
@@ -130,7 +130,7 @@ export interface Share {
 
 export interface Point {
   time: number;
-  // The end of a time in which nothing happened.
+  // True at the end of a time in which nothing happened.
   rests: boolean;
   held: number;
   frozen: number;
@@ -148,7 +148,7 @@ export const history = new Store<Point[]>([]);
 // Why there is no picture.
 export const absence = new Store<"unknown" | "unloaded">("unknown");
 
-// The name of the chat beside the cache: of several replicas, the one that has the chat answers.
+// Names the chat beside the cache: of several replicas, the one that has the chat answers.
 const named = (): Record<string, string> => ({ "x-session-id": state.value.chosen });
 
 async function inflated(base64: string): Promise<Uint8Array> {
@@ -195,7 +195,7 @@ export async function watch(
       }
     } catch (error) {
       if (signal.aborted) return;
-      if (error instanceof ApiError && error.status === 401) return; // begun anew with a key
+      if (error instanceof ApiError && error.status === 401) return; // A key begins anew.
       if (error instanceof ApiError && error.status === 400) forget("unloaded");
     }
     await until(begun + REQUEST_MS, signal);
@@ -271,7 +271,8 @@ const restOf = (last: Point, time: number): Point => ({
 
 type Count = Exclude<keyof Holder, "id" | "name" | "document" | "state" | "swapped_out">;
 
-// What happened since the last of the `points`; speeds only where something was read or written.
+// Tells what happened since the last of the `points`; speeds are given only where something was
+// read or written.
 function pointOf(now: Sent, before: Sent | null, points: Point[]): Point {
   const former = new Map(before?.conversations.map((each) => [each.id, each]));
   const of = (each: Holder, name: Count): number =>

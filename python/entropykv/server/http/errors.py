@@ -97,7 +97,7 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, ValueError | PoolError):
         # The pool has nothing more that can be swapped out, or let go.
         return RequestError(503 if isinstance(error, PoolError) else 400, str(error))
-    # For example macros of a template that recursively process a tool's schema.
+    # Macros of a template that recursively process a tool's schema raise this, for example.
     if isinstance(error, RecursionError):
         return RequestError(
             400,

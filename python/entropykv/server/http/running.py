@@ -177,7 +177,7 @@ class Starting:
         """Start loading when the server starts, and free the model when it stops."""
         await receive()
         loop = asyncio.get_running_loop()
-        # A daemon thread, because a server that is told to stop must not wait for the end of
+        # The thread is a daemon, because a server that is told to stop must not wait for the end of
         # loading.
         threading.Thread(target=self._load, args=(loop,), daemon=True).start()
         await send({"type": "lifespan.startup.complete"})
