@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -15,9 +16,20 @@ from entropykv.session.memory_plan import make_plan
 from entropykv.settings.cache_options import CacheOptions
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.support.architecture_reading import decided, greedy, next_logits, read, stock
-from tests.support.cached_bytes import bytes_cached_for_a_token
 from tests.support.logits import relative_error, tokens_for
 from tests.support.releases import IS_CHECKED, write_known
+
+
+def bytes_cached_for_a_token(path: Path) -> float:
+    """Return the bytes per token in llama.cpp's own cache, by how much its saved state grows."""
+    model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, flash_attn=True, verbose=False)
+    sizes = []
+    for n_tokens in (8, 16):
+        model.eval(tokens_for(n_tokens))
+        sizes.append(llama_cpp.llama_state_seq_get_size(model.ctx, 0))
+    model.close()
+    return (sizes[1] - sizes[0]) / 16
+
 
 # Why the headwise store refuses, by kind; it serves all other kinds.
 REFUSALS = {

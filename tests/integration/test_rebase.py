@@ -1,4 +1,4 @@
-"""Sessions continue beyond the trained context, in real llama.cpp."""
+"""Sessions continue beyond the trained context, in real llama.cpp, or say why they cannot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,41 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from entropykv import Session, SessionFileError
+from entropykv import ContextError, Session, SessionFileError, SettingsError
 from entropykv.model.shipped import DEMOS
 from tests.support.logits import Logits, relative_error, tokens_for
-from tests.support.rebase_models import MODELS, SMALL, TRAINED
+from tests.support.tiny_models import write_bitnet, write_gpt2, write_llama
+from tests.support.tiny_writer import TinyRope
 from training.facts import STOP, STOP_LINE, Writer
+
+TRAINED = 256
+
+
+SMALL: dict[str, Any] = {"n_ubatch": 32, "n_threads": 1}
+FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
+YARN = TinyRope(yarn_factor=4.0, n_ctx_orig=64)
+
+
+MODELS: dict[str, Callable[[Path, int], None]] = {
+    "llama": lambda path, n: write_llama(path, head_dim=32, n_ctx_train=n, weight_type="F32"),
+    "bitnet": lambda path, n: write_bitnet(path, head_dim=32, n_ctx_train=n, weight_type="F32"),
+    "partial": lambda path, n: write_bitnet(
+        path, head_dim=32, n_ctx_train=n, weight_type="F32", rope=TinyRope(n_dims=16)
+    ),
+    "factors": lambda path, n: write_llama(
+        path, head_dim=32, n_ctx_train=n, weight_type="F32", rope=TinyRope(factors=FACTORS)
+    ),
+    "yarn": lambda path, n: write_llama(
+        path, head_dim=32, n_ctx_train=n, weight_type="F32", rope=YARN
+    ),
+    "wide": lambda path, n: write_llama(
+        path, n_head=2, n_head_kv=1, head_dim=64, n_ctx_train=n, weight_type="F32"
+    ),
+    "smollm3": lambda path, n: write_llama(
+        path, head_dim=32, n_layer=4, n_ctx_train=n, weight_type="F32", architecture="smollm3"
+    ),
+}
+
 
 # llama.cpp scales keys of YaRN again when it rotates them, and rotates those without a position.
 UNFIT_FOR_FLAT = ("yarn", "smollm3")
@@ -223,3 +253,71 @@ def test_a_saved_session_knows_how_far_it_was_moved(
         pytest.raises(SessionFileError, match="use --sinks 4"),
     ):
         session.files.load(tmp_path / "far.ekv")
+
+
+def write_unmovable(name: str, path: Path) -> None:
+    if name == "gpt2":
+        write_gpt2(path, n_ctx_train=TRAINED)
+    elif name in MODELS:
+        MODELS[name](path, TRAINED)
+    elif name == "quantised":
+        MODELS["llama"](path, TRAINED)
+    else:
+        write_llama(path, head_dim=32, n_ctx_train=TRAINED, architecture="hunyuan-dense")
+
+
+@pytest.mark.parametrize(
+    ("name", "store", "kv_type", "why"),
+    [
+        ("hunyuan-dense", "headwise", "f16", "its keys are changed after their rotation"),
+        ("gpt2", "headwise", "f16", "its position embeddings are learned"),
+        ("gpt2", "flat", "f16", "its position embeddings are learned"),
+        ("hunyuan-dense", "flat", "f16", "its keys are changed after their rotation"),
+        ("yarn", "flat", "f16", "scale its keys again"),
+        ("smollm3", "flat", "f16", "rotate keys that have no position"),
+        ("quantised", "flat", "q8_0", "cannot rotate quantised keys"),
+    ],
+)
+def test_a_model_that_cannot_go_on_says_so_at_the_limit(
+    name: str, store: str, kv_type: str, why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_unmovable(name, path)
+    tokens = tokens_for(TRAINED)
+    with Session(path, n_ctx=512, kv_budget=96, store=store, kv_type=kv_type, **SMALL) as session:
+        session.decode(tokens)
+        with pytest.raises(ContextError, match=f"tiny .*{TRAINED} that the model.*{why}"):
+            session.decode([5])
+        assert session.position == TRAINED
+        session.text.truncate(TRAINED - 1)
+        ours = session.decode(tokens[-1:])
+    with Session(
+        path, n_ctx=TRAINED, kv_budget=96, store=store, kv_type=kv_type, **SMALL
+    ) as session:
+        session.decode(tokens)
+        session.text.truncate(TRAINED - 1)
+        assert relative_error(ours, session.decode(tokens[-1:])) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("gpt2", "embeddings are learned"), ("hunyuan-dense", "keys are changed")]
+)
+def test_predicted_attention_needs_keys_that_can_be_moved(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_unmovable(name, path)
+    with pytest.raises(SettingsError, match=f"uniform:predicted predicts .*{why}.*use measure"):
+        Session(path, n_ctx=64, policy="uniform:predicted", **SMALL)
+
+
+def test_frequencies_for_short_contexts_end_where_they_do(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    rope = TinyRope(factors=FACTORS, short_factors=True, n_ctx_orig=512)
+    write_llama(path, head_dim=32, n_ctx_train=4096, rope=rope)
+    with Session(path, n_ctx=2048, kv_budget=64, n_ubatch=64, n_threads=1) as session:
+        session.decode(tokens_for(512))
+        assert session.stats().rebases == 0
+        session.decode(tokens_for(64))
+        assert session.stats().rebases == 1
+        assert session._slot.store.shift == 128

@@ -1,12 +1,14 @@
-"""The file of a saved session, without a model: its bytes, and how they are refused."""
+"""The file of a saved session, without a model: its bytes and paths, and how they are refused."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
+import os
 import struct
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,61 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import SessionFileError, _core
+from entropykv.files import new_file
 from entropykv.session.file import (
     MAGIC,
     SECTION_ALIGNMENT,
     VERSION,
+    SavedContents,
+    SavedSettings,
     SessionReader,
     check_settings,
+    check_target,
+    new_session_file,
+    open_session,
+    write_session,
 )
 from entropykv.store.states import Section
-from tests.support.session_files import CONTENTS, SECTIONS, SETTINGS, file_bytes
+
+SETTINGS = SavedSettings(
+    entropykv="1.0",
+    llama_cpp_python="0.3",
+    model="tiny",
+    fingerprint={"architecture": "llama", "n_vocab": 5},
+    store="headwise",
+    kv_type="q8_0",
+    policy="uniform",
+    n_ctx=64,
+    kv_budget="0.5",
+    n_sinks=4,
+    recent_window=None,
+    freeze=None,
+    sequence_state=None,
+)
+
+
+CONTENTS = SavedContents(
+    position=3,
+    echoed=0,
+    n_tokens=3,
+    n_logits=5,
+    entries=[[1, 2], [3, 0]],
+    evicted=4,
+    shift=0,
+    chat=None,
+    sections=[7, 0, 2],
+    recalls_now=False,
+    whole_from=0,
+)
+
+
+SECTIONS = [bytes(12), bytes(20), b"entries", b"", b"of"]
+
+
+def file_bytes(contents: SavedContents = CONTENTS, sections: list[bytes] = SECTIONS) -> bytes:
+    file = io.BytesIO()
+    write_session(file, SETTINGS, contents, sections)
+    return file.getvalue()
 
 
 def read(data: bytes) -> tuple[SessionReader, list[Section]]:
@@ -301,3 +349,89 @@ def test_pages_are_laid_out_as_described(
     np.testing.assert_array_equal(importance.view("<f4").ravel()[:count][order], expected[1])
     np.testing.assert_array_equal(k_rows[:count, :k_dim][order], expected[2])
     np.testing.assert_array_equal(v_rows[:count, :v_dim][order], expected[3])
+
+
+def assert_not_read(path: Path, words: str) -> None:
+    with pytest.raises(SessionFileError, match=words), open_session(path):
+        pass
+
+
+@pytest.mark.needs("os.mkfifo")
+def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert_not_read(tmp_path / "none.ekv", r"none\.ekv: no such file")
+    assert_not_read(tmp_path, "is a directory")
+    assert_not_read(pipe, "is not a regular file")
+    assert_not_read(Path("a\0b"), "null")
+    (tmp_path / "empty.ekv").touch()
+    assert_not_read(tmp_path / "empty.ekv", "is not a saved session")
+
+
+@pytest.mark.needs("permissions")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    path = tmp_path / "x.ekv"
+    path.write_bytes(file_bytes())
+    path.chmod(0)
+    assert_not_read(path, "Permission denied")
+
+
+def write_to(path: Path) -> None:
+    with new_session_file(path) as file:
+        write_session(file, SETTINGS, CONTENTS, SECTIONS)
+
+
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
+    other = tmp_path / "model.gguf"
+    other.write_bytes(b"GGUF and so on")
+    for path, words in (
+        (tmp_path, "is a directory"),
+        (tmp_path / "none" / "x.ekv", "No such file or directory"),
+        (other / "x.ekv", "Not a directory"),
+        (other, "is not a saved session"),
+        (Path("a\0b"), "null"),
+        (tmp_path / ("x" * 250), "name too long"),
+    ):
+        with pytest.raises(SessionFileError, match=words):
+            write_to(path)
+    assert other.read_bytes() == b"GGUF and so on"
+    assert os.listdir(tmp_path) == ["model.gguf"]
+
+
+def test_an_older_session_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x.ekv"
+    path.touch()
+    for _ in range(2):
+        check_target(path)
+        write_to(path)
+        assert path.read_bytes() == file_bytes()
+    assert os.listdir(tmp_path) == ["x.ekv"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.ekv"
+    path.write_bytes(MAGIC + b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(SessionFileError, match="No space left"):
+        write_to(path)
+    assert os.listdir(tmp_path) == ["x.ekv"]
+    assert path.read_bytes() == MAGIC + b"old"
+
+
+def interrupted_write(path: Path) -> None:
+    with new_file(path) as part:
+        part.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_no_debris(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_write(tmp_path / "x")
+    assert os.listdir(tmp_path) == []

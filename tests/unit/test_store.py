@@ -1,7 +1,8 @@
-"""The headwise store under random operations: what it keeps, and what it costs."""
+"""The headwise store under random operations and in examples: what it keeps, and what it costs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from tests.support.reference import Rope, Rules
-from tests.support.store_pairs import FLOOR, Pair, store_of_one_head
+from tests.support.reference import SHARE_ROUNDING, ReferenceHead, Rope, Rules
 from tests.support.stores import (
     HEADS,
     LAYERS,
@@ -19,8 +19,109 @@ from tests.support.stores import (
     MAX_TOKENS,
     N_SINKS,
     RECENT,
+    SHAPES,
+    WithOracle,
+    importance_of,
     pages_of,
 )
+
+FLOOR = N_SINKS + RECENT
+WINDOWS = ((0, False), (30, False), (40, True))
+WINDOWED_LAYERS = [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, WINDOWS, strict=True)]
+
+
+@dataclass
+class Pair(WithOracle):
+    """Hold a store and the oracle of each of its heads, which do the same."""
+
+    rules: Rules
+    budgets: list[int]
+    seed: int = 0
+    windowed: bool = False
+    position: int = 0
+    largest_budget: int = 0
+    store: _core.HeadwiseStore = field(init=False)
+    heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with both empty, and with equal budgets."""
+        self.random = np.random.default_rng(self.seed)
+        self.store = _core.HeadwiseStore(
+            WINDOWED_LAYERS if self.windowed else LAYERS,
+            self.rules.kv_type,
+            importance_of(self.rules),
+            n_sinks=N_SINKS,
+            recent_window=RECENT,
+            max_tokens=MAX_TOKENS,
+            max_entries=MAX_ENTRIES,
+            n_threads=1,
+            ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(SHAPES),
+        )
+        if self.rules.predicts:
+            self.set_predictor()
+        self.heads = {
+            (layer, head): ReferenceHead(
+                self.rules, *SHAPES[layer][2:], budget, *self.window(layer)
+            )
+            for (layer, head), budget in zip(HEADS, self.budgets, strict=True)
+        }
+        self.set_budgets(self.budgets, 0)
+
+    def set_predictor(self) -> None:
+        """Set weights that give shares of 1e-6 to 1 and some larger ones; equal for the heads of a
+        layer.
+        """
+        for layer, (_, n_head_kv, _, _) in enumerate(SHAPES):
+            n = self.store.predictor_features(layer)
+            weights = self.random.standard_normal(n, np.float32) * np.float32(0.4)
+            weights[-1] = -5.0
+            self.rules.weights[n] = weights.astype(np.float64)
+            self.store.set_predictor(layer, np.tile(weights, (n_head_kv, 1)))
+
+    def window(self, layer: int) -> tuple[int, bool]:
+        return WINDOWS[layer] if self.windowed else (0, False)
+
+    def set_budgets(self, budgets: list[int], spare_pages: int) -> None:
+        pages = pages_of(budgets, self.rules.kv_type) + spare_pages
+        self.store.set_budgets(budgets, pages, N_SINKS, RECENT)
+        self.largest_budget = max(self.largest_budget, self.store.budget_bytes)
+        for key, budget in zip(HEADS, budgets, strict=True):
+            self.heads[key].set_budget(budget, self.store.positions(*key))
+        self.check()
+
+    def check(self) -> None:
+        """Check everything that must hold after every operation."""
+        for key, oracle in self.heads.items():
+            np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
+            assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
+            if self.rules.observes or self.rules.predicts:
+                expected = self.rules.score_of(oracle.importance, oracle.shares)
+                rtol = self.rules.tolerance
+                # Shares are small: a mass of 1e-4 is already little.
+                atol = min(rtol, 1e-4) if self.rules.observes else 1e-7
+                atol = rtol if self.rules.score == "products" else atol
+                np.testing.assert_allclose(self.store.importance(*key), expected, rtol, atol)
+            if self.rules.predicts:
+                shares = self.store.predicted_shares(*key)
+                np.testing.assert_allclose(shares, oracle.shares, 1.1 * SHARE_ROUNDING)
+        whole_from = max(oracle.whole_from for oracle in self.heads.values())
+        assert self.store.windows_whole_from == whole_from
+        assert self.store.entries == sum(len(oracle.positions) for oracle in self.heads.values())
+        assert self.store.evicted == sum(oracle.evicted for oracle in self.heads.values())
+        assert self.store.used_bytes <= self.store.budget_bytes
+        assert self.store.used_bytes <= self.store.mapped_bytes
+        assert self.store.used_bytes <= self.store.peak_bytes <= self.largest_budget
+
+
+def store_of_one_head(
+    score: _core.ScoreKind, max_entries: int, dim: int = 32, window: int = 0
+) -> _core.HeadwiseStore:
+    shape = _core.LayerShape(1, 1, dim, dim, window)
+    importance = _core.ImportanceSettings(score, observation_window=64)
+    return _core.HeadwiseStore(
+        [shape], "f16", importance, N_SINKS, RECENT, 512, max_entries, n_threads=1
+    )
+
 
 SCORES = ("streaming", "recency", "mass")
 MEASURES = ("mass", "attention", "products", "predicted")
@@ -208,3 +309,50 @@ def test_pages_of_every_layer_have_the_same_bytes() -> None:
     alone, (entries,) = _core.page_geometry([LAYERS[2]], "q8_0")
     assert entries == 16
     assert alone < page_bytes
+
+
+def test_the_entries_with_most_attention_are_kept() -> None:
+    """Queries point at the keys of two early tokens, which are kept; their neighbours are not."""
+    store = store_of_one_head(_core.ScoreKind.mass, max_entries=128)
+    store.set_budgets([FLOOR + 2], 1, N_SINKS, RECENT)
+    k = np.zeros((80, 1, 32), np.float32)
+    k[[9, 17, 60], 0, 0] = 30.0
+    q = np.zeros((80, 1, 32), np.float32)
+    q[..., 0] = 1.0
+    store.attend(0, q, k, k, 1.0)
+    assert store.positions(0, 0).tolist() == [0, 1, 2, 9, 17, *range(74, 80)]
+    assert store.evicted == 80 - FLOOR - 2
+
+
+def store_by(settings: _core.ImportanceSettings, budget: int, **more: Any) -> _core.HeadwiseStore:
+    shape = _core.LayerShape(1, 1, 32, 32)
+    store = _core.HeadwiseStore([shape], "f16", settings, N_SINKS, RECENT, 512, 512, 1, **more)
+    store.set_budgets([budget], 64, N_SINKS, RECENT)
+    return store
+
+
+@pytest.mark.parametrize(("by_values", "kept"), [(False, 9), (True, 17)])
+def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept: int) -> None:
+    """Token 9 gets more attention than token 17, but its value is nearly zero."""
+    settings = _core.ImportanceSettings(_core.ScoreKind.attention, by_values=by_values)
+    store = store_by(settings, FLOOR + 1)
+    k = np.zeros((80, 1, 32), np.float32)
+    k[[9, 17], 0, 0] = 4.0, 3.0
+    v = np.ones((80, 1, 32), np.float32)
+    v[9] = 0.01
+    store.attend(0, np.ones_like(k), k, v, 1.0)
+    assert kept in store.positions(0, 0)
+
+
+def test_decoding_evicts_for_several_tokens_at_once() -> None:
+    store = store_of_one_head(_core.ScoreKind.streaming, max_entries=200)
+    budget = FLOOR + 40  # One eviction makes room for a quarter of 40.
+    store.set_budgets([budget], 8, N_SINKS, RECENT)
+    row = np.ones((1, 1, 32), np.float32)
+    counts = []
+    for position in range(100):
+        store.attend(0, row, row, row, 1.0, position=position)
+        counts.append(store.entries)
+    assert counts[: budget + 1] == [*range(1, budget + 1), budget - 9]
+    assert max(counts) == budget
+    assert set(counts[budget:]) == set(range(budget - 9, budget + 1))
