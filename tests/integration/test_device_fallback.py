@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from tests.architectures import MODELS
 from tests.support import plain_memory_device
+from tests.support.command import python
 from tests.support.releases import write_known
 from tests.support.tiny_models import write_llama
 
@@ -94,14 +93,7 @@ def read_on_device(
     """
     refused = map(sorted, (head_dims, operations, of_views))
     arguments = (str(path), layers, *refused, copies_rows, options)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, *map(json.dumps, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(CHILD, *map(json.dumps, arguments), cwd=ROOT)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     # Nothing was computed on the device that it does not support.
     assert found["refused"] == []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command import python
 from tests.support.plain_memory_device import is_known
 from tests.support.tiny_models import write_llama
 
@@ -62,13 +61,7 @@ print(json.dumps({{name: after[name] - before[name] for name in before}}))
 
 def printed_by(program: str, path: Path, options: dict[str, Any]) -> Any:
     """Return what a program of Python prints as JSON in its last line."""
-    output = subprocess.run(
-        [sys.executable, "-c", program, str(path), json.dumps(options)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    return json.loads(output.splitlines()[-1])
+    return json.loads(python(program, path, json.dumps(options)).stdout.splitlines()[-1])
 
 
 def counts_together(path: Path, **options: Any) -> dict[str, float]:

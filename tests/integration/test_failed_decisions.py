@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import python
 from tests.support.tiny_models import write_llama
 
 SOURCE = Path(__file__).parents[1] / "support" / "failing_threads.cpp"
@@ -51,13 +52,7 @@ def test_a_session_whose_decisions_fail_must_begin_anew(tmp_path: Path) -> None:
     subprocess.run([*compiler, str(SOURCE), "-ldl", "-o", str(built)], check=True)
     model = tmp_path / "model.gguf"
     write_llama(model, n_layer=4, n_head=N_HEADS // 4, n_head_kv=N_HEADS // 4)
-    output = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(model), str(built)],
-        env={**os.environ, "LD_PRELOAD": str(built)},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    output = python(PROGRAM, model, built, env={**os.environ, "LD_PRELOAD": str(built)}).stdout
     not_started, errors, whole, kept = json.loads(output.splitlines()[-1])
     assert not_started == 1
     (kind, failed), (_, broken) = errors

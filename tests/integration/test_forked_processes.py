@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.command import python
 
 CHILD = """
 import os, sys
@@ -45,4 +45,4 @@ with Session(sys.argv[1], **options) as session, Pool(sys.argv[1], **options) as
 
 @pytest.mark.needs("os.fork")
 def test_a_forked_process_is_told_and_the_parent_goes_on(tiny_llama: Path) -> None:
-    subprocess.run([sys.executable, "-c", CHILD, str(tiny_llama)], check=True, timeout=120)
+    python(CHILD, tiny_llama)

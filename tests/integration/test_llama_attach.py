@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from entropykv import (
     attach,
     detach,
 )
+from tests.support.command import python
 from tests.support.llamas import PROMPT, QUIET, as_long, content
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -141,8 +140,7 @@ def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
     allocates them.
     """
     n_ctx, cache_bytes = 8192, 8192 * 30 * 2 * 3 * 64 * 2
-    command = [sys.executable, "-c", SIZES, str(smollm2), str(n_ctx)]
-    sizes = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    sizes = json.loads(python(SIZES, smollm2, n_ctx).stdout)
     _, short, long, full, attached = np.diff(sizes, prepend=0)
     assert long < short + cache_bytes / 5
     assert full > cache_bytes

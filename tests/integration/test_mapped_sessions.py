@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from entropykv import Pool, SessionFileError
 from entropykv.session.file import SECTION_ALIGNMENT
 from entropykv.store.step import Part
+from tests.support.command import python
 from tests.support.logits import tokens_for
 from tests.support.pools import PIECE, pool_of
 from tests.support.saved_sessions import future, sections_start, session_of
@@ -253,14 +252,7 @@ os.kill(os.getpid(), 7)
 def test_pages_behind_the_end_are_zeros_and_other_signals_are_not_ours(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"\7" * (16384 + 65536))
-    done = subprocess.run(
-        [sys.executable, "-c", CUT_WHILE_READ, "", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "alive\n"
-    assert done.returncode == -7
+    assert python(CUT_WHILE_READ, "", path, code=-7).stdout == "alive\n"
 
 
 ASK = """
@@ -281,11 +273,4 @@ with Session(sys.argv[1], n_ctx=1024, kv_budget=1.0, n_ubatch=64, n_threads=1) a
 def test_answers_leave_most_pages_shared(tiny_llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.ekv"
     data = save(tiny_llama, path, 900)
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, str(tiny_llama), str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) * 1024 < len(data) / 4
+    assert int(python(ASK, tiny_llama, path).stdout) * 1024 < len(data) / 4

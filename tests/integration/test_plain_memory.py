@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from entropykv import _core
 from tests.support import plain_memory_device
+from tests.support.command import python
 from tests.support.logits import relative_error
 from tests.support.tiny_models import write_llama
 from tests.support.weight_types import quantised
@@ -62,15 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(model: Path, store: str, kind: str, count: int) -> Any:
     """Return the report of a process that reads `count` tokens, and one more."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(model), store, kind, str(count)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(python(CHILD, model, store, kind, count, cwd=ROOT).stdout)
 
 
 @without_blas

@@ -9,7 +9,6 @@ import re
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from entropykv import system
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.session.reader import SequenceReader
+from tests.support.command import python
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import LONG, MESSAGES, PROMPT, assert_next_is_right, complete, served
 
@@ -203,14 +203,7 @@ def test_memory_does_not_grow(client: openai.OpenAI, server: Server) -> None:
 
 def refused(*options: object, code: str = "from entropykv.cli import main") -> str:
     command = f"import sys; {code}; sys.exit(main(sys.argv[1:]))"
-    result = subprocess.run(
-        [sys.executable, "-c", command, "serve", *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 2, result.stderr
+    result = python(command, "serve", *options, code=2)
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     return result.stderr
 

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 from entropykv import ContextError, Session
 from entropykv.session.session import _DEPRECATED
 from tests.architectures import MODELS
+from tests.support.command import python
 from tests.support.logits import relative_error, tokens_for
 from tests.support.online_sessions import ONLINE, are_equal, check
 from tests.support.releases import write_known
@@ -251,13 +250,8 @@ with Session(model, n_ctx=n_ctx, kv_budget=budget, kv_type="q8_0", n_threads=1) 
 
 def part(*arguments: object) -> tuple[list[int], list[list[int]]]:
     """Generate in a process of its own, which kills itself after saving."""
-    result = subprocess.run(
-        [sys.executable, "-c", PART, json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == (-signal.SIGKILL if arguments[4] else 0), result.stderr
+    code = -signal.SIGKILL if arguments[4] else 0
+    result = python(PART, json.dumps(arguments), code=code)
     written, entries = json.loads(result.stdout)
     return written, entries
 

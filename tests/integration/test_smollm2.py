@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ from benchmarks.inputs import read_texts
 from entropykv import Session
 from entropykv.llamacpp.distributions import mean_divergence
 from entropykv.llamacpp.stock import StockSession
+from tests.support.command import python
 
 
 def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> None:
@@ -97,17 +96,7 @@ with Session(sys.argv[1], n_ctx=6144, kv_budget=float(sys.argv[2]), kv_type="f16
 
 
 def test_a_small_budget_saves_real_memory(smollm2: Path) -> None:
-    peaks = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", PEAK, str(smollm2), budget],
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
-        )
-        for budget in ("1.0", "0.1")
-    ]
+    peaks = [int(python(PEAK, smollm2, budget).stdout) for budget in ("1.0", "0.1")]
     assert peaks[0] - peaks[1] >= 30 * 2**20
 
 

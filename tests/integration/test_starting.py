@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import entropykv as package
 from entropykv.cli import COMMANDS, parsers_of
 from entropykv.model.geometry import read_geometry
 from entropykv.session.session_files import document_header
-from tests.support.command import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv, python
 
 HEAVY = ("llama_cpp", "numpy", "importlib.metadata", "webbrowser", "tqdm", "jinja2", "gguf")
 WITHOUT_SERVER = "import sys; sys.modules['fastapi'] = None\n"
@@ -25,14 +24,7 @@ WITHOUT_SERVER = "import sys; sys.modules['fastapi'] = None\n"
 def loaded_by(code: str) -> set[str]:
     """Return the modules that code loads in a new process."""
     ending = "\nimport sys; print('\\n' + ' '.join(sys.modules))"
-    result = subprocess.run(
-        [sys.executable, "-c", code + ending],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return set(result.stdout.splitlines()[-1].split())
+    return set(python(code + ending).stdout.splitlines()[-1].split())
 
 
 def main(*arguments: str) -> str:
@@ -126,11 +118,11 @@ def test_the_first_options_of_run_are_those_that_it_has(
 
 def test_serve_shows_its_help_without_its_extra() -> None:
     code = WITHOUT_SERVER + main("serve", "--help")
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = python(code)
     assert "--kv-budget" in shown.stdout
     assert shown.stderr == ""
     code = WITHOUT_SERVER + main("serve", "-m", "x.gguf")
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = python(code)
     assert 'pip install "entropykv[server]"' in shown.stderr
 
 
@@ -177,7 +169,7 @@ def test_a_shell_completes_words(
 
 def test_completion_names_its_extra() -> None:
     code = "import sys; sys.modules['shtab'] = None\n" + main("completion", "zsh")
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = python(code)
     assert 'pip install "entropykv[completion]"' in shown.stderr
 
 

@@ -1,10 +1,12 @@
-"""Run the command line as users do, in a process of its own."""
+"""Run the command line as users do, or a program of Python, in a process of its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 Result = subprocess.CompletedProcess[str]
@@ -19,6 +21,34 @@ def entropykv(*arguments: object, stdin: str | None = None) -> Result:
         timeout=120,
         check=False,
     )
+
+
+def python(program: str, *arguments: object, code: int = 0, **options: Any) -> Result:
+    """Run a program of Python, which must end with the exit code that is given."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, **options
+    )
+    assert result.returncode == code, result.stderr
+    return result
+
+
+@contextmanager
+def python_process(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Start a program of Python, whose input and output are pipes; it is killed at the end."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def line_of(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
 
 
 def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:

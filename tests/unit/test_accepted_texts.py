@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +22,7 @@ from entropykv.server.documents.readings import (
 )
 from entropykv.server.http.errors import RequestError
 from entropykv.session.document_folder import DocumentFolder
+from tests.support.command import line_of, python_process
 from tests.support.systems import is_there
 
 OTHER_SERVER = """
@@ -39,18 +38,11 @@ BOOK = DocumentId("", "", "book")
 
 
 @contextmanager
-def taken_elsewhere(path: Path) -> Iterator[subprocess.Popen[str]]:
+def taken_elsewhere(path: Path) -> Iterator[None]:
     """Let another process own a text, which dies at the end."""
-    command = [sys.executable, "-c", OTHER_SERVER, str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline().strip() == "True"
-        try:
-            yield other
-        finally:
-            other.kill()
+    with python_process(OTHER_SERVER, path) as other:
+        assert line_of(other) == "True"
+        yield
 
 
 @pytest.mark.parametrize(

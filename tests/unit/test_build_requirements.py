@@ -18,6 +18,7 @@ import amx_flags
 import check_machine
 import installed_llama_cpp
 from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
+from tests.support.command import python
 from try_wheel import named_paths
 
 BACKEND = Path(installed_llama_cpp.__file__).parent
@@ -59,14 +60,7 @@ def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:
         f"sysconfig.get_path = lambda name: {str(tmp_path)!r}\n"
         f"runpy.run_path({str(BACKEND / 'check_machine.py')!r}, run_name='__main__')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PATH": str(tmp_path), "CXX": "none"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
+    result = python(code, code=1, env={"PATH": str(tmp_path), "CXX": "none"})
     assert result.stdout == ""
     (sentence,) = result.stderr.splitlines()
     assert "without Python 3.10 " in sentence

@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ import pytest
 from entropykv import system
 from entropykv.store.cold import _remove_leftover
 from tests.support.cold_files import create, names
+from tests.support.command import line_of, python_process
 
 SCRIPT = """
 import os, subprocess, sys
@@ -31,30 +28,11 @@ sys.stdin.read()
 """
 
 
-@contextmanager
-def process(directory: Path, script: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + script, str(directory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
-def first_line(child: subprocess.Popen[str]) -> list[str]:
-    assert child.stdout is not None
-    return child.stdout.readline().split()
-
-
 @pytest.mark.needs("signal.SIGKILL")
 def test_live_processes_side_by_side_and_one_that_was_killed(tmp_path: Path) -> None:
     ours = create(tmp_path)
-    with process(tmp_path, WAIT) as child:
-        theirs, leftovers = first_line(child)
+    with python_process(SCRIPT + WAIT, tmp_path) as child:
+        theirs, leftovers = line_of(child).split()
         assert leftovers == "0"
         more = create(tmp_path)  # Even of this process's files, only unlocked ones are removed.
         assert more.n_leftovers == 0
@@ -79,8 +57,8 @@ child = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEV
 print(child.pid, flush=True)
 sys.stdin.read()
 """
-    with process(tmp_path, script) as parent:
-        sleeping = int(first_line(parent)[0])
+    with python_process(SCRIPT + script, tmp_path) as parent:
+        sleeping = int(line_of(parent))
         parent.kill()
         parent.wait()
         try:
@@ -105,8 +83,8 @@ os.waitpid(child, 0)
 file.check()
 print(os.path.exists(file.path), ColdFile.create(sys.argv[1], 8192, {}).n_leftovers, flush=True)
 """
-    with process(tmp_path, script) as parent:
-        assert first_line(parent) == ["True", "0"]
+    with python_process(SCRIPT + script, tmp_path) as parent:
+        assert line_of(parent) == "True 0"
 
 
 def test_a_file_that_another_process_removed_before_the_lock_is_made_again(
@@ -161,12 +139,15 @@ for _ in range(150):
     file.close()
 print("done", flush=True)
 """
-    with process(tmp_path, script) as a, process(tmp_path, script) as b:
+    with (
+        python_process(SCRIPT + script, tmp_path) as a,
+        python_process(SCRIPT + script, tmp_path) as b,
+    ):
         children = (a, b)
-        assert [first_line(child) for child in children] == [["ready"], ["ready"]]
+        assert [line_of(child) for child in children] == ["ready", "ready"]
         for child in children:
             assert child.stdin is not None
             child.stdin.write("\n")
             child.stdin.flush()
-        assert [first_line(child) for child in children] == [["done"], ["done"]]
+        assert [line_of(child) for child in children] == ["done", "done"]
     assert names(tmp_path) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from entropykv.errors import SessionFileError
 from entropykv.session.document_folder import DocumentFolder, last_use, note_use
+from tests.support.command import line_of, python_process
 
 OTHER_PROCESS = """
 import sys
@@ -38,15 +37,9 @@ def write(folder: Path, name: str, used: int, size: int = 1000) -> Path:
 @contextmanager
 def used_elsewhere(path: Path) -> Iterator[None]:
     """Let another process use a document."""
-    command = [sys.executable, "-c", OTHER_PROCESS, str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline().strip() == "True"
+    with python_process(OTHER_PROCESS, path) as other:
+        assert line_of(other) == "True"
         yield
-        other.stdin.close()
 
 
 @pytest.mark.needs("fcntl.flock")

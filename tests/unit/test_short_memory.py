@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.command import python
 
 CHILD = """
 import resource
@@ -60,8 +61,4 @@ print("went on")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
 def test_evicting_from_shared_pages_on_a_full_machine() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n") == ["MemoryError", "went on", ""]
+    assert python(CHILD).stdout.split("\n") == ["MemoryError", "went on", ""]
