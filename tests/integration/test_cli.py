@@ -157,8 +157,7 @@ def test_files_that_are_no_models(tiny_llama: Path, tmp_path: Path) -> None:
         assert_refused(entropykv("run", "-m", model, "-p", "x"), model.name, word)
 
 
-@pytest.mark.parametrize("budget", ["0", "-1", "1.5", "abc", "nan", "0MiB"])
-@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize(("command", "budget"), [("run", "-1"), ("plan", "abc")])
 def test_impossible_budgets(tiny_llama: Path, budget: str, command: str) -> None:
     prompt = ("-p", "x") if command == "run" else ()
     result = entropykv(command, "-m", tiny_llama, f"--kv-budget={budget}", *prompt)
@@ -217,15 +216,13 @@ def test_plan_says_what_a_session_does(tiny_llama: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("policy", "words"),
+    ("command", "policy", "words"),
     [
-        ("best", ("'best'", "uniform")),
-        ("uniform:best", ("'best'", "mass, attention, products, reconstruct, predicted")),
-        ("uniform:mass+best", ("'best'", "values, echo, predicted")),
-        ("streaming:mass", ("accepts no measure",)),
+        ("run", "best", ("'best'", "uniform")),
+        ("plan", "uniform:best", ("'best'", "mass, attention, products, reconstruct, predicted")),
+        ("bench", "uniform:mass+best", ("'best'", "values, echo, predicted")),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "plan", "bench"])
 def test_policies_that_do_not_exist_are_refused_by_name(
     tiny_llama: Path, command: str, policy: str, words: tuple[str, ...]
 ) -> None:
@@ -238,23 +235,11 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
     result = entropykv(*command, "--help-all" if command else "--help")
     assert result.returncode == 0
     if command == ("run",):
-        for option in [
-            "-m",
-            "-p",
-            "-f",
-            "-n",
-            "-c",
-            "-t",
-            "-b",
-            "-ub",
-            "-s",
-            "--temp",
-            "--top-k",
-            "--top-p",
-            "--min-p",
-            "--seed",
+        for option in (
+            *("-m", "-p", "-f", "-n", "-c", "-t", "-b", "-ub", "-s"),
+            *("--temp", "--top-k", "--top-p", "--min-p", "--seed"),
             *("adaptive", "guided", "profile", "uniform", "recency", "streaming"),
-        ]:
+        ):
             assert option in result.stdout
     assert "None" not in result.stdout
 

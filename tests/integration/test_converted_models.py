@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from gguf import GGUFReader
 from entropykv import Session
 from entropykv.convert import convert
 from entropykv.model.geometry import read_geometry
-from tests.support.command import assert_refused, entropykv, started
+from tests.support.command import assert_refused, entropykv, python, started
 from tests.support.exact_logits import TOKENS, exact_logits
 from tests.support.i2s_files import I2sModel
 from tests.support.logits import relative_error
@@ -131,18 +129,6 @@ def test_run_names_the_command_that_converts(tmp_path: Path) -> None:
     assert_refused(result, f"entropykv convert {source}")
 
 
-def test_refusals_on_the_command_line(tmp_path: Path) -> None:
-    source, target = I2sModel().write(tmp_path / "i2s.gguf"), tmp_path / "out.gguf"
-    target.write_bytes(b"mine")
-    assert_refused(entropykv("convert", source, target), "out.gguf", "--force")
-    assert_refused(entropykv("convert", source, source, "--force"), "the model itself")
-    assert_refused(entropykv("convert", tmp_path / "none", target, "--force"), "no such file")
-    assert target.read_bytes() == b"mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["i2s.gguf", "out.gguf"]
-    assert entropykv("convert", source, target, "--force").returncode == 0
-    assert target.read_bytes()[:4] == b"GGUF"
-
-
 @pytest.mark.needs("/dev/full")
 def test_a_device_is_no_output(tmp_path: Path) -> None:
     source = I2sModel().write(tmp_path / "i2s.gguf")
@@ -159,9 +145,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
         "sys.exit(main(sys.argv[1:]))"
     )
-    arguments = [sys.executable, "-c", program, "convert", source, target]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 2
+    result = python(program, "convert", source, target, code=2)
     estimate, refusal = result.stderr.strip().splitlines()
     assert estimate.startswith("writing 0.4 MiB")
     assert refusal.startswith("entropykv: ")
@@ -199,8 +183,7 @@ before = peak()
 convert(sys.argv[1], sys.argv[2])
 print(peak() - before)
 """
-    arguments = [sys.executable, "-c", program, str(large), str(tmp_path / "out.gguf")]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    result = python(program, large, tmp_path / "out.gguf")
     growth, size = int(result.stdout) * 1024, large.stat().st_size
     assert growth < size / 3, f"{growth / 2**20:.0f} MiB for a file of {size / 2**20:.0f}"
 

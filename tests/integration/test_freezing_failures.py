@@ -268,8 +268,6 @@ def test_what_cannot_freeze_is_refused(tiny_llama: Path, tmp_path: Path) -> None
         for freeze in ("ram", f"disk:{tmp_path}"):
             with pytest.raises(SettingsError, match="comes back for each head by itself"):
                 session_of(tiny_llama, policy=policy, freeze=freeze)
-    with pytest.raises(SettingsError, match="flat store has no cold storage"):
-        session_of(tiny_llama, store="flat", policy="recency")
     with pytest.raises(BudgetError, match=r"--freeze-limit \d+B or more"):
         session_of(tiny_llama, freeze=Freezing(f"disk:{tmp_path}", limit=1000))
     assert not list(tmp_path.iterdir())

@@ -110,37 +110,6 @@ def test_other_frozen_types_and_sessions_that_do_not_freeze(tiny_llama: Path) ->
             assert_load_refused(session, data, "--freeze")
 
 
-@pytest.mark.parametrize("place", ["ram", "disk"])
-def test_frozen_keys_move_beyond_the_trained_context(tmp_path: Path, place: str) -> None:
-    """Frozen and restored keys equal those of a session that never froze."""
-    model = tmp_path / "short.gguf"
-    write_llama(model, head_dim=32, n_ctx_train=256, weight_type="F32")
-    options = {"n_ctx": 1024, "kv_budget": 200, "kv_type": "f16", "n_ubatch": 32}
-    options |= {"policy": "streaming"}
-    keys = []
-    for freeze in (None, Freezing(where(place, tmp_path), recall_interval=0)):
-        with session_of(model, freeze=freeze, **options) as session:
-            session.decode(tokens_for(230))
-            core = session._slot.store.core  # type: ignore[attr-defined]
-            if freeze:
-                core.freeze_all(229)
-                core.restore(229, frozen_after=-1)
-                core.freeze_all(229)
-            ropes = [node.rope for node in session._slot.store.context.hook.nodes]  # type: ignore[attr-defined]
-            core.rebase(ropes, session._slot.store.facts.rope.n_sinks, 0, 64)
-            if freeze:
-                core.restore(229)
-            assert core.frozen == (30 if freeze else 0) * session._slot.store.facts.n_kv_heads
-            keys.append([core.rows(0, head) for head in range(2)])
-    for ours, theirs in zip(*keys, strict=True):
-        positions, _, k, v = ours
-        both = np.isin(positions, theirs[0])
-        mine = np.isin(theirs[0], positions)
-        assert both.sum() > 150
-        np.testing.assert_array_equal(k[both], theirs[2][mine])
-        np.testing.assert_array_equal(v[both], theirs[3][mine])
-
-
 @pytest.mark.parametrize("policy", ["uniform", "rolling-freeze"])
 def test_long_texts_go_on_beyond_the_trained_context(tmp_path: Path, policy: str) -> None:
     model = tmp_path / "short.gguf"

@@ -168,11 +168,3 @@ def test_policies_by_name(uneven_llama: Path, policy: str, model: str, tmp_path:
     assert written["policy"] == policy
     assert written["evictions"] > 0
     assert written["kv_bytes_peak"] <= written["kv_bytes_budget"]
-
-
-@pytest.mark.parametrize("policy", ["layer:mass+values", "layer-range:predicted"])
-def test_measures_of_single_heads_are_refused_by_name(uneven_llama: Path, policy: str) -> None:
-    result = entropykv("run", "-m", uneven_llama, "-p", "x", "--policy", policy)
-    assert result.returncode == 2
-    assert "keeps the same tokens for all heads of a layer" in result.stderr
-    assert "Traceback" not in result.stderr

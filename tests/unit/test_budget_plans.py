@@ -92,7 +92,7 @@ def test_budgets_that_can_be_read(text: Any, kind: str, value: float) -> None:
     [
         *(0, -1, 1.5, 2.5, "abc", "", "0MiB", "0.1B", "nan", "inf", math.nan, math.inf, None),
         *("0%", "101%", "x%", "%", "nan%", "20%%", "-5%"),
-        *("-3MiB", "1e3MiB", "64 TiB", "MiB", [], "0", "-0.5"),
+        *("-3MiB", "1e3MiB", "64 TiB", "MiB", [], "0", "-0.5", "-1", "1.5"),
     ],
 )
 def test_budgets_that_cannot_be_read(text: Any) -> None:

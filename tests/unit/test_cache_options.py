@@ -193,11 +193,6 @@ def test_resolving_refuses_options_that_contradict_each_other(tiny_llama: Path) 
     for options, error, what in (
         (CacheOptions(recovery=Recovery()), SettingsError, "nothing is; use --freeze"),
         (CacheOptions(store="flat", policy="uniform"), SettingsError, "cannot follow policy"),
-        (
-            CacheOptions(store="flat", policy="rolling-freeze"),
-            SettingsError,
-            "cannot follow policy",
-        ),
         (CacheOptions(policy="nobody"), SettingsError, "policy cannot be"),
         (CacheOptions(n_ctx=10_000, n_sinks=5_000), ContextError, "too many"),
     ):

@@ -235,3 +235,4 @@ def test_the_command_returns_2(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("entropykv: ")
     assert "exists already" in lines[-1]
+    assert cli.main(["convert", str(tiny), target, "--force"]) == 0

@@ -16,9 +16,7 @@ from entropykv import EntropyLlama, Freezing, Session, SettingsError, Unsupporte
 from entropykv.cli.options import add_freeze_options
 from entropykv.policy.resolved_config import freezing_of
 from entropykv.settings.freezing import COLD_TYPES
-from entropykv.settings.options import MOST_TOKENS, Budget, parse_bytes
-
-BEYOND = MOST_TOKENS + 1
+from entropykv.settings.options import Budget, parse_bytes
 
 
 def test_the_defaults_are_the_document_s() -> None:
@@ -69,9 +67,7 @@ def test_sizes_are_read_as_those_of_a_budget(number: int, unit: str) -> None:
         ({"recall_interval": 1.0}, "recall_interval"),
         ({"recall_prompt": 0}, "recall_prompt cannot be 0; use an integer of 1 or more"),
         ({"window": 0}, "window of freezing cannot be 0; use an integer of 1 or more"),
-        ({"window": BEYOND}, f"use {BEYOND - 1} or less"),
         ({"history": -1}, "history of freezing"),
-        ({"history": BEYOND}, "history of freezing"),
         ({"threshold": -0.1}, "threshold of freezing cannot be -0.1; use a number from 0 to"),
         ({"threshold": math.nan}, "threshold"),
         ({"threshold": "0.5"}, "threshold"),
