@@ -22,7 +22,7 @@ class HeadStore;
 struct CheckpointHead {
     std::vector<std::byte*> pages;
     int count = 0;
-    std::vector<float> importance;  // of every entry, and of every empty slot of the last page
+    std::vector<float> importance;  // Empty slots of the last page have one, too.
     std::optional<DroppedScores> dropped{};
 };
 

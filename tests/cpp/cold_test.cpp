@@ -190,7 +190,7 @@ void test_a_file_is_not_trusted() {
     CHECK(read_at(file.number, other.data(), stride, at(0, 0)));
     CHECK(write_at(file.number, other.data(), stride, at(2, 0)));
     check_lost(file.number, 2, kNonce, changed);
-    check_lost(file.number, 0, {11, 23}, changed);  // a page of another session
+    check_lost(file.number, 0, {11, 23}, changed);  // The page is another session's.
     check_lost(file.number, 0, {22, 11}, changed);
     CHECK(storage.failed() == nullptr && holds(storage, 0, page_of(0)));
     CHECK(file.cut_to(at(1, kBytes / 2)));
@@ -413,7 +413,7 @@ void test_the_document_s_numbers() {
     CHECK(freeze_steps(35, 2.0f) == 2 && freeze_steps(36, 2.0f) == 3);
     CHECK(freeze_steps(1, 1.0f) == 1 && freeze_steps(4, 1.0f) == 2);
     CHECK(freeze_steps(1, 0.5f) == 2 && freeze_steps(65535, 2.0f) == 127);
-    CHECK(freeze_steps(1, 1e-30f) > 1000000);  // practically for ever, and not before now
+    CHECK(freeze_steps(1, 1e-30f) > 1000000);  // It is frozen practically for ever.
     CHECK(1000000 + freeze_steps(65535, 1e-30f) > 1000000);
 }
 

@@ -19,7 +19,8 @@ namespace {
 
 using Rows = std::vector<float>;
 
-struct Batch {  // of one layer
+// Holds a micro-batch of one layer.
+struct Batch {
     Rows q, k, v;
 };
 

@@ -172,7 +172,7 @@ void test_what_helpers_finish_is_copied() {
         ProductHelpers helpers(*table);
         CHECK(!helpers.offer(pieces));  // nobody would take them
         helpers.wake(2, pieces.size() - 1);
-        CHECK(!helpers.offer(pieces));  // no room
+        CHECK(!helpers.offer(pieces));  // There is no room.
         helpers.wake(2, pieces.size());
         CHECK(helpers.offer(pieces));
         CHECK(all_done([&] { return helpers.collect(pieces), out == expected; }));

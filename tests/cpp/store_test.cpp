@@ -128,7 +128,7 @@ struct Case {
     LayerShape shape;
     KvType type;
     ScoreKind score;
-    int budget;  // of every KV head
+    int budget;  // Every KV head has this budget.
     std::vector<int> batches;
     bool sinks = false;
     std::optional<FreezeSettings> freezing{};
@@ -453,7 +453,7 @@ void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::siz
 // The address sanitizer checks this: micro-batches of every size, budgets up and down, truncation,
 // re-basing.
 void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
-    const bool windowed = seed % 3 == 0 && seed > 0;  // none of those that freeze
+    const bool windowed = seed % 3 == 0 && seed > 0;  // Those that freeze have no windows.
     LayerShape shape{4, 2, 24, 40, windowed ? 20 * static_cast<int>(seed) : 0};
     shape.readers = 1 + static_cast<int>(seed % 2);
     shape.latent = seed % 4 == 1;

@@ -87,14 +87,14 @@ namespace {
 
 struct Counts {
     std::atomic<std::int64_t> waits{0};   // synchronisations for work that was begun
-    std::atomic<std::int64_t> copies{0};  // from and to the host
+    std::atomic<std::int64_t> copies{0};  // It counts copies from and to the host.
     std::atomic<std::int64_t> graphs{0};
-    std::atomic<std::int64_t> nodes{0};   // that compute something
+    std::atomic<std::int64_t> nodes{0};   // It counts nodes that compute something.
     std::atomic<std::int64_t> unused{0};  // nanoseconds between the end of a graph and the next one
 };
 
 Counts counts;
-std::int64_t cost = 0;     // of a wait or a copy, in nanoseconds
+std::int64_t cost = 0;     // A wait or a copy costs so many nanoseconds.
 std::int64_t of_node = 0;  // how long the device computes a node, in nanoseconds
 std::atomic<std::int64_t> busy_until{0};
 

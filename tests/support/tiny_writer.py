@@ -16,8 +16,8 @@ QUANTIZED_BLOCK = 32  # The elements of one block of Q8_0 and Q4_0.
 RMS_EPSILON = 1e-5
 
 
-# Standard deviation of each projection's output for an input of unit size. Attention logits are
-# about QUERY * KEY; a product of 2 to 3 makes attention clearly uneven.
+# An input of unit size gives outputs of this standard deviation in each projection. Attention
+# logits are about QUERY * KEY; a product of 2 to 3 makes attention clearly uneven.
 QUERY_SCALE = 1.6
 KEY_SCALE = 1.6
 VALUE_SCALE = 1.0

@@ -157,7 +157,7 @@ def test_the_head_of_another_weight_gets_no_less_or_no_more(
 
 def test_shares_follow_the_weights() -> None:
     budgets = _core.share_budget(100, 1000, 20, [4] * 4, [0.5, 0.5, 1.0, 2.0])
-    assert budgets == [60, 60, 100, 180]  # 20 + 80 * weight, which here are whole pages.
+    assert budgets == [60, 60, 100, 180]  # They get 20 + 80 * weight, which here are whole pages.
     # A head that has all it can use leaves the rest to the others.
     assert _core.share_budget(100, 160, 20, [4] * 3, [1.0, 1.0, 8.0]) == [72, 68, 160]
 

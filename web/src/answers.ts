@@ -15,7 +15,7 @@ import { models } from "./models";
 const LEAST_MS = 50;
 // The speed of an answer that comes within a shorter time is not shown: it would mean nothing.
 const LEAST_SECONDS = 0.05;
-// How many passages of a document are shown under an answer.
+// So many passages of a document are shown under an answer.
 const PASSAGES = 4;
 
 // An answer is sent as it came: a next turn goes on with it only if it is the same to the space.

@@ -24,7 +24,7 @@ export function setKey(key: string): void {
   keyQuestion.set(null);
 }
 
-// Relative to the page, which may be below a path of a proxy.
+// It is relative to the page, which may be below a path of a proxy.
 const address = (path: string): string => new URL(path, document.baseURI).href;
 
 export async function request(path: string, options: RequestInit = {}): Promise<Response> {

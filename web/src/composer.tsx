@@ -16,7 +16,7 @@ interface ComposerProps {
   blocked: boolean;
   onEditLast: () => void;
   onSay: () => void;
-  // The document that the conversation is about.
+  // The conversation is about this document.
   document: string | undefined;
   // True if nothing was said in the conversation yet.
   isNew: boolean;

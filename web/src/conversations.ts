@@ -19,7 +19,7 @@ export interface Attachment {
   text: string;
 }
 
-// A passage of a document that an answer looked at; its place is in characters.
+// Describes a passage of a document that an answer looked at; its place is in characters.
 export interface Passage {
   start: number;
   end: number;
@@ -30,12 +30,12 @@ export interface Passage {
 export interface Message {
   role: "user" | "assistant";
   text: string;
-  // What the model thought before this answer; it is not sent again.
+  // The model thought this before the answer; it is not sent again.
   thought?: string;
   attachments?: Attachment[];
-  // The passages of the document that an answer looked at; null: the server did not measure it.
+  // The answer looked at these passages of the document; null: the server did not measure it.
   passages?: Passage[] | null;
-  // What an answer cost, and why it ended.
+  // It says what an answer cost, and why it ended.
   note?: string;
   error?: string;
 }
@@ -54,7 +54,7 @@ export interface Conversation {
   title: string;
   settings: Settings;
   messages: Message[];
-  // The name of the server's document that it is about.
+  // It is about the server's document of this name.
   document?: string;
 }
 
@@ -74,7 +74,7 @@ interface Props {
 interface State {
   list: Conversation[];
   chosen: string;
-  // The conversation that is being answered.
+  // This conversation is being answered.
   answering: string | null;
   problem: string | null;
 }

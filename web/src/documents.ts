@@ -20,7 +20,7 @@ export interface DocumentState {
   error: string | null;
 }
 
-// What is known of the documents of the server, by their names.
+// It holds what is known of the server's documents, by their names.
 export const documents = new Store<Record<string, DocumentState>>({});
 
 const isRead = (state: DocumentState | undefined): boolean =>

@@ -7,7 +7,7 @@ const PLACE = "entropykv.model";
 interface Models {
   // Names of all models, if the server has several.
   names: string[];
-  // null: the server's only one, which needs no name.
+  // If it is null, the server has only one, which needs no name.
   chosen: string | null;
 }
 

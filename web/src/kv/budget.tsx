@@ -5,7 +5,7 @@ import { colourOf } from "./colours";
 import { about, hasSeveral, type Holder, picture } from "./stream";
 import { bytes, count, share } from "./units";
 
-// `shown`: the conversation whose heads are shown.
+// `shown` is the conversation whose heads are shown.
 export function Budget({ shown }: { shown: Holder | undefined }): JSX.Element {
   const model = useStore(about)!;
   const now = useStore(picture)!;

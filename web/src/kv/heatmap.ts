@@ -134,7 +134,7 @@ export class Heatmap {
     });
   }
 
-  // How much of every column is held and frozen, of all heads.
+  // Tells how much of every column is held and frozen, of all heads.
   private drawStrip(context: CanvasRenderingContext2D, layout: Layout): void {
     const map = this.map!;
     const top = layout.height + GAP;

@@ -33,11 +33,11 @@ export interface About {
   shared: boolean;
   // True if the server shows what texts say.
   text: boolean;
-  // KV heads of every layer.
+  // Every layer has so many KV heads.
   layers: number[];
 }
 
-// A conversation, and what it has of the pool.
+// Describes a conversation, and what it has of the pool.
 export interface Holder {
   id: string;
   // Its client calls it so: conversations of this page have their own id, documents their name.
@@ -81,7 +81,7 @@ interface Shape {
   columns: number;
 }
 
-// What the heads of one conversation hold: planes have [row][column], in 255ths of its positions.
+// Describes what the heads of a conversation hold: planes have [row][column], in 255ths of positions.
 export interface HeldMap extends Shape {
   position: number;
   held: Uint8Array;
@@ -130,7 +130,7 @@ export interface Share {
 
 export interface Point {
   time: number;
-  // True at the end of a time in which nothing happened.
+  // It is true at the end of a time in which nothing happened.
   rests: boolean;
   held: number;
   frozen: number;
@@ -243,7 +243,7 @@ class Newest {
   }
 }
 
-// What the last point of the history was made of.
+// The last point of the history was made of this.
 let noted: Sent | null = null;
 
 function note(now: Sent): void {

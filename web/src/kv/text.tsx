@@ -10,7 +10,7 @@ const PAUSE_MS = 1000;
 
 interface Props {
   conversation: string;
-  // The position that is pointed at; null: follow the end of the text.
+  // This position is pointed at; null: follow the end of the text.
   at: number | null;
   onPoint: (position: number | null) => void;
 }
