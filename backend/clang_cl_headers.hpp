@@ -26,7 +26,7 @@
 #define _LIBCPP_NO_VCRUNTIME
 #define _LIBCPP_PSTL_BACKEND_SERIAL
 
-// What Microsoft's C headers declare and those of mingw-w64 do not.
+// Microsoft's C headers declare these, and those of mingw-w64 do not.
 #include <locale.h>
 extern "C" long double _strtold_l(const char*, char**, _locale_t);
 #include <math.h>

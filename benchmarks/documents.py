@@ -52,7 +52,7 @@ def compare(model: str, text: str, options: dict[str, float], folder: Path) -> N
     with Session(model, **options) as session:
         document = session.tokenize(session.model.chat_prompt(text), add_bos=False)[:n_tokens]
         question = session.question(QUESTION)
-        session.decode(question)  # so that the weights are in memory, as they are for the others
+        session.decode(question)  # The others have the weights in memory, too.
         session.reset()
         start = time.perf_counter()
         session.files.open_document(path)

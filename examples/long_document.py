@@ -23,7 +23,7 @@ def main() -> None:
     before, after = (
         "<|im_start|>user\n" + document + "\n\n",
         "<|im_end|>\n<|im_start|>assistant\n",
-    )  # The chat template of SmolLM2.
+    )  # SmolLM2 has this chat template.
 
     llm = EntropyLlama(
         str(shipped.smollm2().path), n_ctx=8192, kv_budget=1536, n_threads=2, verbose=False

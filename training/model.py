@@ -183,7 +183,7 @@ def place_induction(model: BitNet) -> None:
 
     angle = torch.arange(1, shape.n_head + 1)[:, None] * (
         shape.rope_base ** (-torch.arange(half) / half)
-    )  # The rotation angles of each head's distance, per pair of values.
+    )  # Each head's distance rotates pairs by these.
     # Use only the fast pairs, because the slow ones cannot tell neighbours apart.
     fast = (torch.arange(half) < 8).expand_as(angle)
     query = torch.cat((fast * angle.cos(), -(fast * angle.sin())), dim=1).flatten()

@@ -48,7 +48,7 @@ public:
                                          std::min(ROW_BLOCK_SIZE, n_tokens_ - t));
     }
 
-    // Whether the sums of run() are those of its codes, of a row and a token.
+    // Tells whether the sums of run() are those of its codes, of a row and a token.
     bool is_right(int row, int token) const {
         int sum = 0;
         for (int i = 0; i < n_values_; ++i) {

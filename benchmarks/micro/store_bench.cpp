@@ -43,7 +43,7 @@ public:
         fill();
     }
 
-    // What one micro-batch does to a store whose heads are full.
+    // Measures what one micro-batch does to a store whose heads are full.
     double evict() { return add(case_.n_tokens, observed_.data()); }
 
     double halve_budget() {

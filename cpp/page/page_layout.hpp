@@ -55,8 +55,8 @@ struct PageLayout {
     std::size_t bytes;
     bool latent;     // V is the first v_dim values of K
     bool elsewhere;  // K and V are not in the page; no kernel may read them
-    // How the keys of a KV head are stored; null: as they are. Only store_k() and load_k() know it,
-    // all other functions and kernels work on what is stored.
+    // Says how the keys of a KV head are stored; null: as they are. Only store_k() and load_k()
+    // know it, all other functions and kernels work on what is stored.
     const KeyCentre* key_centre;
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }

@@ -116,7 +116,7 @@ def lock(descriptor: int, *, shared: bool = False) -> bool:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except PermissionError:  # What Windows says of a lock that another process holds.
+    except PermissionError:  # Windows says so of another process's lock.
         if WINDOWS:
             return False
         raise

@@ -127,8 +127,8 @@ PLAIN: tuple[Architecture, ...] = (
     model("orion", (4, 2)),
     model("paddleocr", (4, 2, 32), {"rope.dimension_sections": (4, 4, 4, 4)}),
     model("pangu-embedded", (4, 2, 32)),
-    model("phi2", (2, 2), {"rope.dimension_count": 32}, width=160),  # heads of 80
-    model("phi3", (2, 1), width=192, layers=2),  # heads of 96
+    model("phi2", (2, 2), {"rope.dimension_count": 32}, width=160),  # Its heads have 80 values.
+    model("phi3", (2, 1), width=192, layers=2),  # Its heads have 96 values.
     model("phimoe", (4, 2), MOE),
     model("plamo", (4, 2)),
     model("pockettts", (4, 4)),
@@ -143,7 +143,7 @@ PLAIN: tuple[Architecture, ...] = (
     model("qwen3vlmoe", (4, 2, 32), MOE | MULTIMODAL_ROPE),
     model("seed_oss", (4, 2, 32)),
     model("smallthinker", (4, 2, 32), MOE | SIGMOID_ROUTER, name="smallthinker-full"),
-    model("smollm3", (4, 2, 32)),  # no RoPE in every fourth layer
+    model("smollm3", (4, 2, 32)),  # Every fourth layer has no RoPE.
     model("stablelm", (4, 4), {"rope.dimension_count": 4, "use_parallel_residual": True}),
     model("starcoder", (4, 1)),
     model("starcoder2", (4, 2)),

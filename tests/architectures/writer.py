@@ -107,7 +107,7 @@ def _weights(name: str, shape: tuple[int, ...], tied: bool) -> FloatArray:
     values = np.random.default_rng(seed).standard_normal(shape)
     if name.startswith(("rope_freqs", "rope_factors")) or ".rope_f" in name:
         return np.linspace(1.0, 4.0, values.size, dtype=np.float32).reshape(shape)
-    if name.endswith(".ssm_a"):  # A decay of a recurrent layer.
+    if name.endswith(".ssm_a"):  # Recurrent layers decay by it.
         return (-0.01 - 0.1 * np.abs(values)).astype(np.float32)
     mean, deviation = next((m, d) for p, m, d in _WEIGHTS if fnmatch(name, p))
     if name == "token_embd.weight" and tied:  # The embedding is also the output head.

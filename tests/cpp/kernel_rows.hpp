@@ -84,7 +84,7 @@ private:
 struct Row {
     std::vector<float> query;  // [k_stride]
     std::int32_t position;
-    float oldest;  // relative to its position
+    float oldest;  // It is relative to the position.
     float slope;
     std::vector<double> logits{};          // kMaskedLogit: not seen
     double max = kMaskedLogit, sum = 0.0;  // of its softmax

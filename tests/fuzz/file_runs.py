@@ -59,7 +59,7 @@ def _load_all(chance: random.Random, model: FuzzModel, session: Session) -> str:
     n_tokens = min(session.config.n_ctx - 1, chance.randrange(1, 200))
     try:
         session.decode(topic(chance, max(1, n_tokens), model))
-    except EntropyKVError as error:  # For example, a measure without a predictor.
+    except EntropyKVError as error:  # A measure may lack a predictor, for example.
         check_refusal(error)
         return f"refused: {model.name}"
     data = session.files.save_state()

@@ -22,8 +22,8 @@ from tests.support.tiny_models import write_bitnet, write_gemma, write_llama
 
 WRITERS: dict[str, Callable[..., None]] = {"bitnet": write_bitnet, "llama": write_llama}
 TOKENS = tokens_for(150)
-TOLERANCE = 6e-3  # The tolerance of an f16 cache; measured: up to 4e-3 for both activations.
-ROW_TOLERANCE = 3e-2  # The tolerance of a single row; measured: up to 1.3e-2.
+TOLERANCE = 6e-3  # An f16 cache differed by up to 4e-3 for both activations.
+ROW_TOLERANCE = 3e-2  # A single row differed by up to 1.3e-2.
 OTHER_ACTIVATION = 0.3  # Measured: SiLU instead of squared ReLU differs by 0.53 and more.
 
 

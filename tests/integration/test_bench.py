@@ -94,7 +94,7 @@ def test_the_command_prints_a_table_and_writes_json(tiny_llama: Path, tmp_path: 
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("tok/s |") == 2
-    assert result.stdout.count("| stock |") == 1 + 6  # Three kinds of work in both phases.
+    assert result.stdout.count("| stock |") == 1 + 6  # Both phases have three kinds of work.
     content = json.loads(target.read_text(encoding="utf-8"))
     assert len(content["rows"]) == 6
     assert content["read_bandwidth"] > 1e8

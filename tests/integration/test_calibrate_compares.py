@@ -138,7 +138,7 @@ def test_figures_are_those_of_the_passages(
     known = np.array([True, False, True, True, False, True])
     right = np.zeros((4, 2, 6), bool)
     right[2] = True
-    right[3, 0, 5] = True  # The fourth fact that the full cache knows in the first text.
+    right[3, 0, 5] = True  # The full cache knows it as the first text's fourth fact.
 
     def step(*_: object) -> list[tuple[np.ndarray, ...]]:
         return [(kl, kl, 0.25, known, right), (3 * kl, 5 * kl, 0.75, ~known, right)]

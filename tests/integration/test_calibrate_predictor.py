@@ -68,7 +68,7 @@ def test_sessions_rank_by_the_predictor_of_a_file(
 
 def test_the_end_of_a_single_text_chooses_the_ridge(tiny_llama: Path) -> None:
     read: list[int] = []
-    text = tuple(tokens_for(640))  # More than a chunk.
+    text = tuple(tokens_for(640))  # It exceeds a chunk.
     settings = StepSettings.of(tiny_llama, n_ctx=640, n_threads=2)
     predictor = fit_by_echoes(Spread(), settings, [text], read.append)
     assert predictor.n_tokens == 640 - N_SINKS

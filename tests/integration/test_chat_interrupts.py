@@ -57,7 +57,7 @@ def test_ctrl_c_while_a_turn_is_read_takes_it_back(
 ) -> None:
     read = SequenceReader._read_micro_batch
     long = " ".join(["the and of to in"] * 20)
-    n_calls = 1 + 12 + 2  # The first turn, its answer, and a part of the second turn.
+    n_calls = 1 + 12 + 2  # The second turn was read in part.
     monkeypatch.setattr(SequenceReader, "_read_micro_batch", interrupting(read, n_calls))
     out, errors = chat(tiny_llama, f"the\n{long}\n/history\nof\n", "-ub", 32)
     assert "interrupted while the turn was read: it does not count" in errors
@@ -139,7 +139,7 @@ def test_a_narrow_terminal(tmp_path: Path) -> None:
 
 def test_what_was_typed_comes_back_in_the_next_chat(tmp_path: Path) -> None:
     pytest.importorskip("readline")
-    for typed in ("/history\n", "\x1b[A" * 2 + "\n"):  # The arrow up, the second time.
+    for typed in ("/history\n", "\x1b[A" * 2 + "\n"):  # The second one presses arrow up.
         terminal = _Terminal("chat", "--demo", "bitnet", *GREEDY, cache=tmp_path)
         terminal.until("> ")
         assert "No turns yet." in terminal.type(typed)

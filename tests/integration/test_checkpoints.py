@@ -133,7 +133,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
         session = pool.session()
         session.decode(SYSTEM)
         assert pool.stats().checkpoints > 0
-        end = 6 * PIECE  # The last checkpoint within the prompt.
+        end = 6 * PIECE  # There is the prompt's last checkpoint.
         text = [*SYSTEM[: end + 3], 7, 8, 9]
         assert session.text.return_to_checkpoint(text)
         assert session.position == end

@@ -34,7 +34,7 @@ from tests.support.vision_models import (
     write_vision,
 )
 
-ROUNDING = 1e-3  # The rounding of K and V to f16, relative to the spread of the logits.
+ROUNDING = 1e-3  # K and V are rounded to f16; it is relative to the spread of the logits.
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def directory_of(known: KnownModel, model: I2sModel, path: Path) -> Path:
         "tie_word_embeddings": known.tied,
         "quantization_config": (inverted if known.architecture == "llama" else straight),
     }
-    if not packed:  # The class of 1bitLLM.
+    if not packed:  # 1bitLLM has this class.
         changes |= {"architectures": ["BitnetForCausalLM"], "model_type": "llama"}
         changes["quantization_config"] = None
     tensors = hf_tensors(model, packed=packed)

@@ -92,7 +92,7 @@ def test_on_evict_tells_what_was_dropped(tiny_llama: Path, store: str) -> None:
     llm.eval(tokens_for(60))
     assert events == []
     llm.eval(tokens_for(200))
-    assert len(events) == 1  # One event for the decode call, not one per micro-batch.
+    assert len(events) == 1  # The decode call has one event, whatever its micro-batches.
     assert events[0].position == 260
     assert events[0].kept == llm.kv_stats().entries_kept
     assert events[0].evicted + events[0].kept == 260 * 6

@@ -149,7 +149,7 @@ def test_settings_tell_how_it_was_sampled(server: Server) -> None:
     assert settings["samplers"] == ["top_k", "typ_p", "temperature"]
     assert settings["dry_sequence_breakers"] == ["x"]
     assert settings["mirostat"] == 2
-    assert settings["seed"] == 7  # The server's.
+    assert settings["seed"] == 7  # The server was given it.
     assert {"token": 7, "bias": 1.5} in settings["logit_bias"]
     assert None in [each["bias"] for each in settings["logit_bias"]]
     assert complete(server, samplers="kt")["generation_settings"]["samplers"] == [

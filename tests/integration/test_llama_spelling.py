@@ -13,7 +13,7 @@ from entropykv import ContextError, EntropyLlama
 from tests.support.llamas import GREEDY, QUIET, answer
 from tests.support.reads import Reads
 
-BYTE = 3  # The first of the 256 byte tokens of the tiny models.
+BYTE = 3  # Tiny models begin their 256 byte tokens here.
 
 
 def as_bytes(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from tests.support.logits import tokens_for
 
 PROMPTS = [
     tokens_for(90),
-    tokens_for(90)[:40],  # The beginning of another prompt.
+    tokens_for(90)[:40],  # Another prompt begins so.
     [*tokens_for(90)[:33], *tokens_for(60, seed=1)],
     # 65 tokens: the last micro-batch has one token.
     [*tokens_for(90)[:32], *tokens_for(33, seed=2)],

@@ -244,7 +244,7 @@ def test_several_choices_and_streams_ask_one_document(asker: Asker) -> None:
 
 def test_a_file_can_be_sent_as_a_form(asker: Asker) -> None:
     file = {"file": ("The book.txt", TEXT.replace("\n", "\r\n").encode())}
-    assert asker.client.post("/v1/documents", files=file).status_code == 400  # A space in it.
+    assert asker.client.post("/v1/documents", files=file).status_code == 400  # It has a space.
     named = asker.client.post("/v1/documents", files=file, data={"name": "book"})
     assert named.status_code == 202, named.text
     unnamed = asker.client.post("/v1/documents", files={"file": ("a.txt", TEXT.encode())})

@@ -176,7 +176,7 @@ def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> 
         app = create_app(model, ServerOptions())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for _ in range(2):  # Greedily, twice the same.
+            for _ in range(2):  # Both answers are greedy.
                 answer = await client.post("/v1/completions", json={"prompt": "The old"})
                 assert answer.json()["usage"]["completion_tokens"] == 3
                 texts.append(answer.json()["choices"][0]["text"])

@@ -16,7 +16,7 @@ from gguf.quants import quantize
 
 I2_S = 36
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-CODES = np.array([0, 1, 2], dtype=np.uint8)  # The codes of -1, 0 and +1.
+CODES = np.array([0, 1, 2], dtype=np.uint8)  # They stand for -1, 0 and +1.
 
 Int8s = npt.NDArray[np.int8]
 

@@ -17,9 +17,9 @@ import llama_cpp
 
 GGML_VERSION = "0.25.3"
 LEAST_TOKENS = 32
-LEAST_VALUES = 32  # The least values of a row.
+LEAST_VALUES = 32  # A row has as many values, or more.
 
-_ACCELERATOR = 3  # A value of ggml_backend_dev_type: 0 CPU, 1 GPU, 2 a GPU inside the CPU.
+_ACCELERATOR = 3  # ggml_backend_dev_type has 0 CPU, 1 GPU, 2 a GPU inside the CPU.
 _CPU = 0
 _FAILED = -1
 _VIEWS = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}

@@ -20,7 +20,7 @@ from typing import Any
 import llama_cpp
 
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
-_DEVICE_CPU = 0  # The value of GGML_BACKEND_DEVICE_TYPE_CPU.
+_DEVICE_CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU has it.
 
 
 def built_with_rpc() -> bool:

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
 
 WEIGHT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
-QUANTIZED_BLOCK = 32  # The elements of one block of Q8_0 and Q4_0.
+QUANTIZED_BLOCK = 32  # A block of Q8_0 and Q4_0 has as many.
 RMS_EPSILON = 1e-5
 
 
@@ -25,7 +25,7 @@ OUTPUT_SCALE = 0.7
 FEED_FORWARD_SCALE = 1.0
 DOWN_SCALE = 0.7
 LOGIT_SCALE = 2.5
-_SPACE = "\u2581"  # The character for a space in sentencepiece.
+_SPACE = "\u2581"  # sentencepiece writes a space so.
 _PIECES = (
     _SPACE,
     *"abcdefghijklmnopqrstuvwxyz.,",

@@ -250,7 +250,7 @@ def test_rounding_of_the_oracle() -> None:
     row = np.zeros((1, 64))
     # The scale is 1: halves are rounded away from zero.
     row[0, :5] = [127.0, 0.5, -0.5, 1.49, -2.5]
-    row[0, 32] = 63.5  # Another block, with a scale of a half.
+    row[0, 32] = 63.5  # This block has a scale of a half.
     row[0, 33] = 0.26
     rounded = round_q8_0(row)
     np.testing.assert_array_equal(rounded[0, :5], [127.0, 1.0, -1.0, 1.0, -3.0])

@@ -80,7 +80,7 @@ def test_the_command_line_has_every_flag_and_its_default() -> None:
 
 def test_the_server_has_every_option_and_its_default() -> None:
     fields = pytest.importorskip("entropykv.server.options").ModelOptions.model_fields
-    of_llama = ("n_ubatch", "n_gpu_layers")  # llama_cpp.server's own, with its defaults
+    of_llama = ("n_ubatch", "n_gpu_layers")  # llama_cpp.server has its own defaults.
     for name, option in declared(CacheOptions).items():
         assert option.server_name in fields
         if name not in of_llama:

@@ -114,7 +114,8 @@ def sentencepiece_model(model_type: int, pieces: list[tuple[str, float, int]] = 
         piece = b"\x0a" + bytes([len(encoded)]) + encoded + b"\x15" + struct.pack("<f", score)
         piece += b"\x18" + bytes([kind])
         content += b"\x0a" + bytes([len(piece)]) + piece
-    trainer = b"\x18" + bytes([model_type]) + b"\x20" + b"\x80\xfa\x01"  # vocab_size 32000
+    # It ends with a vocab_size of 32000.
+    trainer = b"\x18" + bytes([model_type]) + b"\x20" + b"\x80\xfa\x01"
     return content + b"\x12" + bytes([len(trainer)]) + trainer
 
 

@@ -215,7 +215,7 @@ def test_nothing_is_measured_where_nothing_can_be_evicted() -> None:
     read(layers.store, [96], (0, 0))
     assert layers.store.losses().size == 0
     online.observe(96, budgets_change=True)
-    assert online.state().tolist() == [-96.0] * len(HEADS)  # What is held, and no losses.
+    assert online.state().tolist() == [-96.0] * len(HEADS)  # It says what is held, and no losses.
     assert online.budgets(plan_for(policy, 1.0)) is None
     online.expect(plan_for(policy, 100))
     layers.store.measure_losses(online.knots(1.0))

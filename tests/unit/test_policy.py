@@ -97,7 +97,8 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     policy = named("rolling-freeze")
     assert str(policy.importance) == "attention"
     assert named("rolling-freeze:attention") == policy
-    assert named("rolling-freeze:products").importance.measure == "products"  # As in the document.
+    # The document ranks by products.
+    assert named("rolling-freeze:products").importance.measure == "products"
     assert named("rolling-freeze:products").schedule
     assert schedules("rolling-freeze")
     assert schedules("rolling-freeze:mass")

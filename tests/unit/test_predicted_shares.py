@@ -126,8 +126,8 @@ def test_losses_and_evictions_go_by_both_parts() -> None:
     store = layer_of("attention", budget=N_SINKS + 4 + 3)
     k = np.zeros((140, 2, 64), np.float32)
     q = np.zeros((140, 4, 64), np.float32)
-    k[20, :, 0], q[70, :, 0] = 30.0, 30.0  # A query of the text.
-    k[25, :, 1], q[110, :, 1] = 30.0, 30.0  # A query of the echo.
+    k[20, :, 0], q[70, :, 0] = 30.0, 30.0  # The text asks for it.
+    k[25, :, 1], q[110, :, 1] = 30.0, 30.0  # The echo asks for it.
     store.core.attend(0, q, k, k, 1.0, n_echo=60)
     for head in range(2):
         kept = set(store.core.positions(0, head).tolist())

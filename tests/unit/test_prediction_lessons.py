@@ -12,7 +12,7 @@ from tests.support.predicted_layers import LAYERS, N_SINKS, PredictedLayer
 from tests.support.reference import Rope, lesson_sums
 
 each_kernel = pytest.mark.parametrize("kernel", _core.available_kernels())
-TOLERANCE = {"f16": 1e-3, "q8_0": 2e-2}  # The tolerance of the logarithm of small shares.
+TOLERANCE = {"f16": 1e-3, "q8_0": 2e-2}  # Logarithms of small shares differ by so much.
 each_type = pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 
 

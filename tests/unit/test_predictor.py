@@ -28,7 +28,7 @@ class Head:
     """
 
     def __init__(self, n: int, seed: int = 0, noise: float = 0.5, constant: int = -1) -> None:
-        truth = np.random.default_rng(99)  # The same for every head.
+        truth = np.random.default_rng(99)  # All heads have the same.
         mixing = truth.standard_normal((N_FEATURES, N_FEATURES))
         slopes = truth.standard_normal(N_FEATURES)
         random = np.random.default_rng(seed)

@@ -171,7 +171,7 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     store.set_budgets([34], 3, N_SINKS, RECENT)
     row = np.zeros((1, 1, 32), np.float32)
     keys = np.zeros((40, 1, 1, 32), np.float32)
-    keys[:, ..., 0] = 1.0  # Of all entries, including frozen ones.
+    keys[:, ..., 0] = 1.0  # All entries count, including frozen ones.
     keys[:N_SINKS, ..., 0] = 10.0
     nothing = np.zeros((1, 2, 32), np.float32)
     for position in range(40):

@@ -125,7 +125,7 @@ class Rope:
 
 _TARGET_OF = {
     "BitNetForCausalLM": "bitnet",
-    "BitnetForCausalLM": "bitnet",  # The architecture of the models of 1bitLLM.
+    "BitnetForCausalLM": "bitnet",  # Models of 1bitLLM have this architecture.
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     # Written as llama, with its biases, because llama.cpp's qwen2 graph ignores scales (see

@@ -16,7 +16,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # Wire types of values in a pr
 _PIECES = 1  # Numbers of fields in ModelProto and SentencePiece.
 _TRAINER = 2
 _TEXT, _SCORE, _KIND = 1, 2, 3
-_MODEL_TYPE = 3  # Number of a field in TrainerSpec.
+_MODEL_TYPE = 3  # TrainerSpec has it in this field.
 _BPE = 2
 
 

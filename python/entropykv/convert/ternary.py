@@ -23,7 +23,7 @@ Ternary = npt.NDArray[np.int8]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_I2S_BLOCK_BYTES = {"x86": 32, "arm64": 16}  # one byte holds four elements
+_I2S_BLOCK_BYTES = {"x86": 32, "arm64": 16}  # One byte holds four elements.
 _SCALE_ONE = np.array([1.0], dtype="<f2").view(np.uint8)
 
 

@@ -124,7 +124,7 @@ def continuing(
     tokenised again: `tokenize` reads text without control tokens.
     """
     start = common_prefix(cached, prompt)
-    ahead = ""  # How far the prompt's text so far exceeds that of the cached tokens.
+    ahead = ""  # The prompt's text is longer than the cached tokens' by so much.
     read = start
     for token in cached[start:]:
         text = spell(token)

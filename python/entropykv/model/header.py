@@ -31,11 +31,11 @@ _SUPPORTED_VERSIONS = (2, 3)
 _PREFIX = struct.Struct("<4sIQQ")  # Magic, version, number of tensors, number of keys.
 _LENGTH = struct.Struct("<Q")
 # Limits far above any real model: a damaged count must not cost seconds or gigabytes.
-MAX_LAYERS = 512  # LLAMA_MAX_LAYERS of llama.cpp
-_MAX_ENTRIES = 1 << 16  # keys, or tensors
-_MAX_STRINGS = 1 << 22  # tokens of a vocabulary, or its merges
+MAX_LAYERS = 512  # llama.cpp calls it LLAMA_MAX_LAYERS.
+_MAX_ENTRIES = 1 << 16  # A file has no more keys, or tensors.
+_MAX_STRINGS = 1 << 22  # A vocabulary has no more tokens, or merges.
 _MAX_STRING_BYTES = 1 << 24
-_MAX_DIMENSIONS = 4  # as ggml has it (GGML_MAX_DIMS)
+_MAX_DIMENSIONS = 4  # ggml calls it GGML_MAX_DIMS.
 _MAX_NUMBER = (1 << 31) - 1
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)(:\w+)?")
 """The form of a model's name at the Hugging Face Hub, with a quantisation or without."""

@@ -29,7 +29,7 @@ derived.
 """
 PARTS = ("fingerprint", "measurement", "curves", "predictor", "comparison")
 KNOWN = {"format_version", "model", "source", *REQUIRED, *DERIVED, *PARTS}
-MAX_ENTROPY_BITS = 64.0  # log2 of more positions than any context has
+MAX_ENTROPY_BITS = 64.0  # No context has 2^64 positions.
 ADVICE = "calibrate again or use the profile of this model"
 
 _DECIMALS = 6

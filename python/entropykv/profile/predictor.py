@@ -242,7 +242,7 @@ class Ridge:
         """Standardise the sums; features whose deviation is less than `least_variation` of their
         mean are ignored.
         """
-        n = len(sums) - 2  # The number of features without the constant one.
+        n = len(sums) - 2  # The constant feature is not counted.
         count = max(sums[n, n], 1.0)
         self._means = sums[:n, n] / count
         self._mean = sums[n + 1, n] / count

@@ -317,7 +317,7 @@ def _unwritable(path: str | os.PathLike[str], error: OSError) -> SessionFileErro
 
 
 _MOST_HEADER_BYTES = 1 << 26
-_MOST = 1 << 31  # The most tokens, or entries.
+_MOST = 1 << 31  # There are no more tokens, or entries.
 _MOST_BYTES = 1 << 53
 
 

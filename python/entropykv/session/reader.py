@@ -98,7 +98,8 @@ class SequenceReader:
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
-        continues = False  # whether a longer text would not be cut before the next micro-batch
+        # It is true if a longer text would not be cut before the next micro-batch.
+        continues = False
         while ids:
             # Echoes may end within the text, once the predictor is fitted.
             repeats = self._echo if echoes else None

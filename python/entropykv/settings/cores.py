@@ -71,7 +71,7 @@ class Machine:
         """Yield the limits, in CPUs, of this process's cgroup and of its parents."""
         for line in _read(self.own_cgroups).splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:  # Only version 2 of cgroups, or both versions.
+            if not controllers:  # cgroups have version 2, or both.
                 for root in (self.cgroups, self.cgroups / "unified"):
                     for folder in _folders(root, path):
                         yield from _quota(*_read(folder / "cpu.max").split())

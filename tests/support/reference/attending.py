@@ -22,7 +22,7 @@ class Attention(NamedTuple):
 
 NEIGHBOURHOOD = 32  # Queries nearer to an entry than this do not score it.
 SCORING_INTERVAL = 4
-WINDOW_MARGIN = 32  # How many entries outside a sliding window stay if there is room.
+WINDOW_MARGIN = 32  # So many entries outside a sliding window stay if there is room.
 
 
 @dataclass(frozen=True)

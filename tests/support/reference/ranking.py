@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tests.support.reference.attending import SCORING_INTERVAL
 from tests.support.reference.values import Bools, Floats, Ints
 
-DECODE_ROOM = 16  # The most entries that one eviction makes room for in a small budget.
+DECODE_ROOM = 16  # One eviction makes room for no more in a small budget.
 MOST_DECODE_ROOM = 64
 
 

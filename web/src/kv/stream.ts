@@ -106,7 +106,7 @@ interface Sent {
 }
 
 export interface Picture extends Omit<Sent, "map"> {
-  // When the picture came, by the clock of this page, in milliseconds.
+  // The picture came then, by the clock of this page, in milliseconds.
   received: number;
   // null: what is looked at is swapped out, or nothing has been read yet.
   map: HeldMap | null;

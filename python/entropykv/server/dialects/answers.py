@@ -54,7 +54,7 @@ def written(
     def tell(n_read: int) -> None:
         if begin is not None and job.tell is not None:
             progress = {"total": job.n_prompt, "cache": job.n_cached, "processed": n_read}
-            told = {**progress, "time_ms": 1000.0 * job.prompt_seconds}  # llama-server's words
+            told = {**progress, "time_ms": 1000.0 * job.prompt_seconds}  # llama-server calls it so.
             job.tell({**begin(), "prompt_progress": told})
 
     events = job.answer(

@@ -390,7 +390,7 @@ def sampling_of(
         for name in names
     }
     values["seed"] = seed_of(values.get("seed"), request._choice)
-    if "mirostat" not in request.model_fields_set:  # llama-server's name of the field
+    if "mirostat" not in request.model_fields_set:  # llama-server calls it so.
         values["mirostat"] = given(request, model, "mirostat_mode")
     if constraint is not None and request.min_tokens > 0:
         raise RequestError(

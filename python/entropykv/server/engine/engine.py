@@ -111,7 +111,7 @@ class Job:
                 self.emit(chunk)
                 self.check()
         finally:
-            if hasattr(result, "close"):  # A generator, which gives its conversation back.
+            if hasattr(result, "close"):  # It gives its conversation back.
                 result.close()
         return None
 

@@ -468,7 +468,7 @@ def _with_path(options: ModelOptions) -> ModelOptions:
 def _give_memory_back() -> None:
     """Return freed memory to the system, including that of objects in reference cycles."""
     gc.collect()
-    trim = system.c_function("malloc_trim")  # A function of glibc.
+    trim = system.c_function("malloc_trim")  # Only glibc has it.
     if trim is not None:
         trim(0)
 
