@@ -71,7 +71,7 @@ private:
     std::vector<float> logits_;  // [row][longest]
     // Holds [row][longest]. For single tokens, even and odd layers use different rows.
     std::vector<float> observed_;
-    std::size_t odd_layers_at_ = 0;  // where the rows of odd layers begin
+    std::size_t odd_layers_at_ = 0;  // rows of odd layers begin there
     std::vector<Carried> carried_;   // one for each layer
 };
 

@@ -32,7 +32,7 @@ struct FreezeSchedule {
 
 struct FreezeSettings {
     ColdType type = ColdType::as_stored;
-    std::size_t limit_bytes = 0;  // for all KV heads together; 0: no limit
+    std::size_t limit_bytes = 0;  // all KV heads share it; 0: no limit
     int recall_interval = 1;      // generated tokens from one recall to the next; 0: never
     std::optional<FreezeSchedule> schedule{};
     int descriptor = -1;                   // an open file; -1: entries are frozen in memory

@@ -67,7 +67,7 @@ inline PromptScratch split_scratch(const PromptTask& task) {
 struct KeptTile {
     float* max;   // [kRowTile]: maxima of the tile in bits, rounded up
     float* rows;  // [entry of the tile][kRowTile]: scores, then e^(logit - max)
-    float* next;  // where the next tile is kept
+    float* next;  // the next tile is kept there
 };
 
 inline KeptTile kept_at(float* start, const PromptTile& tile) {

@@ -24,7 +24,7 @@ struct AttentionNode {
     float max_bias;  // ALiBi's largest bias; 0: none
     bool has_sinks;
     RopeParams rope;       // rotates the stored keys
-    float rope_magnitude;  // by which the rotation multiplies keys
+    float rope_magnitude;  // the rotation multiplies keys by it
     // The device store needs the buffer type of the layer's cache, and what the node computes.
     ggml_backend_buffer_type_t memory;
     bool is_apart;  // whether another device computes it than that of the cache

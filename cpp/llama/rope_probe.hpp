@@ -12,7 +12,7 @@ namespace entropykv {
 
 struct RopeSeen {
     RopeParams params;
-    int head_dim = 0;            // of the rotated keys; 0: keys are not rotated
+    int head_dim = 0;            // rotated keys have it; 0: keys are not rotated
     float magnitude = 1.0f;      // factor by which the rotation multiplies keys
     bool factors_known = true;   // params.freq_factors could be read
     bool short_factors = false;  // factors hold for n_ctx_orig positions only

@@ -67,7 +67,7 @@ private:
 
     std::size_t page_bytes_;
     std::size_t count_ = 0;
-    std::vector<Range> ranges_{};              // in the order of their pages
+    std::vector<Range> ranges_{};              // they have the order of their pages
     std::vector<std::uint32_t> by_address_{};  // numbers of ranges, sorted by address
     std::size_t n_files_ = 0;                  // ranges that were files when they were appended
 };

@@ -53,7 +53,7 @@ inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 // Returns in lane i the sum of vector i of kLanes vectors.
 inline Vec sums_of(const Vec* of) {
-    __m512 fours[4];  // in each quarter, four lanes that four vectors share
+    __m512 fours[4];  // each quarter has four lanes that four vectors share
     for (int i = 0; i < 4; ++i) {
         const auto halves = [&](int j) {
             const __m512 a = of[4 * i + j].v;

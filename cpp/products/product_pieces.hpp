@@ -22,7 +22,7 @@ struct ProductTask {
 struct ProductPiece {
     WeightRows rows;
     RoundedTokens tokens;
-    float* out;  // where its products belong
+    float* out;  // its products belong there
 };
 
 // Says how a task is cut into pieces, which have numbers from 0.

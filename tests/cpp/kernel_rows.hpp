@@ -11,7 +11,7 @@
 #include "platform/aligned_bytes.hpp"
 #include "testing.hpp"
 
-constexpr float kNear = 2e-3f;  // of the largest value: the error of rounding a query to bf16
+constexpr float kNear = 2e-3f;  // a query rounded to bf16 is off by this part
 constexpr int kSlots = 32;      // two groups
 constexpr std::int32_t kBase = 1000000;
 
@@ -87,7 +87,7 @@ struct Row {
     float oldest;  // It is relative to the position.
     float slope;
     std::vector<double> logits{};          // kMaskedLogit: not seen
-    double max = kMaskedLogit, sum = 0.0;  // of its softmax
+    double max = kMaskedLogit, sum = 0.0;  // They belong to its softmax.
 
     void read(const Entries& entries, float softcap) {
         logits.clear();

@@ -462,7 +462,7 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     settings.freezing = freezings()[seed % 3];
     if (seed >= 4 && (score == ScoreKind::mass || score == ScoreKind::attention))
         settings.importance.expected_lookups = 0.5f;
-    const bool echoes = settings.importance.predicts() && seed % 3 != 2;  // without a schedule
+    const bool echoes = settings.importance.predicts() && seed % 3 != 2;  // A schedule takes none.
     HeadStore store({shape}, settings);
     set_predictor(store);
     const int n_threads = 3;

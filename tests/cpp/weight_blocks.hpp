@@ -17,7 +17,7 @@ struct BlockFormat {
     WeightType type;
     int values;
     int bytes;
-    std::vector<int> halves;  // where a block has f16 scales
+    std::vector<int> halves;  // a block has f16 scales there
 
     // Activations are not rounded for f16 weights.
     bool rounds() const { return type != WeightType::f16; }

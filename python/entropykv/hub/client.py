@@ -336,7 +336,7 @@ def _clear_errors(repo: str) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise HubError(_disk_error(repo, error)) from None
-    except ValueError as error:  # For example, a file that only hf_xet can download.
+    except ValueError as error:  # Only hf_xet can download the file, for example.
         raise HubError(f"{repo}: {reason_of(error)}") from None
 
 

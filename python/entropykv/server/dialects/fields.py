@@ -348,15 +348,15 @@ _REFUSED: dict[str, Refusal] = {
     "grammar_lazy": (_is_off, "a grammar describes all of the answer; leave it out"),
     "t_max_predict_ms": (_is_off, "limit the tokens (n_predict), or close the connection"),
     "n_indent": (_is_off, "ask for indentation by a grammar"),
-    # OpenAI's.
+    # OpenAI has these.
     "truncation": (lambda value: value == "disabled", "a text that is too long is refused"),
     "web_search_options": (_is_off, "nothing is searched here; give a tool"),
     # OpenRouter's, as LibreChat sends it.
     "include_reasoning": (_is_true, "thoughts have a field of their own; read the other one"),
-    # Ollama's.
+    # Ollama has these.
     "shift": (_is_off, "an answer ends where the context does"),
     "truncate": (_is_off, "a text that is too long is refused"),
-    # vLLM's and SGLang's.
+    # vLLM and SGLang have these.
     "length_penalty": (lambda value: value == 1, "answers are not searched by beams; leave it out"),
     "skip_special_tokens": (_is_true, "control tokens are not shown; leave it out"),
     "stop_token_ids": (_is_off, "give texts as stop"),
