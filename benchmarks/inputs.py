@@ -1,4 +1,4 @@
-"""Provide the texts and models of the benchmarks."""
+"""Provide the texts and models of the benchmarks, and the memory of processes."""
 
 from __future__ import annotations
 
@@ -245,6 +245,12 @@ def write_bitnet(path: Path, shape: BitNetShape) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def memory_mib(name: str = "VmRSS", process: int | str = "self") -> float:
+    """Return a figure of a process's memory in MiB: VmRSS is what it has now, VmHWM its peak."""
+    lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _copy_tokenizer(path: Path, writer: GGUFWriter, n_vocab: int) -> None:

@@ -16,12 +16,11 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from entropykv import Freezing, Session
 from entropykv.evaluation.passkeys import WORDINGS, Fact, split_sentences
 from entropykv.evaluation.reading import read, write
-from inputs import find_model, read_texts
+from inputs import find_model, memory_mib, read_texts
 
 _N_FACTS = 16
 _SINGLE = 32
@@ -103,7 +102,7 @@ def _read(session: Session, document: Iterator[int], lengths: Sequence[int]) -> 
             session.decode([token])
         decode = (time.process_time() - start) / _SINGLE
         stats = session.stats()
-        now, peak = _memory("VmRSS"), _memory("VmHWM")
+        now, peak = memory_mib(), memory_mib("VmHWM")
         print(
             f"| {session.position} | {1e3 * prefill:.2f} | {1e3 * decode:.2f} | "
             f"{stats.kv_bytes_now / 2**20:.1f} | {stats.frozen_bytes / 2**20:.0f} | {now:.0f} | "
@@ -128,14 +127,6 @@ def _ask(session: Session, facts: Sequence[Fact]) -> None:
 
 def _ignore(n_tokens: int) -> None:
     """Show no progress."""
-
-
-def _memory(name: str) -> float:
-    """Return a figure of /proc/self/status in MiB: VmRSS is the memory now, VmHWM its peak."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
 
 
 if __name__ == "__main__":

@@ -14,25 +14,18 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
 from entropykv import Session, _core
 from entropykv.model import shipped
+from inputs import memory_mib
 
 MIB = 2**20
 CONTEXT = 1_000_000
 ENTRIES = 2048  # Entries of a KV head in the pools that are shrunk.
 HEADS = 16  # KV heads of a layer in these pools.
 DIM = 128
-
-
-def resident() -> float:
-    """Return the resident MiB of this process."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
 
 
 def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) -> None:
@@ -45,11 +38,11 @@ def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) ->
         freeze=None if freeze == "no" else freeze,
     ) as opened:
         tokens = np.random.default_rng(0).integers(100, opened.model.n_vocab, n_tokens).tolist()
-        before = resident()
+        before = memory_mib()
         opened.decode(tokens[:600])
-        early = resident()
+        early = memory_mib()
         opened.decode(tokens[600:])
-        late, stats = resident(), opened.stats()
+        late, stats = memory_mib(), opened.stats()
     print(
         f"{n_ctx:>9,} | {freeze:>4} | {threads:>7} | {before:8.1f} | {early:8.1f} | {late:8.1f} | "
         f"{stats.kv_bytes_budget / MIB:6.1f} | {stats.kv_bytes_scratch / MIB:7.1f} | "

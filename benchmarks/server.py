@@ -14,12 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import openai
 
 from entropykv.model import shipped
+from inputs import memory_mib
 
 N_CTX = 16384
 WARM_UP = 100
@@ -39,11 +39,6 @@ def start(model: str, threads: int) -> tuple[subprocess.Popen[str], str]:
     # Read the log, because a full pipe would block the server.
     threading.Thread(target=log.read, daemon=True).start()
     return process, re.findall(r"http://\S+/v1", first)[0]
-
-
-def rss_mib(process: subprocess.Popen[str]) -> float:
-    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-    return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
 
 def one_request(client: openai.OpenAI, index: int) -> float:
@@ -101,9 +96,9 @@ def main() -> None:
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         for index in range(WARM_UP):
             one_request(client, index)
-        before = rss_mib(process)
+        before = memory_mib(process=process.pid)
         seconds = [one_request(client, index) for index in range(options.n)]
-        after = rss_mib(process)
+        after = memory_mib(process=process.pid)
         left = [tokens_after_leaving(client) for _ in range(5)]
     process.terminate()
     print(f"{options.n} requests after {WARM_UP} to warm up: exit code {process.wait()}")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from entropykv import Session
 from entropykv.session.document import read_document
-from inputs import find_model, read_texts
+from inputs import find_model, memory_mib, read_texts
 
 MIB = 2**20
 N_CTX = 8192
@@ -35,12 +35,6 @@ def memory(name: str) -> float:
     """Return a figure of this process from smaps_rollup, in MiB."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def peak() -> float:
-    """Return the largest resident set since forget_peak(), in MiB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def forget_peak() -> None:
@@ -61,7 +55,9 @@ def ask(model: str, document: str, budget: str) -> None:
         start = time.perf_counter()
         session.files.load(document)
         seconds = time.perf_counter() - start
-        print(f"opened in {seconds:.3f} s, peak {peak() - before['Rss']:.1f}", flush=True)
+        print(
+            f"opened in {seconds:.3f} s, peak {memory_mib('VmHWM') - before['Rss']:.1f}", flush=True
+        )
 
         def figures() -> None:
             values = (f"{name.lower()} {memory(name) - before[name]:.1f}" for name in names)

@@ -34,6 +34,7 @@ from typing import Any
 import httpx
 
 from entropykv.model.shipped import DEMOS
+from inputs import memory_mib
 from servers import running_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -166,12 +167,6 @@ class Client:
             self._tally.first.append(seconds)
 
 
-def rss_mib(pid: int) -> float:
-    """Return the resident MiB of a process."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
-
-
 def soak(url: str, pid: int, options: argparse.Namespace) -> Tally:
     """Let all clients send requests until there were enough."""
     tally, begun, lock = Tally(), 0, threading.Lock()
@@ -185,7 +180,7 @@ def soak(url: str, pid: int, options: argparse.Namespace) -> Tally:
                 return False
             begun += 1
             if begun % every == 0:
-                tally.rss.append(rss_mib(pid))
+                tally.rss.append(memory_mib(process=pid))
                 print(f"{begun} requests, {tally.rss[-1]:.1f} MiB", file=sys.stderr, flush=True)
         return True
 
