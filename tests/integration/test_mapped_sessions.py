@@ -1,4 +1,4 @@
-"""A saved session whose pages stay in its file until they change, shared with other processes."""
+"""A saved session leaves pages in its file until they change, shared with other processes."""
 
 from __future__ import annotations
 

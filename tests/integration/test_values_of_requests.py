@@ -1,4 +1,4 @@
-"""What the values of requests mean, as clients of llama-server and of OpenAI send them."""
+"""Values of requests mean what clients of llama-server and of OpenAI expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss curves and the budgets made from them, against the numpy oracle."""
+"""Loss curves, and the budgets made from them, equal those of the numpy oracle."""
 
 from __future__ import annotations
 

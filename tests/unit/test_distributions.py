@@ -1,4 +1,4 @@
-"""Divergences of logits, against what their definition gives by hand."""
+"""Divergences of logits equal what their definition gives by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the sequences of a pool divide its pages: by need, by weights, by what a page prevents."""
+"""Sequences of a pool divide its pages by need, by weights, and by what a page prevents."""
 
 from __future__ import annotations
 

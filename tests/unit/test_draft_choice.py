@@ -1,4 +1,4 @@
-"""Whether `auto` reads drafts, by who computes the products of a model's weights."""
+"""Whether `auto` reads drafts depends on who computes the products of a model's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The headwise store with cold storage under random operations, against the numpy oracle."""
+"""The headwise store with cold storage does under random operations what the numpy oracle does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of freezing, the options that they come from, and what a session makes of them."""
+"""Settings of freezing have limits, come from options, and reach a session."""
 
 from __future__ import annotations
 

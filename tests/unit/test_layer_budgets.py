@@ -1,4 +1,4 @@
-"""Heads of a layer that choose together, and budgets of layers by their entropy."""
+"""Heads of a layer choose together, and layers get budgets by their entropy."""
 
 from __future__ import annotations
 

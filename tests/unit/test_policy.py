@@ -1,4 +1,4 @@
-"""Names of policies, measures and modifiers."""
+"""Policies, measures and modifiers have names; what has none is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt a cache holds: pure functions, with a made-up vocabulary."""
+"""A prefix says which tokens of a prompt a cache holds (pure functions, made-up vocabulary)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of a saved session, without a model: its bytes and paths, and how they are refused."""
+"""The file of a saved session is read as it was written, or refused by name (no model needed)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The headwise store under random operations and in examples: what it keeps, and what it costs."""
+"""The headwise store keeps the right entries, under random operations and in examples."""
 
 from __future__ import annotations
 

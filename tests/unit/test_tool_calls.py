@@ -1,4 +1,4 @@
-"""Messages, tools and schemas of requests, without a model."""
+"""Messages, tools and schemas of requests are read and checked, without a model."""
 
 from __future__ import annotations
 
