@@ -121,11 +121,7 @@ def main() -> None:
     for policy in options.policy.split(","):
         stock = Stock(path, options.threads)
         with Session(
-            path,
-            n_ctx=N_CTX,
-            kv_type="f16",
-            policy=policy,
-            n_threads=options.threads,
+            path, n_ctx=N_CTX, kv_type="f16", policy=policy, n_threads=options.threads
         ) as session:
             for writer in (stock, session):  # The end of an answer is ignored.
                 writer.model.is_end = lambda _: False  # type: ignore[method-assign]

@@ -137,13 +137,7 @@ def bitnet_shape(name: str) -> BitNetShape:
         return BitNetShape(vocabulary=49152)
     vocabulary = read_geometry(shipped.DEMOS["bitnet"].path).n_vocab
     return BitNetShape(
-        layers=8,
-        width=1536,
-        ffn=4096,
-        heads=16,
-        kv_heads=16,
-        vocabulary=vocabulary,
-        context=32768,
+        layers=8, width=1536, ffn=4096, heads=16, kv_heads=16, vocabulary=vocabulary, context=32768
     )
 
 

@@ -109,9 +109,7 @@ class Speeds:
         one = 1000 * arguments.cores / (arguments.decode_ms * ratio)
         one = min(one, 1e9 * arguments.bandwidth / arguments.weights)
         return cls(
-            1000 * arguments.cores / (arguments.prefill_ms * ratio),
-            one,
-            one * arguments.batch_gain,
+            1000 * arguments.cores / (arguments.prefill_ms * ratio), one, one * arguments.batch_gain
         )
 
 
@@ -144,13 +142,7 @@ class SimulatedCluster:
     """Let users ask replicas for a while."""
 
     def __init__(
-        self,
-        n: int,
-        arguments: argparse.Namespace,
-        speeds: Speeds,
-        of_one: int,
-        *,
-        affinity: bool,
+        self, n: int, arguments: argparse.Namespace, speeds: Speeds, of_one: int, *, affinity: bool
     ) -> None:
         self._arguments, self._speeds = arguments, speeds
         self._affinity = affinity

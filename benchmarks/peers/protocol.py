@@ -103,7 +103,5 @@ def passage_of(name: str, tokens: Sequence[int], n_prompt: int, n_continuation: 
             "give lower --prompt and --continuation, or leave the text out with --texts"
         )
     return Passage(
-        name,
-        tuple(tokens[:n_prompt]),
-        tuple(tokens[n_prompt : n_prompt + n_continuation]),
+        name, tuple(tokens[:n_prompt]), tuple(tokens[n_prompt : n_prompt + n_continuation])
     )

@@ -34,49 +34,25 @@ HYBRID: tuple[Architecture, ...] = (
     model(
         "lfm2",
         (EVERY_SECOND, (2, 0, 2, 0)),
-        {
-            "shortconv.l_cache": 3,
-            "attention.sliding_window": 32,
-        },
+        {"shortconv.l_cache": 3, "attention.sliding_window": 32},
         name="lfm2-window",
     ),
     model(
         "lfm2moe",
         (EVERY_SECOND, (2, 0, 2, 0)),
-        MOE
-        | SIGMOID_ROUTER
-        | {
-            "shortconv.l_cache": 3,
-            "leading_dense_block_count": 1,
-        },
+        MOE | SIGMOID_ROUTER | {"shortconv.l_cache": 3, "leading_dense_block_count": 1},
     ),
-    model(
-        "minimax-01",
-        (4, 2, 32),
-        MOE
-        | {
-            "full_attention_interval": 2,
-            "residual_scale": 0.7,
-        },
-    ),
+    model("minimax-01", (4, 2, 32), MOE | {"full_attention_interval": 2, "residual_scale": 0.7}),
     model(
         "nemotron_h",
         (4, (0, 2, 0, 2, 0, 0), 32),
-        MAMBA_2
-        | {
-            "feed_forward_length": (0, 0, 64, 0, 0, 64),
-        },
+        MAMBA_2 | {"feed_forward_length": (0, 0, 64, 0, 0, 64)},
         layers=6,
     ),
     model(
         "nemotron_h_moe",
         (4, (0, 2, 0, 2, 0, 0), 32),
-        MOE
-        | SHARED_LENGTH
-        | MAMBA_2
-        | {
-            "feed_forward_length": (0, 0, 64, 0, 0, 64),
-        },
+        MOE | SHARED_LENGTH | MAMBA_2 | {"feed_forward_length": (0, 0, 64, 0, 0, 64)},
         layers=6,
     ),
     model(
@@ -119,9 +95,7 @@ LATENT_HYBRID: tuple[Architecture, ...] = (
         | SIGMOID_ROUTER
         | LATENT
         | KIMI_DELTA
-        | {
-            "rope.dimension_sections": (2, 3, 3, 0),
-        },
+        | {"rope.dimension_sections": (2, 3, 3, 0)},
     ),
     model(
         "kimi-k3",

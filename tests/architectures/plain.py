@@ -24,12 +24,7 @@ PLAIN: tuple[Architecture, ...] = (
     model(
         "apertus",
         (4, 2, 32),
-        {
-            "xielu.alpha_n": 1.0,
-            "xielu.alpha_p": 1.0,
-            "xielu.beta": 1.0,
-            "xielu.eps": 1e-7,
-        },
+        {"xielu.alpha_n": 1.0, "xielu.alpha_p": 1.0, "xielu.beta": 1.0, "xielu.eps": 1e-7},
     ),
     model("arcee", (4, 2, 32)),
     model("arctic", (4, 2), MOE),
@@ -50,12 +45,7 @@ PLAIN: tuple[Architecture, ...] = (
     model(
         "ernie4_5-moe",
         (4, 2, 32),
-        MOE
-        | SHARED_EXPERT
-        | SHARED_LENGTH
-        | {
-            "interleave_moe_layer_step": 2,
-        },
+        MOE | SHARED_EXPERT | SHARED_LENGTH | {"interleave_moe_layer_step": 2},
     ),
     model("exaone", (4, 2, 32)),
     model("exaone4", (4, 2)),
@@ -83,11 +73,7 @@ PLAIN: tuple[Architecture, ...] = (
     model(
         "hrm_text",
         (4, 2, 32),
-        {
-            "hrm.layers_per_stack": 1,
-            "hrm.h_cycles": 2,
-            "hrm.l_cycles": 2,
-        },
+        {"hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
         layers=6,
     ),
     model("hunyuan-dense", (4, 2, 32)),  # Its keys are normed after RoPE.
@@ -98,23 +84,13 @@ PLAIN: tuple[Architecture, ...] = (
     model("jais2", (4, 4, 32)),
     model("maincoder", (4, 2, 32)),
     model(
-        "minicpm",
-        (4, 2, 32),
-        {
-            "logit_scale": 1.0,
-            "residual_scale": 0.7,
-            "embedding_scale": 4.0,
-        },
+        "minicpm", (4, 2, 32), {"logit_scale": 1.0, "residual_scale": 0.7, "embedding_scale": 4.0}
     ),
     # K and V of all heads come from one compressed row, but are cached separately.
     model(
         "minicpm3",
         (4, 4, 32),
-        {
-            "attention.q_lora_rank": 32,
-            "attention.kv_lora_rank": 32,
-            "rope.dimension_count": 16,
-        },
+        {"attention.q_lora_rank": 32, "attention.kv_lora_rank": 32, "rope.dimension_count": 16},
     ),
     model("minimax-m2", (4, 2, 32), MOE | SIGMOID_ROUTER),
     model("mistral3", (4, 1, 128)),

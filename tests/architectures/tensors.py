@@ -22,11 +22,7 @@ class _GgufInitParams(ctypes.Structure):
 class _TensorHead(ctypes.Structure):
     """Define the first fields of ggml_tensor."""
 
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-    )
+    _fields_ = (("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4))
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:

@@ -27,11 +27,7 @@ WINDOWED: tuple[Architecture, ...] = (
     model(
         "llama4",
         (4, 2, 32),
-        MOE
-        | {
-            "interleave_moe_layer_step": 2,
-            "attention.sliding_window_pattern": 2,
-        },
+        MOE | {"interleave_moe_layer_step": 2, "attention.sliding_window_pattern": 2},
     ),
     model("maple", (4, 2, 32), MOE | WINDOW_LAYERS | {"swiglu_clamp_exp": 7.0}),
     model("mellum", (4, 2, 32), MOE | WINDOW),
@@ -42,11 +38,7 @@ WINDOWED: tuple[Architecture, ...] = (
         MOE
         | SIGMOID_ROUTER
         | WINDOW_LAYERS
-        | {
-            "attention.value_length": 32,
-            "rope.dimension_count": 16,
-            "rope.freq_base_swa": 5000.0,
-        },
+        | {"attention.value_length": 32, "rope.dimension_count": 16, "rope.freq_base_swa": 5000.0},
     ),
     model("muse-glimmer", (4, 2, 32), WINDOW_LAYERS | {"logit_scale": 1.0}),
     model("olmo2", (4, 2), WINDOW, name="olmo3"),

@@ -126,10 +126,5 @@ def _run_of(chance: random.Random, model: FuzzModel, options: dict[str, Any]) ->
 
 SCENARIOS: dict[str, Callable[[Path], str]] = {
     scenario.__name__: scenario
-    for scenario in (
-        two_topics,
-        two_topics_in_few_bits,
-        the_largest_context,
-        ten_thousand_entries,
-    )
+    for scenario in (two_topics, two_topics_in_few_bits, the_largest_context, ten_thousand_entries)
 }

@@ -135,8 +135,7 @@ class Watch:
         """Check the message of a refusal, and that a promised rollback is not refused."""
         check_refusal(error)
         require(
-            not self._may_return,
-            f"can_return_to() promised {operation}, which is refused: {error}",
+            not self._may_return, f"can_return_to() promised {operation}, which is refused: {error}"
         )
 
     def _check_return(self, position: int) -> None:

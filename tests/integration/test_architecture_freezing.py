@@ -10,13 +10,7 @@ import pytest
 
 from entropykv import Session, SettingsError
 from tests.architectures import MODELS
-from tests.support.architecture_models import (
-    WINDOW,
-    session_of,
-    some,
-    windowed_layers,
-    written,
-)
+from tests.support.architecture_models import WINDOW, session_of, some, windowed_layers, written
 from tests.support.architecture_reading import read
 from tests.support.freeze_and_restore import freeze_and_restore, frozen_entries
 from tests.support.logits import tokens_for

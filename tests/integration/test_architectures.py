@@ -305,9 +305,7 @@ def test_flat_has_a_type_for_heads_of_any_size(model: Architecture, path: Path) 
 
 
 @pytest.mark.parametrize(
-    "model",
-    [model for _, model in ALL if model.name == "qwen4exp"],
-    ids=lambda model: model.name,
+    "model", [model for _, model in ALL if model.name == "qwen4exp"], ids=lambda model: model.name
 )
 def test_flat_does_not_evict_where_llama_cpp_would_end_the_process(
     model: Architecture,  # noqa: ARG001

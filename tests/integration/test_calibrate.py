@@ -13,12 +13,7 @@ import pytest
 
 from entropykv import EntropyProfile, ProfileError, Session
 from entropykv.calibration.damage import RECENT_WINDOW, damage_of_text, mean_damage
-from entropykv.calibration.measure import (
-    CalibrationSettings,
-    calibrate,
-    correlation,
-    excerpts_of,
-)
+from entropykv.calibration.measure import CalibrationSettings, calibrate, correlation, excerpts_of
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.predictions import LEAST_TEXT
 from entropykv.profile.curves import CurveRules, average_curves

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from entropykv.calibration.measure import (
-    CalibrationSettings,
-    correlation,
-    excerpts_of,
-    measure,
-)
+from entropykv.calibration.measure import CalibrationSettings, correlation, excerpts_of, measure
 from entropykv.calibration.observe import Observer
 from entropykv.evaluation.shipped_texts import read_texts
 from tests.support.calibration_texts import QUICK, WORDS, some_texts

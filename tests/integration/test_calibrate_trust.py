@@ -50,10 +50,7 @@ def test_a_head_that_predictions_mislead_goes_without() -> None:
     read: list[int] = []
     texts = documents(demo.path)
     settings = StepSettings.of(
-        demo.path,
-        n_ctx=0,
-        n_threads=1,
-        profile=replace(whole, predictor=misled(predictor, 1, 0)),
+        demo.path, n_ctx=0, n_threads=1, profile=replace(whole, predictor=misled(predictor, 1, 0))
     )
     trust = head_trust(Spread(), settings, [tuple(text) for text in texts], read.append)
     expected = np.ones((len(predictor.shape), max(predictor.shape)))

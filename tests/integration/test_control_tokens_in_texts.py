@@ -111,10 +111,7 @@ CHATS: dict[str, tuple[dict[str, Any], int, int]] = {
         2,
     ),
     "a variable of the template": (
-        {
-            "messages": [{"role": "user", "content": "Hi"}],
-            "chat_template_kwargs": {"mood": EVIL},
-        },
+        {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"mood": EVIL}},
         1,
         1,
     ),

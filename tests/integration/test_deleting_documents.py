@@ -342,9 +342,7 @@ def test_a_question_asks_the_storage_once(stored: Reader, monkeypatch: pytest.Mo
 
 
 @pytest.mark.needs("fcntl.flock")
-def test_a_file_that_another_process_does_not_let_go_is_no_missing_document(
-    reader: Reader,
-) -> None:
+def test_a_file_that_another_process_does_not_let_go_is_no_missing_document(reader: Reader) -> None:
     reader.post("book")
     reader.until(BOOK, "ready")
     with open(reader.library.path(BOOK), "rb") as file, asked(reader):

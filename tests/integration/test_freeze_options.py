@@ -63,10 +63,7 @@ def test_a_run_that_does_not_freeze_says_nothing_of_it(
     ],
 )
 def test_one_sentence_for_what_cannot_be(
-    tiny_llama: Path,
-    options: tuple[object, ...],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    tiny_llama: Path, options: tuple[object, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tiny_llama, *options) == 2
     out, err = capsys.readouterr()

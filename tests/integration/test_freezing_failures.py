@@ -17,10 +17,7 @@ from entropykv.cli import main
 from entropykv.store.cold import ColdFile, digest_of
 from tests.support.frozen_sessions import check_all_is_there, cold_file, session_of
 from tests.support.logits import tokens_for
-from tests.support.saved_sessions import (
-    all_entries,
-    assert_load_refused,
-)
+from tests.support.saved_sessions import all_entries, assert_load_refused
 
 
 @contextlib.contextmanager

@@ -18,10 +18,7 @@ from tests.support.frozen_sessions import (
     where,
 )
 from tests.support.logits import tokens_for
-from tests.support.saved_sessions import (
-    all_entries,
-    assert_load_refused,
-)
+from tests.support.saved_sessions import all_entries, assert_load_refused
 from tests.support.tiny_models import write_llama
 
 ON_DISK = [

@@ -19,9 +19,7 @@ from tests.support.frozen_sessions import (
     where,
 )
 from tests.support.logits import relative_error, tokens_for
-from tests.support.saved_sessions import (
-    all_entries,
-)
+from tests.support.saved_sessions import all_entries
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])

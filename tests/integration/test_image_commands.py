@@ -97,12 +97,7 @@ def test_chat_shows_images_with_the_next_turn(model: VisionModel, image: Path) -
 def test_refuses_by_name(
     model: VisionModel, image: Path, options: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    names = {
-        "IMAGE": image,
-        "MODEL": model.path,
-        "MMPROJ": model.projector,
-        "FOLDER": image.parent,
-    }
+    names = {"IMAGE": image, "MODEL": model.path, "MMPROJ": model.projector, "FOLDER": image.parent}
     given = [names.get(option, option) for option in options]
     for command in ("run", "chat"):
         assert_refused(

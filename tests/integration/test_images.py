@@ -120,9 +120,7 @@ def test_the_flat_store_gives_them_to_the_bit(models: dict[str, VisionModel], ki
     assert relative_error(found, expected) < 1e-6
 
 
-def test_the_flat_store_refuses_positions_of_two_dimensions(
-    models: dict[str, VisionModel],
-) -> None:
+def test_the_flat_store_refuses_positions_of_two_dimensions(models: dict[str, VisionModel]) -> None:
     with models["M-RoPE"].session(store="flat") as session:
         before = session.decode(session.tokenize("the old land"))
         with pytest.raises(UnsupportedModelError, match=r"M-RoPE.* --store headwise"):

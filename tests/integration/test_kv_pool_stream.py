@@ -36,11 +36,7 @@ def of_name(picture: Any, name: str) -> Any:
 
 def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
     assert events(pooled, most=1)[0][1]["shared"]
-    for name, text in (
-        ("anna", PROMPT),
-        ("ben", "A quiet market. " * 9),
-        ("cleo", "In May " * 9),
-    ):
+    for name, text in (("anna", PROMPT), ("ben", "A quiet market. " * 9), ("cleo", "In May " * 9)):
         say(pooled, name, text)
     (_, (_, picture)) = events(pooled, "columns=64", most=2)
     states = {each["name"]: each["state"] for each in picture["conversations"]}

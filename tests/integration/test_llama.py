@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList
 
-from entropykv import (
-    EntropyLlama,
-    Session,
-    SettingsError,
-)
+from entropykv import EntropyLlama, Session, SettingsError
 from entropykv.model import shipped
 from tests.support.constraints import schema_takes
 from tests.support.llamas import GRAMMAR, PROMPT, QUIET, answer, as_long, content
@@ -37,10 +33,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "stop": {"temperature": 0.0, "stop": ["e", "a"]},
     "logit bias": {"temperature": 0.0, "logit_bias": {270: 8.0, 265: -5.0}},
     "grammar": {"temperature": 0.0, "grammar": LlamaGrammar.from_string(GRAMMAR, verbose=False)},
-    "logits processor": {
-        "temperature": 0.0,
-        "logits_processor": LogitsProcessorList([penalise_e]),
-    },
+    "logits processor": {"temperature": 0.0, "logits_processor": LogitsProcessorList([penalise_e])},
     "echo": {"temperature": 0.0, "echo": True},
     "stopping criteria": {
         "temperature": 0.0,
@@ -177,10 +170,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": CITY}}
 CHATS_OF_JSON: dict[str, dict[str, Any]] = {
     "json": {"response_format": {"type": "json_object"}},
     "schema": {"response_format": {"type": "json_object", "schema": CITY}},
-    "tool": {
-        "tools": [TOOL],
-        "tool_choice": {"type": "function", "function": {"name": "look_up"}},
-    },
+    "tool": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
 }
 
 

@@ -110,10 +110,7 @@ def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: 
         ({"n_ctx": -1}, "n_ctx cannot be -1"),
         ({"n_batch": 0}, "n_batch cannot be 0"),
         ({"n_ubatch": 0}, "n_ubatch cannot be 0"),
-        (
-            {"draft_model": LlamaPromptLookupDecoding(), "spec_type": "none"},
-            "spec_draft_model",
-        ),
+        ({"draft_model": LlamaPromptLookupDecoding(), "spec_type": "none"}, "spec_draft_model"),
     ],
 )
 def test_refuses_what_cannot_work(

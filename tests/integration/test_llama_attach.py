@@ -14,14 +14,7 @@ import pytest
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from entropykv import (
-    BudgetError,
-    EntropyKVError,
-    EntropyLlama,
-    SettingsError,
-    attach,
-    detach,
-)
+from entropykv import BudgetError, EntropyKVError, EntropyLlama, SettingsError, attach, detach
 from tests.support.command import python
 from tests.support.llamas import PROMPT, QUIET, as_long, content
 

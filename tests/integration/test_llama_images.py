@@ -8,11 +8,7 @@ from typing import Any
 
 import llama_cpp
 import pytest
-from llama_cpp.llama_chat_format import (
-    Llava15ChatHandler,
-    MTMDChatHandler,
-    Qwen25VLChatHandler,
-)
+from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler, Qwen25VLChatHandler
 
 from entropykv import EntropyLlama, attach, detach
 from entropykv.errors import ContextError, ImageError

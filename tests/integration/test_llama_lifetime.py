@@ -15,13 +15,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama, LogitsProcessorList
 
-from entropykv import (
-    EntropyKVError,
-    EntropyLlama,
-    EvictionEvent,
-    Session,
-    attach,
-)
+from entropykv import EntropyKVError, EntropyLlama, EvictionEvent, Session, attach
 from tests.support.llamas import PROMPT, QUIET, content
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama

@@ -289,12 +289,7 @@ def test_an_answer_continues_the_last_message(server: Server) -> None:
             "add_generation_prompt": True,
         },
         {"messages": [QUESTION, *[{"role": "assistant", "content": "a"}] * 2]},
-        {
-            "messages": [
-                QUESTION,
-                {"role": "assistant", "content": "a", "reasoning_content": "Hm."},
-            ]
-        },
+        {"messages": [QUESTION, {"role": "assistant", "content": "a", "reasoning_content": "Hm."}]},
     ],
 )
 def test_what_cannot_be_continued_is_refused(server: Server, body: dict[str, Any]) -> None:

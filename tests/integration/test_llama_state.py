@@ -9,10 +9,7 @@ from typing import Any
 import llama_cpp
 import pytest
 
-from entropykv import (
-    EntropyKVError,
-    EntropyLlama,
-)
+from entropykv import EntropyKVError, EntropyLlama
 from tests.support.llamas import QUIET, content
 from tests.support.logits import tokens_for
 

@@ -14,12 +14,7 @@ from entropykv.store.headwise import HeadwiseStore
 from tests.support.command import entropykv
 from tests.support.logits import tokens_for
 from tests.support.online_sessions import BY_LAYER, are_equal, check, each_policy
-from tests.support.saved_sessions import (
-    all_entries,
-    assert_goes_on_from,
-    future,
-    session_of,
-)
+from tests.support.saved_sessions import all_entries, assert_goes_on_from, future, session_of
 
 
 @pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])

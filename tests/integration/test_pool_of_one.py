@@ -39,10 +39,7 @@ def test_conversations_follow_each_other_as_sessions_alone(pool: Pool, pool_llam
     assert pool.holds_one
     evicted = 0
     for prompt in (PROMPTS[4], PROMPTS[2], PROMPTS[4]):
-        with (
-            pool.session() as session,
-            Session(pool_llama, pool.runner.config.options) as alone,
-        ):
+        with pool.session() as session, Session(pool_llama, pool.runner.config.options) as alone:
             with pytest.raises(PoolError, match="holds one conversation"):
                 pool.session()
             assert_equal(written(session, prompt, 9), written(alone, prompt, 9))

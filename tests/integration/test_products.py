@@ -81,11 +81,7 @@ def test_one_token_is_computed_as_many_are(
 @pytest.mark.parametrize("kernels", _core.product_kernels())
 @pytest.mark.parametrize("weight_type", OURS)
 def test_a_token_has_the_same_bits_among_drafts_as_alone_and_without_drafts(
-    weight_type: str,
-    kernels: str,
-    original: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    weight_type: str, kernels: str, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Q6_K without AVX-512, llama.cpp computes all products of so few tokens."""
     if weight_type == "F16" and kernels != "avx512vnni":

@@ -145,10 +145,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         [{"role": "assistant", "content": [image(png())]}, {"role": "user", "content": "a"}],
         "parts of type 'image_url' are not possible",
     ),
-    "the place of an image in words": (
-        question(text="<__media__>"),
-        "",
-    ),
+    "the place of an image in words": (question(text="<__media__>"), ""),
 }
 
 

@@ -21,14 +21,7 @@ from entropykv.server.http.errors import RequestError
 from entropykv.server.models.held_model import estimate_memory
 from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import Server
-from tests.support.several_models import (
-    WORDS,
-    Running,
-    catalog_of,
-    run,
-    running,
-    write_models,
-)
+from tests.support.several_models import WORDS, Running, catalog_of, run, running, write_models
 from tests.support.tiny_models import write_llama
 from tests.support.waiting import until, wait_for
 
@@ -172,11 +165,7 @@ def test_the_least_recently_used_model_makes_room(folder: Path) -> None:
         async with running(catalog_of(folder, "one", "two", "three"), models_max=2) as served:
             for name in ("one", "two", "one", "three"):
                 await text_of(served, name)
-            assert await served.states() == {
-                "one": "loaded",
-                "two": "unloaded",
-                "three": "loaded",
-            }
+            assert await served.states() == {"one": "loaded", "two": "unloaded", "three": "loaded"}
             await text_of(served, "two")
             assert (await served.states())["one"] == "unloaded"
             assert await text_of(served, "one") == text_alone(folder / "one.gguf")

@@ -100,13 +100,7 @@ def test_a_second_value_is_refused_in_a_sentence(again: str) -> None:
             {"checkpoints": "64MiB", "swap_limit": f"{1 << 60}B"},
         ),
         (["-lm", "none"], {"use_mmap": False, "use_mlock": False}),
-        (
-            [
-                "-lm",
-                "mlock",
-            ],
-            {"use_mmap": False, "use_mlock": True},
-        ),
+        (["-lm", "mlock"], {"use_mmap": False, "use_mlock": True}),
         (
             ["--rope-scaling", "yarn", "--rope-scale", "4"],
             {"rope_scaling_type": 2, "rope_freq_scale": 0.25},

@@ -18,9 +18,7 @@ import pytest
 
 from entropykv import Session
 from tests.support.command import assert_refused, entropykv, started
-from tests.support.saved_sessions import (
-    session_of,
-)
+from tests.support.saved_sessions import session_of
 
 
 def run(model: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -135,10 +135,7 @@ def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
 @settings(max_examples=25)
 @given(before=STEPS, after=STEPS, store=st.sampled_from(["headwise", "flat"]))
 def test_any_past_has_the_same_future(
-    tiny_llama: Path,
-    before: list[tuple[str, Any]],
-    after: list[tuple[str, Any]],
-    store: str,
+    tiny_llama: Path, before: list[tuple[str, Any]], after: list[tuple[str, Any]], store: str
 ) -> None:
     with (
         session_of(tiny_llama, n_ctx=256, store=store) as saved,

@@ -101,8 +101,7 @@ def test_formats_say_where_a_thought_is(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}],
+    "fields", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
 )
 def test_a_request_can_do_without_thought(asked: Asked, fields: dict[str, Any]) -> None:
     answer = asked.whole(min_tokens=30, **fields)

@@ -12,13 +12,7 @@ from entropykv import Session
 from tests.support.logits import tokens_for
 from tests.support.saved_sessions import all_entries, future, session_of
 
-POLICIES = (
-    "adaptive",
-    "adaptive:mass+values+echo",
-    "uniform",
-    "layer",
-    "streaming",
-)
+POLICIES = ("adaptive", "adaptive:mass+values+echo", "uniform", "layer", "streaming")
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 

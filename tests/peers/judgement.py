@@ -128,6 +128,6 @@ DIFFERENCES: tuple[tuple[str, str], ...] = (
 
 OF_THE_CLASS = {
     "tests/test_llama.py::test_llama_cpp_tokenization": "a vocabulary alone (vocab_only) has no "
-    "cache, and is refused by name; llama_cpp.Llama reads it",
+    "cache, and is refused by name; llama_cpp.Llama reads it"
 }
 """Tests of llama-cpp-python that EntropyLlama is meant to fail, and why."""

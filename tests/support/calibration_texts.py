@@ -6,9 +6,7 @@ import importlib.util
 
 import numpy as np
 
-from entropykv.calibration.measure import (
-    CalibrationSettings,
-)
+from entropykv.calibration.measure import CalibrationSettings
 from entropykv.evaluation.shipped_texts import Text
 
 WORDS = "the and of to in ion an he on at "

@@ -9,11 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from entropykv import _core
-from tests.support.reference import (
-    FreezingHead,
-    Rules,
-    stored,
-)
+from tests.support.reference import FreezingHead, Rules, stored
 from tests.support.stores import WithOracle, importance_of, pages_of
 
 MAX_TOKENS = 40

@@ -9,9 +9,7 @@ import pytest
 
 from entropykv import BudgetError, Freezing, Session
 from tests.support.freeze_and_restore import frozen_entries
-from tests.support.saved_sessions import (
-    all_entries,
-)
+from tests.support.saved_sessions import all_entries
 
 KV_TYPES = ("f16", "q8_0")
 

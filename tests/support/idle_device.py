@@ -33,8 +33,7 @@ def _idle_device() -> Any:
         include = Path(llama_cpp.__file__).parent / "include"
     base = min(LIBRARIES.glob("libggml-base.so.*"), key=lambda path: len(path.name))
     subprocess.run(
-        [*COMPILER, f"-I{include}", str(SOURCE), str(base), "-o", str(built)],
-        check=True,
+        [*COMPILER, f"-I{include}", str(SOURCE), str(base), "-o", str(built)], check=True
     )
     device = ctypes.CDLL(str(built))
     device.set_cost.argtypes = (ctypes.c_int64, ctypes.c_int64)

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from entropykv.convert import convert
-from entropykv.errors import (
-    EntropyKVError,
-    ModelFileError,
-)
+from entropykv.errors import EntropyKVError, ModelFileError
 
 
 def refused(

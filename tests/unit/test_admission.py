@@ -314,9 +314,7 @@ def test_seconds_of_a_request_go_by_while_it_waits() -> None:
     engine.close()
 
 
-def test_figures_of_a_pool_are_taken_once_however_many_ask(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_figures_of_a_pool_are_taken_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
         taken = 0
 

@@ -9,12 +9,7 @@ import pytest
 
 from entropykv import _core
 from tests.support.attention_layers import KERNELS, KV_TYPES, MAX_TOKENS, Layer
-from tests.support.reference import (
-    F16_LARGEST,
-    Options,
-    round_f16,
-    round_q8_0,
-)
+from tests.support.reference import F16_LARGEST, Options, round_f16, round_q8_0
 
 WINDOWS: tuple[dict[str, Any], ...] = (
     {},

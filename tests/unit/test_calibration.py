@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv.calibration.measure import (
-    CalibrationSettings,
-    correlation,
-    measure,
-    quarter_rows,
-)
+from entropykv.calibration.measure import CalibrationSettings, correlation, measure, quarter_rows
 from entropykv.calibration.results import read_results
 from entropykv.calibration.texts import (
     HELD_BACK_SHARE,

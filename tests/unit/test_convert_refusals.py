@@ -12,12 +12,7 @@ import pytest
 
 from entropykv import cli
 from entropykv.convert import convert
-from entropykv.errors import (
-    EntropyKVError,
-    ModelFileError,
-    SettingsError,
-    UnsupportedModelError,
-)
+from entropykv.errors import EntropyKVError, ModelFileError, SettingsError, UnsupportedModelError
 from tests.support.i2s_files import I2sModel
 from tests.support.refusals import refused
 from tests.support.tiny_models import write_llama

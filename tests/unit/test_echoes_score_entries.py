@@ -10,13 +10,7 @@ import pytest
 
 from entropykv import _core
 from entropykv.session.echo import LEAST_CHUNK, LEAST_TOKENS, OVERLAP, Echo
-from tests.support.reference import (
-    SCORING_INTERVAL,
-    Floats,
-    Options,
-    attend_kv_head,
-    stored,
-)
+from tests.support.reference import SCORING_INTERVAL, Floats, Options, attend_kv_head, stored
 
 KERNELS = _core.available_kernels()
 N_HEAD_KV, GROUP, DIM = 2, 3, 32
@@ -116,9 +110,7 @@ class Text:
 @each_kernel
 @each_type
 @pytest.mark.parametrize(
-    "layer",
-    [{}, {"window": 60}, {"readers": 2}],
-    ids=["", "window", "readers"],
+    "layer", [{}, {"window": 60}, {"readers": 2}], ids=["", "window", "readers"]
 )
 @pytest.mark.parametrize("sinks", [False, True])
 def test_importance_is_the_largest_attention_of_the_echo(

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from entropykv.errors import (
-    SettingsError,
-)
+from entropykv.errors import SettingsError
 from entropykv.evaluation.reading import Item
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import summarize

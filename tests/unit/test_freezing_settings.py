@@ -182,10 +182,7 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            {"freeze": "ram", "store": "flat"},
-            "no cold storage; use --store headwise, or leave",
-        ),
+        ({"freeze": "ram", "store": "flat"}, "no cold storage; use --store headwise, or leave"),
         (
             {"policy": "rolling-freeze", "store": "flat"},
             "cannot follow policy rolling-freeze.*--store headwise",

@@ -77,11 +77,7 @@ def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
         ({"pre_tokenizer": {"type": "Metaspace"}}, UnsupportedModelError, "byte-level BPE"),
         ({"pre_tokenizer": None}, UnsupportedModelError, "byte-level BPE"),
         ({"pre_tokenizer": split_first("[0-9]")}, UnsupportedModelError, "byte-level BPE"),
-        (
-            {"model": {"type": "Unigram", "vocab": {}}},
-            UnsupportedModelError,
-            "byte-level BPE",
-        ),
+        ({"model": {"type": "Unigram", "vocab": {}}}, UnsupportedModelError, "byte-level BPE"),
         ({"model": {"type": "BPE", "vocab": {"a": 999}}}, ModelFileError, "'a' has id 999"),
         ({"model": None}, ModelFileError, "tokenizer.json: is damaged"),
         ({"added_tokens": [{"id": 1}]}, ModelFileError, "tokenizer.json: is damaged"),

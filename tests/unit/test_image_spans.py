@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from entropykv.session.echo import Echo
 from entropykv.session.images import placeholders_of
-from entropykv.session.sequence import (
-    ImageSpans,
-    TokenSequence,
-    is_placeholder,
-    text_before_image,
-)
+from entropykv.session.sequence import ImageSpans, TokenSequence, is_placeholder, text_before_image
 
 
 def test_spans_grow_are_cut_and_copied() -> None:

@@ -37,13 +37,7 @@ def test_further_texts_are_named_if_the_model_knows_files() -> None:
     first = found.index(FILE)
     assert found[first : first + 4] == [FILE, *b"x\ny"]
     assert found.count(FILE) == 2  # The second one is that of the text itself.
-    assert tokens_of(files=False, input_extra=extra) == [
-        BOS,
-        *b"y\n\n",
-        BEFORE,
-        AFTER,
-        BETWEEN,
-    ]
+    assert tokens_of(files=False, input_extra=extra) == [BOS, *b"y\n\n", BEFORE, AFTER, BETWEEN]
 
 
 def test_a_model_without_these_tokens_refuses() -> None:

@@ -141,14 +141,7 @@ def test_what_is_kept_is_what_the_oracle_keeps(
     batches: list[int],
     cut: float,
 ) -> None:
-    rules = Rules(
-        score,
-        kv_type,
-        N_SINKS,
-        RECENT,
-        decay=0.9,
-        by_values=by_values,
-    )
+    rules = Rules(score, kv_type, N_SINKS, RECENT, decay=0.9, by_values=by_values)
     layer = Layer(rules, budget, latent, readers)
     for n_tokens in batches:
         layer.read(n_tokens)

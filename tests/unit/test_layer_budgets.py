@@ -15,15 +15,7 @@ from entropykv.policy.sources.kim_jung import LAYER_RANGE, LayerEntropies, layer
 from tests.support import reference
 from tests.support.online_layers import Layers, plan_for
 from tests.support.reference import Rules
-from tests.support.stores import (
-    HEADS,
-    LAYERS,
-    MAX_ENTRIES,
-    MAX_TOKENS,
-    N_SINKS,
-    RECENT,
-    SHAPES,
-)
+from tests.support.stores import HEADS, LAYERS, MAX_ENTRIES, MAX_TOKENS, N_SINKS, RECENT, SHAPES
 
 budgets_of_layers = st.lists(st.integers(2 * (N_SINKS + 1), 150), min_size=3, max_size=3)
 steps = st.lists(

@@ -13,24 +13,14 @@ from hypothesis import strategies as st
 from entropykv import _core
 from entropykv.policy.attainable import CurveBudgets
 from entropykv.policy.names import POLICIES
-from entropykv.policy.online import (
-    LEAST_TOKENS,
-    MeasuredLosses,
-    changes_budgets,
-    online_budgets,
-)
+from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.profile.curves import LossCurves
 from tests.support import reference
 from tests.support.online_layers import Layers, plan_for
 from tests.support.profiles import example
 from tests.support.reference import Rules
-from tests.support.stores import (
-    HEADS,
-    LAYERS,
-    MAX_ENTRIES,
-    SHAPES,
-)
+from tests.support.stores import HEADS, LAYERS, MAX_ENTRIES, SHAPES
 
 ONLINE = ("adaptive", "guided", "layer", "layer-range")
 

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from entropykv import _core
-from tests.support.predicted_layers import (
-    LAYERS,
-    N_SINKS,
-    ROPES,
-    SHARE_RTOL,
-    PredictedLayer,
-)
+from tests.support.predicted_layers import LAYERS, N_SINKS, ROPES, SHARE_RTOL, PredictedLayer
 from tests.support.reference import LEAST_SHARE, SHARE_ROUNDING, Rope
 
 each_kernel = pytest.mark.parametrize("kernel", _core.available_kernels())

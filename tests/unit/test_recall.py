@@ -26,13 +26,7 @@ from tests.support.freeze_stores import (
     pages_of,
     store_of,
 )
-from tests.support.reference import (
-    Options,
-    Rules,
-    Schedule,
-    attend_kv_head,
-    stored,
-)
+from tests.support.reference import Options, Rules, Schedule, attend_kv_head, stored
 
 
 def store_with_a_needle(
@@ -129,9 +123,7 @@ def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> No
 
 
 @pytest.mark.parametrize("measure", [_core.ScoreKind.attention, _core.ScoreKind.mass])
-def test_recall_leaves_alone_what_the_schedule_would_freeze_again(
-    measure: _core.ScoreKind,
-) -> None:
+def test_recall_leaves_alone_what_the_schedule_would_freeze_again(measure: _core.ScoreKind) -> None:
     """Every second entry gets a third of an even share: it is frozen, and stays frozen for its
     time.
     """

@@ -65,9 +65,7 @@ class Recorded:
     """Hold a scheduler whose steps are recorded."""
 
     def __init__(
-        self,
-        least_patience: float = 0.0,
-        admit: Callable[[Work], bool] = lambda _: True,
+        self, least_patience: float = 0.0, admit: Callable[[Work], bool] = lambda _: True
     ) -> None:
         self.steps: list[list[Any]] = []
         self.scheduler = Scheduler(admit, self.run, together=True, least_patience=least_patience)

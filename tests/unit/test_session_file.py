@@ -290,10 +290,7 @@ def aligned(size: int) -> int:
 )
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_pages_are_laid_out_as_described(
-    kv_type: str,
-    k_dim: int,
-    v_dim: int,
-    latent: bool,
+    kv_type: str, k_dim: int, v_dim: int, latent: bool
 ) -> None:
     """The expected bytes of page_layout.hpp and head_states.cpp are computed in numpy: a change
     needs a new version.

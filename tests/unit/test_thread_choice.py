@@ -7,13 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from entropykv.llamacpp.threads import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    ThreadChoice,
-    Way,
-    work_of,
-)
+from entropykv.llamacpp.threads import FIRST_PAUSE, LONGEST_PAUSE, ThreadChoice, Way, work_of
 
 STEP = 0.008
 """Seconds of a step with a single token, by one thread with its own core."""

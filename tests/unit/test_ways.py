@@ -62,10 +62,7 @@ def compared(
 
     ways = tuple(
         ComparedWay(
-            way,
-            of_texts(way, kl),
-            of_texts(way, repeated.get(way, 0.2)),
-            (known.get(way, some),),
+            way, of_texts(way, kl), of_texts(way, repeated.get(way, 0.2)), (known.get(way, some),)
         )
         for way, kl in divergences.items()
     )
