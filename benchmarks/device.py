@@ -11,7 +11,8 @@ tokens after it, the ratio to llama.cpp's own cache, the bytes that the device s
 device, how much of them are rows beyond the budget and one micro-batch, and for each of the single
 tokens, how many graphs the store computed on the device and how many copies it made between host
 and device. With --sequences, only single tokens are measured, of so many sequences that each have
-read a prompt and then read a token each in every step. With --shape, the model has random weights
+read a prompt and then read a token each in every step; the first tokens, with which a pool keeps
+the prompts as checkpoints, are not timed. With --shape, the model has random weights
 of that shape, whose rows repeat. With --rpc, the device is a process on this machine's CPU, whose
 figures say nothing of a GPU.
 """
@@ -61,6 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 DRAWN_ROWS = 64
+N_NOT_TIMED = 4  # tokens of several sequences
 
 
 class RepeatingWriter(TinyWriter):
@@ -134,8 +136,8 @@ def measure_together(sessions: Sequence[Session], length: int, written: int) -> 
     for session in sessions:
         session.decode(tokens_of(length))
 
-    def write(session: Session) -> None:
-        for token in tokens_of(written):
+    def write(session: Session, n_tokens: int) -> None:
+        for token in tokens_of(n_tokens):
             session.decode([token])
 
     sizes = []
@@ -148,8 +150,10 @@ def measure_together(sessions: Sequence[Session], length: int, written: int) -> 
         patch.object(model_runner, "decode_parts", decode),
         ThreadPoolExecutor(len(sessions)) as threads,
     ):
+        list(threads.map(write, sessions, [N_NOT_TIMED] * len(sessions)))
+        sizes.clear()
         start = time.perf_counter()
-        list(threads.map(write, sessions))
+        list(threads.map(write, sessions, [written] * len(sessions)))
         end = time.perf_counter()
     return sum(sizes) / (end - start), sum(sizes) / len(sizes)
 
@@ -159,7 +163,8 @@ def measure_own_together(path: Path, options: argparse.Namespace, length: int) -
     model = Model(path, n_gpu_layers=-1, verbose=False)
     parameters = model.context_defaults()
     n, n_ubatch = options.sequences, options.n_ubatch
-    parameters.n_ctx = n * (-(-(length + options.written) // 256) * 256)
+    n_written = N_NOT_TIMED + options.written
+    parameters.n_ctx = n * (-(-(length + n_written) // 256) * 256)
     parameters.n_batch = parameters.n_ubatch = n_ubatch
     parameters.n_seq_max, parameters.kv_unified = n, False
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -170,8 +175,10 @@ def measure_own_together(path: Path, options: argparse.Namespace, length: int) -
         for first in range(0, length, n_ubatch):
             part = tokens[first : first + n_ubatch]
             batch.decode_parts(context, [BatchPart(part, first, 0, sequence=i)])
-    start = time.perf_counter()
-    for step, token in enumerate(tokens_of(options.written)):
+    start = 0.0
+    for step, token in enumerate(tokens_of(n_written)):
+        if step == N_NOT_TIMED:
+            start = time.perf_counter()
         batch.decode_parts(
             context, [BatchPart([token], length + step, 1, sequence=i) for i in range(n)]
         )
@@ -191,7 +198,7 @@ def compare_together(path: Path, options: argparse.Namespace, length: int) -> No
             store="device",
             policy=policy,
             n_sequences=options.sequences,
-            **common_options(options, length, options.kv_budget),
+            **common_options(options, length + N_NOT_TIMED, options.kv_budget),
         ) as pool:
             sessions = [pool.session() for _ in range(options.sequences)]
             ours, of_step = measure_together(sessions, length, options.written)

@@ -70,15 +70,23 @@ void register_states(py::class_<DeviceStore>& store) {
         .def("state_bytes", of_head(&DeviceStore::state_bytes), py::arg("layer"),
              py::arg("kv_head"))
         .def(
-            "save_head",
-            [](DeviceStore& self, int layer, int head) {
-                check_head(self, layer, head);
-                py::bytes state(nullptr, self.state_bytes(layer, head));
-                self.save_head(layer, head,
-                               reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
-                return state;
+            "save_layer",
+            [](DeviceStore& self, int layer) {
+                check_head(self, layer, 0);
+                std::vector<py::bytes> states;
+                std::vector<std::byte*> addresses;
+                for (int head = 0; head < self.ledger().shape(layer).n_head_kv; ++head) {
+                    states.emplace_back(nullptr, self.state_bytes(layer, head));
+                    addresses.push_back(
+                        reinterpret_cast<std::byte*>(PyBytes_AS_STRING(states.back().ptr())));
+                }
+                {
+                    const py::gil_scoped_release release;
+                    self.save_layer(layer, addresses);
+                }
+                return states;
             },
-            py::arg("layer"), py::arg("kv_head"))
+            py::arg("layer"))
         .def(
             "state_problem",
             [](const DeviceStore& self, int layer, int count, const py::buffer& state,

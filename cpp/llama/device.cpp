@@ -43,7 +43,8 @@ Device::Device(ggml_backend_buffer_type_t memory, int n_threads)
       allocator_(ggml_gallocr_new(memory)),
       graph_memory_(ggml_tensor_overhead() * kMostNodes +
                     ggml_graph_overhead_custom(kMostNodes, false)),
-      relay_(std::make_unique<DeviceRelay>(*this)) {
+      relay_(std::make_unique<DeviceRelay>(*this)),
+      saved_rows_(std::make_unique<HostMemory>(*this)) {
     if (backend_ == nullptr) throw std::runtime_error("a device cannot be used a second time");
     if (allocator_ == nullptr) throw std::bad_alloc();
     ggml_backend_reg_t backend_of = ggml_backend_dev_backend_reg(device_of(memory));
@@ -110,6 +111,14 @@ void Device::launch(ggml_cgraph* graph) {
         throw std::runtime_error("a device could not compute the attention of a layer");
 }
 
+void Device::begin_read(HostMemory& to, std::size_t at, const ggml_tensor* tensor,
+                        std::size_t offset, std::size_t bytes) {
+    if (bytes == 0) return;
+    ++traffic.downloads;
+    in_flight_ = true;
+    ggml_backend_tensor_get_async(backend_.get(), tensor, to.data() + at, offset, bytes);
+}
+
 void Device::wait() {
     if (!in_flight_) return;
     ggml_backend_synchronize(backend_.get());
@@ -118,7 +127,7 @@ void Device::wait() {
 
 std::size_t Device::scratch_bytes() const {
     return ggml_gallocr_get_buffer_size(allocator_.get(), 0) + graph_memory_.size() +
-           next_graph_memory_.size() + relay_->bytes();
+           next_graph_memory_.size() + relay_->bytes() + saved_rows_->capacity();
 }
 
 void HostMemory::resize(std::size_t bytes) {
@@ -157,10 +166,7 @@ void DeviceMemory::write(std::size_t offset, const void* values, std::size_t byt
 }
 
 void DeviceMemory::begin_read(HostMemory& to, std::size_t offset, std::size_t bytes) {
-    if (bytes == 0) return;
-    ++device_.traffic.downloads;
-    device_.in_flight_ = true;
-    ggml_backend_tensor_get_async(device_.backend_.get(), all_, to.data() + offset, offset, bytes);
+    device_.begin_read(to, offset, all_, offset, bytes);
 }
 
 Device& Devices::of(ggml_backend_buffer_type_t memory) {

@@ -45,6 +45,7 @@ bool is_usable_in(ggml_backend_buffer_type_t memory, const ggml_tensor* tensor);
 
 class DevicePlaces;
 class DeviceRelay;
+class HostMemory;
 
 // Computes graphs one after another, in working memory that they share.
 class Device {
@@ -83,8 +84,14 @@ public:
     // Begins to compute a graph after those that were begun before, and does not wait for its end.
     // Throws as compute() does.
     void launch(ggml_cgraph* graph);
+    // Begins to copy a range of a tensor to byte `at` of the host's memory, after what was begun
+    // before; it is there after wait().
+    void begin_read(HostMemory& to, std::size_t at, const ggml_tensor* tensor, std::size_t offset,
+                    std::size_t bytes);
     // Waits for everything that was begun.
     void wait();
+    // Returns memory for rows that are saved, which is kept for the next ones.
+    HostMemory& saved_rows() { return *saved_rows_; }
     // Counts the working memory, on the device and on the host.
     std::size_t scratch_bytes() const;
 
@@ -99,8 +106,8 @@ private:
     std::vector<std::uint8_t> graph_memory_;
     std::vector<std::uint8_t> next_graph_memory_;  // takes turns with it; empty until it is needed
     std::unique_ptr<DeviceRelay> relay_;
+    std::unique_ptr<HostMemory> saved_rows_;
     bool in_flight_ = false;  // whether something was begun that nobody has waited for
-    friend class DeviceMemory;
 };
 
 // Holds memory of the host that a device copies to while the host does something else, if the
@@ -133,8 +140,7 @@ public:
     ggml_tensor* tensor(ggml_context* context, ggml_type type, std::size_t offset, std::int64_t a,
                         std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1) const;
     void write(std::size_t offset, const void* values, std::size_t bytes);
-    // Begins to copy a range to the same place of the host's memory, after what was begun before;
-    // it is there after Device::wait().
+    // Begins to copy a range to the same place of the host's memory: see Device::begin_read().
     void begin_read(HostMemory& to, std::size_t offset, std::size_t bytes);
     std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
 

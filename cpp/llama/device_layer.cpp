@@ -281,31 +281,4 @@ int DeviceLayer::position_stride(const DeviceGroup& group) const {
     return end - heads_[next - 1].first_position;
 }
 
-std::vector<float> DeviceLayer::read(ggml_tensor* tensor, int head) const {
-    const DeviceHead& of = heads_.at(static_cast<std::size_t>(head));
-    const auto n_rows = static_cast<std::size_t>(of.count);
-    const auto dim = static_cast<std::size_t>(tensor->ne[0]);
-    const std::size_t row_bytes = ggml_row_size(tensor->type, tensor->ne[0]);
-    std::vector<std::uint8_t> bytes(n_rows * row_bytes);
-    if (n_rows > 0)
-        ggml_backend_tensor_get(tensor, bytes.data(),
-                                static_cast<std::size_t>(of.first_row) * row_bytes, bytes.size());
-    std::vector<float> values(n_rows * dim);
-    ggml_get_type_traits(tensor->type)
-        ->to_float(bytes.data(), values.data(), static_cast<std::int64_t>(values.size()));
-    return values;
-}
-
-void DeviceLayer::write(ggml_tensor* tensor, int head, const std::vector<float>& values) {
-    if (values.empty()) return;
-    const DeviceHead& of = heads_.at(static_cast<std::size_t>(head));
-    const std::int64_t dim = tensor->ne[0];
-    const auto n_rows = static_cast<std::int64_t>(values.size()) / dim;
-    const std::size_t row_bytes = ggml_row_size(tensor->type, dim);
-    std::vector<std::uint8_t> bytes(static_cast<std::size_t>(n_rows) * row_bytes);
-    ggml_quantize_chunk(tensor->type, values.data(), bytes.data(), 0, n_rows, dim, nullptr);
-    ggml_backend_tensor_set(tensor, bytes.data(),
-                            static_cast<std::size_t>(of.first_row) * row_bytes, bytes.size());
-}
-
 }  // namespace entropykv

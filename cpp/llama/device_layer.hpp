@@ -178,6 +178,10 @@ public:
     // Returns what has the rows of other layers, too, and the number of its first row there.
     const RowMemory& memory() const { return all_.memory(); }
     std::int64_t first_in_memory() const { return all_.first(); }
+    // Returns k(), and v() if V is not a part of it.
+    std::vector<ggml_tensor*> tensors() const {
+        return shape_.latent ? std::vector{k()} : std::vector{k(), v()};
+    }
     int place() const { return place_; }
     int n_places() const { return all_.n_places(); }
     // Returns how many rows attention must read to see all entries of a group, and n_tokens more.
@@ -194,10 +198,6 @@ public:
     // see all entries and n_tokens more.
     std::vector<int> full_widths() const;
     std::vector<int> widths(int n_tokens) const;
-
-    // Copies rows of one head from and to the device as floats, [row][dim].
-    std::vector<float> read(ggml_tensor* tensor, int head) const;
-    void write(ggml_tensor* tensor, int head, const std::vector<float>& values);
 
     // Counts the bytes of its place; with those of the others, they are at least those of all rows.
     std::size_t bytes() const;

@@ -697,11 +697,14 @@ void DeviceStore::grow(const std::vector<DeviceStore*>& stores, const std::vecto
                                            store->budgets(),
                                            store->ledger_.settings().protection});
         if (!held.live) continue;
+        std::vector<std::vector<std::byte*>> addresses(index(store->n_layers()));
         store->for_each_head([&](int layer, int h) {
             held.counts.push_back(store->count(layer, h));
             held.states.emplace_back(store->state_bytes(layer, h));
-            store->save_head(layer, h, held.states.back().data());
+            addresses[index(layer)].push_back(held.states.back().data());
         });
+        for (int layer = 0; layer < store->n_layers(); ++layer)
+            store->save_layer(layer, addresses[index(layer)]);
     }
     const auto take = [&](auto budgets_of, auto protection_of) {
         for (const Held& held : all) held.store->release();

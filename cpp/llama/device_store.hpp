@@ -150,9 +150,10 @@ public:
     // devices.
     std::vector<std::pair<std::string, std::size_t>> device_bytes() const;
 
-    // Save and load a head in the format of the headwise store: see head_states.hpp.
+    // Save and load KV heads in the format of the headwise store: see head_states.hpp. A layer's
+    // states have state_bytes() of its heads.
     std::size_t state_bytes(int layer, int head) const;
-    void save_head(int layer, int head, std::byte* state);
+    void save_layer(int layer, const std::vector<std::byte*>& states);
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
     // Replaces the entries of all heads; states are as state_problem() accepts them. The budget
@@ -179,7 +180,8 @@ private:
     std::string unsupported_in(const Layer& layer) const;
     std::size_t pages_of(const std::vector<int>& budgets) const;
     std::vector<int> budgets() const;
-    void load_rows(int layer, int head, const std::byte* state);
+    std::vector<std::byte> state_of_ledger(int layer, int count, const std::byte* state) const;
+    void load_rows(int layer, const std::vector<std::byte*>& states);
     void commit(int layer, int head, bool found, int worker);
     bool protects_newest(int n) const;
     void commit_by_parts();

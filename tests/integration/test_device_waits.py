@@ -98,6 +98,28 @@ def test_conversations_that_write_at_once_wait_as_often_for_many_layers_as_for_f
         assert many[name] - stock[name] <= n + (name == "waits"), (name, many, stock)
 
 
+COUNT_SAVED = """
+import json, sys
+from tests.support.idle_device import counted, use_idle_device
+use_idle_device()
+from entropykv import Session
+path, options = sys.argv[1], json.loads(sys.argv[2])
+with Session(path, n_ctx=512, n_gpu_layers=99, kv_type="f16", **options) as session:
+    session.decode([3 + i % 250 for i in range(300)])
+    session.files.save(path + ".1.ekv")
+    before = counted()
+    session.files.save(path + ".2.ekv")
+    print(json.dumps({"waits": counted()["waits"] - before["waits"]}))
+"""
+
+
+def test_saving_waits_once_for_all_heads_of_a_layer(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf", n_layer=5, head_dim=64)
+    # Every wait for a copy would be one more: five layers have K and V of two KV heads.
+    options = {"store": "device", "kv_budget": 0.5}
+    assert printed_by(COUNT_SAVED, tmp_path / "model.gguf", options)["waits"] == 5
+
+
 def counts_of(path: Path, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
     """Return what is counted for a micro-batch and for a token, in a process of its own."""
     prompt, written = printed_by(COUNT, path, options)

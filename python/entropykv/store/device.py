@@ -368,7 +368,9 @@ class DeviceStore(KvHeadStore):
             entries=entries,
             evicted=self._store.evicted,
             section_bytes=[self._store.state_bytes(*head) for head in self._heads()],
-            sections=(self._store.save_head(*head) for head in self._heads()),
+            sections=itertools.chain.from_iterable(
+                self._store.save_layer(layer) for layer in range(len(self.layers))
+            ),
             whole_from=self.rollback.whole_from,
         )
 
