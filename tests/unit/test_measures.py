@@ -6,7 +6,7 @@ import pytest
 
 from entropykv import _core
 from entropykv.errors import SettingsError
-from entropykv.policy.importance import MEASURES, Importance
+from entropykv.policy.policy import MEASURES, Importance
 from entropykv.settings.options import KV_TYPES
 
 UNKNOWN = 99

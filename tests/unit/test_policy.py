@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from entropykv.errors import SettingsError
-from entropykv.policy.importance import MODIFIERS
 from entropykv.policy.names import (
     AUTO,
     FAST,
@@ -22,7 +21,7 @@ from entropykv.policy.names import (
     schedules,
     takes_profile,
 )
-from entropykv.policy.policy import Policy
+from entropykv.policy.policy import MODIFIERS, Policy
 from entropykv.profile.curves import IMPORTANCES, LossCurves
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor

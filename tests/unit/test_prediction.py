@@ -9,7 +9,7 @@ import pytest
 
 from entropykv import _core
 from entropykv.errors import SettingsError
-from entropykv.policy.importance import Importance
+from entropykv.policy.policy import Importance
 from tests.support.predicted_layers import LAYERS, N_SINKS, ROPES, SHARE_RTOL, PredictedLayer
 from tests.support.reference import LEAST_SHARE, SHARE_ROUNDING, Rope
 

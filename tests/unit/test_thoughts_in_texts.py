@@ -10,8 +10,7 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.constraint.vocabulary import token_texts_of
-from entropykv.thinking.counter import ThoughtCounter
-from entropykv.thinking.reader import Parts, before_answer, read_whole, reader_of
+from entropykv.thinking.reader import Parts, ThoughtCounter, before_answer, read_whole, reader_of
 from entropykv.thinking.tags import AnswerFrame, ThoughtTags, frame_of, tags_of
 from tests.support.constraints import takes
 from tests.support.thinking import CHANNELS, CLOSING, OPENING

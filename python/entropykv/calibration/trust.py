@@ -18,7 +18,7 @@ from entropykv.calibration.observe import Observer, ReadText
 from entropykv.calibration.predictions import LEAST_TEXT
 from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
 from entropykv.errors import SettingsError
-from entropykv.policy.importance import EXPECTED_LOOKUPS
+from entropykv.policy.policy import EXPECTED_LOOKUPS
 from entropykv.profile.curves import (
     KEEP_FRACTIONS,
     N_SINKS,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
@@ -65,20 +64,16 @@ class Combination:
         """Return the name of this combination in a log of results."""
         return f"{self.policy}, {self.kv_type}, {self.budget}"
 
-    @contextmanager
-    def session(self, engine: EngineSettings, n_ctx: int, n_tokens: int) -> Iterator[Session]:
-        """Open a session with the budget for a text of n_tokens; it closes when the
-        context ends.
-        """
-        with Session(
+    def session(self, engine: EngineSettings, n_ctx: int, n_tokens: int) -> Session:
+        """Open a session with the budget for a text of n_tokens; the caller closes it."""
+        return Session(
             engine.model,
             engine.options,
             n_ctx=n_ctx,
             kv_budget=engine.budget_for(self.budget, n_tokens),
             policy=self.policy,
             kv_type=self.kv_type,
-        ) as session:
-            yield session
+        )
 
     def prepare(self, session: Session, engine: EngineSettings, n_tokens: int) -> None:
         """Reset a session and set its budget for a text of n_tokens."""

@@ -17,8 +17,7 @@ from entropykv.session.logprobs import CompletionLogprobs, HeldValues, LogprobRe
 from entropykv.session.session import Session
 from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Logits
-from entropykv.thinking.counter import ThoughtCounter
-from entropykv.thinking.reader import Parts, ThoughtReader, before_answer, reader_of
+from entropykv.thinking.reader import Parts, ThoughtCounter, ThoughtReader, before_answer, reader_of
 
 Reason = Literal["stop", "length"]
 """Why an answer ends, in OpenAI's words."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entropykv.errors import SettingsError
-from entropykv.policy.importance import Importance
-from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.policy import BudgetRule, Importance, Policy
 from entropykv.policy.sources.kim_jung import LAYER, LAYER_IN_RANGE
 from entropykv.policy.sources.metinov import ROLLING_FREEZE
 from entropykv.policy.sources.readme_entropy_kv import ENTROPY, RECENCY

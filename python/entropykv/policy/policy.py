@@ -1,12 +1,167 @@
-"""Define a policy: how it shares a budget among the KV heads, and what ranks entries."""
+"""Define a policy: how it shares a budget among the KV heads, and by what it ranks entries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from entropykv.policy.importance import Importance
+from entropykv import _core
+from entropykv.errors import SettingsError
 from entropykv.settings.own_policy import OwnPolicy
+
+_ALL = {measure.name: measure for measure in _core.measures()}
+"""The extension's table: cpp/decide/measures.cpp."""
+
+MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measure.by_position}
+"""What queries give to entries, summed over the query heads of a KV head."""
+
+MODIFIERS = {
+    "values": "times the norm of the entry's value",
+    "echo": "a text is read twice, and queries that repeat it count, too",
+    "predicted": "what a repetition would give counts, too, predicted from key and value",
+}
+
+_OF_SHARES = ("mass", "attention")
+"""The measures that are sums of shares of attention."""
+
+_ECHO_DECAY = 0.9995
+"""With echoes, importance decays less, so that text that was repeated long ago is not forgotten."""
+
+
+OBSERVED_ON_DEVICES = 128
+"""How many of the last queries of a micro-batch the device store observes.
+
+What all 512 give takes a device longer than attention itself.
+"""
+
+EXPECTED_LOOKUPS = 0.2
+"""The weight of the attention predicted for later queries, relative to what the queries of the text
+gave.
+
+With a larger weight, more old facts are kept, but continuations are less close to those with a full
+cache; the value was chosen on tuning texts.
+"""
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Hold how entries are ranked; entries with higher scores stay longer."""
+
+    measure: str = "mass"
+    """One of MEASURES, or `streaming` or `recency`, which rank only by position."""
+    modifiers: tuple[str, ...] = ("values",)
+    """Some of MODIFIERS, in their order."""
+    decay: float = 0.998
+    """The fraction of an entry's importance that is left after one more token."""
+    observation_window: int = 512
+    """How many of the last queries of a micro-batch count, in tokens."""
+
+    @staticmethod
+    def parse(text: str) -> Importance:
+        """Read MEASURE[+MODIFIER...]; raises SettingsError for unknown or repeated names."""
+        measure, *modifiers = text.split("+")
+        if measure not in MEASURES:
+            raise SettingsError(
+                f"there is no measure {measure!r} of importance; use one of {', '.join(MEASURES)}"
+            )
+        for modifier in modifiers:
+            if modifier not in MODIFIERS:
+                raise SettingsError(
+                    f"there is no modifier {modifier!r} of importance; use {_any_of(MODIFIERS)}"
+                )
+            if modifier == "predicted" and measure not in _OF_SHARES:
+                raise SettingsError(
+                    f"measure {measure} adds up no shares of attention and takes no modifier "
+                    f"predicted; use it with {' or '.join(_OF_SHARES)}, or measure predicted alone"
+                )
+            if modifier == "echo" and not _ALL[measure].adds_up:
+                raise SettingsError(
+                    f"measure {measure} adds up no queries and takes no modifier {modifier}; use "
+                    f"{measure} with values, or another measure"
+                )
+        if {"echo", "predicted"} <= set(modifiers):
+            raise SettingsError(
+                f"{text!r} predicts what a repetition would give, and repeats the text, too; use "
+                "echo or predicted alone"
+            )
+        if len(set(modifiers)) < len(modifiers):
+            raise SettingsError(f"{text!r} names a modifier twice; name it once")
+        return Importance(measure, tuple(name for name in MODIFIERS if name in modifiers))
+
+    def __str__(self) -> str:
+        """Return the text that parse() reads."""
+        return "+".join((self.measure, *self.modifiers))
+
+    @property
+    def by_position(self) -> bool:
+        """Tell whether it needs no attention, so that every head would choose the same entries."""
+        return self._row.by_position
+
+    @property
+    def of_observed(self) -> bool:
+        """Tell whether it ranks only by what queries gave, and by nothing else of a KV head."""
+        return self.adds_up and set(self.modifiers) <= {"echo"}
+
+    @property
+    def adds_up(self) -> bool:
+        """Tell whether it adds up the shares of attention that queries gave to an entry."""
+        return self._row.adds_up
+
+    @property
+    def repeats(self) -> bool:
+        """Tell whether it needs a text to be read twice: see session/echo.py."""
+        return self._row.of_echoes or "echo" in self.modifiers
+
+    @property
+    def predicts(self) -> bool:
+        """Tell whether it scores entries by keys and values alone, which needs a predictor."""
+        return self._row.predicts or "predicted" in self.modifiers
+
+    @property
+    def adds_predictions(self) -> bool:
+        """Tell whether it adds predicted attention to the attention that queries gave."""
+        return "predicted" in self.modifiers
+
+    @property
+    def threshold(self) -> float:
+        """Return the default threshold of the freeze schedule."""
+        return self._row.threshold
+
+    @property
+    def kind(self) -> _core.ScoreKind:
+        """Return its name in the extension."""
+        return self._row.kind
+
+    def on_devices(self) -> Importance:
+        """Return how the device store ranks entries: it observes fewer queries."""
+        return replace(self, observation_window=min(self.observation_window, OBSERVED_ON_DEVICES))
+
+    @property
+    def _row(self) -> _core.Measure:
+        return _ALL[self.measure]
+
+    @property
+    def _decay(self) -> float:
+        if self._row.of_echoes:
+            # Nothing decays, because every entry was observed when its own chunk was repeated.
+            return 1.0
+        if self.repeats:
+            return max(self.decay, _ECHO_DECAY)
+        return self.decay
+
+    def settings(self) -> _core.ImportanceSettings:
+        """Return the settings for a store."""
+        return _core.ImportanceSettings(
+            kind=self.kind,
+            decay=self._decay,
+            observation_window=self.observation_window,
+            by_values="values" in self.modifiers,
+            expected_lookups=EXPECTED_LOOKUPS if self.adds_predictions else 0.0,
+        )
+
+
+def _any_of(names: dict[str, str]) -> str:
+    return "any of " + ", ".join(names)
 
 
 class BudgetRule(Enum):

@@ -33,7 +33,7 @@ from entropykv.settings.options import MOST_TOKENS, at_least
 from entropykv.settings.recovery import Recovery
 from entropykv.settings.sampling import MOST_SEED, Sampling, is_random_seed, new_seed
 from entropykv.store.protocol import Logits
-from entropykv.thinking.counter import ThoughtCounter
+from entropykv.thinking.reader import ThoughtCounter
 
 _MIROSTAT_CANDIDATES = 100
 

@@ -20,16 +20,17 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
-from entropykv.store.headwise_probe import (
+from entropykv.store.kv_heads import (
+    KvHeadStore,
     check_config,
+    check_features,
     hooked_context,
     probed_layers,
+    ranking_predictor,
     refuse_by_kind,
     unsupported,
 )
-from entropykv.store.kv_heads import KvHeadStore
 from entropykv.store.protocol import Reach, StoreContext, TokensToRead
-from entropykv.store.score_prediction import check_features, ranking_predictor
 from entropykv.store.states import DamagedState, RollbackRange, SavedState, StoreState
 
 

@@ -14,8 +14,8 @@ from entropykv.settings.options import Budget
 from entropykv.store.device import DeviceContext, DeviceStore
 from entropykv.store.flat import FlatContext, FlatStore
 from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
+from entropykv.store.kv_heads import fits_nodes
 from entropykv.store.protocol import Store, StoreContext
-from entropykv.store.score_prediction import fits_nodes
 
 
 class StoreFactory:

@@ -24,16 +24,17 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_budgets import HeadwiseBudgets
-from entropykv.store.headwise_probe import (
+from entropykv.store.headwise_state import HeadwiseState
+from entropykv.store.kv_heads import (
+    KvHeadStore,
+    ScorePrediction,
     check_config,
     hooked_context,
     probed_layers,
+    ranking_predictor,
     refuse_by_kind,
 )
-from entropykv.store.headwise_state import HeadwiseState
-from entropykv.store.kv_heads import KvHeadStore
 from entropykv.store.protocol import CacheMapFunction, Reach, StoreContext, TokensToRead
-from entropykv.store.score_prediction import ScorePrediction, ranking_predictor
 from entropykv.store.states import RollbackRange, SavedState, StoreCheckpoint, StoreState
 
 KeyCentres = list[npt.NDArray[np.float32]]

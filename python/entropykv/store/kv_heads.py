@@ -1,18 +1,221 @@
-"""Do what the stores that keep entries per KV head have in common, wherever those entries are."""
+"""Do what the stores that keep entries per KV head have in common, wherever those entries are:
+examine the model's graph, predict scores, and keep a sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.errors import EntropyKVError, ProfileError, SettingsError, UnsupportedModelError
+from entropykv.llamacpp.context import (
+    context_parameters,
+    decode_one_token,
+    layer_windows,
+    let_hook_change,
+    refuse_diffusion,
+)
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
+from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.profile.find import check_model
+from entropykv.profile.predictor import ScorePredictor
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Pooled, Store, StoreFacts
+
+
+def refuse_by_kind(model: Model, store: str = "headwise") -> None:
+    """Raise UnsupportedModelError for a kind of model that cannot be recognised by the graph."""
+    refuse_diffusion(model)
+    kinds = {
+        "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
+        "it has an encoder": llama_cpp.llama_model_has_encoder(model.handle),
+    }
+    for why, applies in kinds.items():
+        if applies:
+            raise unsupported(model, why, store)
+
+
+def hooked_context(
+    model: Model,
+    options: CacheOptions,
+    hook: _core.GraphHook,
+    n_ubatch: int,
+    n_sequences: int,
+    *,
+    on_devices: bool = False,
+) -> Any:
+    """Make a context with cells for one micro-batch; the hook changes its graphs.
+
+    `on_devices`: the cells of each layer are on its device. A micro-batch has up to `n_ubatch`
+    tokens of one sequence, and one token of each other one.
+    """
+    n_tokens = n_ubatch + n_sequences - 1
+    # In a hybrid model, the last cell of a sequence stays until it reads more.
+    cells = n_tokens + n_sequences * is_recurrent(model)
+    parameters = context_parameters(model, options, n_tokens, cells, n_sequences)
+    parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
+    # For the headwise store, K, V and attention stay on the CPU, where our ops run, even if layers
+    # are on a device.
+    parameters.offload_kqv = on_devices
+    let_hook_change(parameters, hook)
+    return model.new_context(parameters)
+
+
+def probed_layers(
+    model: Model,
+    options: CacheOptions,
+    hook: _core.GraphHook,
+    context: Any,
+    store: str = "headwise",
+) -> list[_core.LayerShape]:
+    """Decode one token and examine the graph; returns the shapes of the attention layers.
+
+    Raises UnsupportedModelError if the graph has something that the store does not support.
+    """
+    if not decode_one_token(context):
+        raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+    if hook.refusal or not hook.nodes:
+        raise unsupported(model, hook.refusal or "it has no attention layers", store)
+    try:
+        windows = layer_windows(model, options)
+    except UnsupportedModelError as error:
+        raise unsupported(model, str(error), store) from None
+    if not windows:
+        return [node.shape for node in hook.nodes]
+    return [windows[node.cache_layer].of(node.shape) for node in hook.nodes]
+
+
+def check_config(
+    config: ResolvedConfig, model: Model, layers: Sequence[_core.LayerShape], rope_obstacle: str
+) -> None:
+    """Raise ProfileError for a profile of other layers, SettingsError for an unusable measure."""
+    if config.profile is not None:
+        heads = (len(layers), layers[0].n_head, layers[0].n_head_kv)
+        check_model(config.profile, model.geometry, heads)
+    importance = config.policy.importance
+    if importance.predicts and rope_obstacle:
+        raise SettingsError(
+            f"{model.name}: policy {config.policy.name} predicts scores from keys as they were "
+            f"before RoPE, which this model does not allow: {rope_obstacle}; use measure mass"
+        )
+
+
+def unsupported(model: Model, why: str, store: str) -> UnsupportedModelError:
+    """Return the error for a model that a store cannot serve."""
+    return UnsupportedModelError(
+        f"{model.name}: the {store} store cannot serve this model: {why}; use --store flat "
+        "(store='flat'), which serves any model"
+    )
+
+
+def ranking_predictor(config: ResolvedConfig) -> ScorePredictor | None:
+    """Return what predicts the scores of new entries; None if the policy predicts nothing, or if
+    no predictor is known.
+    """
+    predictor = config.predictor
+    if predictor is None or not config.policy.importance.adds_predictions:
+        return predictor
+    return predictor.beside_queries()
+
+
+def check_features(predictor: ScorePredictor, n_features: Sequence[int]) -> None:
+    """Raise ProfileError unless a predictor is for entries with so many features in each layer."""
+    known = [of_layer.shape[1] for of_layer in predictor.weights]
+    if known != list(n_features):
+        raise ProfileError(
+            f"the profile's predictor is for {known[0]} features of an entry, and this model's "
+            f"entries have {n_features[0]}; calibrate again"
+        )
+
+
+def fits_nodes(predictor: ScorePredictor, hook: _core.GraphHook) -> bool:
+    """Tell whether a predictor is for the KV heads and features of a model's attention layers."""
+    expected = [
+        (node.shape.n_head_kv, _core.feature_count(node.shape, node.rope)) for node in hook.nodes
+    ]
+    return [of_layer.shape for of_layer in predictor.weights] == expected
+
+
+class ScorePrediction:
+    """Hold the predictor of a store, and of all stores that share its pool."""
+
+    def __init__(self, store: _core.HeadwiseStore, layers: Sequence[_core.LayerShape]) -> None:
+        """Serve a store of these attention layers."""
+        self._store = store
+        self._layers = range(len(layers))
+        self._n_head_kv = [shape.n_head_kv for shape in layers]
+
+    @property
+    def n_features(self) -> list[int]:
+        """Return how many features an entry of each layer has: _core.pyi says which."""
+        return [self._store.predictor_features(layer) for layer in self._layers]
+
+    def fits(self, predictor: ScorePredictor) -> bool:
+        """Tell whether a predictor is for the KV heads and features of the store's entries."""
+        expected = zip(self._n_head_kv, self.n_features, strict=True)
+        return [of_layer.shape for of_layer in predictor.weights] == list(expected)
+
+    def adopt(self, predictor: ScorePredictor) -> None:
+        """Predict scores of new entries with a profile's predictor.
+
+        Raises ProfileError if it belongs to entries with other features.
+        """
+        check_features(predictor, self.n_features)
+        self.set_predictor(predictor.weights)
+
+    def set_predictor(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
+        """Predict scores of new entries, for a measure that uses predictions.
+
+        `weights`: for every layer, (n_head_kv, n_features). Raises ValueError for another shape,
+        for numbers that are not finite, and for RoPE that does not fit the keys.
+        """
+        for layer, of_layer in zip(self._layers, weights, strict=True):
+            self._store.set_predictor(layer, of_layer)
+
+    def collect_lessons(self, on: bool) -> None:
+        """From the next micro-batch on, sum up how much attention echoes give to the entries of
+        their text.
+
+        All stores of a pool share the sums. Raises ValueError for measures without predictions.
+        """
+        self._store.collect_lessons(on)
+
+    def teach_stored(self, begin: int, end: int, shift: int) -> None:
+        """Add sums for text at positions `begin` to `end` that was read before an echo repeated it.
+
+        `shift`: that of the store. Raises ValueError if lessons are not collected.
+        """
+        self._store.teach_stored(begin, end, shift)
+
+    def predict_held(self, n_tokens: int, shift: int) -> None:
+        """Predict the scores of all entries that are held, for a text of n_tokens.
+
+        These are entries that were read before there was a predictor; larger scores of an echo are
+        kept. `shift`: that of the store.
+        """
+        self._store.predict_stored(n_tokens, shift)
+
+    def lessons(self) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
+        """Yield for every layer the number of entries, and their sums of products.
+
+        Layers are yielded one by one, because all layers of a large model take hundreds of MiB.
+        Sums are (n_head_kv, n_features + 1, n_features + 1): see _core.pyi. Raises ValueError if
+        none were collected.
+        """
+        return (self._store.lessons(layer) for layer in self._layers)
+
+    def clear_lessons(self) -> None:
+        """Reset the sums, and free their memory if they are no longer collected."""
+        self._store.clear_lessons()
 
 
 class KvHeadStore(Store, Pooled):

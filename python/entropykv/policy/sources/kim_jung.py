@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from entropykv import _core
-from entropykv.policy.importance import Importance
 from entropykv.policy.plan import HeadwisePlan, by_layer
-from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.policy import BudgetRule, Importance, Policy
 from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
 
 LAYER_RANGE = (8, 128)

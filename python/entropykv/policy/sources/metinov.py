@@ -10,8 +10,7 @@ settings/recovery.py, the ladder is session/recovery.py.
 
 from __future__ import annotations
 
-from entropykv.policy.importance import Importance
-from entropykv.policy.policy import Policy
+from entropykv.policy.policy import Importance, Policy
 
 ROLLING_FREEZE = Policy(
     "rolling-freeze",

@@ -11,8 +11,7 @@ group. The score of a position is e^(-alpha * distance) plus 0.5 for the newest 
 from __future__ import annotations
 
 from entropykv import _core
-from entropykv.policy.importance import Importance
-from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.policy import BudgetRule, Importance, Policy
 from entropykv.profile.profile import EntropyProfile
 
 ENTROPY_CLAMP = (0.3, 2.5)
