@@ -4,9 +4,8 @@ PYTHONPATH=. python benchmarks/web_page.py [-m MODEL]
 
 1. A server of one conversation, and one of a pool of four, write blocks of tokens, in alternation
    with and without a viewer of the cache; ratios are of the medians of one run.
-2. The time that an inspection takes in the model's thread, by entries (32 layers of 8 KV heads).
-3. The time per step without a viewer: one check of an empty queue.
-4. Frames per second and CPU of the page in Chromium, while 32 x 8 KV heads over 131,072 positions
+2. The time that a picture takes in the model's thread, by entries (32 layers of 8 KV heads).
+3. Frames per second and CPU of the page in Chromium, while 32 x 8 KV heads over 131,072 positions
    change four times a second, and the mouse moves over them (needs entropykv[browser]).
 """
 
@@ -42,8 +41,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from entropykv import Session
-from entropykv.server.engine.inspections import Inspections
-from entropykv.server.page.routes import page_file, page_files
+from entropykv.server.page.files import page_file, page_files
 from inputs import find_model
 from tests.support.running_server import Server
 from tests.support.tiny_models import write_llama
@@ -133,7 +131,7 @@ def watched_ratio(model: Path, n_conversations: int) -> None:
 
 
 def look_cost() -> None:
-    """Print the time of an inspection by entries, and of a step without one."""
+    """Print the time of a picture by entries."""
     tokens = 2048
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "wide.gguf"
@@ -151,10 +149,6 @@ def look_cost() -> None:
         f"a look at {entries:,} entries: {1e3 * seconds:.1f} ms of CPU, {1e9 * each:.2f} ns each; "
         f"{1e3 * each * share:.0f} ms at a fifth of {LAYERS} x {HEADS} x {POSITIONS:,}"
     )
-    inspections = Inspections(None, lambda _: None)  # type: ignore[arg-type]
-    n = 1_000_000
-    seconds = min(timeit.repeat(inspections.answer, number=n, repeat=3, timer=time.thread_time))
-    print(f"a step where nobody watches: {1e9 * seconds / n:.0f} ns of CPU")
 
 
 def picture(step: int, columns: int) -> dict[str, Any]:
