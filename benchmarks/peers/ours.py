@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.peers.answers import longest, score
 from benchmarks.peers.protocol import AGREEMENT, FACTS, GREEDY, RULER, SPEED, Method, Passage
 from entropykv import Session
-from entropykv.evaluation.combination import grow
 from entropykv.evaluation.metrics import compare
+from entropykv.evaluation.reading import grow
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.options import Budget
