@@ -112,6 +112,7 @@ std::shared_ptr<DevicePlaces> DeviceStore::make_places() const {
 
 void DeviceStore::acquire(int place) {
     release();
+    next_ = -1;
     ledger_.truncate(0);
     try {
         take(place);
@@ -230,8 +231,15 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
         measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
     step_ = {n_tokens, position, observing, first, n_drafts, rope_position, see_all};
     is_committed_ = false;
-    ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
     for (Layer& layer : layers_) layer.read = 0;
+    const bool has_room = std::exchange(next_, -1) == position && n_tokens == 1;
+    if (!has_room) make_room(n_tokens, position, n_drafts);
+}
+
+// Makes room for tokens in the ledger, and chooses their rows.
+void DeviceStore::make_room(int n_tokens, std::int32_t position, int n_drafts) {
+    next_ = -1;
+    ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
     for_each_head_at_once(n_tokens > 1,
                           [&](int layer, int h, int) { head(layer, h).stage(n_tokens, position); });
 }
@@ -332,7 +340,7 @@ void DeviceStore::decide_meanwhile(const std::vector<DeviceStore*>& stores) {
     });
 }
 
-// Commits the step, and keeps what that throws.
+// Commits the step, and keeps what that throws. Makes room for another single token after one.
 void DeviceStore::decide() noexcept {
     try {
         add_late_findings();
@@ -340,6 +348,14 @@ void DeviceStore::decide() noexcept {
             plan_.evicting, [&](int layer, int h, int worker) { commit(layer, h, false, worker); });
     } catch (...) {
         decision_error_ = std::current_exception();
+        return;
+    }
+    if (step_.n_tokens > 1) return;
+    try {
+        make_room(1, step_.position + 1, 0);
+        next_ = step_.position + 1;
+    } catch (...) {
+        // The next step makes room itself, or fails.
     }
 }
 
@@ -669,6 +685,7 @@ bool DeviceStore::has_rows_for(const std::vector<int>& budgets) const {
 // Sets budgets that there are rows for.
 void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection& protection) {
     complete_ledger();
+    next_ = -1;
     ledger_.set_budgets(budgets, pages_of(budgets), protection);
     for_each_head([&](int layer, int h) { follow_ledger(layer, h); });
     move_rows();
@@ -742,6 +759,7 @@ void DeviceStore::truncate(std::int32_t position) {
         forget_unknown();
     }
     complete_ledger();
+    next_ = -1;
     ledger_.truncate(position);
     for_each_head([&](int layer, int h) {
         head(layer, h).unstage();
@@ -817,8 +835,11 @@ std::size_t DeviceStore::budget_bytes() const {
 
 std::size_t DeviceStore::used_bytes() const {
     std::size_t bytes = 0;
-    for_each_head(
-        [&](int layer, int h) { bytes += index(count(layer, h)) * rows(layer).entry_bytes(); });
+    for (int layer = 0; layer < n_layers(); ++layer) {
+        std::size_t n = 0;
+        for (int h = 0; h < ledger_.shape(layer).n_head_kv; ++h) n += index(count(layer, h));
+        bytes += n * rows(layer).entry_bytes();
+    }
     return bytes;
 }
 

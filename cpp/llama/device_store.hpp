@@ -182,6 +182,7 @@ private:
     std::vector<int> budgets() const;
     std::vector<std::byte> state_of_ledger(int layer, int count, const std::byte* state) const;
     void load_rows(int layer, const std::vector<std::byte*>& states);
+    void make_room(int n_tokens, std::int32_t position, int n_drafts);
     void commit(int layer, int head, bool found, int worker);
     bool protects_newest(int n) const;
     void commit_by_parts();
@@ -250,7 +251,8 @@ private:
     };
     CommitPlan plan_;
     bool is_committed_ = true;
-    bool deciding_ = false;  // whether the step is being committed while devices compute
+    std::int32_t next_ = -1;  // the position of a single token for which there is room; -1: none
+    bool deciding_ = false;   // whether the step is being committed while devices compute
     std::exception_ptr decision_error_;
     // Says what the devices look up while the next token is read, and the ledger is told later.
     struct Late {

@@ -152,6 +152,16 @@ def test_with_an_ample_budget_it_gives_the_logits_of_stock_on_that_device(model:
         assert session.stats().evictions == 0
 
 
+def test_many_rows_are_attended_to_as_few_are(tmp_path: Path) -> None:
+    path = model_of("groups", tmp_path)
+    options: dict[str, Any] = {"n_ctx": 4096, "n_ubatch": 512, "kv_budget": 1.0}
+    n_prompt = 3830  # Soon there are more rows than the constant of the C++ code says.
+    with on_device(path, store="flat", policy="recency", **options) as stock:
+        expected = read(stock, n_prompt, 30)
+    with on_device(path, **options) as session:
+        assert relative_error(read(session, n_prompt, 30)[-30:], expected[-30:]) < 1e-3
+
+
 @pytest.mark.parametrize(
     "architecture",
     (*ARCHITECTURES["plain"], *OTHER_ATTENTION.values())

@@ -146,6 +146,7 @@ class DeviceContext(StoreContext):
         """
         self.hook.check_step()
         self.batch.commit()
+        self.note_use()
 
     def note_use(self) -> None:
         """Record how many bytes are in use after a micro-batch."""
@@ -322,11 +323,11 @@ class DeviceStore(KvHeadStore):
         """Evict what the budget cannot hold, and undo what wrong drafts have changed."""
         self._store.commit_step()
         self._store.settle_drafts(n_right)
+        self.context.note_use()
 
     def after(self, n_tokens: int) -> None:  # noqa: ARG002
         """Evict what the budget cannot hold."""
         self._store.commit_step()
-        self.context.note_use()
 
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads; those that hold more evict.
