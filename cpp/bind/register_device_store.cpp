@@ -117,7 +117,8 @@ void register_device_store(py::module_& m) {
                 row_multiple(shape, ggml_type_of(kv_type_named(kv_type)), kRowAlignment);
             std::vector<std::vector<int>> head_rows;
             for (const std::vector<int>& of_layer : budgets)
-                head_rows.push_back(rows_of_heads(of_layer, max_tokens, max_entries, multiple));
+                head_rows.push_back(
+                    rows_of_heads(of_layer, max_tokens, max_entries, multiple, n_places));
             return rows_of_layers(head_rows, n_places);
         },
         py::arg("shape"), py::arg("kv_type"), py::arg("budgets"), py::arg("max_tokens"),

@@ -12,6 +12,8 @@ namespace {
 
 // All heads get as many rows as the largest one if that adds at most so many thousandths.
 constexpr int kPaddingPerMille = 50;
+// Several sequences share an attention node if it adds at most so many.
+constexpr int kSharedPaddingPerMille = 500;
 constexpr std::int64_t kTooMany = std::int64_t{1} << 60;
 // K or V of several layers take no more bytes in one tensor: some kernels count in 32 bits.
 constexpr std::size_t kMostTensorBytes = (std::size_t{1} << 31) - 1;
@@ -32,12 +34,16 @@ int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment)
 }
 
 std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries,
-                               int multiple) {
+                               int multiple, int n_places) {
     std::vector<int> needed;
     for (const int budget : budgets)
         needed.push_back(whole_steps(needed_rows(budget, max_tokens, max_entries), multiple));
     const std::size_t n = needed.size();
     const std::int64_t sum = std::accumulate(needed.begin(), needed.end(), std::int64_t{0});
+    const int most = *std::max_element(needed.begin(), needed.end());
+    const std::int64_t added = static_cast<std::int64_t>(n) * most - sum;
+    if (n_places > 1 && 1000 * added <= kSharedPaddingPerMille * sum)
+        return std::vector<int>(n, most);
     // Describes the best way to put the first heads into some number of groups: how many rows they
     // get then, and where the last group begins.
     struct Grouped {
@@ -51,11 +57,11 @@ std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, 
         const std::vector<Grouped>& before = best.back();
         std::vector<Grouped> with(n + 1, {kTooMany, 0});
         for (std::size_t end = 1; end <= n; ++end) {
-            std::int64_t most = 0;
+            std::int64_t largest = 0;
             for (std::size_t first = end; first-- > 0;) {
-                most = std::max<std::int64_t>(most, needed[first]);
+                largest = std::max<std::int64_t>(largest, needed[first]);
                 const std::int64_t rows =
-                    before[first].rows + most * static_cast<std::int64_t>(end - first);
+                    before[first].rows + largest * static_cast<std::int64_t>(end - first);
                 if (rows < with[end].rows) with[end] = {rows, first};
             }
         }

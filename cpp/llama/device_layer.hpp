@@ -37,9 +37,10 @@ int needed_rows(int budget, int max_tokens, int max_entries);
 int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment);
 // Returns how many rows the KV heads of a layer get, each a multiple of `multiple`. Neighbours that
 // need nearly as many get equally many, so that one attention node serves them: there are as few
-// groups as possible if this adds at most a twentieth.
+// groups as possible if this adds at most a twentieth. For several sequences, whose rows lie evenly
+// apart only if all heads have equally many, there is one group if this adds at most a half.
 std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries,
-                               int multiple);
+                               int multiple, int n_places);
 // Returns how many rows a layer with such heads has for so many sequences.
 std::int64_t rows_of_layer(const std::vector<int>& head_rows, int n_places);
 // Returns how many rows layers have that lie one behind the other, with those that attention reads

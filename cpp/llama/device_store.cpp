@@ -102,9 +102,10 @@ std::shared_ptr<DevicePlaces> DeviceStore::make_places() const {
         const auto end = first + source.shape.n_head_kv;
         const std::size_t alignment =
             std::max(kRowAlignment, ggml_backend_buft_get_alignment(source.memory));
-        layers.push_back({source.shape, source.memory,
-                          rows_of_heads({first, end}, settings.max_tokens, settings.max_entries,
-                                        row_multiple(source.shape, type, alignment))});
+        layers.push_back(
+            {source.shape, source.memory,
+             rows_of_heads({first, end}, settings.max_tokens, settings.max_entries,
+                           row_multiple(source.shape, type, alignment), shared_->n_places())});
         first = end;
     }
     return std::make_shared<DevicePlaces>(LayerRows::of(layers, type, shared_->n_places()), most);

@@ -893,6 +893,45 @@ def test_single_tokens_of_several_conversations_are_read_in_llama_cpps_graph(
         assert pool.stats().evictions > 0
 
 
+@pytest.mark.parametrize("most", [2.0, 9.0])
+def test_conversations_share_a_node_if_the_largest_budget_is_not_much_larger_than_the_mean(
+    most: float, tmp_path: Path
+) -> None:
+    path = model_of("groups", tmp_path)
+    entropies = np.array([[1, 1, most, most, 1.5, 1.5], [most, most, 1, 1, 1, 1]], np.float64)
+    profile = replace(profile_of(path), head_entropies=entropies)
+    options: dict[str, Any] = {"policy": "entropy", "entropy_config": profile}
+    options |= {"n_ctx": 1600, "kv_budget": 0.25}
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pool_of(path, n_sequences=3, **options))
+        twins = []
+        for i in range(3):
+            twins.append(Twins(pool, path, tokens_for(640, seed=i), **options))
+            stack.enter_context(twins[-1].alone)
+            twins[-1].read(500 + 40 * i)
+        budgets = twins[0].session.cache.budgets()
+        assert all(len(set(of_layer)) > 1 for of_layer in budgets)
+        computed = write_together(pool, twins, 8)
+        of_pool = make_plan(
+            path,
+            CacheOptions(
+                **options,
+                store="device",
+                n_ubatch=48,
+                kv_type="f16",
+                n_sequences=3,
+                n_gpu_layers=LAYERS,
+            ),
+        )
+        stats = pool.stats()
+        more = stats.kv_bytes_budget + stats.kv_bytes_staging - sum(of_pool.bytes_by_place.values())
+        assert abs(more) <= 3 * len(budgets)
+    needed = [[budget + 48 for budget in of_layer] for of_layer in budgets]
+    few = all(3 * max(of_layer) <= 1.5 * sum(of_layer) for of_layer in needed)
+    assert few == (most < 9)
+    assert (computed < 8 * len(budgets)) == few
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "bloom", "learned-positions"])
 def test_with_sinks_or_alibi_or_without_rope_conversations_read_at_once_as_they_do_alone(
     name: str, tmp_path: Path
