@@ -265,6 +265,7 @@ private:
     void lay_out_positions(bool packed);
     void allocate_for_graph();
     void allocate_singles();
+    bool multiplies_apart();
     void allocate_masks_of_alike();
     std::size_t mask_bytes(const Served& served, int max_tokens) const;
     template <typename Visit>

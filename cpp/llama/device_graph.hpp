@@ -135,6 +135,7 @@ private:
                      const Order& order, int first, int n);
     void observe(const DeviceGroup& group, ggml_tensor* keys, const Order& order);
     void observe_single(const DeviceGroup& group, int n_layers);
+    ggml_tensor* masks_of_layers(const DeviceGroup& group, int n_layers);
     ggml_tensor* shares_of(const DeviceGroup& group, ggml_tensor* products, ggml_tensor* mask);
     ggml_tensor* given_by(const DeviceGroup& group, ggml_tensor* keys, const Order& order,
                           int first, int n);

@@ -100,8 +100,63 @@ void DeviceAttention::allocate_singles() {
     singles.input = std::make_unique<DeviceMemory>(device_, input);
     if (importance_.measure().observes())
         singles.queries = std::make_unique<DeviceMemory>(device_, queries);
+    singles.apart = layers_.front().layer->n_places() > 1 && importance_.measure().observes() &&
+                    multiplies_apart();
     singles.mask_values = masks / sizeof(ggml_fp16_t);
     singles.masks = std::make_unique<DeviceMemory>(device_, masks);
+}
+
+// Tells whether the device multiplies matrices whose third and fourth dimension have distances of
+// their own, as the KV heads and layers of one place among several have: some devices take one
+// distance for both.
+bool DeviceAttention::multiplies_apart() {
+    constexpr int kDim = 64;
+    constexpr int kRows = 256;
+    constexpr int kQueries = 4;
+    constexpr int kHeads = 2;
+    constexpr int kLayers = 3;
+    constexpr int kPlaces = 2;
+    const ggml_type type = layers_.front().layer->type();
+    const std::size_t head_bytes = ggml_row_size(type, kDim) * kRows;
+    std::vector<std::uint8_t> keys(head_bytes * kHeads * kPlaces * kLayers);
+    std::vector<float> expected;
+    for (int i = 0; i < kHeads * kPlaces * kLayers; ++i) {
+        const std::vector<float> values(index_of(kRows * kDim), static_cast<float>(i + 1));
+        ggml_quantize_chunk(type, values.data(), keys.data() + head_bytes * index_of(i), 0, kRows,
+                            kDim, nullptr);
+        if (i % (kHeads * kPlaces) < kHeads)
+            expected.insert(expected.end(), index_of(kRows * kQueries),
+                            static_cast<float>(kDim * (i + 1)));
+    }
+    const std::vector<float> ones(index_of(kDim * kQueries * kHeads * kLayers), 1.0f);
+    DeviceMemory stored(device_, keys.size());
+    DeviceMemory queries(device_, ones.size() * sizeof(float));
+    DeviceMemory result(device_, expected.size() * sizeof(float));
+    stored.write(0, keys.data(), keys.size());
+    queries.write(0, ones.data(), ones.size() * sizeof(float));
+    // A device that computes nothing passes.
+    result.write(0, expected.data(), expected.size() * sizeof(float));
+    const auto context = device_.graph_context();
+    ggml_tensor* k = stored.tensor(context.get(), type, 0, kDim, kRows, kHeads, kLayers);
+    k->nb[3] *= kPlaces;
+    ggml_tensor* q =
+        queries.tensor(context.get(), GGML_TYPE_F32, 0, kDim, kQueries, kHeads, kLayers);
+    ggml_tensor* to =
+        result.tensor(context.get(), GGML_TYPE_F32, 0, kRows, kQueries, kHeads, kLayers);
+    ggml_cgraph* graph = Device::new_graph(context.get());
+    ggml_build_forward_expand(graph,
+                              ggml_cpy(context.get(), ggml_mul_mat(context.get(), k, q), to));
+    if (!device_.unsupported_in(graph).empty()) return false;
+    device_.place(graph);
+    device_.compute(graph);
+    HostMemory found(device_);
+    found.resize(expected.size() * sizeof(float));
+    result.begin_read(found, 0, found.size());
+    device_.wait();
+    const auto* values = reinterpret_cast<const float*>(found.data());
+    return std::equal(expected.begin(), expected.end(), values, [](float wanted, float value) {
+        return std::abs(value - wanted) < 0.01f * wanted;
+    });
 }
 
 void DeviceAttention::allocate_masks_of_alike() {
@@ -589,7 +644,8 @@ std::size_t DeviceAttention::end_of_run(std::size_t first, std::size_t end) cons
                other.params == served.params && bool(other.predictor) == bool(served.predictor) &&
                singles_->layers[next].widths == singles_->layers[first].widths;
     };
-    if (layer.n_places() > 1 || layer.groups().size() > 1 || served.has_sinks) return first + 1;
+    const bool is_even = layer.n_places() == 1 || singles_->apart;
+    if (!is_even || layer.groups().size() > 1 || served.has_sinks) return first + 1;
     std::size_t next = first + 1;
     while (next < end && continues(next)) ++next;
     return next;

@@ -70,15 +70,20 @@ void DeviceGraph::add_observation_of_single(int n_layers) {
     for (const DeviceGroup& group : layer_.groups()) observe_single(group, n_layers);
 }
 
-// Sums up what the query of a single token gave to each row of a group in each of n layers, whose
-// KV heads are indices of one dimension.
+// Sums up what the query of a single token gave to each row of a group in each of n layers, [layer]
+// [KV head][row].
 void DeviceGraph::observe_single(const DeviceGroup& group, int n_layers) {
     const std::int64_t width = layer_.position_stride(group);
     const std::int64_t n_heads = std::int64_t{group.n_heads} * n_layers;
     const std::int64_t of_kv = query_heads();
     const std::size_t next = number() + (n_layers > 1 ? 1 : 0);  // the next layer
     ggml_tensor* keys = rows_of(k_, layer_.shape().k_dim, group, width);
-    keys->ne[3] = n_heads;
+    keys->ne[2] = group.n_heads;
+    keys->ne[3] = n_layers;
+    if (n_layers > 1)
+        keys->nb[3] =
+            keys->nb[1] * static_cast<std::size_t>(device_.layers_[next].layer->first_in_memory() -
+                                                   layer_.first_in_memory());
     ggml_tensor* queries = queries_of_singles();
     queries = ggml_view_4d(
         context_, queries, queries->ne[0], of_kv, group.n_heads, 1, queries->nb[2],
@@ -87,14 +92,10 @@ void DeviceGraph::observe_single(const DeviceGroup& group, int n_layers) {
         queries->nb[1] * index_of(step_.first) +
             queries->nb[2] * index_of(query_heads() * group.first_head));
     queries->ne[3] = n_layers;
-    queries =
-        ggml_reshape_4d(context_, ggml_cont(context_, queries), queries->ne[0], of_kv, 1, n_heads);
-    ggml_tensor* mask = stored_mask(group);
-    mask->ne[3] = n_heads;
-    ggml_tensor* products = ggml_mul_mat(context_, keys, queries);
+    ggml_tensor* products = ggml_mul_mat(context_, keys, ggml_cont(context_, queries));
     sum_in_f32(products, 0);
-    ggml_tensor* given =
-        shares_of(group, ggml_reshape_4d(context_, products, width, 1, of_kv, n_heads), mask);
+    products = ggml_reshape_4d(context_, products, width, 1, of_kv, n_heads);
+    ggml_tensor* given = shares_of(group, products, masks_of_layers(group, n_layers));
     ggml_tensor* sums = sum_over_queries(given, 0, width);
     ggml_tensor* place = device_.findings_->tensor(
         context_, GGML_TYPE_F32,
@@ -105,6 +106,22 @@ void DeviceGraph::observe_single(const DeviceGroup& group, int n_layers) {
     sums = ggml_reshape_3d(context_, sums, width, group.n_heads, n_layers);
     if (!first_reader_) sums = ggml_add(context_, sums, place);
     ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
+}
+
+// Returns the masks of a single token in n layers, [layer and KV head][row].
+ggml_tensor* DeviceGraph::masks_of_layers(const DeviceGroup& group, int n_layers) {
+    ggml_tensor* mask = stored_mask(group);
+    if (n_layers == 1) return mask;
+    const std::vector<SingleSteps::Layer>& layers = device_.singles_->layers;
+    const std::int64_t of_layer = mask->ne[0] * group.n_heads;
+    mask->ne[0] = of_layer;
+    mask->ne[1] = n_layers;
+    mask->ne[3] = 1;
+    mask->nb[1] = layers[number() + 1].mask - layers[number()].mask;
+    mask->nb[2] = mask->nb[3] = mask->nb[1] * index_of(n_layers);
+    if (!ggml_is_contiguous(mask)) mask = ggml_cont(context_, mask);
+    return ggml_reshape_4d(context_, mask, of_layer / group.n_heads, 1, 1,
+                           std::int64_t{group.n_heads} * n_layers);
 }
 
 ggml_tensor* DeviceGraph::kept_queries() {

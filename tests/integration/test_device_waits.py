@@ -120,6 +120,22 @@ def test_saving_waits_once_for_all_heads_of_a_layer(tmp_path: Path) -> None:
     assert printed_by(COUNT_SAVED, tmp_path / "model.gguf", options)["waits"] == 5
 
 
+def test_conversations_find_out_in_as_many_operations_for_many_layers_as_for_few(
+    tmp_path: Path,
+) -> None:
+    more = []
+    for n_layer in (2, 9):
+        path = tmp_path / f"{n_layer}.gguf"
+        write_llama(path, n_layer=n_layer, head_dim=64)
+        plain, observing = (
+            counts_together(path, store="device", policy=policy, kv_budget=0.12, n_sequences=8)
+            for policy in ("recency", "uniform")
+        )
+        copies_of_queries = n_layer
+        more.append(observing["nodes"] - plain["nodes"] - copies_of_queries)
+    assert more[0] == more[1]
+
+
 def counts_of(path: Path, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
     """Return what is counted for a micro-batch and for a token, in a process of its own."""
     prompt, written = printed_by(COUNT, path, options)
@@ -127,6 +143,43 @@ def counts_of(path: Path, **options: Any) -> tuple[dict[str, float], dict[str, f
         {name: 64 * n / N_PROMPT for name, n in prompt.items()},
         {name: n / N_WRITTEN for name, n in written.items()},
     )
+
+
+THREADS = """
+import json, sys
+import llama_cpp
+from tests.support.idle_device import use_idle_device
+use_idle_device()
+from entropykv import Session
+path, options = sys.argv[1], json.loads(sys.argv[2])
+counts, set_threads = [], llama_cpp.llama_set_n_threads
+def note(context, single, several):
+    counts.append((single, several))
+    set_threads(context, single, several)
+llama_cpp.llama_set_n_threads = note
+with Session(path, n_ctx=128, n_ubatch=64, n_threads=3, store="device", **options) as session:
+    for n in (64, 31, 1):
+        session.decode([5] * n)
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"n_gpu_layers": 99}, [[1, 3], [1, 1], [1, 1]]),
+        ({"n_gpu_layers": 3}, [[1, 3], [1, 1], [1, 1]]),  # The output is the third one.
+        ({"n_gpu_layers": 2}, []),
+        ({"n_gpu_layers": 99, "fixed_threads": True}, []),
+    ],
+    ids=str,
+)
+def test_one_thread_looks_up_the_embeddings_of_few_tokens(
+    tmp_path: Path, options: dict[str, Any], expected: list[list[int]]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_layer=2, head_dim=64)
+    assert printed_by(THREADS, path, options) == expected
 
 
 def test_the_host_waits_as_often_for_many_layers_as_for_few(tmp_path: Path) -> None:

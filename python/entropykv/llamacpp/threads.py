@@ -286,15 +286,19 @@ class Threads:
         options: CacheOptions,
         *,
         let_help: Callable[[int], None] | None = None,
+        only_embeds: bool = False,
         others: OtherWork | None = None,
     ) -> None:
         """Use `options`' numbers of threads for one token and for several: as maxima, or always
         without `let_help`, or if the options say so.
 
         `let_help(n)` lets n more threads help until `let_help(0)`; None where llama.cpp or a device
-        attends, because numbers may depend on how many threads do; ours do not. `others` has looked
-        at what other processes do, such as while the model was loaded.
+        attends, because numbers may depend on how many threads do; ours do not. `only_embeds` if
+        the CPU only looks up embeddings of tokens, and devices compute the rest: then it takes
+        longer to wake threads than to look up a few. `others` has looked at what other processes
+        do, such as while the model was loaded.
         """
+        self._alone = only_embeds and not options.fixed_threads
         self._fixed = let_help is None or options.fixed_threads or options.most_threads == 1
         self._let_help = let_help
         cores, cpus = threads_at_a_time(), allowed_cpus()
@@ -315,6 +319,9 @@ class Threads:
         """
         choices = (self._single, self._few, self._many)
         choice = choices[(n_tokens > 1) + (n_tokens >= FEWEST_HELPED)]
+        if self._alone:
+            many = self._many.most if n_tokens >= FEWEST_HELPED else 1
+            llama_cpp.llama_set_n_threads(context, 1, many)
         if self._fixed:
             yield
             return

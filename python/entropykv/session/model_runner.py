@@ -115,7 +115,12 @@ class ModelRunner:
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self.step_costs = StepCosts()
-        self._threads = Threads(self.config.options, let_help=context.let_help, others=others)
+        self._threads = Threads(
+            self.config.options,
+            let_help=context.let_help,
+            only_embeds=context.only_embeds,
+            others=others,
+        )
         self.scheduler = Scheduler(
             self._admit,
             self._step,

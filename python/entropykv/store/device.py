@@ -15,7 +15,7 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.errors import BudgetError
 from entropykv.llamacpp.context import relu2_layers
-from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -70,6 +70,11 @@ class DeviceContext(StoreContext):
         except BaseException:
             self.close()
             raise
+        offloaded = offloaded_layers(options.n_gpu_layers)
+        # llama.cpp counts the output as one more layer.
+        self.only_embeds = all(node.on_device for node in self.hook.nodes) and (
+            offloaded < 0 or offloaded > model.geometry.n_layer
+        )
         self.devices = _core.Devices(options.most_threads, self.n_sequences)
         self.batch = _core.DeviceBatch()
         self.hook.serve_on_devices(self.batch)

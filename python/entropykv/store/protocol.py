@@ -88,6 +88,8 @@ class StoreContext(ABC):
     """Lets so many threads help with products: see GraphHook.help(). None where numbers depend on
     how many threads attend.
     """
+    only_embeds: bool = False
+    """True where devices compute all but the embeddings of tokens."""
     pages: _core.SequencePool | None = None
     """The pages that its stores share; None if they share none."""
     places: Places | None = None
