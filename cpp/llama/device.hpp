@@ -163,6 +163,8 @@ public:
     // Returns the places of the sequences that came last; null if all of those are gone.
     std::shared_ptr<DevicePlaces> places() const { return places_.lock(); }
     void set_places(const std::shared_ptr<DevicePlaces>& places) { places_ = places; }
+    // Returns another number for every time that a sequence takes a place.
+    std::size_t note_taken() { return ++n_taken_; }
 
     // Returns the device with such a buffer type, which is opened once. Throws as Device does.
     Device& of(ggml_backend_buffer_type_t memory);
@@ -186,6 +188,7 @@ private:
     int n_threads_;
     int n_places_;
     std::weak_ptr<DevicePlaces> places_;
+    std::size_t n_taken_ = 0;
     OfOwnProcess<WorkerThreads> workers_;
     OfOwnProcess<BackgroundThread> background_;
     std::vector<std::unique_ptr<Device>> devices_;

@@ -136,6 +136,10 @@ public:
     // which attends in n_runs nodes for them. `sequences` are in the order of the micro-batch.
     static void begin_singles(const std::vector<DeviceAttention*>& sequences, int n_runs);
     void set_step(const DeviceStep& step) { step_ = step; }
+    // Makes room for what nodes of llama.cpp's graph become in a step that is computed there. If
+    // the layout of masks is the same as before, those of single tokens become the same.
+    void begin_nodes();
+    std::size_t layout() const { return static_cast<std::size_t>(layout_); }
     // Changes a node of llama.cpp's graph in a step that is computed there: one that writes K or V
     // of a layer, for all sequences of the step.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
@@ -292,7 +296,6 @@ private:
                       StepInput& input);
     ggml_tensor* write_masks(ggml_context* context, std::size_t rows_at, std::size_t values_at,
                              std::size_t n) const;
-    void begin_nodes();
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
     static void copy_positions(const Served& served, float* to);
     void begin_look_up(const UnknownTokens& unknown, bool observed);

@@ -47,7 +47,9 @@ void DeviceBatch::guarded(Function function) noexcept {
     }
 }
 
-void DeviceBatch::begin(bool in_graph) noexcept {
+bool DeviceBatch::begin(bool in_graph) noexcept {
+    const auto before = std::move(layout_);
+    layout_.clear();
     guarded([&] {
         runs_.clear();
         for (std::size_t i = 0; i < parts_.size(); ++i)
@@ -56,9 +58,17 @@ void DeviceBatch::begin(bool in_graph) noexcept {
         if (in_graph && can_read_singles()) {
             DeviceStore::begin_singles(parts_, static_cast<int>(runs_.size()) - 1);
             in_graph_ = true;
+            for (const DeviceStore* store : parts_) layout_.emplace_back(store, store->layout());
             return;
         }
         for (DeviceStore* store : parts_) in_graph_ = store->begin(in_graph && parts_.size() == 1);
+    });
+    return fault_ == nullptr && !layout_.empty() && layout_ == before;
+}
+
+void DeviceBatch::begin_nodes() noexcept {
+    guarded([&] {
+        for (DeviceStore* store : parts_) store->begin_nodes();
     });
 }
 
@@ -96,6 +106,12 @@ void DeviceBatch::change_attention(int layer, const DeviceNode& node, ggml_tenso
             throw GraphError("a graph has fewer nodes that compute nothing than the first one");
         for (std::size_t i = 0; i < others.size(); ++i) changes.become(slots[i], others[i]);
         changes.become(target, attention.front());
+    });
+    note_changed(layer);
+}
+
+void DeviceBatch::note_changed(int layer) noexcept {
+    guarded([&] {
         bool is_last = false;
         for (DeviceStore* store : parts_) is_last = store->note_changed(layer);
         if (is_last) DeviceStore::decide_meanwhile(parts_);

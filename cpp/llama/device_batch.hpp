@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <utility>
 #include <vector>
 
 #include "llama/device_store.hpp"
@@ -22,13 +23,17 @@ public:
 
     // Must be called before the first node is computed. in_graph: whether llama.cpp's own graph may
     // compute attention: for one sequence, or for single tokens of several. Errors are kept for
-    // check_step(), here and in the following functions.
-    void begin(bool in_graph) noexcept;
+    // check_step(), here and in the following functions. Returns whether nodes become what they did
+    // in the micro-batch before; otherwise, begin_nodes() must be called before any is changed.
+    bool begin(bool in_graph) noexcept;
+    void begin_nodes() noexcept;
     // Tells whether it does. Then its nodes are changed.
     bool in_graph() const { return in_graph_; }
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) noexcept;
     void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
                           const std::vector<ggml_tensor*>& slots, NodeChanges& changes) noexcept;
+    // Must be called for an attention node that became what it did in the micro-batch before.
+    void note_changed(int layer) noexcept;
     // Computes the attention of all sequences for the next layer of the model that reads a layer's
     // K and V. GraphHook calls this between two nodes.
     void attend(int layer, const DeviceNode& node) noexcept;
@@ -46,6 +51,9 @@ private:
     std::vector<DeviceStore*> parts_;
     // Where the runs of neighbouring places begin, each of which one node attends for, and the end.
     std::vector<std::size_t> runs_;
+    // Says what the nodes of the last steps of single tokens depend on: the sequences with their
+    // rows, and the layout of masks. Empty: the last step was another one.
+    std::vector<std::pair<const DeviceStore*, std::size_t>> layout_;
     int n_tokens_ = 0;
     bool in_graph_ = false;
     std::exception_ptr fault_;

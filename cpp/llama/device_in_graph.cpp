@@ -149,14 +149,11 @@ bool DeviceAttention::multiplies_apart() {
     if (!device_.unsupported_in(graph).empty()) return false;
     device_.place(graph);
     device_.compute(graph);
-    HostMemory found(device_);
-    found.resize(expected.size() * sizeof(float));
-    result.begin_read(found, 0, found.size());
-    device_.wait();
-    const auto* values = reinterpret_cast<const float*>(found.data());
-    return std::equal(expected.begin(), expected.end(), values, [](float wanted, float value) {
-        return std::abs(value - wanted) < 0.01f * wanted;
-    });
+    std::vector<float> found(expected.size());
+    ggml_backend_tensor_get(to, found.data(), 0, found.size() * sizeof(float));
+    return std::equal(
+        expected.begin(), expected.end(), found.begin(),
+        [](float wanted, float value) { return std::abs(value - wanted) < 0.01f * wanted; });
 }
 
 void DeviceAttention::allocate_masks_of_alike() {
@@ -379,7 +376,6 @@ void DeviceAttention::begin_singles(const std::vector<DeviceAttention*>& sequenc
     for (DeviceAttention* sequence : sequences) {
         if (!sequence->keeps_places()) sequence->lay_out_positions(true);
         sequence->change_own_mask(own_rows, changed, values);
-        sequence->begin_nodes();
     }
     if (changed.size() > singles.most_changed) {
         changed.clear();
@@ -491,8 +487,8 @@ ggml_tensor* DeviceAttention::write_masks(ggml_context* context, std::size_t row
                          input.tensor(context, GGML_TYPE_I64, rows_at, n_values));
 }
 
-// Makes room for what nodes of llama.cpp's graph become in a step.
 void DeviceAttention::begin_nodes() {
+    if (node_memory_.empty()) return;  // No step is computed there.
     node_context_.reset();
     node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
     if (node_context_ == nullptr) throw std::bad_alloc();
@@ -565,8 +561,7 @@ void DeviceAttention::begin_alike() {
         device_.compute(graph);
     }
     for (Alike& alike : alike_) alike.count = alike.first->layer->heads().front().count;
-    if (!step_.in_graph) return place_findings(n, step_.observing);
-    begin_nodes();
+    if (!step_.in_graph) place_findings(n, step_.observing);
 }
 
 void DeviceAttention::change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) {

@@ -27,7 +27,7 @@ public:
     void begin_step() override;
     bool change(ggml_tensor* node) override;
     bool attend_instead(ggml_tensor* node) override;
-    void end_step() override { changes_.undo(); }
+    void end_step() override;
     void check_step() override;
     int n_expected() const override;
 
@@ -35,6 +35,18 @@ private:
     int layer_of(int cache_layer) const;
     bool is_served(int layer);
     bool leave_out(ggml_tensor* node);
+    void begin();
+    void make_anew();
+    bool repeat(const ggml_tensor* node);
+    int change_anew(ggml_tensor* node);
+
+    // A node that was looked at in the last step that changed the graph.
+    struct Seen {
+        const ggml_tensor* node;
+        const void* source;     // where its first source lay
+        int attends;            // the number of the layer whose attention it is; -1: it is none
+        std::size_t n_changes;  // that were made then
+    };
 
     DeviceBatch& batch_;
     const std::vector<AttentionNode>& nodes_;
@@ -43,6 +55,12 @@ private:
     bool begun_ = false;                     // whether the batch has begun this step
     NodeOrder order_;
     NodeChanges changes_;  // changes of the graph of this step
+    // Say what can be repeated while llama.cpp uses its graph again: the nodes that were looked at,
+    // whether those are all, and whether this step repeats it, of which these many are done.
+    std::vector<Seen> seen_;
+    bool is_whole_ = false;
+    bool repeats_ = false;
+    std::size_t n_repeated_ = 0;
 };
 
 }  // namespace entropykv

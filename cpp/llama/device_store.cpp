@@ -133,6 +133,7 @@ void DeviceStore::take(int place) {
     places->take(place);
     places_ = std::move(places);
     place_ = place;
+    taken_ = shared_->note_taken();
     most_ = places_->budgets();
     std::vector<LayerShape> shapes;
     for (const DeviceLayerSource& source : sources_) shapes.push_back(source.shape);
@@ -278,6 +279,16 @@ bool DeviceStore::begin(bool alone) {
     n_changed_ = 0;
     plan_commit();
     return step_.in_graph;
+}
+
+void DeviceStore::begin_nodes() {
+    for (const auto& device : devices_) device->begin_nodes();
+}
+
+std::size_t DeviceStore::layout() const {
+    std::size_t layout = taken_ << 32U;  // the layouts of a place's masks are fewer
+    for (const auto& device : devices_) layout += device->layout();
+    return layout;
 }
 
 // Tells whether the ledger needs values or predictions of its entries.

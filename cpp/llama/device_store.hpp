@@ -67,6 +67,11 @@ public:
     // graph shall compute attention, whose nodes change_write() and attention_of() change then;
     // otherwise add_attention() does.
     bool begin(bool alone);
+    // Must be called after either of them, before a node is changed, unless all become what they
+    // did in the step before: layout() tells whether they do, for the same sequences. It is another
+    // number if this store has other rows, or the masks have another layout.
+    void begin_nodes();
+    std::size_t layout() const;
     // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
     // queries may count towards importance, since those of wrong drafts could not be taken out, and
     // nothing may be evicted before the last of them, since all attend at once.
@@ -229,6 +234,7 @@ private:
     std::vector<DeviceLayerSource> sources_;
     std::shared_ptr<DevicePlaces> places_;
     int place_ = 0;
+    std::size_t taken_ = 0;  // the number of when it took its place
     std::vector<int> most_;  // the budgets that rows are allocated for
     HeadStore ledger_;
     KvType type_;

@@ -1,23 +1,23 @@
 // Changes nodes of llama.cpp's graph for one computation. A node becomes another operation, whose
 // sources and result may lie in other memory of the same device; afterwards all nodes are as they
-// were, since llama.cpp may use its graph again.
+// were, since llama.cpp may use its graph again. Then the changes can be repeated.
 #pragma once
 
 #include <ggml.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 namespace entropykv {
 
 class NodeChanges {
 public:
-    // Lets a node compute what `operation` says, a tensor of another context that exists until
-    // undo(). Throws std::bad_alloc.
+    // Lets a node compute what `operation` says, a tensor of another context that exists as long as
+    // this may be repeated. Throws std::bad_alloc.
     void become(ggml_tensor* node, const ggml_tensor* operation) {
-        before_.emplace_back(node, *node);
+        changes_.push_back({node, *node, {}});
         node->type = operation->type;
         node->op = operation->op;
         std::copy(operation->ne, operation->ne + GGML_MAX_DIMS, node->ne);
@@ -33,15 +33,37 @@ public:
         node->data = operation->data;
         node->buffer =
             operation->view_src != nullptr ? operation->view_src->buffer : operation->buffer;
+        changes_.back().after = *node;
+        n_made_ = changes_.size();
     }
-    // Must be called while the graph exists.
+    // Makes the next changes of the last computation again, until so many are made. Returns whether
+    // the nodes were as they were then; otherwise nothing is changed.
+    bool repeat(std::size_t until) noexcept {
+        for (std::size_t i = n_made_; i < until; ++i)
+            if (std::memcmp(changes_[i].node, &changes_[i].before, sizeof(ggml_tensor)) != 0)
+                return false;
+        for (; n_made_ < until; ++n_made_) *changes_[n_made_].node = changes_[n_made_].after;
+        return true;
+    }
+    // Returns how many there are, those that can be repeated included.
+    std::size_t size() const { return changes_.size(); }
+    // Undoes all that were made. Must be called while the graph exists.
     void undo() noexcept {
-        for (const auto& [node, as_it_was] : before_) *node = as_it_was;
-        before_.clear();
+        for (std::size_t i = 0; i < n_made_; ++i) *changes_[i].node = changes_[i].before;
+        n_made_ = 0;
     }
+    // Lets nothing be repeated. All must be undone.
+    void forget() noexcept { changes_.clear(); }
 
 private:
-    std::vector<std::pair<ggml_tensor*, ggml_tensor>> before_;
+    struct Change {
+        ggml_tensor* node;
+        ggml_tensor before;
+        ggml_tensor after;
+    };
+
+    std::vector<Change> changes_;
+    std::size_t n_made_ = 0;
 };
 
 }  // namespace entropykv

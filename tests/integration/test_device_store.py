@@ -153,7 +153,8 @@ def test_with_an_ample_budget_it_gives_the_logits_of_stock_on_that_device(model:
 
 
 def test_many_rows_are_attended_to_as_few_are(tmp_path: Path) -> None:
-    path = model_of("groups", tmp_path)
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_head=6, n_head_kv=3, head_dim=64, n_ctx_train=4096)
     options: dict[str, Any] = {"n_ctx": 4096, "n_ubatch": 512, "kv_budget": 1.0}
     n_prompt = 3830  # Soon there are more rows than the constant of the C++ code says.
     with on_device(path, store="flat", policy="recency", **options) as stock:
@@ -891,6 +892,19 @@ def test_single_tokens_of_several_conversations_are_read_in_llama_cpps_graph(
         twins.append(begin(100, 99))
         write_together(pool, twins, 8)
         assert pool.stats().evictions > 0
+
+
+def test_a_conversation_that_begins_with_single_tokens_is_as_if_none_had_been_there(
+    llama: Path,
+) -> None:
+    rows = []
+    with pool_of(llama, kv_budget=0.25) as pool:
+        for _ in range(3):
+            session = pool.session()
+            rows.append([session.decode([token]) for token in tokens_for(6)])
+            session.close()
+    for again in rows[1:]:
+        np.testing.assert_array_equal(again, rows[0])
 
 
 @pytest.mark.parametrize("most", [2.0, 9.0])

@@ -147,6 +147,10 @@ ggml_backend_device device{};
 ggml_backend_reg registry{};
 std::uint8_t guid[16] = "idle device....";
 
+// Copies of so many bytes are made, so that what is written can be read; a device would make all of
+// them without the host.
+constexpr std::size_t kKept = 1 << 16;
+
 // The system gives pages to this memory only if they are used.
 struct Range {
     void* base;
@@ -174,12 +178,18 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t type, std::size_t size
     };
     functions.memset_tensor = [](ggml_backend_buffer_t, ggml_tensor*, std::uint8_t, std::size_t,
                                  std::size_t) {};
-    functions.set_tensor = [](ggml_backend_buffer_t, ggml_tensor*, const void*, std::size_t,
-                              std::size_t) { count_copy(); };
-    functions.get_tensor = [](ggml_backend_buffer_t, const ggml_tensor*, void* to, std::size_t,
-                              std::size_t bytes) {
+    functions.set_tensor = [](ggml_backend_buffer_t, ggml_tensor* tensor, const void* from,
+                              std::size_t offset, std::size_t bytes) {
         count_copy();
-        std::memset(to, 0, bytes);
+        if (bytes <= kKept) std::memcpy(static_cast<char*>(tensor->data) + offset, from, bytes);
+    };
+    functions.get_tensor = [](ggml_backend_buffer_t, const ggml_tensor* tensor, void* to,
+                              std::size_t offset, std::size_t bytes) {
+        count_copy();
+        if (bytes <= kKept)
+            std::memcpy(to, static_cast<const char*>(tensor->data) + offset, bytes);
+        else
+            std::memset(to, 0, bytes);
     };
     functions.clear = [](ggml_backend_buffer_t, std::uint8_t) {};
     return ggml_backend_buffer_init(type, functions, new Range{base, whole}, size);
