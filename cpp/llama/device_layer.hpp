@@ -64,9 +64,9 @@ struct RowMove {
 
 // Says which rows of a layer are those of one KV head.
 struct DeviceHead {
-    int first_row = 0;             // in the layer's tensors
+    int first_row = 0;             // it counts in the layer's tensors
     int first_position = 0;        // in the layer's positions, where heads begin at whole steps
-    std::vector<float> positions;  // by row; kFreeRow: the row holds nothing
+    std::vector<float> positions;  // rows have them; kFreeRow: the row holds nothing
     int count = 0;                 // entries, in the first rows
     int staged = 0;                // tokens of the micro-batch that is read, behind them
     std::vector<int> changed;      // rows whose positions the device does not know
