@@ -2,8 +2,8 @@
 
 From each text comes a passage of up to 1,024 tokens with eight planted facts. It is read inside 20
 and 10 % of the bytes of its full f16 cache: as policy auto does without a profile, with a predictor
-that was learnt from another text, and in the way that the profile names (or --ways). Prints the
-table, and how much less each way loses than none, in standard deviations of chance.
+that was learnt from eight other texts, and in the way that the profile names (or --ways). Prints
+the table, and how much less each way loses than none, in standard deviations of chance.
 
 python benchmarks/held_out.py qwen-0.5b qwen-0.5b.entropy.json --resume kept
 python benchmarks/held_out.py smollm2 smollm2.entropy.json --texts "heldout_prose_0*.txt"
@@ -49,11 +49,13 @@ def compare(
             tokenize,
             model.geometry.n_ctx_train,
             SEED,
-            [tokenize_begin(text.content) for text in texts_of_calibrations()[:4]],
+        )
+        taught = comparing.lessons_of(
+            texts_of_calibrations(), tokenize_begin, model.geometry.n_ctx_train
         )
     settings = StepSettings.of(path, n_ctx=0, n_threads=1, profile=profile)
     with mock.patch.object(comparing, "ways_of", return_value=list(ways)):
-        return comparing.compare_ways(spread, settings, passages)
+        return comparing.compare_ways(spread, settings, passages, taught)
 
 
 def main() -> None:

@@ -2,12 +2,14 @@ r"""Measure how well a predictor predicts that was learnt from few tokens, and w
 
 For each text, a predictor is fitted to its first tokens, chunk by chunk, as sessions do, and tested
 with the other texts: Pearson's r of predicted and true logarithms, the mean over all KV heads. With
---speed, a prompt is read by `fast`, by `auto` in a session that learns, by `auto` in the next one,
-by stock llama.cpp, and by `fast` once more; speeds are tokens per second of CPU time, times the
-threads. --by leaves readers out: long prompts can be measured in several runs, because CPU time
-hardly depends on the load.
+--texts, one predictor is learnt from eight texts, and tested after each of them. With --speed, a
+prompt is read by `fast`, by `auto` in a session that learns, by `auto` in the next one, by stock
+llama.cpp, and by `fast` once more; speeds are tokens per second of CPU time, times the threads.
+--by leaves readers out: long prompts can be measured in several runs, because CPU time hardly
+depends on the load.
 
 python benchmarks/learning.py --model qwen-0.5b
+python benchmarks/learning.py --model qwen-0.5b --texts
 python benchmarks/learning.py --model qwen-1.5b --speed 2048 -t 2
 python benchmarks/learning.py --model qwen-1.5b --speed 6144 --by auto
 """
@@ -27,11 +29,12 @@ import numpy as np
 from entropykv import Session
 from entropykv.calibration.fitting import _EchoReader
 from entropykv.evaluation.bench import history_tokens
+from entropykv.evaluation.shipped_texts import read_texts
 from entropykv.llamacpp.stock import StockSession
 from entropykv.policy.names import AUTO
 from entropykv.profile.growing import GrowingPredictor, _correlations, _moments
 from entropykv.profile.predictor import Lessons
-from entropykv.session.second_readings import value_features
+from entropykv.session.second_readings import LEAST_TEXTS, value_features
 from inputs import find_model
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +42,8 @@ STOCK = "stock"
 READERS = ("fast", AUTO, STOCK, "fast")
 """The policies that read a prompt in a budget, and llama.cpp, which holds it whole in f16."""
 NAMES = ("tuning_prose_01", "04_python", "18_french", "03_dialogue")
+TESTS = ("tuning_prose_01", "tuning_prose_03", "16_history", "18_french")
+"""The texts that test what eight others have taught."""
 
 
 def added(*parts: Lessons) -> Lessons:
@@ -49,21 +54,37 @@ def added(*parts: Lessons) -> Lessons:
 def measure(model: str, n_chunks: int) -> None:
     """Print a line for every text and number of chunks."""
     with _EchoReader(model, 256 * n_chunks, "q8_0", 1) as reader:
-        lessons: dict[str, list[Lessons]] = {}
-        for name in NAMES:
-            text = next(ROOT.glob(f"*/texts/{name}.txt")).read_text(encoding="utf-8")
-            tokens = reader._model.tokenize(text, add_bos=True, special=False)  # noqa: SLF001
-            chunk = reader._echo.chunk  # noqa: SLF001
-            lessons[name] = []
-            for end in range(chunk, min(len(tokens), n_chunks * chunk) + 1, chunk):
-                reader.read(tokens[:end], end - chunk)
-                lessons[name].append(reader.take_lessons())
+        lessons = {name: _lessons_of(reader, name, n_chunks) for name in NAMES}
         values = value_features(reader._store.layers)  # noqa: SLF001
     for name, chunks in lessons.items():
         others = added(*(part for other in NAMES if other != name for part in lessons[other]))
         for n in range(1, len(chunks) + 1):
             growing = GrowingPredictor(values, None)
             growing.grow(added(*chunks[:n]))
+            print(f"{name}: {growing.predictor.n_tokens} tokens, r = {_r(growing, others):.3f}")
+
+
+def _lessons_of(reader: _EchoReader, name: str, n_chunks: int) -> list[Lessons]:
+    """Return the lessons of the first chunks of a text, chunk by chunk."""
+    text = next(ROOT.glob(f"*/texts/{name}.txt")).read_text(encoding="utf-8")
+    tokens = reader._model.tokenize(text, add_bos=True, special=False)  # noqa: SLF001
+    chunk = reader._echo.chunk  # noqa: SLF001
+    lessons = []
+    for end in range(chunk, min(len(tokens), n_chunks * chunk) + 1, chunk):
+        reader.read(tokens[:end], end - chunk)
+        lessons.append(reader.take_lessons())
+    return lessons
+
+
+def measure_texts(model: str) -> None:
+    """Print a line for every text that teaches: the first two chunks, of later ones the first."""
+    with _EchoReader(model, 512, "q8_0", 1) as reader:
+        growing = GrowingPredictor(value_features(reader._store.layers), None)  # noqa: SLF001
+        others = added(*(part for name in TESTS for part in _lessons_of(reader, name, 2)))
+        for number, text in enumerate(read_texts()[:LEAST_TEXTS]):
+            name = Path(text.name).stem
+            growing.grow(added(*_lessons_of(reader, name, 1 if number else 2)))
+            growing.settle()
             print(f"{name}: {growing.predictor.n_tokens} tokens, r = {_r(growing, others):.3f}")
 
 
@@ -109,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--texts", action="store_true", help="learn from one text after the other")
     parser.add_argument("--speed", type=int, metavar="TOKENS")
     parser.add_argument("--by", default=",".join(READERS), help="readers (%(default)s)")
     parser.add_argument("-t", type=int, default=1)
@@ -116,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = find_model(options.model)
     if options.speed:
         measure_speed(model, options.speed, options.t, options.by.split(","))
+    elif options.texts:
+        measure_texts(model)
     else:
         measure(model, options.chunks)
 

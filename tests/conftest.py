@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
 from entropykv.session import sequence_slot
-from tests.support.learnt import own_cache
+from tests.support.learnt import need_texts, own_cache
 from tests.support.ray_cluster import ThreeNodes, three_nodes
 from tests.support.systems import absent_imports, is_there, left_out
 from tests.support.tiny_models import write_bitnet, write_llama
@@ -172,6 +172,12 @@ def own_llama(tiny_llama: Path, tmp_path: Path) -> Path:
     learnt.
     """
     return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
+
+
+@pytest.fixture
+def one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a predictor be complete after the first text that teaches enough."""
+    need_texts(monkeypatch, 1)
 
 
 @pytest.fixture

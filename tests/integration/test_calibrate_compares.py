@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,17 +21,17 @@ from entropykv.calibration.comparing import (
     as_if,
     compare_ways,
     comparison_tokens,
-    learn,
     passages_of,
+    teach,
     try_ways,
     ways_of,
 )
 from entropykv.calibration.measure import Extent, calibrate
-from entropykv.calibration.spread import Spread, StepSettings
+from entropykv.calibration.spread import Spread, StepSettings, TextWork
 from entropykv.evaluation.shipped_texts import Text, read_texts
-from entropykv.llamacpp.model import Model
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import policy_named
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import NO_PROFILE, PREDICTOR_ONLY, WAYS
 from entropykv.session.echo import OVERLAP
@@ -67,14 +66,17 @@ def test_what_is_compared_is_what_the_definition_says(
     right = [int(whole[-1].argmax())]
     wrong = [(right[0] + 1) % 300 + 5]
     asked = (tuple(question), tuple(right), tuple(question), tuple(wrong))
-    taught = tuple(tokens_for(600, seed=3))
-    passage = PlantedPassage(tuple(read), tuple(following), tuple(request), taught, asked)
+    passage = PlantedPassage(tuple(read), tuple(following), tuple(request), asked)
     settings = StepSettings.of(tiny_llama, n_ctx=0, n_threads=2, profile=profile)
+    taught = [tuple(tokens_for(600, seed=seed)) for seed in (3, 4)]
     n_read: list[int] = []
+    (weights,) = teach(settings, [TextWork("taught", tuple(taught))], n_read.append)
+    learnt = ScorePredictor(tuple(weights), 1200)
+    settings = replace(settings, learnt=learnt)
     ((*divergences, weight, known, found),) = try_ways(settings, [passage.work], n_read.append)
     assert known.tolist() == [True, False]
     assert found.shape == (len(WAYS), len(BUDGETS), 2)
-    assert sum(n_read) == comparison_tokens([passage], predictable=True)
+    assert sum(n_read) == comparison_tokens([passage], taught, predictable=True)
     asked_for = (([], following), (request, repeated))
     wholes = [
         log_probabilities_after(tiny_llama, [*read, *before, *after], 640 + len(before))
@@ -83,8 +85,6 @@ def test_what_is_compared_is_what_the_definition_says(
     predicted = wholes[1][:-1].argmax(axis=1) == np.array(repeated[1:])
     assert weight == pytest.approx(predicted.mean(), abs=0.02)
     n_bytes = 2 * read_geometry(tiny_llama).cached_values * len(read)
-    with closing(Model(tiny_llama, n_gpu_layers=0, verbose=False)) as model:
-        learnt = learn(model, settings, profile, taught)
     for i, way in enumerate(WAYS):
         used = as_if(profile, way, learnt)
         for j, fraction in enumerate(BUDGETS):
@@ -146,7 +146,7 @@ def test_figures_are_those_of_the_passages(
     monkeypatch.setattr(comparing, "try_ways", step)
     step.__name__ = "step"
     settings = StepSettings.of(tiny_llama, n_ctx=0, profile=profile)
-    passages = [PlantedPassage((1,) * n, (1,), (1,), (), ()) for n in (300, 400)]
+    passages = [PlantedPassage((1,) * n, (1,), (1,), ()) for n in (300, 400)]
     found = compare_ways(Spread(), settings, passages)
     assert (found.n_texts, found.n_tokens, found.n_facts) == (2, 400, 6)
     assert [each.n_known for each in found.compared] == [(0, 0), (0, 0), (6, 6), (1, 0)]

@@ -18,13 +18,15 @@ from entropykv.session import second_readings
 from entropykv.session.document import read_document
 from entropykv.session.second_readings import LEAST_TOKENS
 from entropykv.store.headwise import HeadwiseStore
-from tests.support.learnt import fit_of, kept_in
+from tests.support.learnt import fit_of, kept_in, need_texts
 from tests.support.logits import tokens_for
 
 N_CTX = 2048
 TOKENS = tokens_for(N_CTX - 64)
 OTHERS = tokens_for(N_CTX - 64, seed=4)
 INSIDE: dict[str, Any] = {"n_ctx": N_CTX, "kv_budget": 0.2, "n_threads": 1}
+
+pytestmark = pytest.mark.usefixtures("one_text")
 
 
 def read(own_llama: Path, tokens: list[int], **options: Any) -> str | None:
@@ -70,8 +72,42 @@ def test_answers_do_not_change_once_it_is_complete(own_llama: Path) -> None:
     np.testing.assert_array_equal(*logits)
 
 
-def test_short_texts_of_several_processes_add_up(own_llama: Path, learnt_folder: Path) -> None:
+def test_every_text_of_the_first_ones_teaches_a_round(
+    own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predictor of three texts is the mean of what each of them shows, weighted by tokens."""
+    need_texts(monkeypatch, 3)
+    weights, counts = [], []
+    for number in range(3):
+        said = read(own_llama, tokens_for(N_CTX - 64, seed=number))
+        learnt = kept_in(learnt_folder)
+        assert learnt.complete is (number == 2)
+        assert learnt.n_texts == number + 1
+        assert said is not None
+        if not learnt.complete:
+            assert f"{number + 1} of 3 texts have taught something" in said
+        weights.append(weights_of(learnt))
+        counts.append(learnt.predictor.n_tokens)
+    first, then = counts[0], np.diff(counts)
+    assert first >= LEAST_TOKENS
+    assert all(second_readings.ROUND_TOKENS <= n < LEAST_TOKENS for n in then)
+    with Session(own_llama, learn=False, **INSIDE) as session:
+        for number in range(3):
+            session.reset()
+            session.decode(tokens_for(N_CTX - 64, seed=number))
+        alone = fit_of(session).predictor
+        assert alone is not None
+        assert alone.n_tokens == counts[2]
+        found = np.concatenate([of_layer.ravel() for of_layer in alone.weights])
+    np.testing.assert_allclose(found, weights[2], rtol=1e-2, atol=1e-3)
+    assert not np.allclose(weights[1], weights[0], rtol=1e-2, atol=1e-3)
+
+
+def test_short_texts_of_several_processes_add_up(
+    own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them shows half of what is needed; what is kept is tested with the next one."""
+    need_texts(monkeypatch, 2)
     short = second_readings.ROUND_TOKENS + 60
     said = read(own_llama, TOKENS[:short], kv_budget=60)
     first = kept_in(learnt_folder)

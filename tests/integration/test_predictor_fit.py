@@ -27,6 +27,8 @@ TOKENS = tokens_for(N_CTX - 64)
 INSIDE: dict[str, Any] = {"n_ctx": N_CTX, "kv_budget": 0.2, "n_threads": 1}
 LEAST_SHARE = 2.0**-20
 
+pytestmark = pytest.mark.usefixtures("one_text")
+
 
 def shares(session: Session) -> np.ndarray:
     """Return the predicted shares of all entries that are held, except the sinks."""

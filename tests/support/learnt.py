@@ -8,6 +8,7 @@ import pytest
 
 from entropykv import Session, system
 from entropykv.profile.learnt import LearntFile, LearntPredictor
+from entropykv.session import second_readings
 from entropykv.session.second_readings import PredictorFit
 from entropykv.store.headwise import HeadwiseStore
 
@@ -23,6 +24,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     for name in VARIABLES:
         monkeypatch.setenv(name, str(folder))
     return system.cache_folder() / "learnt"
+
+
+def need_texts(monkeypatch: pytest.MonkeyPatch, n_texts: int) -> None:
+    """Let a predictor be complete after so many texts."""
+    monkeypatch.setattr(second_readings, "LEAST_TEXTS", n_texts)
 
 
 def kept_in(folder: Path) -> LearntPredictor:

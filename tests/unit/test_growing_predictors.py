@@ -39,14 +39,16 @@ def lessons(*seen: Entries) -> list[tuple[int, Floats]]:
     return [(rows.shape[1], np.einsum("hni,hnj->hij", rows, rows))]
 
 
-def fitted(*seen: Entries) -> Floats:
-    """Return the weights by least squares over entries, with rows that pull towards 0."""
+def fitted(*seen: Entries, n_known: int = 0) -> Floats:
+    """Return the weights by least squares over entries, with rows that pull towards 0; less if
+    they are averaged with those of `n_known` other entries.
+    """
     weights = []
     for head in range(N_HEADS):
         x = np.concatenate([each.x[head] for each in seen])
         y = np.concatenate([each.y[head] for each in seen])
         mean, deviation = x.mean(axis=0), x.std(axis=0)
-        ridge = np.full(N_FEATURES, N_FEATURES / len(x))
+        ridge = np.full(N_FEATURES, N_FEATURES / (n_known + len(x)))
         ridge[VALUES] *= 2.0
         pull = np.diag(np.sqrt(ridge * len(x)))
         targets = np.concatenate([y - y.mean(), np.zeros(N_FEATURES)])
@@ -109,17 +111,31 @@ def test_what_other_processes_have_learnt_is_averaged_in() -> None:
     assert growing.predictor is known
     growing.grow(lessons(here))
     assert growing.correlation == pytest.approx(correlation(fitted(elsewhere), here), abs=1e-5)
-    mean = 0.75 * fitted(elsewhere) + 0.25 * fitted(here)
+    mean = 0.75 * fitted(elsewhere) + 0.25 * fitted(here, n_known=60)
     assert growing.predictor is not None
     np.testing.assert_allclose(growing.predictor.weights[0], mean, rtol=1e-4)
     growing.grow(lessons(here, then))
     assert growing.correlation == pytest.approx(correlation(mean, then), abs=1e-5)
     np.testing.assert_allclose(
         growing.predictor.weights[0],
-        0.5 * fitted(elsewhere) + 0.5 * fitted(here, then),
+        0.5 * fitted(elsewhere) + 0.5 * fitted(here, then, n_known=60),
         rtol=1e-4,
     )
     assert growing.predictor.n_tokens == 120
+
+
+def test_what_is_settled_is_averaged_with_what_comes_later() -> None:
+    """Lessons begin anew then, and each of them has a fit of its own."""
+    first, second = Entries(40, 1), Entries(80, 2)
+    growing = GrowingPredictor([VALUES], None)
+    growing.grow(lessons(first))
+    growing.settle()
+    growing.grow(lessons(second))
+    assert growing.correlation == pytest.approx(correlation(fitted(first), second), abs=1e-5)
+    assert growing.predictor is not None
+    assert growing.predictor.n_tokens == 120
+    mean = (fitted(first) + 2.0 * fitted(second, n_known=40)) / 3.0
+    np.testing.assert_allclose(growing.predictor.weights[0], mean, rtol=1e-4)
 
 
 def test_weights_of_texts_that_say_nothing_are_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
+from entropykv.calibration.spread import Arrays, Progress, Spread, StepSettings, TextWork
 from entropykv.errors import SettingsError
 from entropykv.evaluation.passkeys import plant
 from entropykv.evaluation.shipped_texts import Text
@@ -33,6 +33,7 @@ from entropykv.profile.ways import (
     best_way,
 )
 from entropykv.session.echo import OVERLAP, REQUEST
+from entropykv.session.second_readings import LEAST_TEXTS
 from entropykv.session.session import Session
 from entropykv.settings.options import Budget
 
@@ -42,6 +43,8 @@ PASSAGE = 1024
 """The length of a passage with its facts in tokens, at most."""
 LEAST_PASSAGE = 256
 """The shortest passage in tokens; nearly all of a shorter one is protected entries."""
+LESSON = 512
+"""The length of a text in tokens, at most, that teaches the model what it has without a profile."""
 LEAST_HELD_BACK = LEAST_PASSAGE + LEAST_PASSAGE // 7 + 1
 """The shortest text in tokens that has a passage of LEAST_PASSAGE, and goes on for an eighth of its
 own length.
@@ -65,16 +68,13 @@ class PlantedPassage:
     """How the text continues."""
     request: tuple[int, ...]
     """A request to repeat the passage."""
-    taught: tuple[int, ...]
-    """Another text, from which the model learns a predictor if there is no profile."""
     asked: tuple[tuple[int, ...], ...]
     """The tokens of a question about each fact, and those of its answer, in turns."""
 
     @property
     def work(self) -> TextWork:
         """Return the piece of work of try_ways()."""
-        first = (self.tokens, self.following, self.request, self.taught)
-        return TextWork("ways", (*first, *self.asked))
+        return TextWork("ways", (self.tokens, self.following, self.request, *self.asked))
 
     @property
     def repeated(self) -> tuple[int, ...]:
@@ -94,13 +94,11 @@ def passages_of(
     tokenize_plainly: Tokenize,
     length: int,
     seed: int,
-    taught: Sequence[Sequence[int]] = (),
 ) -> list[PlantedPassage]:
     """Return a passage of every text that is long enough.
 
     `tokenize` adds BOS if the model wants it, `tokenize_plainly` does not. `length`: the most
-    tokens that a passage and what is read after it may have together. `taught`: the tokens of
-    other texts, which teach in turns, each at most as many as a passage has.
+    tokens that a passage and what is read after it may have together.
     """
     passages: list[PlantedPassage] = []
     for number, text in enumerate(texts):
@@ -129,15 +127,8 @@ def passages_of(
             tokens = whole[:n_tokens]
             following, asked = whole[n_tokens:][:n_following], []
         request = tokenize_plainly(REQUEST)
-        other = taught[len(passages) % len(taught)] if taught else ()
         passages.append(
-            PlantedPassage(
-                tuple(tokens),
-                tuple(following),
-                tuple(request),
-                tuple(other[: min(PASSAGE, length)]),
-                tuple(asked),
-            )
+            PlantedPassage(tuple(tokens), tuple(following), tuple(request), tuple(asked))
         )
     return passages
 
@@ -154,22 +145,33 @@ def possible_ways(predictable: bool) -> list[str]:
     return list(WAYS) if predictable else [NO_PROFILE, WAYS[2]]
 
 
-def comparison_tokens(passages: Sequence[PlantedPassage], predictable: bool) -> int:
+def lessons_of(texts: Sequence[Text], tokenize: Tokenize, length: int) -> list[tuple[int, ...]]:
+    """Return the tokens of the texts that teach a model all that it learns without a profile;
+    `tokenize` adds BOS if the model wants it, and `length` is the most tokens of a text.
+    """
+    return [tuple(tokenize(text.content)[: min(LESSON, length)]) for text in texts[:LEAST_TEXTS]]
+
+
+def comparison_tokens(
+    passages: Sequence[PlantedPassage], taught: Sequence[Sequence[int]], predictable: bool
+) -> int:
     """Return how many tokens compare_ways() reads; `predictable`: profiles have a predictor."""
     n_readings = 1 + len(possible_ways(predictable)) * len(BUDGETS)
-    taught = {passage.taught for passage in passages} if predictable else set()
-    return n_readings * sum(passage.n_read for passage in passages) + sum(map(len, taught))
+    n_taught = sum(map(len, taught)) if predictable and passages else 0
+    return n_readings * sum(passage.n_read for passage in passages) + n_taught
 
 
 def compare_ways(
     spread: Spread,
     settings: StepSettings,
     passages: Sequence[PlantedPassage],
+    taught: Sequence[tuple[int, ...]] = (),
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> WayComparison:
     """Return what the ways with settings.profile lose, and the best.
 
-    Without passages, only its predictor is used, if it has one. Memory holds one model and the
+    Without the profile, the model has learnt from the texts `taught`: see lessons_of(). Without
+    passages, only its predictor is used, if it has one. Memory holds one model and the
     logits of two readings of a passage.
     """
     if settings.profile is None:
@@ -178,6 +180,11 @@ def compare_ways(
     if not passages:
         simplest = PREDICTOR_ONLY if PREDICTOR_ONLY in ways else NO_PROFILE
         return going(simplest)
+    if settings.profile.predictor is not None and taught:
+        (weights,) = spread.run(teach, settings, [TextWork("taught", tuple(taught))], on_progress)
+        if weights:
+            n_taught = sum(map(len, taught))
+            settings = replace(settings, learnt=ScorePredictor(tuple(weights), n_taught))
     work = [passage.work for passage in passages]
     found = spread.run(try_ways, settings, work, on_progress)
     continued = np.array([continuing for continuing, *_ in found])
@@ -214,16 +221,12 @@ def try_ways(
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
-    learnt: dict[tuple[int, ...], ScorePredictor | None] = {}
     with closing(Model(settings.path, n_gpu_layers=0, verbose=False)) as model:
         for each in work:
-            tokens, following, request, other, *asked = each.texts
-            passage = PlantedPassage(tokens, following, request, other, tuple(asked))
-            if settings.profile.predictor is not None and other not in learnt:
-                learnt[other] = learn(model, settings, settings.profile, other)
-                on_progress(len(other))
+            tokens, following, request, *asked = each.texts
+            passage = PlantedPassage(tokens, following, request, tuple(asked))
             reader = _Reader(model, settings, passage, on_progress)
-            yield _try_ways(reader, settings.profile, learnt.get(other))
+            yield _try_ways(reader, settings.profile, settings.learnt)
 
 
 def _try_ways(reader: _Reader, profile: EntropyProfile, learnt: ScorePredictor | None) -> Arrays:
@@ -254,29 +257,39 @@ def as_if(
     return replace(profile, comparison=going(way))
 
 
-def learn(
-    model: Model, settings: StepSettings, profile: EntropyProfile, tokens: Sequence[int]
-) -> ScorePredictor | None:
-    """Return the predictor that a session without the profile learns from a text; None if the text
-    teaches too little.
+def teach(
+    settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
+) -> Iterator[Arrays]:
+    """Yield the weights of every layer of the predictor that sessions without the profile learn
+    from the texts; nothing if they teach too little: a Step.
     """
-    if len(tokens) < LEAST_PASSAGE:
-        return None
-    full_bytes = 2 * model.geometry.cached_values * len(tokens)
-    with Session(
-        model.share(),
-        n_ctx=len(tokens),
-        kv_budget=Budget("bytes", max(1, int(BUDGETS[0] * full_bytes))),
-        policy="auto",
-        store="headwise",
-        entropy_config=as_if(profile, NO_PROFILE),
-        learn=False,
-        n_threads=settings.n_threads,
-        n_threads_batch=settings.n_threads,
-    ) as session:
-        session.decode(tokens)
-        fit = session.cache.predictor_fit
-        return None if fit is None else fit.predictor
+    if settings.profile is None:
+        raise SettingsError("ways to use a profile are compared; give one")
+    with closing(Model(settings.path, n_gpu_layers=0, verbose=False)) as model:
+        for each in work:
+            longest = max(map(len, each.texts))
+            if longest < LEAST_PASSAGE:
+                yield ()
+                continue
+            full_bytes = 2 * model.geometry.cached_values * longest
+            with Session(
+                model.share(),
+                n_ctx=longest,
+                kv_budget=Budget("bytes", max(1, int(BUDGETS[0] * full_bytes))),
+                policy="auto",
+                store="headwise",
+                entropy_config=as_if(settings.profile, NO_PROFILE),
+                learn=False,
+                n_threads=settings.n_threads,
+                n_threads_batch=settings.n_threads,
+            ) as session:
+                for tokens in each.texts:
+                    session.reset()
+                    session.decode(tokens)
+                    on_progress(len(tokens))
+                fit = session.cache.predictor_fit
+                known = None if fit is None else fit.usable
+            yield () if known is None else known.weights
 
 
 class _Predictions(NamedTuple):

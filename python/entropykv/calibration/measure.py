@@ -22,6 +22,7 @@ from entropykv.calibration.comparing import (
     PlantedPassage,
     compare_ways,
     comparison_tokens,
+    lessons_of,
     passages_of,
 )
 from entropykv.calibration.damage import damage_of_text, mean_damage, texts_of_damage
@@ -145,8 +146,9 @@ def calibrate(
         mixed_texts = _long_texts(kept, observer, settings, trained, mixed=True)
         passages: list[PlantedPassage] = []
         if long_texts:
-            passages = _passages(held_back, observer, settings, trained, long_texts)
-        on_start(_extent_of(observer, excerpts, long_texts, mixed_texts, passages))
+            passages = _passages(held_back, observer, settings, trained)
+        taught = lessons_of(kept, observer.tokenize, trained)
+        on_start(_extent_of(observer, excerpts, long_texts, mixed_texts, passages, taught))
         predictable = observer.predictable
         shape = (observer.n_layer, observer.n_head, observer.n_head_kv)
         name, fingerprint = observer.name, fingerprint_of(observer.geometry)
@@ -173,7 +175,8 @@ def calibrate(
         step = replace(step, profile=replace(profile, predictor=predictor))
         trust = head_trust(spread, step, long_texts, on_progress)
         profile = replace(profile, predictor=replace(predictor, trust=trust))
-    comparison = compare_ways(spread, replace(step, profile=profile), passages, on_progress)
+    step = replace(step, profile=profile)
+    comparison = compare_ways(spread, step, passages, taught, on_progress)
     if comparison.best == NO_PROFILE:
         profile = replace(profile, predictor=None)
     return replace(profile, comparison=comparison)
@@ -289,18 +292,14 @@ def _passages(
     observer: Observer,
     settings: CalibrationSettings,
     trained: int,
-    taught: Sequence[Sequence[int]],
 ) -> list[PlantedPassage]:
-    """Return the passages that the ways to use the profile are compared on; `taught`: texts that
-    teach the model if there is no profile.
-    """
+    """Return the passages that the ways to use the profile are compared on."""
     passages = passages_of(
         held_back,
         observer.tokenize,
         observer.tokenize_plainly,
         trained,
         settings.seed,
-        taught,
     )
     return passages[: settings.compared_texts]
 
@@ -419,6 +418,7 @@ def _extent_of(
     texts: Sequence[Sequence[int]],
     mixed_texts: Sequence[Sequence[int]],
     passages: Sequence[PlantedPassage],
+    taught: Sequence[Sequence[int]],
 ) -> Extent:
     """Return what a calibration will read, and how long this will take."""
     damaged = [len(text) for text in texts[: texts_of_damage(texts)]]
@@ -429,7 +429,7 @@ def _extent_of(
     if observer.predictable:
         n_echoed = fitting_tokens(list(map(len, mixed_texts)))
         n_tokens += n_echoed + trust_tokens(lengths)
-    n_tokens += comparison_tokens(passages, observer.predictable)
+    n_tokens += comparison_tokens(passages, taught, observer.predictable)
     seconds = None
     if lengths:
         seconds = (n_tokens + n_echoed) * observer.seconds_per_token(texts[0])

@@ -24,6 +24,7 @@ from entropykv.errors import CalibrationError, SettingsError
 from entropykv.files import new_file
 from entropykv.model.geometry import read_geometry
 from entropykv.model.identity import identity_of
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 
 Arrays = tuple[npt.NDArray[Any], ...]
@@ -54,6 +55,8 @@ class StepSettings:
     """The longest text, in tokens."""
     profile: EntropyProfile | None = None
     """What earlier steps measured, for those that need it."""
+    learnt: ScorePredictor | None = None
+    """What the model learns from texts without the profile, for the step that compares both."""
 
     @classmethod
     def of(
@@ -202,7 +205,11 @@ def _measure_one(common: tuple[Step, StepSettings], task: tuple[int, TextWork]) 
 
 def _digest_of(step: str, settings: StepSettings) -> bytes:
     profile = None if settings.profile is None else settings.profile.to_dict()
-    about = (_version.VERSION, step, sorted(settings.identity.items()), settings.kv_type, profile)
+    learnt = None if settings.learnt is None else settings.learnt.to_json()
+    about = (
+        *(_version.VERSION, step, sorted(settings.identity.items()), settings.kv_type),
+        *(profile, learnt),
+    )
     return hashlib.blake2b(repr(about).encode(), digest_size=16).digest()
 
 

@@ -200,11 +200,11 @@ def say_reading_twice(session: Session, n_tokens: int) -> bool:
     `n_tokens`: how many tokens are read. Returns whether it was printed.
     """
     fit = session.cache.predictor_fit
-    if fit is None or fit.predictor is not None:
+    if fit is None or fit.predicts:
         return False
     is_read_twice = _mean_budget(session) < session.position + n_tokens <= session.config.n_ctx
     if is_read_twice:
-        later = "once for all later texts" if session.config.options.learns else "for this text"
+        later = "and fewer of later texts" if session.config.options.learns else "for this text"
         say(
             "nothing is known yet of what this model looks up: at least "
             f"{fit.n_needed} tokens are read twice to learn it, {later}; --policy fast reads every "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from entropykv.llamacpp.distributions import Logits, blocks, divergences, log_softmax
+from entropykv.llamacpp.distributions import Logits, divergences
 
 MOST_DISAGREEMENT = 0.2
 """The largest acceptable disagreement; if rounds differ more, the machine was probably busy."""
@@ -42,15 +42,16 @@ class Comparison:
         The followers of the last rows may be unknown: these rows count only for KL divergence and
         top-1.
         """
-        for part in blocks(len(reference)):
-            a, b = log_softmax(reference[part]), log_softmax(other[part])
-            known = np.asarray(following[part], dtype=np.int64)
-            rows = np.arange(len(known))
-            self._kl += float(divergences(reference[part], other[part]).sum())
-            self._same += int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
-            self._surplus += float((a[rows, known] - b[rows, known]).sum())
-            self._rows += len(a)
-            self._known += len(known)
+        found = divergences(reference, other)
+        known = np.asarray(following[: len(reference)], dtype=np.int64)
+        rows = np.arange(len(known))
+        logs = reference[rows, known] - found.norms[rows]
+        other_logs = other[rows, known] - found.other_norms[rows]
+        self._kl += float(found.kl.sum())
+        self._same += int((reference.argmax(axis=1) == other.argmax(axis=1)).sum())
+        self._surplus += float((logs - other_logs).sum())
+        self._rows += len(reference)
+        self._known += len(known)
 
     def result(self) -> Agreement:
         """Return the agreement over all rows that were added, at least two."""

@@ -1,5 +1,9 @@
 """Learn a predictor from few tokens: fit it again as lessons grow, and test it with what is new.
 
+The predictor of several texts is the mean of their fits, not the fit of all their lessons: each of
+them finds what matters within a text, while a fit of all also explains how texts differ as wholes,
+which ranks no entry of a text against another one.
+
 A few hundred tokens are fewer than twice the features of an entry. Then the ridge decides how good
 the fit is: one that is the number of features divided by that of tokens, and twice that for the
 features that are values, is near the best for models with heads of 64, 128 and 256 numbers, for
@@ -55,12 +59,17 @@ class GrowingPredictor:
         self._known = self.predictor = None
         self._former = []
 
+    def settle(self) -> None:
+        """Let what is known by now count as known: lessons begin anew, and are averaged in."""
+        self._known = self.predictor
+        self._former = []
+
     def grow(self, lessons: Iterable[LayerLessons]) -> bool:
         """Fit the predictor again to lessons that have grown, and test the former one with what is
         new.
 
-        `lessons`: the sums since the beginning, or since forget(). Returns False, and keeps the
-        former predictor, if the weights are not those of a text that says something.
+        `lessons`: the sums since the beginning, or since forget() or settle(). Returns False, and
+        keeps the former predictor, if the weights are not those of a text that says something.
         """
         before, former = self.predictor, self._former
         n_known = self._known.n_tokens if self._known else 0
@@ -70,7 +79,7 @@ class GrowingPredictor:
             if before is not None:
                 new = _moments(before.weights[layer], sums)
                 correlations += _correlations(new - former[layer] if former else new)
-            of_layer = self._fitted(layer, n_entries, sums)
+            of_layer = self._fitted(layer, n_known + n_entries, sums)
             if self._known is not None:
                 share = n_known / (n_known + n_entries)
                 of_layer = share * self._known.weights[layer] + (1.0 - share) * of_layer
@@ -83,9 +92,10 @@ class GrowingPredictor:
         self._former = moments
         return True
 
-    def _fitted(self, layer: int, n_entries: int, sums: Sums) -> Sums:
+    def _fitted(self, layer: int, n_tokens: int, sums: Sums) -> Sums:
+        """Return the weights of the sums' fit, as one part of a mean over `n_tokens` tokens."""
         n_features = sums.shape[1] - 2
-        ridges = np.full(n_features, n_features / max(n_entries, 1))
+        ridges = np.full(n_features, n_features / max(n_tokens, 1))
         ridges[self._value_features[layer]] *= RIDGE_OF_VALUES
         return np.array([Ridge(of_head, LEAST_VARIATION).weights(ridges) for of_head in sums])
 

@@ -4,9 +4,10 @@ An echo is the second reading of a chunk (echo.py); a PredictorFit learns from i
 called by the thread that makes a step, or between two steps.
 
 Lessons are taken in rounds. The predictor that the rounds before have left is tested with the
-lessons of each round, which it was not fitted to, and fitted again. What other processes have left
-is averaged in, so that no sums of products of a text's keys and values are written to a file. The
-predictor is complete when enough tokens agree, of one text or several.
+lessons of each round, which it was not fitted to. Until enough tokens agree for it to be used, it
+is fitted to all rounds; then each round has a fit of its own, and the predictor is the mean of all.
+So no sums of products of a text's keys and values are written to a file. The predictor is complete
+when enough texts have taught a round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from entropykv.store.step import Part
 ROUND_TOKENS = 224
 """The least tokens of a round."""
 LEAST_TOKENS = 448
-"""The least tokens that a predictor is learnt from."""
+"""The least tokens that a predictor is learnt from before it is used."""
+LEAST_TEXTS = 8
+"""The least texts that a predictor is learnt from before it is complete. What one text teaches is
+much better or worse than what another one does. Besides, a single conversation of a server may be
+made to mislead.
+"""
 LEAST_CORRELATION = 0.3
 """The least correlation of predictions with what a round shows; less means that its text and those
 before it have little in common, or that the model's lookups cannot be predicted.
@@ -57,9 +63,7 @@ class PredictorFit:
     n_tokens = 0
     """How many tokens were read twice in this process."""
     n_needed = LEAST_TOKENS
-    """How many tokens the predictor is learnt from at least."""
-    least_texts = 1
-    """How many texts the predictor is learnt from at least; a server needs several."""
+    """How many tokens the predictor is learnt from at least before it is used."""
 
     def __init__(
         self,
@@ -110,16 +114,21 @@ class PredictorFit:
         """Return the predictor as far as it is known, complete or not."""
         return None if self._growing is None else self._growing.predictor
 
+    @property
+    def usable(self) -> ScorePredictor | None:
+        """Return what scores the entries of later texts; None if too little is known."""
+        known = self.predictor or self.candidate
+        return known if known is not None and known.n_tokens >= self.n_needed else None
+
     def reads_twice(self, slot: SequenceSlot) -> bool:
         """Tell whether the text of a slot is read twice, as far as the budget does not hold it.
 
-        Once enough is known, a text that has taught a round is read once, also if other texts are
-        still awaited to confirm it.
+        Once enough is known, a text that has taught a round is read once, and other texts are
+        awaited.
         """
         if self.predictor is not None or slot.text.is_document:
             return False
-        candidate = self.candidate
-        if candidate is None or candidate.n_tokens < self.n_needed:
+        if self.usable is None:
             return True
         return self._taught_by(slot, slot.text.position) < ROUND_TOKENS
 
@@ -179,7 +188,10 @@ class PredictorFit:
         predictor = self.candidate
         if agrees and predictor is not None:
             enough = agreement is not None and predictor.n_tokens >= self.n_needed
-            if enough and self._n_texts >= self.least_texts:
+            if enough:
+                self._growing.settle()
+                learning.clear_lessons()
+            if enough and self._has_all(predictor):
                 self.predictor = predictor
             self._keep(predictor)
         elif grown and self._n_disagreed >= MOST_DISAGREEMENTS:
@@ -194,6 +206,11 @@ class PredictorFit:
         if self.predictor is not None:
             self._end(learning)
         return enough and predictor is not None and self._adopt(predictor, learning, slots)
+
+    def _has_all(self, predictor: ScorePredictor) -> bool:
+        """Tell whether enough texts have taught a predictor, each about a round."""
+        enough = predictor.n_tokens >= LEAST_TEXTS * ROUND_TOKENS
+        return enough and self._n_texts >= LEAST_TEXTS
 
     def _adopt(
         self,
@@ -263,7 +280,10 @@ class PredictorFit:
         elif self.predictor is not None:
             then = "later ones are read once"
         elif known >= self.n_needed:
-            then = "another text has to confirm it"
+            then = (
+                f"{min(self._n_texts, LEAST_TEXTS)} of {LEAST_TEXTS} texts have taught something, "
+                "and later ones are read twice in a smaller part"
+            )
         else:
             then = f"{known} tokens have taught something so far, and {self.n_needed} are needed"
         said = (

@@ -31,8 +31,6 @@ from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.recovery import WITHOUT_REWALK
 from entropykv.thinking.tags import tags_of
 
-LEAST_TEXTS = 2
-"""How many texts must agree before a server keeps what they teach."""
 _CONTEXT_FIELDS = (
     *("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor"),
     *("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv"),
@@ -96,9 +94,6 @@ def _prepared(pool: Pool, options: ModelOptions, images: ImageLimits | None) -> 
         thinking=options.thinking_options,
     )
     runner = pool.runner
-    fit = runner.second_readings.fit
-    if fit is not None:  # A single conversation may be made to mislead.
-        fit.least_texts = LEAST_TEXTS
     if options.verbose and runner.config.fallback:
         say(f"{runner.config.fallback}; going on with another store")
     if on_host := runner.factory.context.on_host:
