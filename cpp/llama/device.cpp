@@ -165,6 +165,13 @@ void DeviceMemory::write(std::size_t offset, const void* values, std::size_t byt
     ggml_backend_tensor_set(all_, values, offset, bytes);
 }
 
+void DeviceMemory::tell(const std::vector<std::uint8_t>& bytes) {
+    if (bytes == told_) return;
+    told_.clear();  // until it is written
+    write(0, bytes.data(), bytes.size());
+    told_ = bytes;
+}
+
 void DeviceMemory::begin_read(HostMemory& to, std::size_t offset, std::size_t bytes) {
     device_.begin_read(to, offset, all_, offset, bytes);
 }

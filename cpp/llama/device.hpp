@@ -140,15 +140,21 @@ public:
     ggml_tensor* tensor(ggml_context* context, ggml_type type, std::size_t offset, std::int64_t a,
                         std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1) const;
     void write(std::size_t offset, const void* values, std::size_t bytes);
+    // Writes bytes to its beginning, unless they are those that were written so before.
+    void tell(const std::vector<std::uint8_t>& bytes);
     // Begins to copy a range to the same place of the host's memory: see Device::begin_read().
     void begin_read(HostMemory& to, std::size_t offset, std::size_t bytes);
-    std::size_t bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
+    // Counts its bytes, and those of the host that tell() compares.
+    std::size_t bytes() const {
+        return ggml_backend_buffer_get_size(buffer_.get()) + told_.capacity();
+    }
 
 private:
     std::unique_ptr<ggml_context, FreeContext> context_;
     std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
     ggml_tensor* all_;
     Device& device_;
+    std::vector<std::uint8_t> told_;
 };
 
 // Holds the devices that the stores of one context share, whose graphs are never computed at the

@@ -86,6 +86,7 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph, bool several, bool
     moves_ = std::make_unique<DeviceMemory>(device_, moves);
     place_predictors();
     place_sinks();
+    place_outside();
     place_ones();
     if (alike) allocate_masks_of_alike();
     if (in_graph) allocate_for_graph();
@@ -105,7 +106,7 @@ void DeviceAttention::place_ones() {
     if (!device_.unsupported_in(graph).empty()) return;
     std::size_t n = 0;
     for (const Served& served : layers_) n = std::max(n, index_of(served.layer->shape().n_head));
-    n *= index_of(std::min(max_tokens_, importance_.observation_window));
+    n *= index_of(observed_of(max_tokens_));
     std::size_t of_single = 0;  // query heads of all layers
     for (const Served& served : layers_) of_single += index_of(served.layer->shape().n_head);
     n = std::max(n, of_single);
@@ -114,10 +115,25 @@ void DeviceAttention::place_ones() {
     ones_->write(0, values.data(), n * sizeof(float));
 }
 
-int DeviceAttention::most_heads() const {
-    int most = 0;
-    for (const Served& served : layers_) most = std::max(most, served.layer->shape().n_head_kv);
-    return most;
+// Says which of the newest rows are outside of the neighbourhood of a query, [query][row]: the
+// first row is the oldest one that is near to the first query.
+void DeviceAttention::place_outside() {
+    if (!importance_.measure().observes()) return;
+    const int n = observed_of(max_tokens_);
+    const std::size_t width = index_of(n + kNeighbourhood - 1);
+    std::vector<float> values(index_of(n) * width, 0.0f);
+    for (int query = 0; query < n; ++query)
+        std::fill_n(values.data() + index_of(query) * width, query, 1.0f);
+    outside_ = std::make_unique<DeviceMemory>(device_, values.size() * sizeof(float));
+    outside_->write(0, values.data(), values.size() * sizeof(float));
+}
+
+// Returns that of n queries and n_rows rows, whichever these are.
+ggml_tensor* DeviceAttention::outside_of(ggml_context* context, std::int64_t n_rows,
+                                         std::int64_t n) const {
+    const int most = observed_of(max_tokens_);
+    ggml_tensor* all = outside_->tensor(context, GGML_TYPE_F32, 0, most + kNeighbourhood - 1, most);
+    return ggml_view_2d(context, all, n_rows, n, all->nb[1], 0);
 }
 
 // Returns how many positions of a layer may change in a step; if more do, all are written again.
@@ -207,13 +223,16 @@ std::size_t DeviceAttention::scratch_bytes() const {
     std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
     for (const auto* memory :
          {&input_, &positions_, &findings_, &predictors_, &sinks_, &row_numbers_, &moves_, &ones_,
-          &masks_of_alike_, &queries_, &looked_up_})
+          &outside_, &masks_of_alike_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
     if (singles_ != nullptr) {  // with those of the other sequences, it is at least all of it
         const std::size_t n = index_of(layers_.front().layer->n_places());
         bytes += (singles_->bytes() + n - 1) / n;
     }
-    for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
+    for (const Served& served : layers_)
+        bytes += served.predictor.weights.size() * sizeof(float) +
+                 served.moved_from.capacity() * sizeof(std::int32_t) +
+                 served.moved_to.capacity() * sizeof(std::int64_t);
     return bytes;
 }
 
@@ -303,7 +322,7 @@ void DeviceAttention::begin_step(const DeviceStep& step) {
     token_positions_ = input.add(positions_of_tokens());
     turns_ = input.add(turns_of_tokens());
     for (Served& served : layers_) add_inputs(served, input);
-    input_->write(0, written_.data(), written_.size());
+    input_->tell(written_);
     place_findings(step.n_tokens, step.observing);
 }
 

@@ -140,6 +140,9 @@ public:
     // the layout of masks is the same as before, those of single tokens become the same.
     void begin_nodes();
     std::size_t layout() const { return static_cast<std::size_t>(layout_); }
+    // Notes which rows of a layer are due to be moved, so that move_rows() need not: that can be
+    // done while the device computes.
+    void collect_moves(int layer);
     // Changes a node of llama.cpp's graph in a step that is computed there: one that writes K or V
     // of a layer, for all sequences of the step.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
@@ -151,11 +154,12 @@ public:
     // `writes_masks`, must be computed before anything attends.
     std::vector<ggml_tensor*> upkeep_of(int layer, int reader, const DeviceNode& node,
                                         bool& writes_masks);
-    // Begins to compute what such a step has found out: what its queries gave to the rows, and what
-    // the host must know of unknown tokens. It is computed by parts of the layers, about n_parts,
-    // one after another, so that the host can decide about one while the device computes the next.
-    // Throws as add_attention() does.
-    void look_up(const UnknownTokens& unknown, bool observed, int n_parts);
+    // Prepares what look_up() begins, while the device computes the step: what is found out of its
+    // queries and of unknown tokens, by parts of the layers, about n_parts, one after another, so
+    // that the host can decide about one while the device computes the next. Throws std::bad_alloc.
+    void prepare_look_up(const UnknownTokens& unknown, bool observed, int n_parts);
+    // Begins to compute that. Throws as add_attention() does.
+    void look_up();
     // Returns when the next part is there, and lets the device begin the one after it.
     LayerRange next_part();
     // Says what is looked up of a sequence.
@@ -238,6 +242,9 @@ private:
         std::int32_t oldest_seen = 0;     // oldest position that the token of the masks sees
         bool positions_known = false;     // whether the device has them
         std::vector<char> sinks_known{};  // whether the device has them, by reader
+        // Rows of the layer's RowMemory that are due to be moved, and where to.
+        std::vector<std::int32_t> moved_from{};
+        std::vector<std::int64_t> moved_to{};
         Places places{};
     };
     // Layers whose KV heads have equally many rows: those have one input and one mask in a step
@@ -265,6 +272,8 @@ private:
     void place_sinks();
     std::size_t sinks_bytes(const Served& served) const;
     void keep_sinks(Served& served, int reader, const ggml_tensor* sinks);
+    void place_outside();
+    ggml_tensor* outside_of(ggml_context* context, std::int64_t n_rows, std::int64_t n) const;
     void place_ones();
     void lay_out_positions(bool packed);
     void allocate_for_graph();
@@ -275,10 +284,8 @@ private:
     template <typename Visit>
     void for_each_alike(Visit visit) const;
     std::size_t query_bytes(const Served& served, int n_observed) const;
-    int tensors_of_observation(const Served& served) const;
     std::vector<float> positions_of_tokens() const;
     std::vector<std::int32_t> turns_of_tokens() const;
-    int most_heads() const;
     int looked_up_tokens() const;
     // Returns how many of n tokens are observed, the last ones.
     int observed_of(int n) const { return std::min(n, importance_.observation_window); }
@@ -298,14 +305,15 @@ private:
                              std::size_t n) const;
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
     static void copy_positions(const Served& served, float* to);
-    void begin_look_up(const UnknownTokens& unknown, bool observed);
+    void plan_look_up(const UnknownTokens& unknown, bool observed);
+    void tell_rows_looked_up();
     int tensors_of_look_up(const Served& served) const;
     std::size_t end_of_run(std::size_t first, std::size_t end) const;
     std::size_t add_look_up(std::size_t layer, std::size_t end, ggml_context* context,
                             ggml_cgraph* graph) const;
     void build_part();
     void launch_part();
-    bool has_moves() const;
+    void collect_moves(Served& served);
     void add_moves(const RowMemory& memory, const std::vector<std::int32_t>& from,
                    const std::vector<std::int64_t>& to, StepInput& input, ggml_context* context,
                    ggml_cgraph* graph) const;
@@ -330,7 +338,8 @@ private:
     std::unique_ptr<DeviceMemory> sinks_;        // null: no layer has sinks
     std::unique_ptr<DeviceMemory> row_numbers_;  // [row], f32
     std::unique_ptr<DeviceMemory> moves_;        // from which rows to which ones
-    std::unique_ptr<DeviceMemory> ones_;  // in f32; null: the device does not multiply by them
+    std::unique_ptr<DeviceMemory> ones_;     // in f32; null: the device does not multiply by them
+    std::unique_ptr<DeviceMemory> outside_;  // in f32: see place_outside()
     std::unique_ptr<DeviceMemory> masks_of_alike_;  // [token][row], f16; null: they never are
     // Serve steps in llama.cpp's own graph, and are null if there are none: kept queries of several
     // tokens, and which rows findings are computed for.

@@ -137,12 +137,13 @@ private:
     void observe_single(const DeviceGroup& group, int n_layers);
     ggml_tensor* masks_of_layers(const DeviceGroup& group, int n_layers);
     ggml_tensor* shares_of(const DeviceGroup& group, ggml_tensor* products, ggml_tensor* mask);
+    ggml_tensor* keys_in_f32(const DeviceGroup& group, std::int64_t width);
     ggml_tensor* given_by(const DeviceGroup& group, ggml_tensor* keys, const Order& order,
                           int first, int n);
-    ggml_tensor* sum_without_neighbours(const DeviceGroup& group, ggml_tensor* given,
-                                        const Order& order, int first, int n);
+    ggml_tensor* sum_without_neighbours(const DeviceGroup& group, ggml_tensor* given, int first,
+                                        int n);
     ggml_tensor* rows_of_given(ggml_tensor* given, std::int64_t first, std::int64_t n);
-    ggml_tensor* sum_over_queries(ggml_tensor* given, std::int64_t first, std::int64_t n);
+    ggml_tensor* sum_over_queries(ggml_tensor* given, std::int64_t n);
 
     ggml_context* context_;
     ggml_cgraph* graph_;

@@ -22,6 +22,8 @@ constexpr std::size_t kTensorsOfReader = 10;
 constexpr std::size_t kTensorsOfGroup = 12;
 // So many tensors at most compute what such a step has found out: about the tokens of a layer.
 constexpr int kTensorsOfFindings = 64;
+// So many at most sum up what queries gave to a group of heads.
+constexpr int kTensorsOfObservation = 80;
 // If more layers read the K and V of one layer, attention is computed between two nodes.
 constexpr int kMostReaders = 24;
 // If the masks of layers with unlike budgets, or the kept queries, take more bytes, several tokens
@@ -59,7 +61,8 @@ void DeviceAttention::allocate_for_graph() {
     if (singles_->masks == nullptr) allocate_singles();
     std::size_t queries = 0;
     const std::size_t looked_up = index_of(looked_up_tokens());
-    std::size_t rows = device_.aligned(looked_up * index_of(most_heads()) * sizeof(std::int32_t));
+    std::size_t rows =
+        device_.aligned(looked_up * index_of(most_predicted_heads_) * sizeof(std::int32_t));
     std::size_t n_tensors = kTensorsOfWrites;
     for (Served& served : layers_) {
         const LayerShape& shape = served.layer->shape();
@@ -527,7 +530,7 @@ void DeviceAttention::begin_alike() {
     }
     // Only queries near the first one may have an entry in their neighbourhood.
     const bool by_position = step_.observing && n - observed_of(n) < kNeighbourhood;
-    token_positions_ = input.add(positions_of_tokens());
+    token_positions_ = by_position ? input.add(positions_of_tokens()) : 0;
     if (!step_.in_graph) turns_ = input.add(turns_of_tokens());
     for (Served& served : layers_) {
         std::tie(served.places.rows, served.places.seen_rows) = places[served.alike];
@@ -540,7 +543,7 @@ void DeviceAttention::begin_alike() {
             for (DeviceHead& head : served.layer->heads()) head.changed.clear();
         }
     }
-    input_->write(0, written_.data(), written_.size());
+    input_->tell(written_);
     const auto context = device_.graph_context();
     ggml_cgraph* graph = Device::new_graph(context.get());
     for (Alike& alike : alike_) {
@@ -596,13 +599,13 @@ std::vector<ggml_tensor*> DeviceAttention::upkeep_of(int layer, int reader, cons
     return operations;
 }
 
-// Writes to the device what a look-up needs.
-void DeviceAttention::begin_look_up(const UnknownTokens& unknown, bool observed) {
+// Chooses places for what is looked up, and writes which rows that concerns.
+void DeviceAttention::plan_look_up(const UnknownTokens& unknown, bool observed) {
     place_findings(unknown.n, observed);
     looked_for_ = unknown;
     StepInput input(device_, written_);
     std::vector<std::int32_t> numbers;
-    for (int head = 0; head < most_heads(); ++head)
+    for (int head = 0; head < most_predicted_heads_; ++head)
         for (int token = 0; token < unknown.n; ++token)
             numbers.push_back(-(unknown.rope_position + token));
     input.add(numbers);
@@ -617,13 +620,16 @@ void DeviceAttention::begin_look_up(const UnknownTokens& unknown, bool observed)
         }
         rows_looked_up_.push_back(input.add(numbers));
     }
-    if (unknown.n > 0) looked_up_->write(0, written_.data(), written_.size());
+}
+
+// Writes to the device what plan_look_up() has written.
+void DeviceAttention::tell_rows_looked_up() {
+    if (looked_for_.n > 0) looked_up_->tell(written_);
 }
 
 int DeviceAttention::tensors_of_look_up(const Served& served) const {
     const auto groups = static_cast<int>(served.layer->groups().size());
-    return kTensorsOfFindings +
-           served.layer->shape().readers * groups * tensors_of_observation(served);
+    return kTensorsOfFindings + served.layer->shape().readers * groups * kTensorsOfObservation;
 }
 
 // Returns the end of a run of layers that begins with one, of which all that a single token's
@@ -674,13 +680,17 @@ std::size_t DeviceAttention::add_look_up(std::size_t layer, std::size_t end, ggm
     return next;
 }
 
-void DeviceAttention::look_up(const UnknownTokens& unknown, bool observed, int n_parts) {
-    begin_look_up(unknown, observed);
+void DeviceAttention::prepare_look_up(const UnknownTokens& unknown, bool observed, int n_parts) {
+    plan_look_up(unknown, observed);
     const std::size_t n = index_of(std::max(n_parts, 1));
     layers_of_part_ = std::max<std::size_t>(1, (layers_.size() + n - 1) / n);
     launched_ = {};
     next_part_ = {};
     build_part();
+}
+
+void DeviceAttention::look_up() {
+    tell_rows_looked_up();
     launch_part();
 }
 
@@ -729,7 +739,10 @@ LayerRange DeviceAttention::next_part() {
 
 void DeviceAttention::look_up_all(const std::vector<LookUp>& all) {
     Device& device = all.front().sequence->device_;
-    for (const LookUp& each : all) each.sequence->begin_look_up(each.unknown, each.observed);
+    for (const LookUp& each : all) {
+        each.sequence->plan_look_up(each.unknown, each.observed);
+        each.sequence->tell_rows_looked_up();
+    }
     // Single tokens need few tensors, so one graph has room for many sequences.
     auto context = device.next_graph_context();
     ggml_cgraph* graph = Device::new_graph(context.get());

@@ -12,14 +12,27 @@ namespace {
 // them in f32.
 constexpr std::size_t kMovedAtOnce = 1 << 14;
 
+// Moves the last n values, or all if there are fewer, to the end of `to`.
+template <typename T>
+void take_last(std::vector<T>& from, std::size_t n, std::vector<T>& to) {
+    const auto first = from.end() - static_cast<std::ptrdiff_t>(std::min(n, from.size()));
+    to.insert(to.end(), first, from.end());
+    from.erase(first, from.end());
+}
+
 }  // namespace
 
-bool DeviceAttention::has_moves() const {
-    return std::any_of(layers_.begin(), layers_.end(), [](const Served& served) {
-        const std::vector<DeviceHead>& heads = served.layer->heads();
-        return std::any_of(heads.begin(), heads.end(),
-                           [](const DeviceHead& head) { return !head.moves.empty(); });
-    });
+void DeviceAttention::collect_moves(int layer) { collect_moves(layers_.at(index_of(layer))); }
+
+void DeviceAttention::collect_moves(Served& served) {
+    for (DeviceHead& head : served.layer->heads()) {
+        const std::int64_t row = served.layer->first_in_memory() + head.first_row;
+        for (const RowMove& move : head.moves) {
+            served.moved_from.push_back(static_cast<std::int32_t>(row + move.from));
+            served.moved_to.push_back(row + move.to);
+        }
+        head.moves.clear();
+    }
 }
 
 // Adds operations that move rows of several layers.
@@ -40,7 +53,12 @@ void DeviceAttention::add_moves(const RowMemory& memory, const std::vector<std::
 void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) {
     DeviceAttention& first = *sequences.front();
     Device& device = first.device_;
-    const auto is_moving = [](const auto* sequence) { return sequence->has_moves(); };
+    for (DeviceAttention* sequence : sequences)
+        for (Served& served : sequence->layers_) sequence->collect_moves(served);
+    const auto is_moving = [](const auto* sequence) {
+        return std::any_of(sequence->layers_.begin(), sequence->layers_.end(),
+                           [](const Served& served) { return !served.moved_from.empty(); });
+    };
     // A row that gets another one's content is none whose content is moved, so moves may be done in
     // any order, and by parts if there is no room for all.
     while (std::any_of(sequences.begin(), sequences.end(), is_moving)) {
@@ -53,14 +71,11 @@ void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) 
             const DeviceLayer& layer = *first.layers_[i].layer;
             const std::size_t most =
                 from.size() + index_of(first.max_tokens_ * layer.shape().n_head_kv);
-            for (const DeviceAttention* sequence : sequences)
-                for (DeviceHead& head : sequence->layers_[i].layer->heads()) {
-                    const std::int64_t row = layer.first_in_memory() + head.first_row;
-                    for (; !head.moves.empty() && from.size() < most; head.moves.pop_back()) {
-                        from.push_back(static_cast<std::int32_t>(row + head.moves.back().from));
-                        to.push_back(row + head.moves.back().to);
-                    }
-                }
+            for (DeviceAttention* sequence : sequences) {
+                Served& served = sequence->layers_[i];
+                take_last(served.moved_from, most - from.size(), from);
+                take_last(served.moved_to, most - to.size(), to);
+            }
             const bool is_last = i + 1 == first.layers_.size() ||
                                  &first.layers_[i + 1].layer->memory() != &layer.memory();
             if (from.empty() || (!is_last && from.size() < kMovedAtOnce)) continue;

@@ -17,33 +17,7 @@ void sum_in_f32(Tensor* product, long) {
     ggml_mul_mat_set_prec(product, GGML_PREC_F32);
 }
 
-// Whole blocks of queries are observed at a time, which have about so many attention weights at
-// most.
-constexpr int kObservedBlock = 64;
-constexpr int kObservedWeights = 1 << 24;
-// The most tensors that observe a block of queries of a group, and a group besides its blocks.
-constexpr int kTensorsOfBlock = 40;
-constexpr int kTensorsOfGroup = 16;
-
-// Returns how many queries of a group are observed at a time.
-int queries_at_once(std::int64_t width, int n_query_heads) {
-    const auto of_token = static_cast<int>(width) * n_query_heads;
-    return std::max(1, kObservedWeights / of_token / kObservedBlock) * kObservedBlock;
-}
-
 }  // namespace
-
-// Returns how many tensors one group of a layer needs for one reader at most.
-int DeviceAttention::tensors_of_observation(const Served& served) const {
-    int most = 0;
-    for (const DeviceGroup& group : served.layer->groups()) {
-        const int n_heads =
-            group.n_heads * served.layer->shape().n_head / served.layer->shape().n_head_kv;
-        const int at_once = queries_at_once(served.layer->width_of(group, step_.n_tokens), n_heads);
-        most = std::max(most, (observed_of(step_.n_tokens) + at_once - 1) / at_once);
-    }
-    return most * kTensorsOfBlock + kTensorsOfGroup;
-}
 
 ggml_tensor* DeviceGraph::copy_of_queries() {
     const int n = n_kept_queries();
@@ -96,7 +70,7 @@ void DeviceGraph::observe_single(const DeviceGroup& group, int n_layers) {
     sum_in_f32(products, 0);
     products = ggml_reshape_4d(context_, products, width, 1, of_kv, n_heads);
     ggml_tensor* given = shares_of(group, products, masks_of_layers(group, n_layers));
-    ggml_tensor* sums = sum_over_queries(given, 0, width);
+    ggml_tensor* sums = sum_over_queries(given, width);
     ggml_tensor* place = device_.findings_->tensor(
         context_, GGML_TYPE_F32,
         served_.places.observed + sizeof(float) * index_of(first_position(group)), width,
@@ -145,17 +119,9 @@ ggml_tensor* DeviceGraph::queries_of_singles() {
 
 // Sums up what the queries of the observation window gave to each row.
 void DeviceGraph::observe(const DeviceGroup& group, ggml_tensor* keys, const Order& order) {
-    ggml_tensor* sums = nullptr;
-    const int n = step_.n_tokens;
-    const std::int64_t width = keys->ne[1];
-    const int at_once = queries_at_once(width, query_heads() * group.n_heads);
-    const int begin = n - n_kept_queries();
-    if (n - begin > at_once) keys = ggml_cast(context_, keys, GGML_TYPE_F32);
-    for (int first = begin; first < n; first += at_once) {
-        ggml_tensor* given = given_by(group, keys, order, first, std::min(at_once, n - first));
-        sums = sums == nullptr ? given : ggml_add(context_, sums, given);
-        ggml_build_forward_expand(graph_, sums);
-    }
+    const int n = n_kept_queries();
+    if (n > 1) keys = keys_in_f32(group, keys->ne[1]);
+    ggml_tensor* sums = given_by(group, keys, order, step_.n_tokens - n, n);
     ggml_tensor* all = device_.findings_->tensor(context_, GGML_TYPE_F32, served_.places.observed,
                                                  layer_.n_positions());
     ggml_tensor* place = by_row(all, group, sums->ne[0]);
@@ -164,13 +130,35 @@ void DeviceGraph::observe(const DeviceGroup& group, ggml_tensor* keys, const Ord
     ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
 }
 
+// Returns what rows_of() returns of K, in f32. All rows are converted as they lie, one behind the
+// other, for which devices have much faster kernels.
+ggml_tensor* DeviceGraph::keys_in_f32(const DeviceGroup& group, std::int64_t width) {
+    const DeviceHead& head = layer_.heads()[index_of(group.first_head)];
+    ggml_tensor* rows = ggml_view_2d(context_, k_, layer_.shape().k_dim, head.rows(), k_->nb[1],
+                                     k_->nb[1] * index_of(head.first_row));
+    rows->ne[1] = std::int64_t{head.rows()} * (group.n_heads - 1) + width;
+    rows = ggml_cast(context_, rows, GGML_TYPE_F32);
+    const std::size_t stride = rows->nb[1] * index_of(head.rows());
+    // As in rows_of(), a view may not overlap itself before it is changed.
+    ggml_tensor* keys =
+        ggml_view_4d(context_, rows, rows->ne[0], std::min<std::int64_t>(width, head.rows()), 1,
+                     group.n_heads, rows->nb[1], stride, stride, 0);
+    keys->ne[1] = width;
+    return keys;
+}
+
 ggml_tensor* DeviceGraph::given_by(const DeviceGroup& group, ggml_tensor* keys, const Order& order,
                                    int first, int n) {
-    ggml_tensor* products =
-        ggml_mul_mat(context_, keys, ggml_cont(context_, queries_of(group, first, n)));
+    ggml_tensor* queries = queries_of(group, first, n);
+    if (!ggml_is_contiguous(queries)) queries = ggml_cont(context_, queries);
+    // The query heads of a KV head are columns of one product, so that its keys are read once.
+    const std::int64_t of_kv = query_heads();
+    queries = ggml_reshape_4d(context_, queries, queries->ne[0], n * of_kv, 1, group.n_heads);
+    ggml_tensor* products = ggml_mul_mat(context_, keys, queries);
     sum_in_f32(products, 0);
+    products = ggml_reshape_4d(context_, products, products->ne[0], n, of_kv, group.n_heads);
     ggml_tensor* given = shares_of(group, products, mask_of_observed(group, order, first, n));
-    return sum_without_neighbours(group, given, order, first, n);
+    return sum_without_neighbours(group, given, first, n);
 }
 
 // Returns what queries give to rows, or its squares, from products of queries and keys, which are
@@ -185,8 +173,9 @@ ggml_tensor* DeviceGraph::shares_of(const DeviceGroup& group, ggml_tensor* produ
     }
     ggml_tensor* given = ggml_soft_max_ext(context_, products, mask, scale, 0.0f);
     if (ggml_tensor* sinks = sinks_of(group)) ggml_soft_max_add_sinks(given, sinks);
+    // GPUs have faster kernels for this than for SQR.
     const bool squared = importance_.measure().statistic == Statistic::squared_probability;
-    return squared ? ggml_sqr(context_, given) : given;
+    return squared ? ggml_mul_inplace(context_, given, given) : given;
 }
 
 // Returns the mask of n queries from `first` on.
@@ -198,26 +187,21 @@ ggml_tensor* DeviceGraph::mask_of_observed(const DeviceGroup& group, const Order
 
 // Sums up what queries gave to rows outside of their neighbourhood.
 ggml_tensor* DeviceGraph::sum_without_neighbours(const DeviceGroup& group, ggml_tensor* given,
-                                                 const Order& order, int first, int n) {
-    const auto outside = [&](const Order& of) {
-        ggml_tensor* older =
-            ggml_scale_bias(context_, newer(of, first, n), -1.0f, 1.0f - kNeighbourhood);
-        return ggml_clamp(context_, older, 0.0f, 1.0f);
-    };
+                                                 int first, int n) {
     const std::int64_t count = layer_.heads()[index_of(group.first_head)].count;
-    const std::int64_t used = is_plain(group) ? count + step_.n_tokens : given->ne[0];
-    if (!is_plain(group) || first < kNeighbourhood) {
-        given = ggml_mul(context_, given, outside(positions_of(group, given->ne[0])));
-        return sum_over_queries(given, 0, used);
+    if (is_plain(group) && first >= kNeighbourhood) {
+        // Only the newest rows have a query in their neighbourhood, and no entry is among them.
+        const std::int64_t n_old = count + first - kNeighbourhood + 1;
+        const std::int64_t n_near = count + step_.n_tokens - n_old;
+        ggml_tensor* near = ggml_mul(context_, rows_of_given(given, n_old, n_near),
+                                     device_.outside_of(context_, n_near, n));
+        return ggml_concat(context_, sum_over_queries(given, n_old), sum_over_queries(near, n_near),
+                           0);
     }
-    ggml_tensor* rows = device_.row_numbers_->tensor(context_, GGML_TYPE_F32, 0, given->ne[0]);
-    rows = ggml_view_1d(context_, rows, step_.n_tokens,
-                        sizeof(float) * static_cast<std::size_t>(count));
-    ggml_tensor* of_tokens = ggml_mul(context_, rows_of_given(given, count, step_.n_tokens),
-                                      outside({rows, order.tokens}));
-    ggml_tensor* sums = sum_over_queries(of_tokens, 0, step_.n_tokens);
-    if (count == 0) return sums;
-    return ggml_concat(context_, sum_over_queries(given, 0, count), sums, 0);
+    ggml_tensor* older = newer(positions_of(group, given->ne[0]), first, n);
+    older = ggml_scale_bias(context_, older, -1.0f, 1.0f - kNeighbourhood);
+    given = ggml_mul(context_, given, ggml_clamp(context_, older, 0.0f, 1.0f));
+    return sum_over_queries(given, is_plain(group) ? count + step_.n_tokens : given->ne[0]);
 }
 
 // Returns some rows of what is [KV head][query head][token][row].
@@ -227,16 +211,17 @@ ggml_tensor* DeviceGraph::rows_of_given(ggml_tensor* given, std::int64_t first, 
                         sizeof(float) * static_cast<std::size_t>(first));
 }
 
-// Returns sums of some rows, [KV head][row].
-ggml_tensor* DeviceGraph::sum_over_queries(ggml_tensor* given, std::int64_t first, std::int64_t n) {
+// Returns the sums of the first n rows, [KV head][row].
+ggml_tensor* DeviceGraph::sum_over_queries(ggml_tensor* given, std::int64_t n) {
     const std::int64_t n_queries = given->ne[1] * given->ne[2];
-    ggml_tensor* rows = rows_of_given(given, first, n);
     if (device_.ones_ == nullptr) {
+        ggml_tensor* rows = rows_of_given(given, 0, n);
         rows = ggml_cont(context_, ggml_permute(context_, rows, 2, 0, 1, 3));
         rows = ggml_reshape_3d(context_, rows, n_queries, n, given->ne[3]);
         return ggml_reshape_3d(context_, ggml_sum_rows(context_, rows), n, 1, given->ne[3]);
     }
-    rows = ggml_view_3d(context_, rows, n, n_queries, given->ne[3], given->nb[1], given->nb[3], 0);
+    ggml_tensor* rows =
+        ggml_view_3d(context_, given, n, n_queries, given->ne[3], given->nb[1], given->nb[3], 0);
     ggml_tensor* ones =
         device_.ones_->tensor(context_, GGML_TYPE_F32, 0, 1, n_queries, given->ne[3]);
     return ggml_out_prod(context_, rows, ones);

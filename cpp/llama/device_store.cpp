@@ -19,7 +19,7 @@ std::size_t index(int i) { return static_cast<std::size_t>(i); }
 constexpr std::size_t kMuch = 1 << 15;
 // What a prompt has found out is looked up in so many parts, if it is much: the host decides about
 // one while the device computes the next.
-constexpr int kParts = 8;
+constexpr int kParts = 4;
 
 std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& layers) {
     std::vector<LayerShape> shapes;
@@ -344,7 +344,7 @@ int DeviceStore::most_unknown() const {
 void DeviceStore::decide_meanwhile(const std::vector<DeviceStore*>& stores) {
     std::vector<DeviceStore*> deciding;
     for (DeviceStore* store : stores)
-        if (store->plan_.meanwhile) deciding.push_back(store);
+        if (store->plan_.meanwhile || store->prepares_look_up()) deciding.push_back(store);
     if (deciding.empty()) return;
     for (DeviceStore* store : deciding) store->deciding_ = true;
     stores.front()->shared_->background().start([deciding] {
@@ -352,12 +352,15 @@ void DeviceStore::decide_meanwhile(const std::vector<DeviceStore*>& stores) {
     });
 }
 
-// Commits the step, and keeps what that throws. Makes room for another single token after one.
+// Commits the step, or prepares what must be looked up before, and keeps what that throws. Makes
+// room for another single token after one.
 void DeviceStore::decide() noexcept {
     try {
+        if (!plan_.meanwhile) return prepare_look_up();
         add_late_findings();
         for_each_head_at_once(
             plan_.evicting, [&](int layer, int h, int worker) { commit(layer, h, false, worker); });
+        for (const Layer& layer : layers_) layer.device->collect_moves(layer.number);
     } catch (...) {
         decision_error_ = std::current_exception();
         return;
@@ -371,12 +374,26 @@ void DeviceStore::decide() noexcept {
     }
 }
 
-// Waits for the decisions about a step, and returns whether there were any. Throws what they have
-// thrown.
-bool DeviceStore::take_decisions() {
+// Prepares to look up what a step has found out, and what else the ledger must know.
+void DeviceStore::prepare_look_up() {
+    const bool much = step_.n_tokens > 1 && ledger_.entries() > kMuch;
+    for (const auto& device : devices_)
+        device->prepare_look_up(plan_.due ? plan_.unknown : UnknownTokens{}, step_.observing,
+                                much ? kParts : 1);
+}
+
+// Waits for decide(), and returns whether it was begun. Throws what that has thrown.
+bool DeviceStore::end_background() {
     if (!std::exchange(deciding_, false)) return false;
     shared_->background().wait();
     if (decision_error_ != nullptr) std::rethrow_exception(std::exchange(decision_error_, nullptr));
+    return true;
+}
+
+// Waits for the decisions about a step, and returns whether there were any. Throws what they have
+// thrown.
+bool DeviceStore::take_decisions() {
+    if (!end_background() || !plan_.meanwhile) return false;
     unknown_ = plan_.unknown;
     unknown_.n_staged = 0;
     return true;
@@ -538,8 +555,9 @@ void DeviceStore::commit_steps(const std::vector<DeviceStore*>& stores) {
 
 void DeviceStore::commit_alone() {
     if (step_.in_graph) {
+        const bool prepared = end_background();
         add_late_findings();
-        commit_by_parts();
+        commit_by_parts(prepared);
         unknown_ = plan_.due ? UnknownTokens{} : plan_.unknown;
         unknown_.n_staged = 0;
     } else {
@@ -550,9 +568,10 @@ void DeviceStore::commit_alone() {
     move_rows();
 }
 
-// Commits a step with what the devices have found out, part by part of the layers.
-void DeviceStore::commit_by_parts() {
-    const bool found = plan_.due || step_.observing;
+// Commits a step with what the devices have found out, part by part of the layers. prepared:
+// whether prepare_look_up() was called.
+void DeviceStore::commit_by_parts(bool prepared) {
+    const bool found = looks_up();
     const auto decide = [&](auto is_meant) {
         for_each_head_of(found || plan_.evicting, is_meant, [&](int layer, int h, int worker) {
             if (plan_.due) complete_entries(layer, h, step_.n_tokens);
@@ -560,23 +579,23 @@ void DeviceStore::commit_by_parts() {
         });
     };
     if (!found) return decide([](int) { return true; });
-    const bool much = step_.n_tokens > 1 && ledger_.entries() > kMuch;
-    for (const auto& device : devices_)
-        device->look_up(plan_.due ? plan_.unknown : UnknownTokens{}, step_.observing,
-                        much ? kParts : 1);
+    if (!prepared) prepare_look_up();
+    for (const auto& device : devices_) device->look_up();
     for (std::size_t n_decided = 0; n_decided < layers_.size();) {
         std::vector<LayerRange> parts;
         for (const auto& device : devices_) {
             parts.push_back(device->next_part());
             n_decided += parts.back().end - parts.back().first;
         }
-        decide([&](int layer) {
-            const Layer& of = layers_[index(layer)];
+        const auto is_in_parts = [&](const Layer& of) {
             const auto device =
                 std::find_if(devices_.begin(), devices_.end(),
                              [&](const auto& candidate) { return candidate.get() == of.device; });
             return parts[static_cast<std::size_t>(device - devices_.begin())].has(of.number);
-        });
+        };
+        decide([&](int layer) { return is_in_parts(layers_[index(layer)]); });
+        for (const Layer& layer : layers_)
+            if (is_in_parts(layer)) layer.device->collect_moves(layer.number);
     }
 }
 

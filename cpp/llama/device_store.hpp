@@ -89,7 +89,8 @@ public:
     // Must be called for every attention node that was changed. Returns whether it was the last
     // one: the graph needs nothing more of the heads then, and decide_meanwhile() can be called.
     bool note_changed(int layer);
-    // Begins to commit steps that the devices compute, if nothing that they find out is needed.
+    // Begins to commit steps that the devices compute, or to prepare what several tokens need
+    // first.
     static void decide_meanwhile(const std::vector<DeviceStore*>& stores);
     // Must be called after every micro-batch that was read: commits its entries in all layers,
     // which evicts what budgets cannot hold. Steps that were committed stay as they are.
@@ -190,11 +191,17 @@ private:
     void make_room(int n_tokens, std::int32_t position, int n_drafts);
     void commit(int layer, int head, bool found, int worker);
     bool protects_newest(int n) const;
-    void commit_by_parts();
+    void commit_by_parts(bool prepared);
     void stage(int layer, int head, bool found);
     bool evicts() const;
     void plan_commit();
     void decide() noexcept;
+    void prepare_look_up();
+    // Tells whether a step's commit needs what the devices find out about it, and whether that is
+    // prepared while they compute: what single tokens found out before is still to be read then.
+    bool looks_up() const { return plan_.due || step_.observing; }
+    bool prepares_look_up() const { return looks_up() && step_.n_tokens > 1; }
+    bool end_background();
     bool take_decisions();
     void end_decisions();
     void commit_alone();
@@ -258,7 +265,7 @@ private:
     CommitPlan plan_;
     bool is_committed_ = true;
     std::int32_t next_ = -1;  // the position of a single token for which there is room; -1: none
-    bool deciding_ = false;   // whether the step is being committed while devices compute
+    bool deciding_ = false;   // whether decide() was begun while devices compute
     std::exception_ptr decision_error_;
     // Says what the devices look up while the next token is read, and the ledger is told later.
     struct Late {
