@@ -740,6 +740,7 @@ def test_policy_auto_needs_no_predictor(llama: Path) -> None:
         assert "alone. `entropykv calibrate` teaches" in str(session.cache.untaught)
 
 
+@pytest.mark.usefixtures("one_text")
 def test_what_a_session_on_the_cpu_has_learnt_serves_one_on_a_device(
     own_llama: Path, learnt_folder: Path
 ) -> None:
