@@ -77,18 +77,18 @@ def new_file(target: str | os.PathLike[str], *, private: bool = False) -> Iterat
     if obstacle is not None:
         raise OSError(errno.EINVAL, obstacle)
     part = target.parent / f".{target.name}.{secrets.token_hex(_TOKEN_BYTES)}.part"
-    try:
-        with open(part, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)):
-            pass
-    except ValueError as error:  # The name has a null byte.
-        raise OSError(errno.EINVAL, str(error)) from error
-    try:
+    try:  # An interrupt may come as soon as the file is there.
+        try:
+            with open(part, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)):
+                pass
+        except ValueError as error:  # The name has a null byte.
+            raise OSError(errno.EINVAL, str(error)) from error
         yield part
         system.sync(part)
         os.replace(part, target)
         system.sync_folder(target.parent)
     finally:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             part.unlink(missing_ok=True)
 
 

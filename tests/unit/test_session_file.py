@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv import SessionFileError, _core
+from entropykv import SessionFileError, _core, files
 from entropykv.files import new_file
 from entropykv.session.file import (
     MAGIC,
@@ -432,3 +432,16 @@ def test_an_interrupt_leaves_no_debris(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted_write(tmp_path / "x")
     assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_right_after_a_file_was_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        open(*arguments, **options).close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "open", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt), files.new_file(tmp_path / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
