@@ -63,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 DRAWN_ROWS = 64
 N_NOT_TIMED = 4  # tokens of several sequences
+N_WARMED_UP = 1024  # tokens of a prompt, whose operations load kernels
 
 
 class RepeatingWriter(TinyWriter):
@@ -106,7 +107,7 @@ def measure(session: Session, length: int, written: int) -> tuple[float, float, 
     store did for each of these.
     """
     tokens = tokens_of(length)
-    session.decode(tokens[:64])
+    session.decode(tokens[:N_WARMED_UP])
     session.reset()
     start = time.perf_counter()
     session.decode(tokens)

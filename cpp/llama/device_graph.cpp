@@ -13,10 +13,6 @@ constexpr int kPartBlock = 64;
 constexpr int kMaskValues = 1 << 23;
 // A group of KV heads has so many nodes at most, which bounds the graph.
 constexpr int kMostParts = 16;
-// From so many rows on, each KV head is one index of the fourth dimension for a single token, too.
-// CUDA has a kernel then that reads rows once for all query heads of their KV head, and whose parts
-// are added up in a time that does not grow with the number of rows.
-constexpr std::int64_t kManyRows = 4096;
 
 }  // namespace
 
@@ -102,7 +98,6 @@ std::vector<ggml_tensor*> DeviceGraph::attention_of(int n_sequences) {
         const std::int64_t width =
             single ? layer_.position_stride(group) : layer_.width_of(group, step_.n_tokens);
         ggml_tensor* mask = single ? stored_mask(group) : mask_of_alike(width);
-        if (single && width >= kManyRows) treat_as_uneven();
         if (single && is_plain(group)) mask->ne[3] = 1;  // the mask of the first head serves all
         ggml_tensor* attended =
             attended_by(group, rows_of(k_, layer_.shape().k_dim, group, width),
