@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from entropykv import Session
-from entropykv.evaluation.passkeys import RecallItem, RecallPart, ask, recall_items
+from entropykv.evaluation.passkeys import RecallItem, RecallPart, recall_items
 from entropykv.evaluation.reading import read, write
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
@@ -73,7 +73,7 @@ def examine(
     state = reader.files.save_state()
     written = write(reader, logits, WRITTEN_TOKENS, tick)
     reader.files.load_state(state)
-    right = ask(reader, item, tick)["right"]
+    right = RecallPart([item]).answer(reader, logits, item, tick)["right"]
     return right, len(item.tokens) / seconds, written.n_decoded / written.seconds
 
 
