@@ -174,7 +174,9 @@ _TAKEN = {
     "kv_type": "kv_type",
     "store": "store",
 }
-"""The options that have the document's values where the user gives none."""
+"""The options that have the document's values where the user gives none, but for a headwise store:
+its documents are those of the device store, too, and where layers are says which one is better.
+"""
 
 
 def add_document_option(parser: argparse.ArgumentParser, group: argparse._ActionsContainer) -> None:
@@ -203,8 +205,9 @@ def use_document(options: argparse.Namespace) -> None:
     options.document_headers = [document_header(path) for path in options.document]
     settings = options.document_headers[0].settings
     for name, field in _TAKEN.items():
-        if getattr(options, name) == options.before_document[name]:
-            setattr(options, name, getattr(settings, field))
+        value = getattr(settings, field)
+        if value != "headwise" and getattr(options, name) == options.before_document[name]:
+            setattr(options, name, value)
 
 
 def open_given(session: Session, options: argparse.Namespace) -> SavedContents | None:
