@@ -135,7 +135,9 @@ def compare_speeds(model: str, documents: list[str]) -> None:
 
 
 def write(model: str, n_tokens: int, budget: str, path: Path) -> None:
-    """Read a document of about so many tokens."""
+    """Read a document of about `n_tokens` tokens, and write it to `path`; raises SystemExit if the
+    texts are too short.
+    """
     with Session(model, n_ctx=N_CTX, kv_budget=budget) as session:
         tokens = session.tokenize("\n".join(read_texts("*").values()), add_bos=False)
         if len(tokens) < n_tokens:

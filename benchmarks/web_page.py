@@ -301,7 +301,7 @@ def busy_seconds() -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the web page costs the server, and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-m", "--model")
     options = parser.parse_args()

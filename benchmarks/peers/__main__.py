@@ -135,7 +135,11 @@ def frameworks(options: argparse.Namespace, run: Run, reference: StockReference)
 
 
 def presses(asked: str, names: Iterable[str]) -> list[str]:
-    """Return the names that are asked for: an exact name, or all names that contain the text."""
+    """Return the names that match one of the comma-separated parts of `asked`.
+
+    A part matches the name that equals it; if no name does, all names that contain it. Case does
+    not matter.
+    """
     parts, known = asked.lower().split(","), {name.lower() for name in names}
     return [
         name

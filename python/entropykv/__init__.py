@@ -48,7 +48,7 @@ def __getattr__(name: str) -> object:
         try:
             _version.check()
         except ImportError:
-            globals().pop("_core", None)  # What was loaded and refused is no attribute.
+            globals().pop("_core", None)  # A refused extension must be no attribute.
             raise
     if name != "_core":
         globals()[name] = getattr(importlib.import_module(home), name_there)

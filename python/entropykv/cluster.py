@@ -44,7 +44,7 @@ class TaskKind(Generic[Shared, Work, Result]):
 
 
 class Cluster:
-    """A connection to a Ray cluster; connected() opens it."""
+    """Hold a connection to a Ray cluster; connected() opens it."""
 
     def __init__(self, ray: Any, tick: Callable[[], object]) -> None:
         """Use the package `ray`, which is connected.

@@ -73,8 +73,8 @@ class PoolError(EntropyKVError):
 class ContextError(EntropyKVError, ValueError):
     """Raised for an empty prompt, a prompt longer than the context, or a position out of range.
 
-    `n_tokens` and `n_ctx` are how many tokens a prompt has, and the context; None: it is another
-    error.
+    `n_tokens` and `n_ctx` are how many tokens the too long prompt has, and how many the context
+    has; None for other errors.
     """
 
     def __init__(
@@ -103,6 +103,6 @@ class MissingExtraError(EntropyKVError, ImportError):
 
 def reason_of(error: Exception, most: int = 160) -> str:
     """Return the message of an error of another package, in one line of at most `most` characters,
-    for a message of ours; its type's name if it says nothing.
+    to quote it in a message of ours; the name of its type if the message is empty.
     """
     return " ".join(str(error).split())[:most] or type(error).__name__

@@ -27,8 +27,9 @@ def lock_if_possible(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def lock_patiently(descriptor: int) -> bool:
-    """Lock an open file, although is_locked() of another process may have locked it for a moment;
-    raises OSError if the file system has no locks.
+    """Lock an open file, although is_locked() of another process may have locked it for a moment.
+
+    Returns False if another process keeps a lock. Raises OSError if the file system has no locks.
     """
     for _ in range(_ATTEMPTS):
         if system.lock(descriptor):

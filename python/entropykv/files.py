@@ -49,7 +49,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 def remove_oldest(
     files: Iterable[tuple[float, int, Path]], most_bytes: int, remove: Callable[[Path], bool]
 ) -> None:
-    """Remove files until the others have at most so many bytes, those with the earliest time first.
+    """Remove files, those with the earliest time first, until the others have at most `most_bytes`.
 
     `files`: time, bytes and path of each. `remove` may leave a file, and then returns False.
     """
@@ -67,10 +67,10 @@ def new_file(target: str | os.PathLike[str], *, private: bool = False) -> Iterat
     """Yield an empty file beside `target`; at the end, it is synced to disk and renamed to
     `target`.
 
-    `private`: whether only its owner can read it, whatever the umask allows; Windows has no such
-    mode, and its folders decide.
-    On an error, it is removed and `target` is unchanged. A process that is killed leaves it behind:
-    see remove_left_overs(). Raises OSError if it cannot be written.
+    `private`: whether only its owner can read the file, whatever the umask allows; Windows has no
+    such mode, and its folders decide. On an error, the new file is removed and `target` is
+    unchanged. A process that is killed leaves the new file behind: see remove_left_overs(). Raises
+    OSError if it cannot be written.
     """
     target = Path(target)
     obstacle = system.name_obstacle(target)

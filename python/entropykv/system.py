@@ -100,9 +100,9 @@ def number_of(descriptor: int) -> int:
 def lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file until it is closed; returns False if another process holds the lock.
 
-    Any number of processes may hold a `shared` lock, while none holds another one. Windows removes
-    no file that is open, which is what shared locks are for, so that it needs none. Raises OSError
-    if the file system has no locks.
+    Any number of processes may hold a `shared` lock, while none holds another one. On Windows, a
+    `shared` lock does nothing: it would keep other processes from removing the file, and Windows
+    removes no open file. Raises OSError if the file system has no locks.
     """
     try:
         if WINDOWS and shared:
@@ -185,7 +185,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 def sync_folder(path: str | os.PathLike[str]) -> None:
     """Write the names in a folder to the disk where the system and the file system can do so."""
     if WINDOWS:
-        return  # It writes names by itself, and opens no folder.
+        return  # Windows writes names by itself, and opens no folder.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -217,7 +217,7 @@ def name_obstacle(path: str | os.PathLike[str]) -> str | None:
 def c_function(name: str) -> Callable[..., int] | None:
     """Return a function of the C library that Python uses; None if it has none of this name.
 
-    Windows has none of those that we ask for.
+    Windows has none of the functions that callers ask for.
     """
     if WINDOWS:
         return None
@@ -318,7 +318,7 @@ def prepare_streams() -> None:
     """
     for descriptor, (name, flags, encoding, errors) in enumerate(_STREAMS):
         if not _is_open(descriptor):
-            os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free: this one.
+            os.open(os.devnull, os.O_RDWR)  # It gets the lowest free number: `descriptor`.
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"

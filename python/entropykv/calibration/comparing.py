@@ -141,7 +141,7 @@ def ways_of(profile: EntropyProfile) -> list[str]:
 
 
 def possible_ways(predictable: bool) -> list[str]:
-    """Return the ways to use profiles that have a predictor, or have none."""
+    """Return the ways to use a profile; `predictable`: the profile has a predictor."""
     return list(WAYS) if predictable else [NO_PROFILE, WAYS[2]]
 
 
@@ -155,7 +155,7 @@ def lessons_of(texts: Sequence[Text], tokenize: Tokenize, length: int) -> list[t
 def comparison_tokens(
     passages: Sequence[PlantedPassage], taught: Sequence[Sequence[int]], predictable: bool
 ) -> int:
-    """Return how many tokens compare_ways() reads; `predictable`: profiles have a predictor."""
+    """Return how many tokens compare_ways() reads; `predictable`: the profile has a predictor."""
     n_readings = 1 + len(possible_ways(predictable)) * len(BUDGETS)
     n_taught = sum(map(len, taught)) if predictable and passages else 0
     return n_readings * sum(passage.n_read for passage in passages) + n_taught
@@ -171,8 +171,8 @@ def compare_ways(
     """Return what the ways with settings.profile lose, and the best.
 
     Without the profile, the model has learnt from the texts `taught`: see lessons_of(). Without
-    passages, only its predictor is used, if it has one. Memory holds one model and the
-    logits of two readings of a passage.
+    passages nothing is compared, and the best way uses only the profile's predictor, if it has one.
+    Memory holds one model and the logits of two readings of a passage.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
@@ -250,7 +250,7 @@ def as_if(
 ) -> EntropyProfile:
     """Return the profile with a comparison that makes policy auto use it in this way.
 
-    Without a profile, `learnt` is the predictor that the model has; None: it learns from the text.
+    With NO_PROFILE, `learnt` is the predictor that the model has; None: it learns from the text.
     """
     if way == NO_PROFILE:
         return replace(profile, curves=None, predictor=learnt, comparison=None)

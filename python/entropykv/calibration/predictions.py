@@ -16,7 +16,7 @@ LEAST_TEXT = 256
 """The shortest text in tokens; half of a shorter one hardly exceeds the protected entries."""
 CONTINUATION_FRACTION = 1 / 8
 REPETITION_FRACTION = 1 / 16
-"""The fraction of the text that is predicted."""
+"""How much is predicted, as fractions of the whole text: after its half, and as a repetition."""
 
 
 def half_of(text: Sequence[int]) -> Sequence[int]:
@@ -38,7 +38,10 @@ class Prediction:
     tokens: Sequence[int]
 
     def rows(self, predict: Callable[[Sequence[int]], Logits]) -> Logits:
-        """Return the logits after each token; `predict` reads tokens and returns their logits."""
+        """Return the logits after each of `self.tokens`, (len(self.tokens), n_vocab).
+
+        `predict` reads tokens and returns the logits after each of them.
+        """
         return predict([*self.request, *self.tokens])[len(self.request) :]
 
     def weight(self, whole: Logits) -> float:

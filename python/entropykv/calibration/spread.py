@@ -56,7 +56,9 @@ class StepSettings:
     profile: EntropyProfile | None = None
     """What earlier steps measured, for those that need it."""
     learnt: ScorePredictor | None = None
-    """What the model learns from texts without the profile, for the step that compares both."""
+    """What the model learns from texts without the profile, for the step that compares ways to use
+    the profile with none.
+    """
 
     @classmethod
     def of(

@@ -18,9 +18,9 @@ LEAST_PIECE = 256
 HELD_BACK_SHARE = 0.4
 """The largest share of the texts that is held back."""
 _FEW = 5
-"""Fewer texts are held back in part."""
+"""Of fewer texts than this, the end of each is held back instead of whole texts."""
 HELD_BACK_PART = 0.25
-"""The part at the end of each text that is held back of few texts."""
+"""The part of each text, at its end, that is held back if there are few texts."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def choose_sequences(
     max_length: int,
     seed: int,
 ) -> list[Excerpt]:
-    """Return up to n_sequences of at most max_length tokens, beginning with the start of every
-    text.
+    """Return up to `n_sequences` sequences of at most `max_length` tokens, those at the start of
+    every text first.
 
     The seed permutes the texts. If there are fewer texts than sequences, the next max_length tokens
     of each text follow, and so on, unless less than half of max_length is left. Raises
@@ -151,7 +151,7 @@ def long_sequences(
 
 
 def _beginning(content: str, tokenize: Callable[[str], list[int]], n_tokens: int) -> str:
-    """Return the first words of a text, of about so many tokens."""
+    """Return the first words of a text, of about `n_tokens` tokens."""
     share = n_tokens / max(1, len(tokenize(content)))
     if share >= 1.0:
         return content

@@ -60,11 +60,11 @@ def head_trust(
     texts: Sequence[tuple[int, ...]],
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> FloatArray | None:
-    """Return the values of ScorePredictor.trust: 0 for KV heads that lose more with the predictor
-    of settings.profile, else 1.
+    """Return the values of ScorePredictor.trust, (n_layer, n_head_kv): 0 or 1.
 
-    The value is 0 if a head loses more both in the continuation and in the repetition. Returns None
-    if the texts are too short.
+    The value is 0 if a KV head loses more (by MARGIN) with the predictor of settings.profile than
+    without it, in the continuation as well as in the repetitions. Returns None if the texts are too
+    short.
     """
     long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     if not long_enough:
@@ -99,7 +99,7 @@ def lose(
             n_read = CurveRules.for_length(len(text)).n_read
             shares.append(observer.importance_of(text[:n_read]))
             on_progress(n_read)
-    # This is in characters, of which there are more than tokens.
+    # len(REQUEST) counts characters, of which there are more than tokens.
     longest = n_ctx + OVERLAP + len(REQUEST)
     with Observer(settings.path, n_ctx=longest, **engine) as observer:
         request = observer.tokenize_plainly(REQUEST)
@@ -120,8 +120,8 @@ def _pieces(text: Sequence[int], rules: CurveRules) -> list[Sequence[int]]:
 
 
 def _losses(read: ReadText, tokens: Sequence[int], shares: Sequence[Sequence[Rows]]) -> FloatArray:
-    """Return the loss of the heads over the queries of `tokens`: (without and with predictions,
-    ...).
+    """Return the loss of the KV heads over the queries of `tokens`, without and with predictions:
+    (2, n_layer, n_head_kv).
     """
     read.rollback()
     n_read = len(shares[0][0])

@@ -83,8 +83,9 @@ class TurnInput:
         return f"{found[number]} " if number < len(found) else None
 
     def keep_history(self) -> None:
-        """Write the lines that were typed, for later chats of this user alone; a disk that refuses
-        keeps none.
+        """Write the lines that were typed to the history file, which only this user can read.
+
+        Nothing is raised if the file cannot be written.
         """
         if self._readline is None:
             return

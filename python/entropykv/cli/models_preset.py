@@ -51,7 +51,7 @@ class Presets:
 
 
 def read_presets(path: str, parser: CommandParser) -> Presets:
-    """Return the presets of a file; what [*] says is in each of them.
+    """Return the presets of a file; each section has the options of [*] that it does not set.
 
     The keys are options of `parser`, without their dashes. Raises SettingsError, which names the
     section, for a file that cannot be read, a key that is not an option of a model, and an invalid

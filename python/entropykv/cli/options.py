@@ -213,7 +213,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_draft_options(group: argparse._ActionsContainer) -> None:
-    """Add options of who guesses tokens ahead, and how many."""
+    """Add the options of drafts: how tokens are guessed ahead, and how many."""
     add_option(group, CacheOptions, "spec_type", type=spec_type)
     for name in of_group(CacheOptions, "drafts"):
         add_option(group, CacheOptions, name)

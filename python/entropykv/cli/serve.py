@@ -121,7 +121,9 @@ class Spellings:
         self._group = group
 
     def add_argument(self, name: str, **options: Any) -> argparse.Action:
-        """Add an option under all of its names; an option may be given once."""
+        """Add an option under all of its names; only lists (model, stop and kv_overrides) may be
+        given several times.
+        """
         field = name[2:]
         names = (name, f"--{field.replace('_', '-')}", *_LLAMA_SERVER.get(field, ()))
         if field in OF_SERVER:
@@ -181,7 +183,7 @@ class _Translated(_Once):
     """Translate a value of llama-server to one of our settings, and store it."""
 
     def __init__(self, *arguments: Any, read: Callable[[str], Any], **options: Any) -> None:
-        """Use `read`, which raises SettingsError for a value without a translation."""
+        """Translate values by `read`, which raises SettingsError for an unknown value."""
         super().__init__(*arguments, **options)
         self._read = read
 
@@ -416,7 +418,9 @@ def _warn_of_threads(model: ModelOptions | ModelCatalog) -> None:
 
 
 def _for_replicas(model: ModelOptions | ModelCatalog) -> ModelOptions:
-    """Return the only model of replicas, which stays loaded; raises SettingsError for several."""
+    """Return the only model of replicas; raises SettingsError for several models, and for one that
+    is unloaded while it is idle.
+    """
     from entropykv.server import ModelOptions  # noqa: PLC0415
 
     if not isinstance(model, ModelOptions) or model.sleep_idle_seconds >= 0:

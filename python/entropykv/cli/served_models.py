@@ -77,8 +77,10 @@ def _add(places: dict[str, dict[str, Any]], name: str, place: dict[str, Any]) ->
 def _served(
     name: str, given: dict[str, Any], place: Mapping[str, Any] | None, *, load_on_startup: bool
 ) -> ServedModel:
-    """Return one of several models; without a `place`, its preset or its name determines
-    the file.
+    """Return the model called `name`, one of several models of a server.
+
+    `given`: its options. `place`: the options that say where its file is; None: `given` or the name
+    says it. Raises SettingsError.
     """
     from entropykv.server import ModelOptions, ServedModel  # noqa: PLC0415
 

@@ -126,8 +126,8 @@ def _equal(one: FileTensor, other: FileTensor) -> bool:
 
 
 def check_tensors(path: Path, shape: DecoderShape, tensors: dict[str, Tensor]) -> None:
-    """Raise an error for a tensor that is missing, unexpected, or of a shape that the graph cannot
-    use.
+    """Raise ModelFileError for a tensor that is missing or has another shape than the graph's, and
+    UnsupportedModelError for one that the graph does not have.
     """
     required, optional = shape.required(), shape.optional()
     for name, tensor in tensors.items():

@@ -80,7 +80,10 @@ class FileTensor(Tensor):
         return data.reshape(count, row_bytes)
 
     def float_rows(self, first: int, count: int) -> Floats:
-        """Read `count` rows from `first` on, dequantised."""
+        """Return `count` rows from row `first` on in float32, (count, values of a row).
+
+        Raises UnsupportedModelError for a type that gguf cannot read.
+        """
         return self._as_floats(self.raw_rows(first, count))
 
     def float_chunks(self) -> Iterator[Floats]:
@@ -128,8 +131,8 @@ class TernaryTensor(Tensor):
 
     @abstractmethod
     def rows(self, first: int, count: int) -> Ternary:
-        """Read `count` rows without their scale from row `first` on, which is a multiple of
-        row_step.
+        """Return `count` rows without their scale, (count, columns), from row `first` on, which is
+        a multiple of row_step.
         """
 
     @abstractmethod
@@ -137,8 +140,8 @@ class TernaryTensor(Tensor):
         """Return the factor of the ternary values, which is finite and above 0."""
 
     def ternary_chunks(self) -> Iterator[Ternary]:
-        """Yield all rows without their scale, some at a time, so that a large tensor is never whole
-        in memory.
+        """Yield all rows without their scale, in order, as arrays of some rows, so that a large
+        tensor is never whole in memory.
         """
         rows, columns = self.shape
         step = max(1, CHUNK_ELEMENTS // (columns * self.row_step)) * self.row_step

@@ -36,9 +36,10 @@ class WorkFigures:
     """Hold the figures of one kind of work of one contestant: `phase` is prompt or decode, `work`
     one of WORKS.
 
-    `ratio`: stock's seconds divided by these. `operations` and `bytes` are per second: for weights,
-    as they are read; for attention, those of a full cache's rows (prompt) and of the entries in use
-    (decode); 0 if unknown.
+    `seconds`: for the whole prompt, or for decoding BLOCK tokens. `share`: their part of the
+    seconds of all kinds of work. `ratio`: stock's seconds divided by these. Operations and bytes
+    per second are, for weights, those of the weights as they are read; for attention, those of a
+    full cache's rows (prompt) and of the entries in use (decode); 0 if unknown.
     """
 
     phase: str
@@ -64,8 +65,9 @@ Times = Mapping[str, tuple[float, float, float]]
 def works_of(phase: str, times: Times, stock: Times, load: AttentionLoad) -> list[WorkFigures]:
     """Return the figures of every kind of work that took time.
 
-    `times` and `stock` are those of every node of a graph, which llama.cpp computes separately for
-    this, also those that entropykv computes.
+    `times`, and `stock` for stock llama.cpp: seconds, operations and bytes by the kind of work.
+    They were measured while every node of the graph was computed separately, also the nodes that
+    entropykv computes.
     """
     total = sum(seconds for seconds, _, _ in times.values())
     found = []
@@ -220,7 +222,7 @@ class _Contestant:
         )
 
     def _disagreement(self) -> float:
-        # So many blocks are one round.
+        # One round has this many blocks.
         n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)
         firsts = range(0, len(self.decode_seconds), max(1, n_blocks))
         written = [statistics.median(self.decode_seconds[i : i + n_blocks]) for i in firsts]
@@ -397,7 +399,8 @@ def bench_drafts(
     it. The fourth lets it go on writing prose. Every text is written without drafts and with them,
     one after the other in every round; the texts must be the same.
 
-    `options.spec_type` and those of the draft model say how tokens are guessed; n_ctx is set here.
+    `options.spec_type` and the options of a draft model say how tokens are guessed; n_ctx is set
+    here.
     Raises the errors of Session.
     """
     options = replace(options, n_ctx=length + n_tokens + 1)

@@ -82,10 +82,10 @@ def measure_on_cluster(
     """Measure everything that the log lacks on the cluster at `address`, and add it to the log.
 
     `parts` are those of job.request. `tick` is called with 0 while tasks run, and may raise to
-    stop; running tasks are then cancelled, and what they measured is lost. Raises SettingsError if
-    Ray is missing, the cluster cannot be reached, no node has enough CPUs, or a policy learns from
-    earlier items; EntropyKVError if workers die MOST_TRIES times at one item; and the errors of the
-    evaluation.
+    stop; running tasks then end with the connection, and what they measured is lost. Raises
+    SettingsError if Ray is missing, the cluster cannot be reached, no node has enough CPUs, or a
+    policy learns from earlier items; EntropyKVError if workers die MOST_TRIES times at one item;
+    and the errors of the evaluation.
     """
     _check_order(job, parts)
     items = [{item.digest: item for item in part.items} for part in parts]

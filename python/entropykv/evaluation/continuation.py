@@ -100,7 +100,7 @@ class References:
     (float32 rows) and one of tokens.
 
     They are in a temporary folder, or in `folder`, where an interrupted run leaves them for a later
-    one. Of both, the caller makes sure that they have the same model and settings.
+    one. The caller makes sure that both runs have the same model and settings.
     """
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int, folder: Path | None = None) -> None:
@@ -135,7 +135,9 @@ class References:
         self.close()
 
     def has(self, digest: str) -> bool:
-        """Tell whether a text is complete; a machine that lost its power may have written half."""
+        """Tell whether the two files of a text are there and complete; a machine that lost its
+        power may have written half of them.
+        """
         files = (self._tokens(digest), self._logits(digest))
         return all(file.exists() for file in files) and files[1].stat().st_size == self._n_bytes
 
@@ -189,7 +191,7 @@ class ContinuationPart(EvalPart):
         self._references = references
 
     def needs_reference(self, item: ContinuedText) -> bool:
-        """Tell whether what stock predicts is not known from an earlier run."""
+        """Tell whether no earlier run has stored what stock predicts for this item."""
         return not self._references.has(item.digest)
 
     def reference(self, stock: StockSession, item: ContinuedText, tick: Tick) -> Values:

@@ -273,7 +273,7 @@ def _case_of(
     facts: Sequence[Fact],
     planted: Sequence[_Sentence],
 ) -> Case:
-    """Put every fact before a sentence of the passage, of which there are as many or more."""
+    """Put every fact before a sentence of the passage, which has at least as many sentences."""
     places = sorted(rng.sample(range(len(passage)), len(facts)))
     total = sum(sentence.n_tokens for sentence in (*passage, *planted))
     pieces: list[str] = []

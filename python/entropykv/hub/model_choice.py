@@ -159,7 +159,7 @@ def parts_of(listing: Listing, first: HubFile) -> list[HubFile]:
 def quant_of(model: HubFile) -> str | None:
     """Return the quantisation in a file's name, in capitals; None if the name has none.
 
-    It is the text after the last dash or dot, as in llama.cpp.
+    It is what follows the last dash or dot before .gguf, without the number of a split file.
     """
     found = _QUANT.search(_split_of(model).prefix)
     return None if found is None else found[1].upper()

@@ -23,7 +23,8 @@ GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 def context_parameters(
     model: Model, options: CacheOptions, n_ubatch: int, cells: int, n_sequences: int = 1
 ) -> Any:
-    """Return the parameters that both stores need, with `cells` cells in llama.cpp's own cache.
+    """Return the parameters of a context with `cells` cells in llama.cpp's own cache; the caller
+    sets what only its own context needs.
 
     The sequences share the cells. Raises ModelFileError for a model that would keep llama.cpp in an
     endless loop.

@@ -34,13 +34,13 @@ class Divergences(NamedTuple):
     """Hold for every row how far two distributions are apart, in nats."""
 
     kl: Floats
-    """The KL divergence from the reference to the other one."""
+    """The KL divergence of the other logits' distribution from the reference's."""
     norms: Floats
     """The logarithm of the sum of the reference's exponentials: log-probabilities are logits minus
     this.
     """
     other_norms: Floats
-    """The same of the other one."""
+    """The logarithm of the sum of the other logits' exponentials."""
 
 
 def divergences(reference: Logits, other: Logits) -> Divergences:

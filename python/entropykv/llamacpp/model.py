@@ -59,9 +59,10 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> str:
 
 
 def serves_products() -> bool:
-    """Tell whether the extension's kernels compute products.
+    """Tell whether the extension's kernels compute products of quantised weights.
 
-    On a machine with AMX or a device, the kernels of llama.cpp are faster.
+    They do not if the CPU has AMX, or if llama.cpp was built for a device, because the kernels of
+    llama.cpp are faster then.
     """
     has_amx = b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
     offloads = llama_cpp.llama_supports_gpu_offload()
@@ -176,7 +177,9 @@ class Model:
         return self._weights
 
     def share(self) -> Model:
-        """Return another owner of the same weights, which is closed by itself, as by a session."""
+        """Return another Model of the same weights, which must be closed, too; the last one that is
+        closed frees the weights. Raises EntropyKVError if this one is closed.
+        """
         other = copy.copy(self)
         other._weights = self._weights.share()  # noqa: SLF001  (it is a Model, too)
         return other
@@ -198,11 +201,11 @@ class Model:
             return ControlNames.of_vocabulary(self.vocabulary)
 
     def said(self, value: Any, *, is_answer: bool = False) -> Any:
-        """Return what others say, a text or texts within lists and objects, as tokenize() reads it
-        without control tokens, whatever it says.
+        """Return texts of users, tools or documents, also within lists and objects, marked so that
+        tokenize() reads no control token in them.
 
-        `is_answer`: tags of thoughts stay control tokens, as in what the model has written. Nothing
-        changes if names of control tokens in it should be read as such tokens.
+        `is_answer`: the texts are of the model, so that tags of thoughts stay control tokens. With
+        LoadOptions.parse_special, the texts are returned unchanged.
         """
         if self._options.parse_special:
             return value

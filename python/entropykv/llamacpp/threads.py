@@ -17,7 +17,7 @@ from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import FreeCores, OtherWork, allowed_cpus, threads_at_a_time
 
 LOOK = 0.15
-"""The least seconds of steps after which the way that they were computed in is judged."""
+"""How many seconds of steps are measured, at least, before the current Way is judged."""
 SHORTEST_TRIAL = 0.04
 """Seconds after which a way that is clearly slower is given up."""
 CLEARLY_FASTER, CLEARLY_SLOWER = 0.96, 1.4
@@ -29,21 +29,23 @@ SUDDENLY_SLOWER = 2.0
 that fewer threads are tried at once.
 """
 FIRST_PAUSE, LONGEST_PAUSE = 4.0, 32.0
-"""The shortest and the longest pause between two trials, in seconds of steps: it begins with the
-shortest, and doubles after every trial without success.
+"""The shortest and the longest pause between two trials, in seconds of steps: the pause begins with
+the shortest, and doubles after every trial without success.
 """
 LOST = 0.02
 """The share of the time that trials may lose; it makes pauses longer after those that lost much."""
 SHORTEST_PAUSE = 0.5
 """Seconds of steps between trials if others have just begun or ended to use cores."""
 SEARCH_PAUSE = 1.0
-"""Seconds of steps after which cores are searched again that others seem to leave free."""
+"""Seconds of steps after a search that found too few free cores for the expected Way, until the
+next search.
+"""
 WANTED = 0.5
-"""Cores that other processes want, from which on fewer threads are tried."""
+"""If other processes want at least this many cores, fewer threads are expected to be faster."""
 
 
 class Way(NamedTuple):
-    """Say how threads are divided."""
+    """Say how the threads of a step are divided."""
 
     threads: int
     """Threads that compute all nodes, and wait for each other after each."""
@@ -65,7 +67,7 @@ class Steps:
 
 
 def work_of(n_tokens: int) -> float:
-    """Return about how much work a step of so many tokens is, in units of one of a single token."""
+    """Return about how much work a step of `n_tokens` tokens is; a single token has 1."""
     return 1.0 + 0.12 * (n_tokens - 1)
 
 
@@ -186,8 +188,8 @@ class ThreadChoice:
             self._reject(tried, steps.seconds - expected)
 
     def _reject(self, way: Way, lost: float) -> None:
-        """Wait longer until the next trial, after one that was not worth it and lost so many
-        seconds.
+        """Wait longer until the next trial, after a trial of `way` that was not worth it and lost
+        `lost` seconds.
         """
         self._waited = 0.0
         if way == self._hint:
@@ -224,8 +226,11 @@ class ThreadChoice:
             self._next_way += 1
 
     def _try(self, way: Way, pace: float) -> None:
-        """Try a way, or ask for its cores first. Helpers would disturb who looks for free cores,
-        and steps with helpers lose less by a thread too many.
+        """Try a way, but ask for free cores first if it has more threads and helpers are not
+        allowed.
+
+        Helpers would disturb the search for free cores, and with them, steps lose less by a thread
+        too many.
         """
         if way.threads > self.way.threads and not self._helps:
             self._asked = way, pace
@@ -233,12 +238,14 @@ class ThreadChoice:
             self._before, self.way = (self.way, pace), way
 
     def _expected(self, wanted: float) -> Way:
-        """Return the way that should be the fastest while others want so many cores."""
+        """Return the way that should be the fastest while others want `wanted` cores."""
         taken = 0 if wanted < WANTED else max(1, round(wanted))
         return self._with(max(1, min(self.most, self._cores - taken)))
 
     def _with(self, threads: int) -> Way:
-        """Return the way with so many threads, which all others help if there may be helpers."""
+        """Return the Way with this many threads that compute all nodes; the remaining ones are
+        helpers, if helpers are allowed.
+        """
         return Way(threads, min(self.most, self._cores) - threads if self._helps else 0)
 
     def _neighbours(self) -> list[Way]:
@@ -267,7 +274,7 @@ WORKING = 0.7
 
 
 class Search:
-    """Hold a search for cores that a choice has asked for."""
+    """Hold a search for free cores that a ThreadChoice has asked for."""
 
     def __init__(self, choice: ThreadChoice) -> None:
         """Begin to search."""
@@ -289,14 +296,14 @@ class Threads:
         only_embeds: bool = False,
         others: OtherWork | None = None,
     ) -> None:
-        """Use `options`' numbers of threads for one token and for several: as maxima, or always
-        without `let_help`, or if the options say so.
+        """Use the numbers of threads in `options`, one for single tokens and one for several.
 
-        `let_help(n)` lets n more threads help until `let_help(0)`; None where llama.cpp or a device
-        attends, because numbers may depend on how many threads do; ours do not. `only_embeds` if
-        the CPU only looks up embeddings of tokens, and devices compute the rest: then it takes
-        longer to wake threads than to look up a few. `others` has looked at what other processes
-        do, such as while the model was loaded.
+        They are maxima, but fixed without `let_help`, or if the options say so. `let_help(n)` lets
+        n more threads help until `let_help(0)`; None where llama.cpp or a device computes
+        attention, because its results may depend on the number of threads; ours do not.
+        `only_embeds`: the CPU only looks up embeddings of tokens, and devices compute the rest;
+        then it takes longer to wake threads than to look up a few. `others`: it has looked at other
+        processes since it was made, for example while the model was loaded; None: begin to look.
         """
         self._alone = only_embeds and not options.fixed_threads
         self._fixed = let_help is None or options.fixed_threads or options.most_threads == 1
@@ -307,7 +314,7 @@ class Threads:
         self._few = ThreadChoice(several, cores)
         self._many = ThreadChoice(several, cores, helps=let_help is not None)
         self.tried = False
-        """Whether the last step was to find out how fast it is with other threads."""
+        """Whether the last step was a trial of other threads, or a search for free cores ran."""
         self._n_running = 0
         self._others = others or OtherWork()
         self._search: Search | None = None
@@ -342,7 +349,7 @@ class Threads:
                 self._let_help(0)
         if self._search is not None:
             self._search.in_steps += seconds
-        # A step that took long may have done so because of others.
+        # Other processes may be the reason why a step took long.
         self._look_at_others()
         choice.add(n_tokens, seconds)
 
@@ -355,7 +362,7 @@ class Threads:
     def _look_for_cores(self, choice: ThreadChoice) -> None:
         """Begin or end the search for cores that a choice has asked for, one search at a time.
 
-        It says nothing if the threads of steps did not work meanwhile.
+        Its result counts only if steps took most of the time meanwhile: see WORKING.
         """
         search = self._search
         if search is not None and (free := search.cores.found()) is not None:

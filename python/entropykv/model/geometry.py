@@ -199,8 +199,10 @@ def read_chat_template(path: str | os.PathLike[str]) -> str | None:
 
 
 def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeometry:
-    """Return the geometry that a header declares; raises ModelFileError or ValueError if it is
-    damaged.
+    """Return the geometry that a header declares.
+
+    Raises ModelFileError or ValueError if it is damaged, and UnsupportedModelError for an unknown
+    activation.
     """
     architecture = text_value(reader, "general.architecture")
     if architecture is None:

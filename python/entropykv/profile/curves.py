@@ -54,11 +54,10 @@ class LossCurves:
 
     `layer_damage`, (n_layer,), is what the model's predictions lose if all KV heads of a layer keep
     only the protected entries, see calibration/damage.py; None if it was not measured. `importance`
-    is the measure in IMPORTANCES with which predictions lose least inside a budget shared by the
-    curves, see calibration/trial.py; None if it was not tried. Curves that sessions have learnt
-    have errors relative to the largest of all, and zeros for the mass: see policy/lessons.py. For
-    another context length, `keep` is scaled in proportion to `length`. Raises ProfileError, naming
-    the field.
+    is the measure in IMPORTANCES by which policy auto ranks entries when it shares a budget by
+    these curves; only calibrations of earlier versions chose one, otherwise it is None. For another
+    context length, `keep` is scaled in proportion to `length`. Raises ProfileError, naming the
+    field.
     """
 
     length: int
@@ -247,7 +246,7 @@ def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss
     values = np.concatenate([entries.v[positions], ones], axis=1)
     mass = np.zeros(len(rules.keep))
     dropped = np.zeros(len(rules.keep))
-    # It holds the outputs, with the mass in the last column.
+    # `lost` holds the outputs of evicted entries, and in its last column their mass.
     lost = np.zeros((len(weights), values.shape[1]), np.float32)
     ends = [min(keep, len(order)) for keep in rules.keep]
     all_lost = []

@@ -32,7 +32,10 @@ def profile_beside(model: str | os.PathLike[str]) -> Path:
 def given_profile(
     given: EntropyProfile | str | os.PathLike[str] | None,
 ) -> EntropyProfile | None:
-    """Return the profile that was given, or read it; raises ProfileError where it cannot be."""
+    """Return the given profile, which is read if it is given as a path; None if none is given.
+
+    Raises ProfileError for a file that cannot be read.
+    """
     if given is None or isinstance(given, EntropyProfile):
         return given
     return EntropyProfile.load(given)
@@ -75,8 +78,8 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _of_weights(path: Path, own: Fingerprint) -> EntropyProfile | None:
-    """Return the profile at `path` if it is of the same weights; None for others, and for other
-    files.
+    """Return the profile at `path` if it is of the weights of `own`; None for a profile of other
+    weights, and for a file that is no profile.
     """
     try:
         profile = EntropyProfile.load(path)

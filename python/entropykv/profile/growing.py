@@ -20,13 +20,13 @@ import numpy.typing as npt
 from entropykv.profile.predictor import LayerLessons, Ridge, ScorePredictor, Sums, Weights
 
 RIDGE_OF_VALUES = 2.0
-"""The factor of the ridge for the features that are values."""
+"""The factor of the ridge for the features that are elements of the value (V)."""
 LEAST_VARIATION = 1e-3
 """A feature whose deviation is a smaller part of its mean varies by the rounding of sums alone, as
 the channels of keys with huge biases do.
 """
 MOST_WEIGHT = 100.0
-"""The largest weight of a fit that is used; those of texts that say something are less than 10."""
+"""The largest weight of a fit that is used; fits to ordinary texts have weights below 10."""
 _LEAST_VARIANCE = 1e-12
 
 _Moments = npt.NDArray[np.float64]
@@ -43,7 +43,7 @@ class GrowingPredictor:
     def __init__(self, value_features: Sequence[slice], known: ScorePredictor | None) -> None:
         """Begin without lessons; `known`: what was learnt elsewhere, None for nothing.
 
-        `value_features`: which features of every layer are values.
+        `value_features`: for every layer, which features are elements of the value (V).
         """
         self._value_features = value_features
         self._known = known
@@ -60,7 +60,9 @@ class GrowingPredictor:
         self._former = []
 
     def settle(self) -> None:
-        """Let what is known by now count as known: lessons begin anew, and are averaged in."""
+        """Take the current predictor as what is known: the next lessons begin anew, and their fits
+        are averaged with it.
+        """
         self._known = self.predictor
         self._former = []
 
@@ -69,7 +71,7 @@ class GrowingPredictor:
         new.
 
         `lessons`: the sums since the beginning, or since forget() or settle(). Returns False, and
-        keeps the former predictor, if the weights are not those of a text that says something.
+        keeps the former predictor, if are_possible() rejects the new weights.
         """
         before, former = self.predictor, self._former
         n_known = self._known.n_tokens if self._known else 0
@@ -101,8 +103,8 @@ class GrowingPredictor:
 
 
 def are_possible(weights: Iterable[Weights]) -> bool:
-    """Tell whether weights are those of texts that say something; the constant may be any
-    number.
+    """Tell whether all weights are finite, and smaller than MOST_WEIGHT except that of the
+    constant; a fit to a text that teaches nothing may have others.
     """
     return all(
         np.isfinite(of_layer).all() and np.all(np.abs(of_layer[:, :-1]) < MOST_WEIGHT)

@@ -90,7 +90,7 @@ def _check_derived(data: Mapping[str, Any], field: str, names: tuple[str, ...], 
 
 def check_geometry_values(data: Mapping[str, Any], where: str) -> dict[str, int]:
     """Return n_layer, n_head, n_head_kv and n_ctx as positive integers that are consistent with
-    each other.
+    each other; raises ProfileError for other values.
     """
     for name in GEOMETRY:
         value = data[name]
@@ -108,7 +108,9 @@ def check_geometry_values(data: Mapping[str, Any], where: str) -> dict[str, int]
 
 
 def read_entropies(table: object, geometry: Mapping[str, int], where: str) -> FloatArray:
-    """Turn {"L0_H0": bits} into an array of shape (n_layer, n_head)."""
+    """Turn {"L0_H0": bits} into an array of shape (n_layer, n_head); raises ProfileError for a
+    query head that is missing or extra, and for an impossible number.
+    """
     if not isinstance(table, dict):
         raise ProfileError(f"{where}: head_entropies must be an object; {ADVICE}")
     n_layer, n_head = geometry["n_layer"], geometry["n_head"]

@@ -239,8 +239,9 @@ class Ridge:
     """Fit the linear function of one KV head from its sums of products."""
 
     def __init__(self, sums: Sums, least_variation: float = _LEAST_DEVIATION) -> None:
-        """Standardise the sums; features whose deviation is less than `least_variation` of their
-        mean are ignored.
+        """Standardise `sums`, those of one KV head in Lessons: (n_features + 1, n_features + 1).
+
+        Features whose deviation is at most `least_variation` of their mean are ignored.
         """
         n = len(sums) - 2  # The constant feature is not counted.
         count = max(sums[n, n], 1.0)

@@ -77,7 +77,7 @@ class WayComparison:
     `budgets`: fractions of the bytes of a full f16 cache. The longest text had `n_tokens` tokens.
     `repeats`: for every text, the share of the tokens of a repetition that the full cache predicts,
     from 0 to 1. `compared` is empty if the texts were too short. `best` is the way that policy auto
-    goes, one of WAYS; with NO_PROFILE, the profile has no predictor. Raises ProfileError, naming
+    uses, one of WAYS; with NO_PROFILE, the profile has no predictor. Raises ProfileError, naming
     the field.
     """
 
@@ -204,7 +204,7 @@ def _way_in(value: object, where: str, field: str, shape: tuple[int, int]) -> Co
 
 
 def advantage(base: ComparedWay, other: ComparedWay, comparison: WayComparison) -> float:
-    """Return how much less a way loses than another one, in standard deviations of chance.
+    """Return how much less `other` loses than `base`, in standard deviations of what chance gives.
 
     KL and facts count equally, over all budgets. Of a model that knows hardly any facts,
     repetitions count instead, as far as the full cache predicts them.
@@ -220,7 +220,7 @@ def advantage(base: ComparedWay, other: ComparedWay, comparison: WayComparison) 
 
 
 def _gains(base: Table, other: Table) -> Floats:
-    """Return the logarithms of the ratios of losses."""
+    """Return log(base / other) of every loss, which is positive where `other` loses less."""
     logs = [np.log(np.maximum(np.array(table), _NO_LOSS)) for table in (base, other)]
     gains: Floats = logs[0] - logs[1]
     return gains
@@ -235,11 +235,11 @@ def _against_chance(gains: Floats) -> float:
 
 
 def best_way(comparison: WayComparison) -> str:
-    """Return the way that loses least; a simpler one (earlier in WAYS) unless a later one has an
-    advantage over it that is no chance.
+    """Go through the compared ways from the simplest, NO_PROFILE, and return the best.
 
-    What is chosen must have it over no profile, too. Only the profile's predictor needs no more
-    than not to lose: with it, a model's first texts are read once, too.
+    A way replaces the best so far if its advantage over that one and its advantage over NO_PROFILE
+    exceed SURE. PREDICTOR_ONLY needs only an advantage of 0 or more, because with it a model's
+    first texts are read once.
     """
     by_name = {each.way: each for each in comparison.compared}
     none = best = by_name[NO_PROFILE]

@@ -19,8 +19,9 @@ BUDGETS = (0.5, 0.2, 0.1)
 
 
 def budget_tables(profile: EntropyProfile, policy: str) -> dict[float, npt.NDArray[np.int64]]:
-    """Return entries per KV head, (n_layer, n_head_kv), for those of BUDGETS that the context can
-    hold.
+    """Return the entries per KV head, (n_layer, n_head_kv), that `policy` gives by the profile.
+
+    The keys are those of BUDGETS, fractions of profile.n_ctx, that hold the protected entries.
     """
     layers = [_core.LayerShape(profile.n_head, profile.n_head_kv, 64, 64)] * profile.n_layer
     tables = {}

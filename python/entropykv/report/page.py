@@ -196,7 +196,9 @@ _SUITE: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
 
 
 def suite_table(sources: Sequence[ReportSource]) -> Table:
-    """Make a table of a suite's scores in percent: combinations by length and task."""
+    """Make a table of a suite's scores in percent: one row per run and settings, grouped by length
+    and question, and one column per task.
+    """
     tasks = list(
         dict.fromkeys(task for each in sources for row in each.rows for task in row.scores)
     )

@@ -71,7 +71,7 @@ class Machine:
         """Yield the limits, in CPUs, of this process's cgroup and of its parents."""
         for line in _read(self.own_cgroups).splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:  # cgroups have version 2, or both.
+            if not controllers:  # The line is of version 2, which may run beside version 1.
                 for root in (self.cgroups, self.cgroups / "unified"):
                     for folder in _folders(root, path):
                         yield from _quota(*_read(folder / "cpu.max").split())
@@ -83,8 +83,8 @@ class Machine:
 
 
 _N_TIMES = 8
-"""Times of a CPU in /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; what follows
-is counted in user and nice, too.
+"""How many times of a CPU in /proc/stat are read: user, nice, system, idle, iowait, irq, softirq
+and steal; user and nice contain the times after these.
 """
 _IDLE = (3, 4)
 
@@ -136,10 +136,10 @@ def threads_at_a_time() -> int:
 
 
 class FreeCores:
-    """Find out whether so many cores are free beside the threads that work now, by using them.
+    """Find out whether `n` cores are free beside the threads that work now, by using them.
 
-    This takes some hundredths of a second. What the system says of others does not matter: it may
-    say nothing, or not that they give way to everybody.
+    This takes some hundredths of a second. The system's figures of other processes are not used:
+    they may be missing, and do not show which processes give way to all others.
     """
 
     _SECONDS = 0.05
@@ -181,7 +181,7 @@ class FreeCores:
 
 
 def _hashing(rounds: int) -> float:
-    """Hash so many times; returns this thread's CPU time in seconds."""
+    """Hash `rounds` times; returns this thread's CPU time in seconds."""
     own = time.thread_time()
     hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
     return time.thread_time() - own

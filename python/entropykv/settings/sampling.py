@@ -68,7 +68,7 @@ class Sampling:
     dry_multiplier 0. `repeat_last_n`: how many of the newest tokens penalties consider (0: none,
     -1: the whole context). `samplers`: the names of samplers in order. `grammar`: what the answer
     must be, a Constraint or the text of a grammar (GBNF or Lark). `logit_bias`: pairs of a token
-    and the value to add to its logit. `min_tokens`: before so many tokens, the text does not end.
+    and the value to add to its logit. `min_tokens`: the text does not end before it has this many.
     seed None or -1: a random one. Raises SettingsError for impossible values.
     """
 
