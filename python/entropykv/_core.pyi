@@ -9,7 +9,9 @@ _Floats = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 
 RECALL_QUERIES: int
-"""How many queries of a KV head recall considers in a micro-batch, the last ones."""
+"""The most query rows of a KV head that recall compares with frozen keys in a micro-batch: its last
+ones.
+"""
 SEQUENCE_STATE_VERSION: int
 """The version of llama.cpp's format for the state of a sequence (LLAMA_STATE_SEQ_VERSION)."""
 
@@ -20,13 +22,13 @@ def ggml_commit() -> str:
     """Return the commit of the loaded ggml."""
 
 def differences() -> list[str]:
-    """Return how the loaded ggml differs from the headers that were compiled in: see
-    cpp/llama/built_for.hpp.
+    """Return how the loaded ggml and llama.cpp differ from the headers that were compiled in, one
+    sentence for each difference; empty if they do not: see cpp/llama/built_for.hpp.
     """
 
 def struct_layouts() -> list[tuple[str, int, str, int]]:
-    """Return the layout of structures that Python passes to llama.cpp: name, size, a field and its
-    offset, in bytes.
+    """Return the layout of structures that Python passes to llama.cpp, as (name of the structure,
+    its size in bytes, name of a field, the offset of the field in bytes).
     """
 
 class ScoreKind:
@@ -58,10 +60,12 @@ class Measure:
         """Tell whether scores depend only on positions."""
     @property
     def adds_up(self) -> bool:
-        """Tell whether it adds up shares of attention that queries gave to entries."""
+        """Tell whether scores are sums of the shares of attention that queries gave to entries."""
     @property
     def of_echoes(self) -> bool:
-        """Tell whether only queries that repeat the text count."""
+        """Tell whether only queries of an echo count, where there is one: of a request to repeat
+        the text, and of the text once more.
+        """
     @property
     def predicts(self) -> bool:
         """Tell whether scores depend only on keys and values: see HeadwiseStore.set_predictor()."""
@@ -85,11 +89,15 @@ class ImportanceSettings:
         by_values: bool = False,
         expected_lookups: float = 0.0,
     ) -> None:
-        """Set the values; `observation_window` is in tokens.
+        """Set the values.
 
-        `expected_lookups`: for how many later queries an entry gets the share of attention that is
-        predicted from its key and value; 0: nothing is predicted; more than 0 only for mass and
-        attention. Errors are found by HeadwiseStore, which raises ValueError for impossible values.
+        `decay`: the fraction of an observation that is left after one token; 1: nothing decays.
+        `observation_window`: how many of the last queries of a micro-batch count, in tokens.
+        `by_values`: scores are multiplied by the norm of the entry's value, or by its square where
+        scores are squares. `expected_lookups`: for how many later queries an entry gets the share
+        of attention that is predicted from its key and value; 0: nothing is predicted; more than 0
+        only for mass and attention. Nothing is checked here: HeadwiseStore raises ValueError for
+        impossible values.
         """
     @property
     def decay(self) -> float:
@@ -133,13 +141,17 @@ class LayerShape:
     def readers(self) -> int: ...
     @property
     def entry_values(self) -> int:
-        """Return how many values an entry of a KV head consists of."""
+        """Return how many values an entry of a KV head consists of: those of K and, unless
+        `latent`, V.
+        """
     def with_window(self, window: int, chunked: bool) -> LayerShape:
-        """Return the shape of this layer with a sliding window of so many tokens."""
+        """Return the shape of this layer with a sliding window of `window` tokens, 0 for none;
+        `chunked` is as in LayerShape().
+        """
 
 class RopeParams:
-    """Hold how a layer's keys depend on their position, with ggml's names; n_dims 0: they
-    do not.
+    """Hold the RoPE of a layer's keys, by ggml's names of the parameters. With `n_dims` 0, keys do
+    not depend on their position.
     """
 
     def __init__(
@@ -177,21 +189,25 @@ class RopeParams:
     def freq_factors(self) -> list[float]: ...
     @property
     def frequencies(self) -> list[float]:
-        """Return the rotation of every pair, in radians per position."""
+        """Return by how many radians each pair of values turns from one position to the next,
+        (n_dims / 2).
+        """
 
 def key_centre(
     bias: Sequence[float], spread: Sequence[float], rope: RopeParams, magnitude: float = 1.0
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return what is subtracted from the keys of a KV head before they are rounded, and the units
-    that divide the rest; each is [k_dim].
+    that then divide them: two arrays of shape (k_dim,).
 
-    `bias`: is added to keys before RoPE. `spread`: the standard deviations of what it is added to.
-    `magnitude`: by which RoPE multiplies keys. Raises ValueError for values that do not fit the
-    RoPE, or are not finite.
+    `bias`: what the model adds to keys before RoPE. `spread`: the standard deviations of keys
+    before the bias is added. Both have k_dim values. `magnitude`: the factor by which RoPE
+    multiplies keys. Raises ValueError for values that do not fit the RoPE, or are not finite.
     """
 
 class AttentionNode:
-    """Describe an attention node of the model's graph."""
+    """Describe an attention node of the model's graph: one for every layer that has K and V of its
+    own.
+    """
 
     @property
     def cache_layer(self) -> int: ...
@@ -231,14 +247,15 @@ class WindowProbe:
     def user_data(self) -> int: ...
     @property
     def visible(self) -> list[tuple[int, int]]:
-        """Return pairs of llama.cpp's layer number and its visible cells (-1: unreadable) since
-        clear().
+        """Return (llama.cpp's number of the layer, how many cells it sees) for each attention node
+        that was computed since clear(); -1 cells: the mask could not be read.
         """
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Forget what was counted."""
 
 def product_kernels() -> list[str]:
-    """Return the names of the kernels for products that this machine can run; the last one
-    is used.
+    """Return the names of the kernels for products of quantized weights that this machine can run,
+    the fastest last; it is used by default.
     """
 
 class WeightHook:
@@ -249,9 +266,10 @@ class WeightHook:
     def __init__(self, relu2_layers: int, n_threads: int = 0, few_tokens: int = 1) -> None:
         """Make a hook.
 
-        `relu2_layers`: number of layers whose gates become squared ReLU, all or 0. `n_threads`: the
-        most threads of the context; 0: products stay llama.cpp's. `few_tokens`: products of up to
-        so many tokens are left to llama.cpp's kernel where that is faster for one; 0: none are.
+        `relu2_layers`: the number of layers whose gates become squared ReLU: all layers of the
+        model, or 0. `n_threads`: the most threads of the context; 0: products stay llama.cpp's.
+        `few_tokens`: products of at most this many tokens are left to llama.cpp's kernel where that
+        kernel is faster for one token; 0: none are.
         """
 
     @property
@@ -273,22 +291,25 @@ class WeightHook:
         """Return the bytes of working memory of all threads."""
 
     def measure_work(self, on: bool) -> None:
-        """Start to measure every node separately, from 0; False: stop, so that graphs run as a
-        whole again.
+        """Start to compute and time every node separately, counting from 0; False: stop, so that
+        graphs are computed as a whole again.
         """
 
     @property
     def work(self) -> dict[str, tuple[float, float, float]]:
-        """Return (seconds, operations, bytes) of weights, attention and the rest since
-        measure_work(True).
+        """Return (seconds, operations, bytes) by the names `weights`, `attention` and `rest`, added
+        up since measure_work(True).
 
         Operations and bytes are those of products with weights. The overhead of computing nodes
         separately is subtracted from the seconds.
         """
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """Begin to count for check_step(); must be called before every decode."""
     def check_step(self) -> None:
-        """Raise RuntimeError unless the gate of every layer was changed once since begin_step()."""
+        """Raise RuntimeError unless the gate of every layer was changed since begin_step(); without
+        squared ReLU, there is nothing to check.
+        """
 
 class GraphError(RuntimeError):
     """Raised if a graph is not as the first one that was probed."""
@@ -354,28 +375,45 @@ class GraphHook:
         """Return the measurements, as WeightHook.work does."""
 
     def serve(self, batch: AttentionBatch) -> None:
-        """Begin to replace attention in graphs; the batch tells whose tokens the graphs read."""
-
-    def serve_on_devices(self, batch: DeviceBatch) -> None:
-        """Begin to leave attention out of graphs; the store computes it on the layers' devices."""
-
-    def help(self, n_threads: int) -> None:
-        """Let so many more threads help with products of several tokens until help(0).
-
-        The threads of an op do not wait for them. After help(0), none reads weights any more.
+        """Begin to replace attention in the graphs; in every decode, `batch` must list the
+        sequences whose tokens the graph reads.
         """
 
-    def begin_step(self) -> None: ...
+    def serve_on_devices(self, batch: DeviceBatch) -> None:
+        """Begin to let the device stores in `batch` compute the attention of the graphs, on the
+        devices of the layers.
+        """
+
+    def help(self, n_threads: int) -> None:
+        """Let `n_threads` further threads compute products of several tokens, until help(0).
+
+        The threads of llama.cpp do not wait for these helpers. After help(0) returns, no helper
+        reads weights any more.
+        """
+
+    def begin_step(self) -> None:
+        """Begin to count for check_step(); must be called before every decode."""
     def check_step(self) -> None:
-        """Raise RuntimeError unless attention of every layer was replaced since begin_step()."""
+        """Raise GraphError unless, since begin_step(), the attention of every layer was replaced
+        for all tokens, and its gate was changed where that is necessary; also raises the error that
+        computing attention has met.
+        """
 
 class ColdStorageError(OSError):
-    """Report that cold storage is full, or that its content cannot be read."""
+    """Raised if cold storage is full, or if frozen entries cannot be read from it."""
 
 class FreezeSchedule:
     """Hold the detection and timing rules of the freeze schedule: see cpp/decide/freezing.hpp."""
 
-    def __init__(self, window: int, threshold: float, rate: float, history: int) -> None: ...
+    def __init__(self, window: int, threshold: float, rate: float, history: int) -> None:
+        """Set the values.
+
+        `window`: how many of the newest positions are never detected. `threshold`: an entry that
+        gets less in a step is detected; for measures of attention shares, as a multiple of the mean
+        over all entries. `rate`: after c detections, an entry is frozen for floor(sqrt(c) / rate)
+        steps. `history`: for how many positions a detection counts; 0: since the beginning of the
+        text.
+        """
 
 class FreezeSettings:
     """Hold how entries that are not kept are frozen: see cpp/decide/freezing.hpp."""
@@ -389,11 +427,15 @@ class FreezeSettings:
         descriptor: int = -1,
         nonce: bytes = b"",
     ) -> None:
-        """Set the values. `kv_type`: the stored type, q8_0 or q4_0; `limit_bytes` 0: no limit;
-        `recall_interval`: in generated tokens, 0: never.
+        """Set the values.
 
-        `descriptor`: of an open file, which the caller closes; -1: store in memory. `nonce`: 16
-        bytes for the checksums of its pages, or empty. Raises ValueError for other values.
+        `kv_type`: the type of frozen entries: `q8_0`, `q4_0`, or `as stored`, that of the store.
+        `limit_bytes`: the most bytes of all KV heads together; 0: no limit. `recall_interval`:
+        after how many generated tokens queries search the frozen entries again; 0: never.
+        `schedule` None: what is evicted is frozen, until it is recalled or restored. `descriptor`:
+        the number of an open file, which the caller closes; -1: store in memory. `nonce`: 16 bytes
+        for the checksums of its pages, or empty. Raises ValueError for another type and for a nonce
+        of another length.
         """
 
 class SequencePool:
@@ -409,21 +451,22 @@ class SequencePool:
         n_sequences: int,
         n_drafts: int = 0,
     ) -> None:
-        """Make a pool for micro-batches of up to `max_tokens` tokens of one sequence, and one token
-        of each other one.
+        """Make a pool for micro-batches of up to `max_tokens` tokens of one of the `n_sequences`
+        sequences, and one token of each other one.
 
-        Each of them may be followed by up to `n_drafts` drafts: see AttentionBatch.add().
-        Raises ValueError for more than 256 sequences, or more than 63 drafts.
+        The tokens of each sequence may be followed by up to `n_drafts` drafts: see
+        AttentionBatch.add(). Raises ValueError for an unknown `kv_type`, more than 256 sequences,
+        or more than 63 drafts.
         """
 
     def set_pages(self, pages: int) -> None:
-        """Set the budget; raises ValueError, and changes nothing, if the sequences' shares are
-        larger.
+        """Set the budget in pages; raises ValueError, and changes nothing, if the shares of the
+        sequences are larger together.
         """
 
     def on_full(self, drop: Callable[[], bool]) -> None:
-        """Call `drop` when pages are missing: it must drop a Checkpoint, and return False if there
-        is none.
+        """Call `drop` whenever pages are missing: it must drop a Checkpoint and return True, or
+        return False if there is none to drop.
         """
 
     @property
@@ -458,43 +501,49 @@ class AttentionBatch:
         n_drafts: int = 0,
         recalls: bool = True,
     ) -> None:
-        """Add the next tokens, and reserve everything that they need; single tokens must come
-        first.
+        """Add `n_tokens` tokens of a sequence, and reserve all memory that they need. The first is
+        at `position` in its text, and RoPE sees it at `rope_position`. Sequences with a single
+        token must be added first.
 
         `n_echo`: as in HeadwiseStore.begin(). `see_all`: each of the tokens attends to all of them,
-        also to later ones, and there is no echo. `n_drafts`: how many tokens, the last ones, are
-        drafts; one token comes before them. Each token attends to what is left after the eviction
-        of the one before, as if they were read one by one. HeadwiseStore.settle_drafts() must
-        follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more. `recalls`:
-        whether several tokens may recall frozen entries; single ones do at intervals.
+        also to later ones, and there is no echo. `n_drafts`: how many of the tokens, the last ones,
+        are drafts; one other token comes before them. As if tokens were read one by one, each
+        attends to the entries that are left after the token before was stored and the budget has
+        evicted. HeadwiseStore.settle_drafts() must follow the decode. `recalls`: whether several
+        tokens may recall frozen entries; single tokens do so at intervals.
 
-        Raises ColdStorageError, and adds nothing, if cold storage is full.
+        Raises ValueError for more drafts than HeadwiseStore.most_drafts(), and ColdStorageError if
+        cold storage is full; in either case, nothing was added.
         """
 
     def most_drafts(self, store: HeadwiseStore, wanted: int) -> int:
         """Return how many drafts may follow the next token of a sequence, at most `wanted`.
 
-        Fewer than HeadwiseStore.most_drafts() where the micro-batch has no room for them.
+        This is less than HeadwiseStore.most_drafts() where the micro-batch has no room for so many.
         """
 
     @property
     def n_tokens(self) -> int: ...
 
 class MappedFileError(OSError):
-    """Raised if entries are lost, because someone has written to the file that has their pages."""
+    """Raised if entries are lost because someone has changed the file that their pages are mapped
+    from.
+    """
 
 class MappedFile:
-    """Hold the rest of a file in memory that processes share; it is a buffer of bytes.
+    """Hold bytes of a file in memory that processes share; the object is a buffer of these bytes.
 
-    Writing to the memory copies a page, and never changes the file.
+    Writing to the buffer copies a page of memory, and never changes the file.
     """
 
     @staticmethod
     def map(file: int, offset: int, n_bytes: int) -> MappedFile | None:
-        """Map bytes of a file from an offset on; `file`: see system.number_of().
+        """Map `n_bytes` bytes of a file from `offset` on; `file`: the number that
+        system.number_of() gives for a descriptor.
 
-        Returns None if the bytes have to be read: where the system does not offer this, for a file
-        that is not regular or shorter, and if the process maps 1024 files already.
+        Returns None if the bytes have to be read instead: where the system cannot map files so, for
+        a file that is not regular or is shorter, and if the process already maps 1024 files. Raises
+        MemoryError.
         """
 
     @property
@@ -504,8 +553,8 @@ class MappedFile:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Checkpoint:
-    """Hold the state of a HeadwiseStore at a moment: pages that both share until one of them
-    changes.
+    """Hold the state of a HeadwiseStore at a moment. Checkpoint and store share pages until one of
+    them changes a page, which is then copied.
     """
 
     def drop(self) -> None:
@@ -518,11 +567,13 @@ class Checkpoint:
     def pages(self) -> int: ...
     @property
     def is_lost(self) -> bool:
-        """Tell whether pages are in a mapped file that someone has changed."""
+        """Tell whether entries are lost, because someone has changed a file that their pages are
+        mapped from.
+        """
 
     @property
     def copied_bytes(self) -> int:
-        """Return the bytes that it holds besides the pages."""
+        """Return the bytes that the checkpoint holds besides its pages."""
 
     @property
     def entries(self) -> int: ...
@@ -553,14 +604,18 @@ class HeadwiseStore:
     ) -> None:
         """Make an empty store.
 
-        `own_windows`: a KV head's recent window is half of its own budget. `counts_dropped`:
-        losses() include what was dropped, unless it is frozen. `shared_choice`: the heads of a
-        layer rank entries by the observations of all of them. `ropes`: one for each layer, for
-        expected attention; empty: keys do not depend on positions. `key_centres`: for each layer,
-        [n_head_kv][centre, unit][k_dim] of key_centre(), or an empty array; not for the measure
-        `products`. `freezing` None: entries that are not kept are dropped. `pool` None: the store
-        has pages of its own, and its budget is all of them. Raises ValueError if the limit of
-        `freezing` is too small, or for `freezing` with `own_windows`.
+        `max_tokens`: the most tokens of a micro-batch, with an echo. `max_entries`: the context in
+        tokens; no KV head keeps more. `own_windows`: a KV head's recent window is half of its own
+        budget, less the sinks. `counts_dropped`: losses() include what was dropped, unless it is
+        frozen. `shared_choice`: the heads of a layer rank entries by the observations of all of
+        them. `kernels`: a name in available_kernels(); None: the last one. `ropes`: one for each
+        layer, for predictions from keys before RoPE; empty: keys do not depend on positions.
+        `key_centres`: for each layer, [n_head_kv][centre, unit][k_dim] of key_centre(), or an empty
+        array; not for the measure `products`. `freezing` None: entries that are not kept are
+        dropped. `pool` None: the store has pages of its own, and its budget is all of them.
+
+        Raises ValueError for impossible values or unknown names, if the limit of `freezing` is too
+        small, and for `freezing` with `own_windows`.
         """
 
     def checkpoint(self) -> Checkpoint:
@@ -569,8 +624,8 @@ class HeadwiseStore:
         """
 
     def fork_from(self, checkpoint: Checkpoint, ends: bool) -> bool:
-        """Replace the store's state by that of a checkpoint of the same pool, and evict down to the
-        budgets.
+        """Replace the store's state by that of a checkpoint of the same pool, and evict what
+        exceeds the budgets.
 
         `ends`: drop the checkpoint, and take over the pages that only it holds. Returns False, with
         an empty store, if the pool lacks pages for the copies that evicting needs. Raises
@@ -590,27 +645,29 @@ class HeadwiseStore:
         """Call `drop` when pages are missing: see SequencePool.on_full()."""
 
     def give_up_share(self) -> None:
-        """Leave the pages of an empty store to other sequences; set_budgets() takes a
-        share again.
+        """Leave the pages of an empty store to other sequences of its pool, until set_budgets()
+        takes a share again. Raises RuntimeError if the store holds pages.
         """
 
     def set_budgets(
         self, budgets: Sequence[int], pool_pages: int, n_sinks: int, recent_window: int
     ) -> None:
-        """Set the budget of every KV head in entries, layer by layer, within a share of
-        `pool_pages`.
+        """Set the budget of every KV head in entries, layer by layer, and the share of the pool in
+        pages.
 
-        Heads that hold more evict. Raises ValueError if the shares of other sequences do not leave
-        so many pages, and ColdStorageError, without any change, if there is no room for the entries
-        to freeze.
+        Heads that hold more evict. Raises ValueError if the budgets need more than `pool_pages`, or
+        if the shares of other sequences do not leave that many pages; and ColdStorageError, without
+        any change, if there is no room for the entries to freeze.
         """
 
     def begin(self, n_tokens: int, position: int, rope_position: int, n_echo: int = 0) -> None:
-        """Reserve everything that a micro-batch needs; raises ColdStorageError if cold storage is
-        full.
+        """Reserve all memory that a micro-batch of `n_tokens` tokens needs, the first of which is
+        at `position` of the text, where RoPE sees it at `rope_position`.
 
-        `n_echo` more tokens follow the `n_tokens`. Then only their queries are observed, and none
-        of their entries are kept.
+        `n_echo` tokens of an echo follow. Their queries count towards the importance of entries
+        (with the measure `reconstruct`, no other queries do), and none of their own entries are
+        kept. Raises ValueError for more than `max_tokens` in all, and ColdStorageError if cold
+        storage is full.
         """
 
     def attend(
@@ -628,30 +685,35 @@ class HeadwiseStore:
         n_echo: int = 0,
         n_drafts: int = 0,
     ) -> _Floats:
-        """Compute the attention of one micro-batch without a model; all arrays are
-        [n_tokens][heads][dim].
+        """Compute the attention of one micro-batch without a model: `q`, `k`, `v` and the result
+        are float32 arrays, [n_tokens][heads][dim].
 
-        `v`: None where the layer's V is a part of K. `k`, `v`: None for readers after the first.
+        `v`: None where V of the layer is a part of K. `k`, `v`: None for readers after the first.
+        `scale`, `softcap`: of the logits; 0: no cap. `sinks`: a logit for each query head that
+        takes part in the softmax without a value. `position`: that of the first token. `slopes`: as
+        alibi_slopes() returns them. `reader`: which of the layers that share K and V attends.
         `n_echo`: how many of the tokens, the last ones, are an echo (see begin()). `n_drafts`: how
-        many of them are drafts (see AttentionBatch.add()).
+        many of them are drafts (see AttentionBatch.add()). Raises ValueError for arrays of other
+        shapes.
         """
 
     def most_drafts(self, wanted: int) -> int:
         """Return how many drafts may follow the next token, at most `wanted`.
 
-        0 where the commits of drafts cannot be undone: where entries freeze, losses, entropies or
-        queries are recorded, heads of a layer choose together, or a layer has several readers.
+        It is 0 where what drafts change cannot be undone: where entries freeze, losses, entropies
+        or queries are recorded, the heads of a layer choose together, or a layer has several
+        readers.
         """
 
     def settle_drafts(self, n_accepted: int) -> None:
-        """Undo the commits of all drafts of the last micro-batch but the first `n_accepted`.
+        """Undo what all drafts of the last micro-batch but the first `n_accepted` have changed.
 
         The store is then, bit by bit, as if the accepted tokens had been read one by one.
         """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
-        """Measure in every micro-batch how much heads lose with limited numbers of unprotected
-        entries.
+        """Measure in every micro-batch how much each KV head would lose if it kept only a limited
+        number of unprotected entries.
 
         `knots`: these numbers, ascending from 0; empty: stop measuring, and keep the values of
         losses().
@@ -660,7 +722,9 @@ class HeadwiseStore:
     def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
         """Return the losses in the last measured micro-batch, flat: [KV head of all layers][knot].
 
-        `of_held`: without the losses from entries that were dropped before.
+        A loss is the sum of the scores of the entries that would not be kept, divided by the
+        squared norms of the outputs of the head where scores are squares. `of_held`: without the
+        losses from entries that were dropped before.
         """
 
     def predictor_features(self, layer: int) -> int:
@@ -677,9 +741,9 @@ class HeadwiseStore:
         features).
 
         `weights`: (n_head_kv, predictor_features()), or empty to predict nothing; they apply to all
-        stores of the pool. Shares lie between 1e-6 and 1, and do not change after an entry was
-        read. Raises ValueError for another shape, for weights that are not finite, and if RoPE does
-        not fit the keys of the layer.
+        stores of the pool. Predicted shares lie between 1e-6 and 1, and an entry keeps the one that
+        it got when it was read. Raises ValueError for another shape, for weights that are not
+        finite, and if RoPE does not fit the keys of the layer.
         """
 
     def predict_stored(self, n_positions: int, shift: int) -> None:
@@ -692,62 +756,67 @@ class HeadwiseStore:
         """
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
-        """Add lessons of the stored entries at positions from `begin` to before `end`.
+        """Add the lessons of the stored entries at positions from `begin` to before `end`: see
+        lessons().
 
-        This is for text that was stored before an echo repeated it: the shares that the echo gave
-        are stored with the entries, in 8 bits. Sinks are left out. `shift`: as for
-        predict_stored(). Raises ValueError if lessons are not collected.
+        This is for text that was stored before an echo repeated it: the shares of attention that
+        the queries of the echo gave are stored with the entries, in 8 bits. Sinks are left out.
+        `shift`: as for predict_stored(). Raises ValueError if lessons are not collected.
         """
 
     def predicted_shares(self, layer: int, head: int) -> npt.NDArray[np.float32]:
-        """Return the shares of attention that later queries are expected to give to entries,
-        (n_entries,).
+        """Return the shares of attention that later queries are expected to give to the entries of
+        a KV head, (n_entries,), in the order of positions().
 
-        They are in order of positions, from 2^-20 to 1, with a precision of 8 bits. Each is the
-        larger one of the share predicted from key and value, and the share observed with an echo.
-        Raises ValueError for measures that predict nothing.
+        They lie between 2^-20 and 1, with a precision of 8 bits. Each is the larger one of the
+        share that was predicted from key and value, and the largest share that a query of an echo
+        gave. Raises ValueError for measures that predict nothing.
         """
 
     @property
     def is_predicted(self) -> bool:
-        """Tell whether every layer has weights; otherwise, the scores of measure `predicted` are
-        all equal.
+        """Tell whether set_predictor() has given weights to every layer. Without weights, the
+        scores of measure `predicted` are all equal.
         """
 
     def collect_lessons(self, on: bool) -> None:
-        """Add up, from the next micro-batch on, which attention echoes give to the entries of their
-        text.
+        """Start to add up lessons in the next micro-batch with an echo, or stop: see lessons().
 
         This applies to all stores of the pool. Raises ValueError for measures that predict nothing.
         """
 
     def lessons(self, layer: int) -> tuple[int, npt.NDArray[np.float64]]:
-        """Return how many entries were added up, and their sums, (n_head_kv, n + 1, n + 1).
+        """Return how many entries have been added up, and the sums of a layer, (n_head_kv, n + 1, n
+        + 1), to which a predictor with n features is fitted.
 
         The sums are those of the outer products of (features, log(max(a, 1e-5))) with themselves,
-        where a is the largest share of attention that a query of the echo gave to the entry.
-        Entries before `n_sinks` are left out. Raises ValueError if lessons were never collected.
+        where a is the largest share of attention that a query of the echo gave to the entry. Sinks
+        are left out. Raises ValueError if lessons were never collected.
         """
 
     def clear_lessons(self) -> None:
         """Set all lessons to zero; if they are not collected any more, free their memory."""
 
-    def track_entropy(self, on: bool) -> None: ...
+    def track_entropy(self, on: bool) -> None:
+        """Start to measure the entropies of attention rows, from zero, or stop."""
     def entropies(self, layer: int) -> npt.NDArray[np.float64]:
-        """Return the mean entropy in bits of every query head of a layer since track_entropy()."""
-
-    def row_entropies(self, layer: int) -> _Floats:
-        """Return the entropy in bits of every attention row of the last micro-batch, (n_tokens,
-        n_head).
+        """Return the mean entropy in bits of every query head of a layer since track_entropy(True),
+        (n_head,). Raises ValueError if nothing was attended to.
         """
 
-    def capture_queries(self, on: bool) -> None: ...
+    def row_entropies(self, layer: int) -> _Floats:
+        """Return the entropy in bits of every attention row of the last micro-batch, without an
+        echo, (n_tokens, n_head). Raises ValueError if entropies were not tracked.
+        """
+
+    def capture_queries(self, on: bool) -> None:
+        """Start to copy the queries of every micro-batch for queries(), or stop."""
     def queries(self, layer: int) -> tuple[_Floats, _Floats, float, int, bool, _Floats]:
         """Return the queries of the last micro-batch, and how the layer computes logits from them.
 
         In order: scaled queries (n_tokens, n_head, k_dim), attention sinks (n_head,), soft cap (0:
-        none), window in tokens (0: none), whether it is chunked, and by how much logits fall per
-        position (n_head,).
+        none), window in tokens (0: none), whether windows begin at multiples of their size, and by
+        how much logits fall per position (n_head,). Raises ValueError if queries were not captured.
         """
 
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
@@ -761,16 +830,18 @@ class HeadwiseStore:
         """
 
     def state_padding(self, layer: int, kv_head: int) -> int:
-        """Return how many zeros follow the state in a file, so that pages can be mapped from it."""
+        """Return how many zero bytes follow the state of a KV head in a file, so that its pages can
+        be mapped.
+        """
 
     def save_head(self, layer: int, kv_head: int) -> bytes:
-        """Return the state of a KV head; raises ColdStorageError if frozen entries cannot
-        be read.
+        """Return the state of a KV head, state_bytes() long; raises ColdStorageError if frozen
+        entries cannot be read.
         """
 
     def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
-        """Return what is wrong with the state of a KV head, for a text of `end` tokens; empty if it
-        is valid.
+        """Return what is wrong with the state of a KV head that is said to have `count` entries of
+        a text of `end` tokens; empty if it is valid.
         """
 
     def begin_load(
@@ -779,8 +850,8 @@ class HeadwiseStore:
         states: Sequence[bytearray | memoryview],
         budgets: Sequence[int],
     ) -> None:
-        """Reserve room for the states of all KV heads, with `counts` entries, under the `budgets`
-        that are set before they are loaded.
+        """Reserve room to load states of all KV heads, layer by layer, with `counts` entries each.
+        `budgets`: those that set_budgets() will set before load_head() is called.
 
         Changes nothing if it raises MemoryError or ColdStorageError.
         """
@@ -788,9 +859,10 @@ class HeadwiseStore:
     def load_head(
         self, layer: int, kv_head: int, count: int, state: bytearray | memoryview
     ) -> None:
-        """Replace a head's entries by those of a valid state, and evict down to its budget.
+        """Replace the entries of a KV head by those of a state that state_problem() accepts, and
+        evict what exceeds its budget.
 
-        The memory of the state is given back to the system: it must not be read afterwards.
+        The memory of `state` is given back to the system: it must not be read afterwards.
         """
 
     def adopt(
@@ -810,20 +882,24 @@ class HeadwiseStore:
 
     @property
     def windows_whole_from(self) -> int:
-        """Return the first position whose queries miss no entry of a sliding window."""
+        """Return the first position from which on no sliding window misses an entry: the store can
+        be truncated to it and later ones.
+        """
 
     def rebase(
         self, ropes: Sequence[RopeParams], n_sinks: int, old_shift: int, new_shift: int
     ) -> None:
-        """Rotate every stored key from its RoPE position under one shift to that under another.
+        """Rotate every stored key from its RoPE position under `old_shift` to that under
+        `new_shift`: see rope_position().
 
-        `ropes`: one for each layer. Raises ValueError if they do not fit the layer's keys.
+        `ropes`: one for each layer. Raises ValueError if they do not fit the keys of the layers.
         """
 
-    def truncate(self, position: int) -> None: ...
+    def truncate(self, position: int) -> None:
+        """Drop the entries at `position` and later ones, including frozen ones."""
 
     recalls_now: bool
-    """True if the next micro-batch searches frozen entries, regardless of the interval."""
+    """True if the next micro-batch searches frozen entries, regardless of `recall_interval`."""
 
     def freeze_all(self, now: int) -> None:
         """Freeze all entries; `now`: the newest position."""
@@ -831,24 +907,31 @@ class HeadwiseStore:
     def restore(
         self, now: int, frozen_after: int = -1, due_after: int = -1, forget: bool = False
     ) -> int:
-        """Restore entries that were frozen after one position and are due after another, within the
-        budgets.
+        """Restore frozen entries as far as budgets have room; returns how many of all KV heads.
 
-        `now`: the newest position. `forget`: delete all earlier detections. Returns how many
-        entries were restored.
+        Restored are those that were frozen when the newest position was greater than
+        `frozen_after`, and that the schedule would restore later than at position `due_after`.
+        `now`: the newest position. `forget`: set all counts of detections to zero, also those of
+        other entries.
         """
 
     def stop_freezing(self) -> None:
-        """Discard all frozen entries, and never freeze any again."""
+        """Discard all frozen entries, and freeze none from now on."""
 
-    def frozen_positions(self, layer: int, kv_head: int) -> _Ints: ...
-    def positions(self, layer: int, kv_head: int) -> _Ints: ...
-    def importance(self, layer: int, kv_head: int) -> _Floats: ...
-    def budget(self, layer: int, kv_head: int) -> int: ...
-    def count(self, layer: int, kv_head: int) -> int: ...
+    def frozen_positions(self, layer: int, kv_head: int) -> _Ints:
+        """Return the positions of the frozen entries of a KV head, ascending, (n,)."""
+    def positions(self, layer: int, kv_head: int) -> _Ints:
+        """Return the positions that a KV head keeps, ascending, (n,)."""
+    def importance(self, layer: int, kv_head: int) -> _Floats:
+        """Return the scores of the entries of a KV head, in the order of positions(), (n,)."""
+    def budget(self, layer: int, kv_head: int) -> int:
+        """Return how many entries a KV head may keep."""
+    def count(self, layer: int, kv_head: int) -> int:
+        """Return how many entries a KV head keeps."""
     @property
     def entries(self) -> int: ...
     evicted: int
+    """How many entries of all KV heads were evicted so far; loading a text may set it."""
     @property
     def eviction_seconds(self) -> float: ...
     @property
@@ -909,8 +992,8 @@ def device_rows(
     max_entries: int,
     n_places: int = 1,
 ) -> int:
-    """Return how many rows layers of one shape, with budgets [layer][KV head], have for `n_places`
-    DeviceStores.
+    """Return how many rows of K and V the layers of one shape, with budgets [layer][KV head] in
+    entries, have together for `n_places` DeviceStores.
 
     Raises ValueError for an unknown `kv_type`.
     """
@@ -933,8 +1016,8 @@ class Devices:
 
     @property
     def on_host(self) -> dict[int, str]:
-        """Return why the CPU serves layers that are on other devices, by the numbers of the
-        layers: for example `CUDA0 cannot compute FLASH_ATTN_EXT`.
+        """Return why the CPU computes the attention of layers that are on other devices, by the
+        numbers of the layers: for example `CUDA0 cannot compute FLASH_ATTN_EXT`.
         """
 
     @property
@@ -948,7 +1031,8 @@ class Devices:
 class DeviceStore:
     """Keep K and V of one sequence in rows on the devices of their layers, per KV head.
 
-    The host decides who stays, as HeadwiseStore does; saved states are those of HeadwiseStore.
+    The host decides which entries stay, as HeadwiseStore does, and saved states have the format of
+    HeadwiseStore.
     """
 
     def __init__(
@@ -966,13 +1050,14 @@ class DeviceStore:
         live: bool = True,
         predictor: Sequence[npt.NDArray[np.float32]] = ...,
     ) -> None:
-        """Take the first place, with rows for the budgets, by KV head of all layers, and for one
-        micro-batch.
+        """Make an empty store. If `live`, it takes the first place of `devices`, with rows for the
+        budgets and for one micro-batch; otherwise it has no rows before acquire().
 
-        The CPU serves layers whose device cannot compute their attention: see Devices.on_host,
-        which the first store of a context finds out. Not `live`: acquire() does so later.
-        `predictor`: for every layer, (n_head_kv, n_features), by which the device predicts the
-        scores of new entries; none: the least scores.
+        `budgets`: in entries, one for each KV head of all layers. `max_tokens`, `max_entries`: as
+        for HeadwiseStore. The CPU serves layers whose device cannot compute their attention: see
+        Devices.on_host, which the first live store finds out. `predictor`: for every layer, weights
+        (n_head_kv, n_features), by which the device predicts the scores of new entries; none: they
+        get the least score.
 
         Raises ValueError for a measure that needs keys on the host and for a predictor of other
         features, RuntimeError if the CPU cannot compute attention either, MemoryError if a device
@@ -983,47 +1068,55 @@ class DeviceStore:
         """Return how many drafts may follow the token at `position`, at most `wanted`."""
 
     def commit_step(self) -> None:
-        """Take the entries of a micro-batch that was read; evict what budgets cannot hold. What
-        DeviceBatch.commit() has done is not done again.
+        """Store the entries of a micro-batch that was read, and evict what budgets cannot hold. A
+        step that DeviceBatch.commit() has committed stays as it is.
         """
 
     def settle_drafts(self, n_accepted: int) -> None:
         """Undo what all drafts of the last micro-batch but the first `n_accepted` have changed."""
 
     def rotation_problem(self, ropes: Sequence[RopeParams]) -> str:
-        """Return why keys cannot be moved to other positions, or an empty string.
+        """Return why keys cannot be moved to other positions; empty if they can.
 
-        `ropes` are those of the layers.
+        `ropes`: one for each layer. Raises ValueError if they do not fit the keys.
         """
 
     def rebase(
         self, ropes: Sequence[RopeParams], n_sinks: int, old_shift: int, new_shift: int
     ) -> None:
-        """Move all keys from their positions under one shift to those under another one."""
+        """Rotate every stored key from its RoPE position under `old_shift` to that under
+        `new_shift`; the first `n_sinks` positions stay. `ropes`: one for each layer. Raises
+        ValueError if they do not fit the keys.
+        """
 
     @staticmethod
     def resize(
         stores: Sequence[DeviceStore], budgets: Sequence[int], n_sinks: int, recent_window: int
     ) -> None:
-        """Set the budgets of all stores of a context; heads that hold more evict. Larger ones than
-        there are rows for have them allocated anew, and the entries stay.
+        """Set the budgets of all stores of a context, in entries, one for each KV head of all
+        layers; heads that hold more evict. If there are not enough rows, the rows of all places are
+        allocated anew, and the entries stay.
 
-        Raises MemoryError if the devices have none; then nothing has changed.
+        Raises MemoryError if the devices have no memory for the rows; then nothing has changed.
         """
 
     def release(self) -> None:
-        """Free the memory of the devices; nothing may be read until acquire()."""
+        """Leave the place; rows are freed when the last store leaves. Nothing may be read or saved
+        until acquire().
+        """
 
     def acquire(self, place: int) -> None:
-        """Take a place, from 0 on, with rows for its budgets. The first store of a context makes
-        those of all places; raises MemoryError.
+        """Take the place with number `place`, from 0 on, with rows for the budgets; the store is
+        empty then. The first store of a context that takes a place allocates the rows of all
+        places. Raises MemoryError if a device has no memory for them.
         """
 
     @property
     def is_live(self) -> bool:
-        """Tell whether there are rows."""
+        """Tell whether the store has a place with rows."""
 
-    def truncate(self, position: int) -> None: ...
+    def truncate(self, position: int) -> None:
+        """Drop the entries at `position` and later ones."""
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
     def importance(self, layer: int, kv_head: int) -> _Floats:
         """Return the scores of the entries of positions(), as HeadwiseStore does."""
@@ -1032,10 +1125,14 @@ class DeviceStore:
     def count(self, layer: int, kv_head: int) -> int: ...
     def state_bytes(self, layer: int, kv_head: int) -> int: ...
     def save_layer(self, layer: int) -> list[bytes]:
-        """Return the states of the KV heads of a layer, as HeadwiseStore.save_head() does."""
+        """Return the state of every KV head of a layer, each as HeadwiseStore.save_head() returns
+        it.
+        """
 
     def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
-        """Return what is wrong with the state of a text of `end` tokens, or an empty string."""
+        """Return what is wrong with the state of a KV head that is said to have `count` entries of
+        a text of `end` tokens; empty if it is valid.
+        """
 
     def load(self, counts: Sequence[int], states: Sequence[bytearray | memoryview]) -> None:
         """Replace the entries of all KV heads by states that state_problem() accepts, and evict
@@ -1073,9 +1170,10 @@ class DeviceStore:
     def eviction_seconds(self) -> float: ...
 
 class DeviceBatch:
-    """List the stores whose sequences have tokens in a micro-batch, in their order."""
+    """List the stores whose sequences have tokens in a micro-batch, in the order of the tokens."""
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Begin another micro-batch, without tokens."""
     def add(
         self,
         store: DeviceStore,
@@ -1085,14 +1183,16 @@ class DeviceBatch:
         n_drafts: int = 0,
         see_all: bool = False,
     ) -> None:
-        """Choose the rows of the next tokens, the first of which is at `position` of its text.
+        """Choose rows for the next `n_tokens` tokens of the micro-batch, of a store that has none
+        in it yet.
 
-        RoPE sees the first one at `rope_position`. The last `n_drafts` are drafts. With `see_all`,
-        every token attends to all of them, also to later ones.
+        The first of them is at `position` of its text, and RoPE sees it at `rope_position`. The
+        last `n_drafts` are drafts. With `see_all`, every token attends to all of them, also to
+        later ones. Raises ValueError for a store that has tokens in the micro-batch already.
         """
 
     def commit(self) -> None:
-        """Commit the steps of all stores without drafts, at once."""
+        """Call DeviceStore.commit_step() together for all stores whose tokens include no drafts."""
 
 class FlatStore:
     """Evict whole positions from the cache of a llama_context, which is given by its address."""
@@ -1106,24 +1206,38 @@ class FlatStore:
         recent_window: int,
         rope_sinks: int,
     ) -> None: ...
-    def make_room(self, n_tokens: int) -> None: ...
-    def settle(self, position: int, n_tokens: int) -> None: ...
+    def make_room(self, n_tokens: int) -> None:
+        """Compact the cells if holes would slow attention down; to be called before `n_tokens` are
+        read.
+        """
+    def settle(self, position: int, n_tokens: int) -> None:
+        """Note that `n_tokens` were read from `position` on, and evict what exceeds the budget."""
     def set_budget(self, budget: int, n_sinks: int, recent_window: int) -> None: ...
-    def truncate(self, position: int) -> None: ...
+    def truncate(self, position: int) -> None:
+        """Drop `position` and all later positions."""
     def rebase(self, shift: int) -> None:
-        """Continue at another shift; entries that would be clamped to the sinks are dropped."""
+        """Continue at another shift: llama.cpp rotates the keys in its next decode. Entries whose
+        RoPE position would be clamped to the first one after the sinks are dropped.
+        """
 
     shift: int
-    """The current shift; it can be set for a cache that was filled at another one."""
+    """How far positions of the text are ahead of those that RoPE sees. Setting it says at which
+    shift the cache was filled, and moves nothing.
+    """
 
-    def move_to(self, context: int) -> None: ...
+    def move_to(self, context: int) -> None:
+        """Move to another context of any size, which must be empty; raises RuntimeError, and stays
+        in the old one, if llama.cpp rejects the state.
+        """
     def save_state(self) -> bytes:
         """Compact the cache, then return llama.cpp's state of the sequence."""
 
     def load_state(
         self, positions: Sequence[int], state: bytearray | memoryview, evicted: int, shift: int
     ) -> None:
-        """Replace everything, then evict; raises RuntimeError if llama.cpp rejects the state."""
+        """Replace everything by what save_state() returned, then evict what exceeds the budget.
+        Raises RuntimeError if llama.cpp rejects the state; then nothing has changed.
+        """
 
     @property
     def positions(self) -> _Ints: ...
@@ -1142,7 +1256,9 @@ class FlatStore:
     def eviction_seconds(self) -> float: ...
 
 def rope_position(position: int, n_sinks: int, shift: int) -> int:
-    """Return the position that RoPE uses for a position: `shift` less, but not within the sinks."""
+    """Return the position that RoPE sees for a position of the text: the same for the first
+    `n_sinks`, otherwise `shift` less, but at least `n_sinks`.
+    """
 
 def read_bandwidth(n_bytes: int, n_threads: int) -> float:
     """Measure the bytes per second of a plain read of memory."""
@@ -1158,10 +1274,17 @@ def select_survivors(
     recent_window: int,
     newest: int,
 ) -> npt.NDArray[np.uint8]:
-    """Return 1 for every entry that survives, and 0 for the others."""
+    """Return 1 for every entry that survives an eviction, and 0 for the others, (n,).
+
+    Protected entries survive: the first `n_sinks` positions of the text, and the `recent_window`
+    positions up to `newest`. Of the others, those with the highest scores do, until `keep` survive
+    in all. Raises ValueError if `scores` and `positions` have other lengths.
+    """
 
 def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -> int:
-    """Return how many entries an eviction after n_new tokens leaves, with room for others."""
+    """Return how many entries an eviction leaves after `n_new` new ones. If tokens come one by one,
+    it makes room for several, so that one selection serves them all.
+    """
 
 def entropy_weights(
     entropies: Sequence[float], mean: float, low: float, high: float
@@ -1174,14 +1297,16 @@ def share_budget(
     weights: Sequence[float],
     limits: Sequence[int] = (),
 ) -> list[int]:
-    """Return the budget of every KV head in entries; raises ValueError if the mean is below the
-    floor.
+    """Return the budget of every KV head in entries: the floor, and a part of the rest in
+    proportion to its weight, in whole pages.
 
-    `limits`: what each head can use at most; empty: max_entries.
+    `entries_per_page`, `weights`: one for each KV head, layer by layer; no weights: all are equal.
+    `limits`: what each head can use at most; empty: `max_entries`. Raises ValueError if the mean is
+    below the floor.
     """
 
 def alibi_slopes(n_head: int, max_bias: float) -> _Floats:
-    """Return by how much the logits of every query head fall per position."""
+    """Return by how much logits fall per position of distance, for every query head, (n_head,)."""
 
 def kv_types() -> list[str]:
     """Return the names of the types that pages can store K and V in: see
@@ -1189,7 +1314,9 @@ def kv_types() -> list[str]:
     """
 
 def most_entries(layer: LayerShape, max_entries: int) -> int:
-    """Return how many entries a KV head of a layer can use at most."""
+    """Return how many entries a KV head of a layer can use at most: `max_entries`, or those that
+    the window of the layer needs.
+    """
 
 def losses_at(
     scores: npt.ArrayLike,
@@ -1197,13 +1324,15 @@ def losses_at(
     dropped: Sequence[float] = (),
     unit: float = 1.0,
 ) -> npt.NDArray[np.float32]:
-    """Return for every k of the ascending knots the sum of all but the largest k scores.
+    """Return for every k of the ascending `knots` the sum of all but the largest k scores.
 
-    Of `dropped` scores, those within one octave count as their mean, times `unit`.
+    `dropped` are further scores: those within one octave count as their mean, multiplied by `unit`.
     """
 
 def curve_shares(knots: Sequence[float], losses: Sequence[float], total: float) -> list[float]:
-    """Divide `total` entries among heads by their loss curves; losses are [head][knot], flat."""
+    """Divide `total` entries among heads so that the sum of their losses is least; returns the part
+    of each head. `losses`: [head][knot], flat, for `knots` entries of a head.
+    """
 
 def share_by_curves(
     mean_entries: int,
@@ -1214,16 +1343,24 @@ def share_by_curves(
     losses: Sequence[float],
     limits: Sequence[int] = (),
 ) -> list[int]:
-    """Return budgets as share_budget() does, with the least summed loss; knots count entries beyond
-    the floor.
+    """Return budgets as share_budget() does, but with the least sum of losses instead of by
+    weights. `losses`: [head][knot], flat; `knots`: numbers of entries beyond the floor.
     """
 
-def pages_for(entries: int, entries_per_page: int) -> int: ...
+def pages_for(entries: int, entries_per_page: int) -> int:
+    """Return how many pages hold `entries` entries; raises ValueError for less than 1 per page, or
+    more than 2^30 entries.
+    """
+
 def page_geometry(layers: Sequence[LayerShape], kv_type: str) -> tuple[int, list[int]]:
-    """Return the bytes of a page, and for every layer the entries that fit into a page."""
+    """Return the bytes of a page, and for every layer how many entries of a KV head fit into a
+    page. Raises ValueError for an unknown `kv_type`.
+    """
 
 def cold_page_bytes(layers: Sequence[LayerShape], kv_type: str, cold_type: str) -> int:
-    """Return the bytes of a page of cold storage; `cold_type`: as `kv_type` of FreezeSettings."""
+    """Return the bytes of a page of cold storage. `cold_type`: as `kv_type` of FreezeSettings.
+    Raises ValueError for unknown types.
+    """
 
 def plan_flat_eviction(
     positions: Sequence[int],
@@ -1232,4 +1369,6 @@ def plan_flat_eviction(
     n_sinks: int,
     recent_window: int,
 ) -> tuple[_Ints, list[tuple[int, int]]]:
-    """Return the positions to keep, and the ranges [first, last) to remove."""
+    """Return the positions that stay, ascending, and the ranges [first, last) of positions to
+    remove. `keep` positions stay, or more if more are protected.
+    """

@@ -21,7 +21,9 @@ MOST_PASSAGES = 16
 MOST_TOKENS = 1 << 18
 """The longest document that is cut into passages, in tokens."""
 _SHORTEST, _LONGEST = 24, 64
-"""A passage ends with the first sentence after so many tokens, and at the latest after so many."""
+"""A passage ends with the first sentence that ends at or after `_SHORTEST` tokens, and otherwise
+after `_LONGEST` tokens.
+"""
 _ENDS = (b".", b"!", b"?", b"\n", "\N{IDEOGRAPHIC FULL STOP}".encode())
 
 
@@ -54,7 +56,9 @@ def cut_into_passages(tokens: Sequence[bytes]) -> list[int]:
 
 
 class AttentionSince:
-    """Compare the importance of a session's entries with that of an earlier moment."""
+    """Measure how much importance the entries of a session have gained since this object
+    was made.
+    """
 
     def __init__(self, session: Session) -> None:
         """Remember the positions and the importance of all entries, until close().
@@ -75,11 +79,12 @@ class AttentionSince:
         self._session.snapshot_bytes = 0
 
     def by_position(self, n_tokens: int) -> npt.NDArray[np.float64] | None:
-        """Return how much importance was gained since then, as (n_tokens,) sums over all KV heads.
+        """Return how much importance each of the first `n_tokens` positions has gained since this
+        object was made, summed over all KV heads: (n_tokens,).
 
         Entries that lost importance or were evicted count as 0, and so do attention sinks, which
         get attention whatever they say. Returns None if the store or the policy does not measure
-        attention.
+        attention, and after close().
         """
         now = self._session.cache.importance()
         if self._before is None or now is None:
@@ -93,7 +98,8 @@ class AttentionSince:
         return added
 
     def passages(self, text: str, n_tokens: int, most: int) -> list[Passage] | None:
-        """Return the passages of a document that were looked at most, the first one most.
+        """Return at most `most` passages of a document, in falling order of the attention they have
+        gained since this object was made.
 
         `text` is the document's text, and the session has begun with its `n_tokens` tokens. Returns
         None if the attention is not measured, or for more than 262,144 tokens.
@@ -116,10 +122,10 @@ class AttentionSince:
 
 
 def _places_in(text: str, tokens: Sequence[bytes]) -> tuple[int, list[int]]:
-    """Return the first token of a text within tokens that contain it, and for every token boundary
-    its character in the text.
+    """Return the number of the token at which a text begins within tokens that contain it, and for
+    every boundary between tokens the number of characters of the text before it.
 
-    Before and behind the text, the tokens hold what the chat template says.
+    Before and behind the text, the tokens hold what the chat template adds.
     """
     data, wanted = b"".join(tokens), text.encode("utf-8", "replace")
     offset = data.find(wanted)

@@ -30,15 +30,17 @@ class PoolStats:
     kv_bytes_peak: int
     """The most bytes that were in use."""
     kv_bytes_staging: int
-    """Bytes outside the pool: one micro-batch of one layer."""
+    """Bytes outside the budget: headwise, one micro-batch of one layer; device, the rows of one
+    micro-batch in all layers, and padding.
+    """
     kv_bytes_scratch: int
-    """Bytes outside both: working memory of the attention op's threads, and importance that is
-    remembered for passages (session/passages.py).
+    """Bytes outside the budget and staging: working memory of attention, and copies of importance
+    that session/passages.py holds.
     """
     sessions: int
     """How many sessions are open."""
     live: int
-    """How many sessions hold entries in the pool."""
+    """How many sessions have a share of the pool."""
     swapped_out: int
     """How many sessions are swapped out."""
     swapped_bytes: int
@@ -77,7 +79,7 @@ class Pool:
     """
 
     _closed = True
-    """True until the pool holds something, so that close() works even if __init__ raises."""
+    """True until __init__ has made everything, so that close() works even if __init__ raises."""
 
     @shows(PoolArguments)
     def __init__(
@@ -136,7 +138,7 @@ class Pool:
 
     @property
     def holds_one(self) -> bool:
-        """Tell whether of_one() made it, so that its only conversation keeps its place."""
+        """Tell whether of_one() made the pool, so that its only conversation keeps its place."""
         return self._runner.shared.is_private
 
     def session(
@@ -149,10 +151,11 @@ class Pool:
     ) -> Session:
         """Make a session; its close() leaves its share of the budget to the others.
 
-        `weight`: its weight, relative to the others. `recovery` None: that of the pool. `on_climb`:
-        see Session. `tenant`: whose texts it may continue from, for example the name of a user: it
-        finds only checkpoints of sessions of the same tenant. Raises PoolError if the pool holds
-        one conversation, whose session is open.
+        `weight`: the weight of its share, relative to the others, from 0.001 to 1000. `recovery`
+        None: that of the pool. `on_climb`: see Session. `tenant`: whose texts it may continue from,
+        for example the name of a user: the session finds only checkpoints of sessions of the same
+        tenant. Raises SettingsError for another weight, EntropyKVError for a closed pool, and
+        PoolError if of_one() made the pool and its session is open.
         """
         recovery = recovery or self._runner.config.options.recovery
         return Session.of_pool(self, self._runner, recovery, on_climb, weight=weight, tenant=tenant)
@@ -163,9 +166,11 @@ class Pool:
         return [each for each in there if each is not None and not each.is_closed]
 
     def session_for(self, tokens: Sequence[int], tenant: Hashable = None) -> Session:
-        """Make a session that reuses what another session of the tenant has read of a text.
+        """Make a session that continues from what another session of the tenant has read of
+        `tokens`.
 
-        Its position says how many tokens need not be read: those of the nearest checkpoint.
+        Its `position` says how many of the tokens need not be read: those of the nearest
+        checkpoint. Raises what session() raises.
         """
         session = self.session(tenant=tenant)
         session.text.return_to_checkpoint(tokens)
@@ -180,7 +185,9 @@ class Pool:
         self._runner.resize(Budget.parse(kv_budget))
 
     def stats(self) -> PoolStats:
-        """Return current counts and bytes."""
+        """Return current counts and bytes, between two steps; raises EntropyKVError for a closed
+        pool.
+        """
         runner, shared, kept = self._runner, self._runner.shared, self._runner.kept_texts
         if runner.closed:
             raise EntropyKVError("the pool is closed; make a new one")
@@ -220,14 +227,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Hold the bytes of the only store of a pool of one."""
+    """Hold the bytes of the only store of a pool that of_one() made."""
 
     budget_bytes: int
     used_bytes: int
     peak_bytes: int
     staging_bytes: int
     scratch_bytes: int = 0
-    """Bytes of working memory outside of the store, whose counters have its own."""
+    """Always 0: the counters of the store have its working memory."""
 
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> _Bytes:

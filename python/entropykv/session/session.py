@@ -37,7 +37,9 @@ from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Store
 
 QUESTION_MARK = "entropykv-question"
-"""Stands for a question where the chat template shows what comes before and behind it."""
+"""Text that stands for a question when the chat template is asked what comes before and
+behind one.
+"""
 _DEPRECATED = {
     **{name: f"cache.{name}" for name in ("budgets", "evicted", "importance", "predictor_fit")},
     **{name: f"files.{name}" for name in ("load", "load_state", "save", "save_state")},
@@ -45,7 +47,7 @@ _DEPRECATED = {
     "decode_drafts": "reader.read_drafts",
     "policy": "config.policy",
 }
-"""Names of version 0.1, and those of today."""
+"""The deprecated attributes of version 0.1, and the path of each from a Session today."""
 
 
 class Session:
@@ -68,11 +70,11 @@ class Session:
     name: str | None = None
     """A name that callers may set, to find it among the sessions of a pool."""
     is_document: bool = False
-    """Whether it holds a document and nothing else, so that questions get copies of it; callers may
-    set it, to tell viewers of a pool.
+    """Whether the session holds a document and nothing else, so that questions about it are asked
+    to copies of the session. Callers may set it, to tell viewers of a pool.
     """
     _closed = True
-    """True until it holds something, so that close() works even if __init__ raises."""
+    """True until __init__ has made everything, so that close() works even if __init__ raises."""
 
     @shows(SessionArguments)
     def __init__(
@@ -131,10 +133,10 @@ class Session:
         tenant: Hashable = None,
         origin: KeptText | None = None,
     ) -> Session:
-        """Make a session of a pool, which owns the runner and is kept as long as the session: see
-        Pool.session().
+        """Make a session of a pool, which owns `runner` and lives at least as long as the session:
+        see Pool.session().
 
-        `origin` is a text that was kept for it.
+        `origin`: a text that was kept for this session, which continues from it.
         """
         self = cls.__new__(cls)
         runner.config.check_recovery(recovery)
@@ -169,21 +171,23 @@ class Session:
         self.weight = weight
         """The weight of the session in its pool, relative to the others."""
         self.number = slot.number
-        """How many sessions the pool had made before this one."""
+        """The number of the session: how many sessions its pool had made before."""
         self.hook = slot.store.context.hook
-        """Changes the context's graphs, and can time them: see entropykv.evaluation.bench."""
+        """The hook that changes the context's graphs and can time them: see
+        entropykv.evaluation.bench.
+        """
         self.counts = SessionCounts()
-        """The counts of stats(); whoever reads or writes tokens adds them."""
+        """The counts that stats() shows; code that reads or writes tokens adds to them."""
         self.text = SessionText(runner, slot, tenant)
-        """Goes back in what was read, and keeps checkpoints of it."""
+        """The part that goes back in what was read, and keeps checkpoints."""
         self.reader = SequenceReader(runner, slot, self.text, runner.drafter())
-        """Reads tokens in micro-batches, and with drafts."""
+        """The part that reads tokens in micro-batches, and with drafts."""
         self.cache = SessionCache(runner, slot)
-        """Tells what is stored, and changes how much may be."""
+        """The part that tells what is stored, and changes how much may be stored."""
         self.files = SessionFiles(runner, slot, self.reader, self.counts)
-        """Saves and loads, and opens documents."""
+        """The part that saves and loads the session, and opens documents."""
         self.snapshot_bytes = 0
-        """The bytes of the importance that is remembered of it: see session/passages.py."""
+        """The bytes of the copy of its importance that session/passages.py holds."""
         self._closed = False
 
     if not TYPE_CHECKING:  # A type checker reports these names.
@@ -209,15 +213,15 @@ class Session:
         self.close_later()
 
     def close_later(self) -> None:
-        """Close it without waiting: its sequence is freed before the next step."""
+        """Close the session without waiting: its sequence is freed before the next step."""
         if not self._closed:
             self._closed = True
             self.reader.close()
             self._runner.remove_slot_later(self._slot)
 
     def let_go(self) -> None:
-        """Give back what it holds at once, and close it; its pool calls this, between two steps or
-        for a session that is swapped out.
+        """Give back what the session holds at once, and close it. The pool calls this, between two
+        steps or for a session that is swapped out.
         """
         self._runner.shared.forget(self._slot)
         self.close_later()
@@ -226,8 +230,8 @@ class Session:
         """Free the sequence, and leave its share to the others of a pool; a session alone also
         frees the model.
 
-        It waits for the running micro-batch. The session cannot be used any more: a thread that
-        reads or writes it gets an EntropyKVError.
+        close() waits for the running micro-batch. The session cannot be used any more: a thread
+        that reads or writes it gets an EntropyKVError.
         """
         if not self._closed:
             self._closed = True
@@ -238,9 +242,10 @@ class Session:
         """Read tokens inside the budget; returns their logits.
 
         Shape (len(tokens), n_vocab) with `all_logits`, else (1, n_vocab) of the last token. Raises
-        ContextError for no tokens, unknown tokens, or more than the context holds,
-        UnsupportedModelError if the graph is not as the store expects, and StepError if a step
-        could not be computed.
+        ContextError for no tokens, unknown tokens, or more than the context holds, EntropyKVError
+        for a session that is closed or whose last decode failed, PoolError if the pool has no room,
+        FreezeError if frozen entries cannot be written or read, UnsupportedModelError if the graph
+        is not as the store expects, and StepError if a step could not be computed.
         """
         start = time.perf_counter()
         parts = [p for p in self.reader.read(tokens, all_logits) if p is not None]
@@ -289,7 +294,9 @@ class Session:
             self._runner.scheduler.rest(self._slot)
 
     def interrupt(self) -> None:
-        """Cancel a decode that waits for its turn in another thread, which gets PoolError."""
+        """Cancel a decode of this session that waits for its turn in another thread; that thread
+        gets a PoolError.
+        """
         self._runner.scheduler.cancel(self._slot)
 
     def refuse(self) -> None:
@@ -301,7 +308,7 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether it or its pool was closed."""
+        """Tell whether the session or its pool was closed."""
         return self._closed or self._runner.closed
 
     @property
@@ -322,7 +329,7 @@ class Session:
     def logits(self) -> npt.NDArray[np.float32] | None:
         """Return the last token's logits, (n_vocab,), float32.
 
-        They are None before the first token, and after truncate().
+        Returns None before the first token, and after truncate() to an earlier position.
         """
         return self._slot.text.logits
 
@@ -355,9 +362,10 @@ class Session:
         return self.model.detokenize(text, special=special)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of a token, to print it at once; `special`: also of control tokens.
+        """Return the bytes of a token, which may end within a character; none for a control token
+        unless `special`.
 
-        Placeholders of images have none.
+        Placeholders of images have no bytes.
         """
         if is_placeholder(token):
             return b""
@@ -386,23 +394,25 @@ class Session:
     ) -> Images:
         """Open the model's projector (mmproj file), and return what reads prompts with images.
 
-        It serves all sessions of the model, and is closed with the model, or where another file
-        takes its place. Raises ModelFileError and UnsupportedModelError: see Projector.
+        The projector serves all sessions of the model, until the model is closed or another
+        projector is opened. `limits`: for the images of one prompt; None: the defaults of
+        ImageLimits. `use_gpu`: let it run on a GPU. Raises ModelFileError and
+        UnsupportedModelError: see Projector.
         """
         self._runner.check_open(self._slot)
         return self._runner.open_projector(path, limits, use_gpu=use_gpu)
 
     @property
     def images(self) -> Images | None:
-        """Return what reads prompts with images; None before open_projector()."""
+        """Return the object that reads prompts with images; None before open_projector()."""
         return self._runner.images
 
     def fork(self) -> Session:
         """Return another session of the pool that continues from the text of this one.
 
-        Both use the same pages until one of them changes them. It is swapped out until it reads,
-        and then gets a share of the pool. Raises PoolError if nothing more can be swapped out, and
-        for a session without a pool.
+        Both sessions use the same pages until one of them changes a page. The new session is
+        swapped out until it reads, and then gets a share of the pool. Raises PoolError if nothing
+        more can be swapped out, and for a session without a pool.
         """
         self._runner.check_usable(self._slot)
         if self._pool is None:
@@ -418,7 +428,7 @@ class Session:
         )
 
     def stats(self) -> SessionStats:
-        """Return counts, bytes and times so far."""
+        """Return the counts, bytes and times of the session so far."""
         store = self._store
         counters = store.counters()
         counters["kv_bytes_scratch"] += self.snapshot_bytes

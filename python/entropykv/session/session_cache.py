@@ -30,8 +30,9 @@ class SessionCache:
         return self._slot.store.name
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Return the positions that a KV head keeps, ascending; raises IndexError for an unknown
-        head.
+        """Return the positions that a KV head keeps, ascending, (n_entries,). Raises IndexError for
+        a layer or head that the model does not have, PoolError if the pool has no room for the
+        session.
         """
         budgets = self.budgets()
         if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
@@ -42,8 +43,8 @@ class SessionCache:
     def importance(
         self,
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | None:
-        """Return for every KV head of all layers the positions that it keeps, ascending, and their
-        importance.
+        """Return (positions, importance) for every KV head of all layers: the positions that it
+        keeps, ascending, int32, and the importance of these entries, float32, each (n_entries,).
 
         Returns None if the store or the policy does not measure attention. Raises PoolError if the
         pool has no room for the session.
@@ -61,16 +62,18 @@ class SessionCache:
     def map(self) -> CacheMapFunction:
         """Return a function that shows what all KV heads hold, for viewers.
 
-        look(first, per_column, n_columns) returns three arrays of bytes, (KV heads of all layers,
-        columns), or with one row if all KV heads keep the same: the shares of a column's positions
-        that are held, that are frozen, and that are held now but were frozen at the last call; in
-        255ths, rounded up.
+        The function takes (first position, positions per column, number of columns) and returns
+        three arrays of bytes, (KV heads of all layers, columns), or with one row if all KV heads
+        keep the same: the shares of a column's positions that are held, that are frozen, and that
+        are held now but were frozen at the last call; in 255ths, rounded up.
         """
         return self._slot.store.cache_map()
 
     @property
     def trajectory(self) -> Trajectory | None:
-        """Return the numbers of entries over the text, if entries are frozen; else None."""
+        """Return how many entries were active and frozen as the text grew; None unless entries are
+        frozen.
+        """
         return self._slot.trajectory
 
     @property
@@ -103,20 +106,22 @@ class SessionCache:
 
     @property
     def sure_entries(self) -> int:
-        """Return how many of the newest tokens every KV head certainly keeps; n_ctx if nothing is
-        evicted.
+        """Return how many of the newest tokens every KV head is certain to keep, whatever follows;
+        n_ctx if nothing is ever evicted.
         """
         return self._slot.store.reach().sure
 
     @property
     def bytes_full_per_token(self) -> int:
-        """Return the bytes that a full cache in f16 would take for a token."""
+        """Return the bytes that one token takes in a full cache in f16, in all layers."""
         return self._slot.store.facts.bytes_full_per_token
 
     def resize(self, kv_budget: Budget | str | float) -> None:
-        """Change the budget while running: a larger one takes effect at once, a smaller one evicts.
+        """Change the budget between two steps: a larger one takes effect at once, a smaller one
+        evicts. In a pool, it is the budget of all sessions.
 
-        BudgetError leaves the session unchanged.
+        Raises BudgetError for a budget that is too small or does not fit into memory; the session
+        stays as it was.
         """
         self._runner.check_usable(self._slot)
         budget = Budget.parse(kv_budget)
@@ -128,11 +133,13 @@ class SessionCache:
 
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
         """Restore frozen entries as far as the budget has room; returns how many entries of all KV
-        heads.
+        heads, 0 if the store does not freeze.
 
-        SOFT: those that would stay frozen for more than one further step; WINDOW: those frozen in
-        the last `window` steps; FULL: all, and detections start again. The next token also searches
-        the remaining ones.
+        SOFT: entries that would stay frozen for more than one further step. WINDOW: entries that
+        were frozen while the last `window` tokens were read. FULL: all, and the counts by which the
+        freeze schedule decides start at zero. REWALK: all. The next token also searches the
+        remaining ones. Raises SettingsError for a negative window, EntropyKVError for a session
+        that is closed or whose last decode failed, PoolError if the pool has no room for it.
         """
         self._runner.check_usable(self._slot)
         at_least("window", window, 0)
@@ -142,18 +149,23 @@ class SessionCache:
 
     @property
     def predictor_fit(self) -> PredictorFit | None:
-        """Return the object that fits the model's predictor to its first texts; None if there is
-        one already.
+        """Return the object that learns the model's predictor from its first texts; None if a
+        predictor is known or none is needed.
         """
         return self._runner.second_readings.fit
 
     @property
     def is_live(self) -> bool:
-        """Tell whether it has a share of the pool, and is neither swapped out nor empty."""
+        """Tell whether the session has a share of its pool. One that is swapped out or has read
+        nothing has none; a session without a pool always has the whole budget.
+        """
         return self._slot.live
 
     def swap_out(self) -> None:
-        """Leave its share to the others of the pool until it is used again; raises PoolError."""
+        """Leave the session's share to the others of the pool until it is used again.
+
+        Raises PoolError for a session without a pool, or if what was read cannot be kept elsewhere.
+        """
         self._runner.check_usable(self._slot)
         shared = self._runner.shared
         with self._runner.exclusively(self._slot):
@@ -161,9 +173,10 @@ class SessionCache:
             shared.share()
 
     def pool_status(self) -> PoolStatus:
-        """Return the session's status in its pool, at a moment between two steps.
+        """Return the status of the session in its pool, between two steps.
 
-        During a step, its pages may be given to another session.
+        It waits for the end of a running step, in which the pages of the session may be given to
+        another one.
         """
         with self._runner.scheduler.between_steps():
             return self._runner.shared.status_of(self._slot)

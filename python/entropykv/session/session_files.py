@@ -76,8 +76,8 @@ def write_state(
     document: DocumentNote | None = None,
     predictor: LearntPredictor | None = None,
 ) -> SavedContents:
-    """Write a session to a binary file; `document` is what it has read, if it is a document, and
-    `predictor` what was learnt and scores its entries.
+    """Write a session to a binary file, and return what was written. `chat`, `document`: as for
+    SessionFiles.save(). `predictor`: the learnt predictor that scores its entries, if any.
     """
     state = store.state()
     # Copy the array: an exported buffer that an exception keeps alive would prevent it from
@@ -111,7 +111,7 @@ def load_state(
 ) -> TokenSequence:
     """Replace the content of a store by a saved session, and return its text.
 
-    Raises SessionFileError if it is damaged or does not fit, and leaves the store unchanged.
+    Raises SessionFileError if the file is damaged or does not fit, and leaves the store unchanged.
     """
     check_settings(reader.settings, settings, reader.where)
     contents = reader.contents
@@ -224,7 +224,7 @@ class DocumentHeader:
 def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
     """Read the header of a document, whose path may be an address in object storage.
 
-    Raises SessionFileError if it is none, or was not read to its end.
+    Raises SessionFileError if the file is not a document, or if its text was not read to the end.
     """
     with local_document(path) as file, open_session(file) as reader:
         contents, note = reader.contents, reader.contents.document
@@ -276,15 +276,16 @@ class SessionFiles:
     ) -> SavedContents:
         """Write the whole state to a file, which appears complete or not at all.
 
-        `chat`: whether the text is a chat by the model's template. `document`: what it has read, if
-        it is a document, as read_document() of entropykv.session.document says it. Raises
-        SessionFileError.
+        `chat`: whether the text is a chat by the model's template; None: unknown. `document`: what
+        document was read, for a session that holds one. Raises SessionFileError.
         """
         with new_session_file(path) as file:
             return self._write(file, chat, document, self._runner.second_readings.learnt)
 
     def save_state(self) -> bytes:
-        """Return the bytes that save() would write."""
+        """Return the bytes that save() would write, without `chat`, `document` or a learnt
+        predictor; raises what save() raises.
+        """
         file = io.BytesIO()
         self._write(file, None)
         return file.getvalue()
@@ -312,9 +313,10 @@ class SessionFiles:
         """Continue from a document that read_document() or `entropykv read` has written.
 
         The first document is loaded, as load() does; the texts of the others are read behind it, in
-        their order, as if the first had just been read. Then read the tokens of Session.question().
-        Headers that were read before are not read again. Returns the contents of the first. Raises
-        SessionFileError and the errors of Session.decode().
+        their order, as if the first had just been read. A question can follow: the tokens of
+        Session.question(). Documents are paths, addresses in object storage, or headers that
+        document_header() has read. Returns the contents of the first. Raises SessionFileError,
+        ContextError for more than MOST_DOCUMENTS, and the errors of Session.decode().
         """
         documents = (document, *more)
         if len(documents) > MOST_DOCUMENTS:
@@ -339,7 +341,9 @@ class SessionFiles:
 
     @property
     def settings(self) -> SavedSettings:
-        """Return the settings that its files have, to compare them with those of another file."""
+        """Return the settings that files of this session have, to compare them with those of
+        another file.
+        """
         runner = self._runner
         return saved_settings(runner.model, runner.config, self._slot.store, runner.budget)
 

@@ -11,8 +11,8 @@ from entropykv.session.reuse import Demand, HeldText
 from entropykv.session.sequence_slot import SequenceSlot
 
 INTERVAL = 1024
-"""After so many tokens of a prompt, a checkpoint is kept within it if later ones could not be cut:
-something was evicted, or layers are recurrent.
+"""In a long prompt, a checkpoint is kept every INTERVAL tokens if a later checkpoint could not be
+cut to less text: because something was evicted, or because layers are recurrent.
 """
 
 
@@ -29,7 +29,9 @@ class SessionText:
         self._tenant = tenant
 
     def held(self) -> HeldText:
-        """Describe the text that was read: what of it can be gone back to, as reuse_of() asks."""
+        """Describe the text that was read and to which positions it can be truncated, as reuse_of()
+        needs it.
+        """
         slot = self._slot
         slot.note_evictions()
         return HeldText.of(
@@ -44,7 +46,8 @@ class SessionText:
         """Roll back to `position` tokens; 0 is possible even after a failed decode.
 
         Entries before `position` that were evicted do not return: see HeldText.can_return_to().
-        Raises ContextError if recurrent layers or sliding windows cannot roll back that far.
+        Raises ContextError for a position beyond the text, or if recurrent layers, sliding windows
+        or the flat store cannot roll back that far; EntropyKVError for a session that is closed.
         """
         slot, text = self._slot, self._slot.text
         if position == 0:
@@ -61,8 +64,11 @@ class SessionText:
                 slot.trajectory.truncate(position)
 
     def truncate_or_clear(self, position: int) -> bool:
-        """Roll back to a position, or to nothing and return False if that is impossible now: the
-        pool has no room to be live, or a smaller share has dropped what was outside of the windows.
+        """Roll back to a position and return True; if that is impossible now, drop the whole text
+        and return False.
+
+        It is impossible if the pool has no room for the sequence, or if a smaller share has dropped
+        entries that sliding windows need.
         """
         try:
             self.truncate(position)
@@ -82,10 +88,10 @@ class SessionText:
         slot.position = slot.expected = slot.shared_for = position
 
     def return_to_prompt(self, position: int, end: int) -> bool:
-        """Roll back to the end of the last prompt, and restore its logits.
+        """Roll back to `position`, the end of the last prompt, and restore the logits there.
 
         Returns False, and changes nothing, if the last prompt did not end at `position`, or if
-        something may be evicted before `end`: see HeldText.keeps_all_until().
+        something may be evicted before the text has `end` tokens: see HeldText.keeps_all_until().
         """
         logits = self._slot.text.parts.logits_at(position)
         if logits is None or not self.held().leads_back_to_prompt(position, end):
@@ -98,14 +104,18 @@ class SessionText:
         return True
 
     def note_turn(self, *, writes: bool) -> None:
-        """Keep a checkpoint if the text changes from reading to writing, or back."""
+        """Keep a checkpoint if reading a prompt follows writing, or the reverse; `writes`: the next
+        tokens are written.
+        """
         slot = self._slot
         if slot.text.position and writes != slot.writes:
             self.keep_checkpoint()
         slot.writes = writes
 
     def note_interval(self, n_tokens: int) -> None:
-        """Keep a checkpoint within a prompt if later ones could not be cut."""
+        """Keep a checkpoint within a prompt if its last `n_tokens` have crossed a multiple of
+        INTERVAL and later checkpoints could not be cut.
+        """
         position = self._slot.text.position
         crossed = position // INTERVAL > (position - n_tokens) // INTERVAL
         if crossed and (self._slot.store.evicted > 0 or self._slot.store.context.recurrent):
@@ -151,12 +161,12 @@ class SessionText:
         tokens.
 
         It may be a checkpoint of any session of its tenant in the pool, whatever was evicted since.
-        If it covers the whole text, its logits are restored, too. Returns False, and changes
-        nothing, if there is none; a session without a pool keeps none. If the pool has no room to
-        cut the checkpoint, it returns False, too, and the session is empty. `repeatable`: only roll
-        back to a position where a reading from 0 also starts a micro-batch, or to a checkpoint
-        itself, so that asking again gives the same numbers. `reads_question`: not to a place within
-        or behind a prompt that is asked again, which is then read again.
+        If `tokens` begin with all of its text, the logits at its end are restored, too. Returns
+        False, and changes nothing, if there is none; a session without a pool keeps none. If the
+        pool has no room to cut the checkpoint, it returns False, too, and the session is empty.
+        `repeatable`: only roll back to a position where a reading from 0 also starts a micro-batch,
+        or to a checkpoint itself, so that asking again gives the same numbers. `reads_question`:
+        not to a place within or behind a prompt that is asked again, which is then read again.
         """
         demand = Demand(is_cut=repeatable, reads_question=reads_question)
         runner, slot = self._runner, self._slot

@@ -30,29 +30,32 @@ from entropykv.settings.options import Budget
 from entropykv.store.protocol import Places, StoreContext
 
 GROWTH_STEP = 64
-"""Tokens by which a text is expected to grow, so that shares do not change with every token."""
+"""Expected lengths of texts are rounded up to multiples of this many tokens, so that shares do not
+change with every token.
+"""
 LEAST_CHANGE = 1 / 16
 """Shares change only if a new measurement of losses would change one by at least this fraction."""
 
 MOST_FLOORS = 64
-"""The most numbers of pages whose floors are cached."""
+"""For how many sizes of a share, in pages, the pages of its protected entries are cached."""
 
 
 class Shares(ABC):
-    """Share the budget of a pool among its live sequences; unless defined otherwise, the parts are
-    what the stores have from the start.
+    """Share the budget of a pool among its live sequences.
+
+    The default methods leave every store the part that it has from the start.
     """
 
     keeps_places: bool = False
-    """True if sequences never wait for room; then each is live from the start."""
+    """True if a sequence is live from the start and never gives up its place."""
     grow_by_leaving: bool = False
-    """True if the others get the share of a sequence that is swapped out."""
+    """True if the other sequences get the share of one that is swapped out."""
 
     @abstractmethod
     def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
-        """Tell whether every sequence would get its protected entries.
+        """Tell whether a budget gives each of these sequences room for its protected entries.
 
-        `budget` None: of the current budget. Raises BudgetError for an unusable one.
+        `budget` None: the current budget. Raises BudgetError for a budget that no store can use.
         """
 
     def learn(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
@@ -77,7 +80,7 @@ class Shares(ABC):
 
 
 def shares_of(context: StoreContext, config: ResolvedConfig) -> Shares:
-    """Return how the stores of a context share its budget."""
+    """Return the object that shares a budget among the stores of a context."""
     if context.pages is not None:
         return PageShares(context.pages, config, context.layers)
     if context.places is not None:
@@ -117,18 +120,18 @@ class WholeBudget(Shares):
 
 
 class EqualPlaces(Shares):
-    """Give every sequence an equal part of the budget, whoever else is live.
+    """Give every sequence an equal part of the budget, however many of them are live.
 
-    Device stores have rows for it: the first one that takes a place allocates those of all, and the
-    last one that leaves frees them. For a larger budget, they are allocated anew.
+    The rows of device stores are allocated for that: those of all places when the first store takes
+    a place, and freed when the last one leaves. For a larger budget, they are allocated anew.
     """
 
     def __init__(
         self, places: Places, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
     ) -> None:
-        """Check that an equal part holds the protected entries; raises BudgetError.
+        """Check that an equal part of the budget holds the protected entries; raises BudgetError.
 
-        `places`: those of the stores; `layers`: the model's attention layers.
+        `places`: what changes the budget of all stores; `layers`: the model's attention layers.
         """
         self._places = places
         self._config = config
@@ -142,7 +145,7 @@ class EqualPlaces(Shares):
         slots: Sequence[SequenceSlot],
         budget: Budget | None = None,  # noqa: ARG002
     ) -> bool:
-        """Tell whether there are so many places; the stores check their budgets."""
+        """Tell whether there are places for so many sequences; the stores check their budgets."""
         return len(slots) <= self._n_places
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
@@ -150,7 +153,7 @@ class EqualPlaces(Shares):
         return max(slot.expected, slot.position) <= slot.store.reach().whole
 
     def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
-        """Give all sequences an equal part of another budget, those that are swapped out, too."""
+        """Give all sequences, also those that are swapped out, an equal part of another budget."""
         self._config.equal_share(budget, self._layers)
         held = [slot.pooled.n_entries for slot in slots]
         self._places.resize(budget)
@@ -176,7 +179,7 @@ class PageShares(Shares):
         core.set_pages(self._pages)
         self._pages_of: dict[int, int] = {}
         self._floors: dict[int, int] = {}
-        """The floors of equal parts, by their pages."""
+        """By the pages of a share, how many pages its protected entries take."""
 
     def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
         """Tell whether every equal part would hold the protected entries."""
@@ -200,7 +203,7 @@ class PageShares(Shares):
     def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
         """Set the share of every sequence; those that shrink evict first.
 
-        `least_change`: nothing is done if no share would change by this fraction of it.
+        `least_change`: do nothing if every share would change by less than this fraction of itself.
         """
         if not slots:
             return
@@ -224,7 +227,9 @@ class PageShares(Shares):
             self.give(slots)
 
     def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
-        """Share another number of pages."""
+        """Share the pages of another budget; raises BudgetError, and keeps the pages, if they are
+        too few.
+        """
         pages = self._config.pool_pages(budget, self._layers)
         if not self.are_possible(slots, budget):
             self.give(slots)
@@ -245,8 +250,8 @@ class PageShares(Shares):
         return self._whole_length(slot, shares[i]) is not None
 
     def _whole_length(self, slot: SequenceSlot, share: int) -> int | None:
-        """Return the longest text that a share holds whole; None if it does not hold the current
-        one.
+        """Return the longest text that a share of so many pages keeps whole; None if that is
+        shorter than the expected text of the sequence.
         """
         whole = WholeTexts(share, self._config.n_ctx, self._pages_for)
         return whole.length_for(max(slot.expected, slot.position, 1), self._length(slot))
@@ -272,7 +277,7 @@ class PageShares(Shares):
         return self._pages_of[n_tokens]
 
     def _floor(self, part: int) -> int:
-        """Return the pages of the sinks and recent windows of an equal part."""
+        """Return how many pages the protected entries of a share of `part` pages take."""
         if part not in self._floors:
             if len(self._floors) >= MOST_FLOORS:
                 self._floors.clear()
@@ -301,15 +306,17 @@ class PoolStatus:
     given_up: int
     """How many entries were evicted because its share shrank for other sessions."""
     is_swapped_out: bool = False
-    """True if it has no share; it may still wait for one."""
+    """True if the session has no share; it may still wait for one."""
     swapped_entries: int = 0
-    """How many entries of all KV heads will return with its next token."""
+    """How many entries of all KV heads the session gets back with its next token; 0 unless it is
+    swapped out.
+    """
     pages_bytes: int = 0
-    """Bytes of the pool's pages that it still holds while it is swapped out, including
-    shared ones.
+    """The bytes of the pool's pages that the session still holds while it is swapped out, including
+    pages that it shares.
     """
     swapped_bytes: int = 0
-    """Bytes that it takes outside the pool while it is swapped out."""
+    """The bytes that the session takes outside the pool while it is swapped out."""
 
 
 class SharedPool:
@@ -326,14 +333,14 @@ class SharedPool:
         slots: list[SequenceSlot],
         is_waiting: Callable[[SequenceSlot], bool],
     ) -> None:
-        """Share the pages or places of a context by the config's budget; without either, a single
-        store has the whole budget.
+        """Share the pages or places of a context by the config's budget. If the context has
+        neither, a single store has the whole budget.
 
-        `slots`: all sequences, a list that changes; `kept_texts`: keeps idle ones; `is_waiting`:
-        tells whether tokens of a sequence wait to be read.
+        `slots`: all sequences, a list that changes; `kept_texts`: keeps the texts of those that are
+        swapped out; `is_waiting`: tells whether tokens of a sequence wait to be read.
         """
         self.core = context.pool
-        """The figures of what sequences share; None for a session alone."""
+        """The figures in bytes of what the sequences share; None for a session alone."""
         self.kept_texts = kept_texts
         kept_texts.can_be_cut = not context.recurrent
         self._config = config
@@ -360,7 +367,7 @@ class SharedPool:
 
     @property
     def live(self) -> list[SequenceSlot]:
-        """Return the sequences that hold pages."""
+        """Return the sequences that have a share or a place in the pool."""
         return [slot for slot in self._slots if slot.live]
 
     def forget(self, slot: SequenceSlot) -> None:
@@ -376,10 +383,11 @@ class SharedPool:
             self.share()
 
     def let_go(self, *, even_live: bool = True) -> bool:
-        """Close the least recently used of the sessions that were put aside: see IdleSession.
-        Returns False if there is none.
+        """Close the least recently used of the sessions that their users can do without: see
+        IdleSession. Returns False if there is none.
 
-        Without `even_live`, it is one that is swapped out, so that no share changes.
+        Without `even_live`, only sessions that are swapped out are considered, so that no share
+        changes.
         """
         index = self.kept_texts.index
         for idle in index.of(IdleSession):
@@ -390,8 +398,9 @@ class SharedPool:
         return False
 
     def _with_room(self, keep: Callable[[], _Kept]) -> _Kept:
-        """Do what needs room outside the pool, and let idle sessions go until there is enough;
-        raises PoolError if none is left, or if it would be in vain.
+        """Call `keep`, which needs room outside the pool, and close idle sessions until there is
+        enough. Raises PoolError if no idle session is left, or if even an empty pool has no room
+        for the text.
         """
         while True:
             try:
@@ -413,8 +422,8 @@ class SharedPool:
             return True
 
     def _vacate(self, slot: SequenceSlot) -> None:
-        """Free a sequence's pages and its number; the caller has kept its content if it is still
-        needed.
+        """Free the pages of a sequence and llama.cpp's number for it; the caller has kept the
+        content if it is still needed.
         """
         slot.pooled.set_aside()
         self._free_numbers.append(slot.store.sequence)
@@ -437,8 +446,8 @@ class SharedPool:
         slot.swapped = swapped
 
     def _keep(self, slot: SequenceSlot, kept: KeptText) -> KeptText:
-        """Keep the content of a sequence: pages are shared, frozen entries copied. Raises
-        PoolError.
+        """Keep the content of a sequence as `kept`: by sharing its pages, or as a copy where a
+        store cannot share them. Raises PoolError if there is no room for it.
         """
         texts, store = self.kept_texts, slot.pooled
         if slot.swapped is not None:
@@ -456,12 +465,12 @@ class SharedPool:
             )
 
     def another_reads(self, slot: SequenceSlot, now: float) -> bool:
-        """Tell whether waiting makes sense, because another live sequence is in use."""
+        """Tell whether another live sequence is in use, so that a place may become free later."""
         return any(not each.is_idle(now) for each in self.live if each is not slot)
 
     def make_live(self, slot: SequenceSlot, now: float) -> None:
-        """Give a sequence a share, by swapping out those that are idle now, then by shrinking all;
-        raises PoolError.
+        """Give a sequence a share: first swap out sequences that are idle now, then shrink the
+        shares of all. Raises PoolError if that does not make room.
         """
         full = self._swap_out_idle(now)
         while not self._free_numbers or not self._shares.are_possible([*self.live, slot]):
@@ -472,7 +481,8 @@ class SharedPool:
                     "of one, or give it more bytes (kv_budget) and sequences (n_sequences)"
                 )
             full = self._swap_out_idle(now)
-        # Neighbours can attend at once on a device.
+        # The least number is taken, because sequences with neighbouring places can attend together
+        # on a device.
         number = min(self._free_numbers)
         slot.pooled.take_place(number)
         self._free_numbers.remove(number)
@@ -488,8 +498,8 @@ class SharedPool:
             raise
 
     def _swap_out_idle(self, now: float) -> PoolError | None:
-        """Swap out the sequences that are idle, as far as others can use their places; returns the
-        error that has ended it before.
+        """Swap out idle sequences while others can use their places. Returns the error that ended
+        this early, or None.
         """
         for each in self._idle(now):
             if self._free_numbers and not self._shares.grow_by_leaving:
@@ -511,7 +521,7 @@ class SharedPool:
         store, tier = slot.pooled, swapped.tier
         with self.kept_texts.staying(swapped):
             done = isinstance(tier, InPool) and store.go_on_from(tier.pages, ends=True)
-        if not done:  # Its pages are needed to shrink it.
+        if not done:  # Shrinking it to the share would need more pages than are free.
             slot.store.load_state(self.kept_texts.leave_pool(swapped).saved())
         if swapped.awaits_prediction and slot.store.learning is not None:
             slot.store.learning.predict_held(swapped.position, slot.store.shift)
@@ -527,7 +537,7 @@ class SharedPool:
     def give(self, slot: SequenceSlot, kept: KeptText) -> None:
         """Replace the content of a sequence by a text that was kept for it.
 
-        It is swapped out until it reads.
+        The sequence is swapped out until it reads.
         """
         self.forget(slot)
         self.evicted_by_gone += slot.evicted
@@ -540,10 +550,10 @@ class SharedPool:
         slot.mend()
 
     def keep_checkpoint(self, slot: SequenceSlot, tenant: Hashable) -> None:
-        """Keep a checkpoint of the current content of a sequence, if it is in the pool, nothing
-        freezes, and the limit of checkpoints allows it.
+        """Keep a checkpoint of the current content of a sequence, if there is room for one and
+        nothing is frozen: as shared pages if the content is in the pool.
 
-        On a device, where pages cannot be shared, it is a copy outside the pool.
+        On a device, where pages cannot be shared, the checkpoint is a copy outside the pool.
         """
         swapped = slot.swapped
         is_there = slot.live if swapped is None else isinstance(swapped.tier, InPool)
