@@ -183,7 +183,7 @@ void Attention::make_units(int layer) noexcept {
         });
 }
 
-// The following functions are the nodes of the graph.
+// The nodes of the graph call the following functions.
 
 // Calls visit(token, head, page, slot) for the part of the micro-batch that this thread stages. A
 // part is made of whole groups, since the entries of a group share cache lines.
@@ -248,8 +248,8 @@ void Attention::recall(const AttentionCall& call) noexcept {
     wait_for(ready_);
 }
 
-// One thread attends to a head with all tokens of a run, since each of them needs what the commit
-// of the one before has left.
+// One thread attends to a head with all tokens of a run with drafts, since each token attends to
+// what the commit of the token before it has left.
 void Attention::attend_run(const AttentionCall& call) noexcept {
     const int n_heads = call.shape().n_head_kv;
     const int interval = store_.components().common.scoring_interval();

@@ -29,8 +29,8 @@ public:
     // that heads with equal budgets keep the same positions.
     void set_shared_choice(bool on) { shared_choice_ = on; }
     // Recall runs in every micro-batch of several tokens unless begin() says otherwise, and in
-    // every recall_interval-th one of a single token. Setting this makes it run in the next
-    // micro-batch in any case.
+    // every recall_interval-th one of a single token. If recalls_now() is set to true, it runs in
+    // the next micro-batch in any case.
     bool& recalls_now() { return recalls_now_; }
     EntropyMeter& entropies() { return entropies_; }
     const EntropyMeter& entropies() const { return entropies_; }
@@ -114,7 +114,7 @@ private:
     std::vector<std::size_t> first_units_;  // index in units_, for each layer
     std::vector<float> partials_;           // partial results of the current layer
     std::atomic<int> recalled_heads_{0};
-    std::atomic<int> next_head_{0};   // whom a run with drafts attends to next
+    std::atomic<int> next_head_{0};   // next head of a run with drafts
     std::atomic<bool> ready_{false};  // whether the units of the current layer are made
 };
 

@@ -74,7 +74,7 @@ void HeadAttention::start_softmax(const RowTile& tile, int chunk,
 }
 
 // Returns the logit of a row's sink, relative to the logits that the stored keys have. Rows behind
-// the tile's only fill a vector.
+// those of the tile only fill up a vector, so their logits do not matter.
 float HeadAttention::sink_of(const RowTile& tile, int r) const noexcept {
     const int of_group = (tile.first + r) % split_.group;
     const float sink = call_.params.sinks[tile.head * split_.group + of_group];
@@ -374,7 +374,8 @@ float* HeadAttention::carry(int head) noexcept {
                                     output_squares(head), call_.total(head));
 }
 
-// Returns the largest shares that an echo gave to the entries of a head, over the same readers.
+// Returns the largest shares that queries of an echo gave to the entries of a head, over the
+// readers of the layer up to this one; null if no echo is observed.
 float* HeadAttention::carry_echo_shares(int head) noexcept {
     float* echo_shares = call_.max_echo_shares(head);
     const LayerShape& shape = call_.shape();
@@ -391,8 +392,8 @@ void HeadAttention::commit(int head, const float* observed, const float* echo_sh
                        call_.thread);
 }
 
-// Commits all heads by the sum of what they observed. This is possible because heads with equally
-// many entries have them in the same places.
+// Commits every head of the layer by the sum of what all its heads observed. With a shared choice,
+// entry i of every head has the same position, so sums by entry make sense.
 void HeadAttention::commit_layer() noexcept {
     const int n_heads = call_.shape().n_head_kv;
     const int n = call_.total(0);

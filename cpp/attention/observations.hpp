@@ -29,7 +29,8 @@ public:
     float* logits(int row) noexcept { return logits_.data() + index(row) * longest_; }
     std::size_t longest() const { return longest_; }
     // Returns the row to which the tiles of an observed band of a head add what their queries gave.
-    // number: heads come first, and the bands of a head follow each other.
+    // number: that of the head, times the observed bands of a head, plus that of the band. Rows for
+    // the shares of an echo lie behind those of all heads.
     float* row(int layer, int number) noexcept {
         const std::size_t offset = layer % 2 == 0 ? 0 : odd_layers_at_;
         return observed_.data() + offset + index(number) * longest_;
@@ -49,7 +50,7 @@ public:
     float* carry(int layer, int head, bool is_first, const float* observed, float squares,
                  int n) noexcept;
     // Returns the largest shares that an echo's queries gave, over the readers of a layer up to
-    // this one. number: of the head, counted behind the heads whose sums are carried.
+    // this one. number: that of the head plus the number of KV heads.
     float* carry_largest(int layer, int number, bool is_first, const float* echo_shares,
                          int n) noexcept;
     float carried_squares(int layer, int head) const noexcept {

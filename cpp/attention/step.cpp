@@ -8,12 +8,12 @@
 namespace entropykv {
 namespace {
 
-// With at least so many query heads, the prompt kernel (rows in lanes) is faster even for one
-// token.
+// With at least this many query heads per KV head, the prompt kernel (rows in lanes) is faster even
+// for one token.
 constexpr int kWideGroup = 12;
 constexpr int kFewUnits = 8;  // With fewer tiles, the tiles are split by entries.
-// Every band of tiles needs memory for what is observed. So many bands of a layer's heads keep all
-// threads busy, and need less memory than the cache.
+// Every band of tiles needs memory for what is observed. This many bands, of all heads of a layer
+// together, keep all threads busy, and need less memory than the cache.
 constexpr int kMostBands = 64;
 constexpr int kRowsChunk = 256;      // fewest entries of a unit of the prompt kernel
 constexpr int kMostRowsChunks = 64;  // most units of a tile of the prompt kernel

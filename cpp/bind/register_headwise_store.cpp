@@ -287,7 +287,7 @@ void set_predictor(HeadwiseStore& self, int layer, const InputArray<float>& weig
         std::vector<float>(weights.data(), weights.data() + weights.size()));
 }
 
-// Returns the shares sorted by position.
+// Returns the predicted shares of attention of a head's entries, in the order of positions.
 py::array_t<float> predicted_shares(const HeadwiseStore& self, int layer, int head) {
     self.check_head(layer, head);
     if (!self.store.settings().importance.predicts())

@@ -81,7 +81,7 @@ private:
 
 class FileStorage final : public ColdStorage {
 public:
-    // The file begins with so many bytes, which are left to the caller.
+    // The file begins with this many bytes, which are left to the caller.
     static constexpr std::size_t kHeaderBytes = 4096;
 
     // The file must stay open; the caller closes it. See platform/file_access.hpp for its number.

@@ -100,7 +100,8 @@ std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double
         entries_left -= budgets[i];
         pages_left -= pages_for(budgets[i], per_page);
     }
-    // Heads at a floor that fills no whole page can take more pages than their share.
+    // Pages are rounded up where a floor or a limit fills no whole page, so the heads may take more
+    // pages than there are: the largest ones give some back.
     while (pages_left < 0) {
         const auto largest = std::max_element(budgets.begin(), budgets.end());
         const auto head = static_cast<std::size_t>(largest - budgets.begin());

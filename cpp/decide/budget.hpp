@@ -31,7 +31,7 @@ std::vector<double> entropy_weights(const std::vector<double>& entropies, double
 // Throws std::invalid_argument if mean_entries is below floor_entries.
 std::vector<int> share_budget(const BudgetRequest& request);
 
-// Says what heads lose if they keep so many entries beyond their floor.
+// Says what each head loses, by how many entries it keeps beyond its floor.
 struct LossTable {
     std::vector<double> knots;   // entries beyond the floor, ascending from 0
     std::vector<double> losses;  // [head][knot], 0 or more

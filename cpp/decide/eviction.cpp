@@ -6,8 +6,8 @@
 namespace entropykv {
 namespace {
 
-// If a selection drops no more entries, the lowest scores are kept in a heap, which nearly all of
-// the others leave as it is.
+// If a selection drops at most this many entries, the lowest scores are collected in a heap, which
+// nearly all other scores leave as it is.
 constexpr int kFewDropped = 64;
 
 // Returns the score that is the wanted-th highest of n, which are put in another order.
@@ -42,9 +42,9 @@ int entries_to_keep(int budget, int n_new, const Protection& protection) {
 int select_survivors(const float* scores, const std::int32_t* positions, int n, int keep,
                      const Protection& protection, std::int32_t newest, std::uint8_t* kept,
                      float* scratch) {
-    // Loops have no branches that depend on scores or positions: no machine could foresee them. The
-    // bounds are copied, since the compiler must expect that writing marks changes what it refers
-    // to.
+    // Loops have no branches that depend on scores or positions: a CPU could not predict such
+    // branches. The bounds are copied, since the compiler must expect that writing marks changes
+    // what it refers to.
     const std::int32_t oldest = protection.oldest;
     const std::int32_t first = protection.first_open();
     const std::int32_t last = protection.last_open(newest);

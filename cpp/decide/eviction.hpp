@@ -14,7 +14,8 @@ struct Protection {
     std::int32_t oldest = 0;  // oldest position that later queries see
 
     bool has_left(std::int32_t position) const { return position < oldest; }
-    // Entries at positions between these, with both, are neither protected nor have they left.
+    // Entries at positions from first_open() to last_open(), both included, are neither protected
+    // nor have they left the window.
     std::int32_t first_open() const { return n_sinks > oldest ? n_sinks : oldest; }
     std::int32_t last_open(std::int32_t newest) const { return newest - recent_window; }
     bool leaves_open(std::int32_t position, std::int32_t newest) const {
@@ -37,8 +38,8 @@ struct Protection {
 constexpr int kDecodeRoom = 16;
 constexpr int kMostDecodeRoom = 64;
 
-// Returns the most tokens that an eviction of such a budget makes room for, if tokens come one by
-// one: a selection among many entries takes longer, so it serves more tokens then.
+// Returns for how many tokens an eviction to a budget makes room at most, if tokens come one by
+// one: for more with a larger budget, where a selection takes longer.
 int most_decode_room(int budget);
 // Returns how many entries an eviction leaves after n_new new ones. If tokens come one by one, it
 // makes room for several (most_decode_room()), so that one selection serves many tokens. The room

@@ -74,8 +74,9 @@ struct ImportanceSettings {
     float decay = 0.998f;          // per token
     int observation_window = 512;  // how many of a micro-batch's last tokens are observed
     bool by_values = false;        // multiply by the norm of V, squared if scores are
-    // So many later queries are assumed to give an entry the share of attention that its key and
-    // value predict; this is added to what queries gave. 0: nothing is predicted.
+    // How many later queries are assumed to give an entry the share of attention that its key and
+    // value predict. This number times the share (squared if scores are squares) is added to what
+    // queries gave. 0: nothing is added.
     float expected_lookups = 0.0f;
 
     const Measure& measure() const { return measure_of(kind); }

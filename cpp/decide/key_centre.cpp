@@ -8,11 +8,12 @@
 namespace entropykv {
 namespace {
 
-// Between 1, which fits units to the channels, and 0.5, which also keeps the loudest channels
-// precise, because queries may look at them most.
+// A channel's unit is its size to this power: between 1, which makes all channels equally precise
+// relative to their sizes, and 0.5, which also keeps the largest ones precise, because queries may
+// look at them most.
 constexpr double kUnitPower = 0.75;
 // Queries are rounded to 16 bits in these units, and the spread is an estimate, so no channel is
-// taken for much quieter than the loudest one.
+// taken to be more than this many times smaller than the largest one.
 constexpr double kMostRatio = 256.0;
 
 std::size_t index(int i) { return static_cast<std::size_t>(i); }

@@ -17,8 +17,8 @@ struct KeyCentre {
     std::vector<float> unit;    // [k_dim]: divides what is left
 };
 
-// Centres are the means of the rotated bias over so many positions. Pairs with a large bias turn by
-// a fraction of a radian within them, so little of the bias is left.
+// Centres are the means of the rotated bias over this many positions. Pairs with a large bias turn
+// by a fraction of a radian within them, so little of the bias is left.
 constexpr int kCentredPositions = 8192;
 
 // Returns how to store keys to which a bias is added before RoPE. spread: the standard deviations

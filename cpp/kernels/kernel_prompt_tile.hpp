@@ -13,8 +13,8 @@ namespace {
 template <KvType Type>
 constexpr bool kInPairs = kFastPairs && Type == KvType::q8_0;
 
-// Entries are scored four at a time, so the scores of a tile begin up to so many entries before its
-// first one.
+// Entries are scored this many at a time, from a multiple of it on, so the scores of a tile may
+// begin before its first entry.
 constexpr int kScoreStep = 4;
 constexpr float kNatsPerBit = 0.69314718f;
 

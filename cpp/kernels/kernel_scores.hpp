@@ -84,8 +84,8 @@ inline void over_keys_of(const PageLayout& layout, const std::byte* page, int sl
     }
 }
 
-// Calls visit(slot, over_keys) for every vector of entries of a page; over_keys(visit) works as
-// above.
+// Calls visit(slot, over_keys) for every vector of entries of a page; over_keys(visit) visits its
+// keys as over_half_keys() does.
 template <typename Visit>
 inline void over_page_vectors(const PageLayout& layout, const std::byte* page, Visit visit) {
     with_type(layout.type, [&](auto known) {
@@ -129,7 +129,7 @@ void value_norms(const PageLayout& layout, const std::byte* page, float* norms) 
     }
 }
 
-// Computes q.k of a vector of entries and so many queries; over_keys works as above.
+// Computes q.k of a vector of entries and `Rows` queries; over_keys: see over_page_vectors().
 template <int Rows, typename OverKeys>
 inline void vector_products(OverKeys over_keys, const float* queries, int stride, float* out,
                             int out_stride) {

@@ -69,7 +69,7 @@ struct PromptTask {
     SoftmaxState state;       // its output is [layout.v_stride][kRowTile]
 };
 
-// The prompt kernel can keep so many floats of a tile of entries: the maxima of the rows, and the
+// How many floats the prompt kernel keeps of a tile of entries: the maxima of the rows, and the
 // weights of the entries, the first and last four of which may belong to other tiles.
 constexpr int kKeptFloats = (1 + kEntryTile + 4) * kRowTile;
 constexpr std::size_t kept_floats(const EntryRange& range) {
@@ -90,10 +90,10 @@ struct KernelTable {
                       int to_group, const LaneMoves&);
     void (*decode)(const DecodeTask&);
     void (*prompt)(const PromptTask&);
-    // sums[j - first] += what the rows give to entry j, times their weights [kRowTile] (for some
-    // statistics the larger value instead of the sum). Rows nearer than `neighbourhood` give
-    // nothing. state.max and state.sum must be final. `kept`: what prompt() kept of the same range,
-    // so that scores need not be computed again.
+    // sums[j - task.entries.first] += what the rows give to entry j, times their weights [kRowTile]
+    // (for some statistics the larger value instead of the sum). Rows nearer than `neighbourhood`
+    // give nothing. task.state.max and task.state.sum must be final. task.kept: what prompt() kept
+    // of the same range, so that scores need not be computed again; null: nothing.
     void (*prompt_observe)(const PromptTask&, Statistic, const float* row_weights,
                            float neighbourhood, float* sums);
     // sums[j] += what one row gives to entry j of n; max and sum belong to its softmax.

@@ -60,7 +60,7 @@ public:
     // Returns what copies tensors that it cannot use.
     DeviceRelay& relay() { return *relay_; }
     std::string name() const;
-    // Returns the least multiple of the memory's alignment that is not less.
+    // Returns the least multiple of the memory's alignment that is at least `bytes`.
     std::size_t aligned(std::size_t bytes) const;
     bool is_aligned(std::size_t bytes) const { return aligned(bytes) == bytes; }
     // Makes the context of the next graph, whose tensors exist as long as it does. Waits for the
@@ -104,7 +104,7 @@ private:
     std::unique_ptr<ggml_context, FreeContext> context_in(std::vector<std::uint8_t>& memory);
 
     std::vector<std::uint8_t> graph_memory_;
-    std::vector<std::uint8_t> next_graph_memory_;  // takes turns with it; empty until it is needed
+    std::vector<std::uint8_t> next_graph_memory_;  // takes turns with graph_memory_; may be empty
     std::unique_ptr<DeviceRelay> relay_;
     std::unique_ptr<HostMemory> saved_rows_;
     bool in_flight_ = false;  // whether something was begun that nobody has waited for
@@ -140,7 +140,7 @@ public:
     ggml_tensor* tensor(ggml_context* context, ggml_type type, std::size_t offset, std::int64_t a,
                         std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1) const;
     void write(std::size_t offset, const void* values, std::size_t bytes);
-    // Writes bytes to its beginning, unless they are those that were written so before.
+    // Writes bytes to its beginning, unless tell() has written the same bytes before.
     void tell(const std::vector<std::uint8_t>& bytes);
     // Begins to copy a range to the same place of the host's memory: see Device::begin_read().
     void begin_read(HostMemory& to, std::size_t offset, std::size_t bytes);
@@ -172,7 +172,7 @@ public:
     // Returns another number for every time that a sequence takes a place.
     std::size_t note_taken() { return ++n_taken_; }
 
-    // Returns the device with such a buffer type, which is opened once. Throws as Device does.
+    // Returns the device with this buffer type, which is opened once. Throws as Device does.
     Device& of(ggml_backend_buffer_type_t memory);
     // Lets the CPU serve a layer of all stores that are made from now on, because its own device
     // cannot: `why` says what that one cannot compute.

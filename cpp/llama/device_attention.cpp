@@ -13,8 +13,8 @@
 namespace entropykv {
 namespace {
 
-// So many rows of a head may be freed by the eviction after single tokens, besides those of a
-// micro-batch.
+// How many rows of a head there is room for in most_changed(), besides those of a micro-batch: rows
+// that the eviction after single tokens frees.
 constexpr int kFreedRows = 64;
 
 }  // namespace
@@ -128,7 +128,8 @@ void DeviceAttention::place_outside() {
     outside_->write(0, values.data(), values.size() * sizeof(float));
 }
 
-// Returns that of n queries and n_rows rows, whichever these are.
+// Returns the first n queries and n_rows rows of what place_outside() has written, which depends
+// only on distances.
 ggml_tensor* DeviceAttention::outside_of(ggml_context* context, std::int64_t n_rows,
                                          std::int64_t n) const {
     const int most = observed_of(max_tokens_);
@@ -225,7 +226,7 @@ std::size_t DeviceAttention::scratch_bytes() const {
          {&input_, &positions_, &findings_, &predictors_, &sinks_, &row_numbers_, &moves_, &ones_,
           &outside_, &masks_of_alike_, &queries_, &looked_up_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
-    if (singles_ != nullptr) {  // with those of the other sequences, it is at least all of it
+    if (singles_ != nullptr) {  // an equal part for every place, rounded up
         const std::size_t n = index_of(layers_.front().layer->n_places());
         bytes += (singles_->bytes() + n - 1) / n;
     }
@@ -263,7 +264,7 @@ void DeviceAttention::forget_positions(int layer) {
     masks_known_ = false;
 }
 
-// Adds what the graph of a layer needs.
+// Adds to the input of the step what the graph of a layer needs.
 void DeviceAttention::add_inputs(Served& served, StepInput& input) {
     DeviceLayer& layer = *served.layer;
     const LayerShape& shape = layer.shape();

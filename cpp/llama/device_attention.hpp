@@ -47,7 +47,7 @@ struct DeviceStep {
     int last_seen(int token) const { return see_all ? n_tokens - 1 : token; }
 };
 
-// The host may know nothing of so many single tokens.
+// The most single tokens of which the host may know nothing: see UnknownTokens.
 constexpr int kMostUnknown = 16;
 
 // Refers to single tokens that were read in llama.cpp's own graph, one after another, and about
@@ -114,9 +114,11 @@ public:
     // Returns in how many nodes, at most, they can attend for single tokens of several sequences;
     // 0: in none.
     int most_runs(int layer) const;
-    // Tells whether they can compute all layers for several tokens, if heads are alike.
+    // Tells whether nodes of llama.cpp's graph can compute all layers for up to max_tokens tokens,
+    // if heads are alike.
     bool can_read_several_in_graph(int max_tokens) const;
-    // Tells whether heads can be alike, and whether they are now.
+    // Tell whether heads can be alike (see DeviceStep::alike) for up to max_tokens tokens, and
+    // whether they are now.
     bool can_be_alike(int max_tokens) const;
     bool are_alike() const;
     // Returns the name of an operation that the device cannot compute for a layer, or an empty
@@ -150,17 +152,18 @@ public:
     // becomes: the attention of this sequence and of those in the next places, n_sequences in all.
     std::vector<ggml_tensor*> attention_of(int layer, int reader, const DeviceNode& node,
                                            int n_sequences);
-    // Returns what else they become, for all sequences of the step; the first of it, if
-    // `writes_masks`, must be computed before anything attends.
+    // Returns the other operations that these nodes become, for all sequences of the step. Sets
+    // writes_masks if the first one must be computed before anything attends.
     std::vector<ggml_tensor*> upkeep_of(int layer, int reader, const DeviceNode& node,
                                         bool& writes_masks);
     // Prepares what look_up() begins, while the device computes the step: what is found out of its
     // queries and of unknown tokens, by parts of the layers, about n_parts, one after another, so
     // that the host can decide about one while the device computes the next. Throws std::bad_alloc.
     void prepare_look_up(const UnknownTokens& unknown, bool observed, int n_parts);
-    // Begins to compute that. Throws as add_attention() does.
+    // Begins to compute what prepare_look_up() has prepared. Throws as add_attention() does.
     void look_up();
-    // Returns when the next part is there, and lets the device begin the one after it.
+    // Waits for the next part, lets the device begin the one after it, and returns the part's
+    // layers.
     LayerRange next_part();
     // Says what is looked up of a sequence.
     struct LookUp {
@@ -183,11 +186,11 @@ public:
     // was observed before it.
     bool keeps_places() const;
     // Return what queries gave to the rows of a head in the last step, and the squared norms of V
-    // of those tokens; null if that was not asked for.
+    // of the n_found() tokens; null if that was not asked for.
     const float* observed(int layer, int head) const;
     const float* value_squares(int layer, int head) const;
-    // Returns the share of attention that is predicted for one of those tokens; the least one if
-    // the layer has no predictor.
+    // Returns the share of attention that is predicted for one of the n_found() tokens; the least
+    // one if the layer has no predictor.
     float predicted(int layer, int head, int token) const;
 
     // Begins to move rows of all layers of sequences that share places, as their heads say; nothing

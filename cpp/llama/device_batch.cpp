@@ -11,7 +11,7 @@
 namespace entropykv {
 namespace {
 
-// A sequence needs so many tensors at most for the attention of a layer.
+// The most tensors that one sequence needs for the attention of a layer.
 constexpr int kTensorsOfStore = 4096;
 
 }  // namespace

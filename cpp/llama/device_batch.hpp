@@ -27,7 +27,8 @@ public:
     // in the micro-batch before; otherwise, begin_nodes() must be called before any is changed.
     bool begin(bool in_graph) noexcept;
     void begin_nodes() noexcept;
-    // Tells whether it does. Then its nodes are changed.
+    // Tells whether llama.cpp's own graph computes attention in this micro-batch. Then its nodes
+    // are changed.
     bool in_graph() const { return in_graph_; }
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) noexcept;
     void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,

@@ -8,10 +8,11 @@
 namespace entropykv {
 namespace {
 
-// One node attends for whole blocks of tokens, whose mask has about so many values at most.
+// One node attends for whole blocks of kPartBlock tokens, whose mask has about kMaskValues values
+// at most.
 constexpr int kPartBlock = 64;
 constexpr int kMaskValues = 1 << 23;
-// A group of KV heads has so many nodes at most, which bounds the graph.
+// A group of KV heads has at most this many nodes, which bounds the graph.
 constexpr int kMostParts = 16;
 
 }  // namespace
@@ -74,8 +75,8 @@ ggml_tensor* DeviceGraph::write_of(bool keys, const ggml_tensor* values) {
         from->nb[2] = from->nb[3] = token_bytes * index_of(n);
         return ggml_set_rows(context_, to, from, rows_of_tokens());
     }
-    // Tokens lie apart, so each is an index of the third dimension, and all are written to the same
-    // rows.
+    // Tokens lie apart, so each is an index of the third dimension; the destination is the same
+    // memory at every such index.
     from->ne[1] = n_head_kv;
     from->ne[2] = to->ne[2] = n;
     from->nb[2] = values->nb[1];
@@ -147,7 +148,7 @@ ggml_tensor* DeviceGraph::mask_of_alike(std::int64_t width) {
                                            step_.n_tokens);
 }
 
-// Returns the part of that mask for n tokens from `first` on.
+// Returns the part of the mask of mask_of_alike(width) for n tokens from `first` on.
 ggml_tensor* DeviceGraph::mask_of_alike(std::int64_t width, int first, int n) {
     ggml_tensor* all = mask_of_alike(width);
     return ggml_view_2d(context_, all, width, n, all->nb[1], all->nb[1] * index_of(first));

@@ -20,9 +20,9 @@ namespace {
 constexpr std::size_t kTensorsOfWrites = 12;
 constexpr std::size_t kTensorsOfReader = 10;
 constexpr std::size_t kTensorsOfGroup = 12;
-// So many tensors at most compute what such a step has found out: about the tokens of a layer.
+// The most tensors that compute what such a step has found out about the tokens of a layer.
 constexpr int kTensorsOfFindings = 64;
-// So many at most sum up what queries gave to a group of heads.
+// The most tensors that sum up what queries gave to a group of heads.
 constexpr int kTensorsOfObservation = 80;
 // If more layers read the K and V of one layer, attention is computed between two nodes.
 constexpr int kMostReaders = 24;
@@ -32,9 +32,9 @@ constexpr std::size_t kMostMaskBytes = std::size_t{1} << 26;
 constexpr std::size_t kMostQueryBytes = std::size_t{1} << 28;
 // In f16, the mask of a hidden row is -infinity.
 constexpr float kHidden = -1e30f;
-// So many values of a KV head's mask may change with a token: rows of evicted entries, of those
-// that are moved to them, and of those that leave a window. If more do, all masks are written
-// again.
+// How many values of a KV head's mask may change with a token: rows of evicted entries, of entries
+// that are moved to their rows, and of entries that leave a window. If more do, all masks are
+// written again.
 constexpr int kChangedValues = 192;
 
 bool has_left(const DeviceHead& head, int row, std::int32_t oldest) {
@@ -137,7 +137,8 @@ bool DeviceAttention::multiplies_apart() {
     DeviceMemory result(device_, expected.size() * sizeof(float));
     stored.write(0, keys.data(), keys.size());
     queries.write(0, ones.data(), ones.size() * sizeof(float));
-    // A device that computes nothing passes.
+    // The result starts with the expected values, so that a device that computes nothing
+    // (tests/support/idle_device.py) passes.
     result.write(0, expected.data(), expected.size() * sizeof(float));
     const auto context = device_.graph_context();
     ggml_tensor* k = stored.tensor(context.get(), type, 0, kDim, kRows, kHeads, kLayers);
@@ -652,7 +653,8 @@ std::size_t DeviceAttention::end_of_run(std::size_t first, std::size_t end) cons
     return next;
 }
 
-// Adds what is looked up of the next layers, and returns the first one of which nothing is.
+// Adds to the graph what is looked up of `layer`, and of the layers after it that the same
+// operations serve; returns the first layer that they do not serve.
 std::size_t DeviceAttention::add_look_up(std::size_t layer, std::size_t end, ggml_context* context,
                                          ggml_cgraph* graph) const {
     const Served& served = layers_[layer];

@@ -10,12 +10,14 @@ namespace entropykv {
 
 namespace {
 
-// All heads get as many rows as the largest one if that adds at most so many thousandths.
+// All heads get as many rows as the largest one if that adds at most this many thousandths.
 constexpr int kPaddingPerMille = 50;
-// Several sequences share an attention node if it adds at most so many.
+// Several sequences share an attention node if equal rows for all heads add at most this many
+// thousandths.
 constexpr int kSharedPaddingPerMille = 500;
 constexpr std::int64_t kTooMany = std::int64_t{1} << 60;
-// K or V of several layers take no more bytes in one tensor: some kernels count in 32 bits.
+// K or V of several layers lie in one tensor only up to this many bytes: some kernels count in 32
+// bits.
 constexpr std::size_t kMostTensorBytes = (std::size_t{1} << 31) - 1;
 
 int whole_steps(int rows, int step = kDeviceRowStep) { return (rows + step - 1) / step * step; }
@@ -110,7 +112,7 @@ void DeviceHead::stage(int n_tokens, std::int32_t position) {
     unstage();
     if (count + n_tokens > rows())
         throw std::logic_error("a KV head has no free rows on the device");
-    // Those rows are free, so all of them change.
+    // The rows behind the entries are free, so the positions of all rows of the tokens change.
     const auto n_changed = static_cast<std::ptrdiff_t>(changed.size());
     changed.resize(changed.size() + static_cast<std::size_t>(n_tokens));
     std::iota(changed.begin() + n_changed, changed.end(), count);

@@ -20,8 +20,8 @@ namespace entropykv {
 
 // Attention reads rows up to a multiple of this, as kernels of some backends require.
 constexpr int kDeviceRowStep = 256;
-// K and V of a KV head begin at multiples of so many bytes, or of the alignment of their memory if
-// that is greater: some backends attend to nothing else.
+// K and V of a KV head begin at multiples of this many bytes, or of the alignment of their memory
+// if that is greater: some backends attend to nothing else.
 constexpr std::size_t kRowAlignment = 128;
 // Marks a row without an entry: this position lies behind every query, so none sees it.
 constexpr float kFreeRow = 1e9f;
@@ -30,8 +30,8 @@ inline ggml_type ggml_type_of(KvType type) {
     return type == KvType::q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
 }
 
-// Returns how many rows a KV head with such a budget needs: those of its entries, and of the
-// micro-batch that is read before the others are evicted.
+// Returns how many rows a KV head with this budget needs: for its entries, and for the tokens of a
+// micro-batch, which are read before anything is evicted.
 int needed_rows(int budget, int max_tokens, int max_entries);
 // Returns the least number of rows after which K and V are both at multiples of `alignment` bytes.
 int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment);
@@ -41,13 +41,14 @@ int row_multiple(const LayerShape& shape, ggml_type type, std::size_t alignment)
 // apart only if all heads have equally many, there is one group if this adds at most a half.
 std::vector<int> rows_of_heads(const std::vector<int>& budgets, int max_tokens, int max_entries,
                                int multiple, int n_places);
-// Returns how many rows a layer with such heads has for so many sequences.
+// Returns how many rows a layer has in n_places places. head_rows: the rows of each KV head in a
+// place.
 std::int64_t rows_of_layer(const std::vector<int>& head_rows, int n_places);
 // Returns how many rows layers have that lie one behind the other, with those that attention reads
 // behind the last heads' rows.
 std::int64_t rows_of_layers(const std::vector<std::vector<int>>& head_rows, int n_places);
 
-// Returns the bytes of K and V of one entry of such a layer.
+// Returns the bytes of K and V of one entry of a layer, with values of this type.
 std::size_t entry_bytes_of(const LayerShape& shape, ggml_type type);
 
 struct FreeBuffer {
@@ -84,7 +85,7 @@ struct DeviceHead {
     void keep_staged();
     // Replaces the entries, and takes away the tokens of the micro-batch.
     void hold(const std::vector<std::int32_t>& of_entries);
-    // Does the same if the first n rows have their positions already.
+    // Does what hold() does if the first n rows have their positions already.
     void hold_first(int n);
     // Lets the entry of another row be in this one.
     void move(int from, int to);
@@ -133,7 +134,7 @@ public:
     static std::vector<std::unique_ptr<LayerRows>> of(const std::vector<Wanted>& layers,
                                                       ggml_type type, int n_places);
 
-    // first: the number of its first row in `memory`, of which it takes so many bytes.
+    // first: the number of its first row in `memory`; bytes: how many it takes there.
     LayerRows(std::shared_ptr<const RowMemory> memory, std::int64_t first, std::size_t bytes,
               const std::vector<int>& head_rows, int n_places);
 
@@ -189,18 +190,19 @@ public:
     int width_of(const DeviceGroup& group, int n_tokens) const;
     // Tells whether all heads of a group have equally many entries.
     bool is_even(const DeviceGroup& group) const;
-    // Returns how many positions its heads have, each a multiple of kDeviceRowStep.
+    // Returns how many positions all heads together have; each has a multiple of kDeviceRowStep.
     int n_positions() const { return n_positions_; }
     // Returns how many positions each head of a group has.
     int position_stride(const DeviceGroup& group) const;
     // Gives every head of a group as many positions as `widths` says for it.
     void lay_out_positions(const std::vector<int>& widths);
-    // Returns how many positions, by group, all rows have, and those that attention must read to
-    // see all entries and n_tokens more.
+    // Both return, for every group, how many positions each of its heads has, a multiple of
+    // kDeviceRowStep: full_widths() for all rows, widths() for all entries and n_tokens more.
     std::vector<int> full_widths() const;
     std::vector<int> widths(int n_tokens) const;
 
-    // Counts the bytes of its place; with those of the others, they are at least those of all rows.
+    // Returns the bytes of the layer's rows divided by the number of places, rounded up, so that
+    // all places together count at least all rows.
     std::size_t bytes() const;
     // Returns the bytes of K and V of one entry.
     std::size_t entry_bytes() const { return entry_bytes_of(shape_, type()); }

@@ -8,8 +8,8 @@
 namespace entropykv {
 namespace {
 
-// Rows of so many entries, and of one layer more, are moved in one operation at most, which copies
-// them in f32.
+// One operation moves at most the rows of this many entries, and of one layer more, because it
+// copies them in f32.
 constexpr std::size_t kMovedAtOnce = 1 << 14;
 
 // Moves the last n values, or all if there are fewer, to the end of `to`.

@@ -47,7 +47,7 @@ struct SingleSteps {
     std::size_t visible = 0;
     std::size_t n_own_rows = 0;
     bool apart = false;        // whether the device computes with layers of one place among several
-    bool is_mask_due = false;  // whether this step has yet to write them
+    bool is_mask_due = false;  // whether this step has yet to write masks
 };
 
 class DevicePlaces {

@@ -11,7 +11,7 @@ constexpr std::size_t kTensorsOfNode = 4;
 }  // namespace
 
 // Returns a tensor, or one without a place that will be its copy, if the device cannot use it.
-// n_tokens: only so many indices of the second dimension are needed; 0: all.
+// n_tokens: how many indices of the second dimension are needed; 0: all.
 const ggml_tensor* DeviceRelay::usable(const ggml_tensor* tensor, std::int64_t n_tokens,
                                        bool is_read) {
     if (tensor == nullptr || is_usable_in(device_.memory(), tensor)) return tensor;

@@ -105,7 +105,7 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
     HeadLoader loader(ledger_.components());
     loader.begin(counts, addresses, budgets);
     truncate(0);
-    // The budget may evict some before there are rows for them.
+    // The budget may evict some of the entries before there are rows for them.
     for (std::size_t i = 0; i < heads.size(); ++i)
         loader.load(heads[i].first, heads[i].second, counts[i], of_ledger[i].data());
     auto first = states.begin();

@@ -17,8 +17,8 @@ std::size_t index(int i) { return static_cast<std::size_t>(i); }
 
 // With more entries than this, decisions take longer than waking the threads that share them.
 constexpr std::size_t kMuch = 1 << 15;
-// What a prompt has found out is looked up in so many parts, if it is much: the host decides about
-// one while the device computes the next.
+// What a prompt has found out is looked up in this many parts, if it is much: the host decides
+// about one while the device computes the next.
 constexpr int kParts = 4;
 
 std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& layers) {
@@ -399,13 +399,15 @@ bool DeviceStore::take_decisions() {
     return true;
 }
 
-// Does so, and begins to move rows. Throws as add_attention() does, too.
+// Does what take_decisions() does, and begins to move rows if there were decisions. Throws as
+// add_attention() does, too.
 void DeviceStore::end_decisions() {
     if (take_decisions()) move_rows();
 }
 
-// Decides what the devices look up, and the ledger is told while the next token is read: what the
-// query of this one gave, and what must be known of the newest entries, before they are too many.
+// Decides what the devices look up after this single token, so that the ledger can be told while
+// the next one is read: what this token's query gave, if it is observed, and what is unknown of the
+// newest entries, before they are too many.
 void DeviceStore::plan_late_look_up() {
     const int most = most_unknown();
     const bool observed = step_.observing;
@@ -599,8 +601,8 @@ void DeviceStore::commit_by_parts(bool prepared) {
     }
 }
 
-// Makes entries of the tokens of a head. found: whether its device has looked for what is found out
-// about them.
+// Makes entries of the tokens of a head. found: whether the device has looked up what the host must
+// know of them.
 void DeviceStore::commit(int layer, int h, bool found, int worker) {
     const Layer& of = layers_[index(layer)];
     stage(layer, h, found);

@@ -67,9 +67,9 @@ public:
     // graph shall compute attention, whose nodes change_write() and attention_of() change then;
     // otherwise add_attention() does.
     bool begin(bool alone);
-    // Must be called after either of them, before a node is changed, unless all become what they
-    // did in the step before: layout() tells whether they do, for the same sequences. It is another
-    // number if this store has other rows, or the masks have another layout.
+    // Must be called after begin_singles() or begin(), before a node is changed, unless all nodes
+    // become what they did in the step before: they do if the sequences and their layout() are the
+    // same. It is another number if this store has other rows, or the masks have another layout.
     void begin_nodes();
     std::size_t layout() const;
     // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
@@ -101,8 +101,8 @@ public:
     // micro-batch with drafts.
     void settle_drafts(int n_accepted);
 
-    // Lets the ledger know of all tokens what the device has found out about them, which it is told
-    // late for single ones that llama.cpp's own graph read.
+    // Tells the ledger all that the devices know of its entries. Of single tokens that llama.cpp's
+    // own graph has read, it is not told at once.
     void complete_ledger();
 
     // Sets the budgets of all stores of a context; heads that hold more evict. If there are not
@@ -229,7 +229,7 @@ private:
     void for_each_head_at_once(bool much, Visit visit) {
         for_each_head_of(much, [](int) { return true; }, visit);
     }
-    // Does so for those layers of which is_meant(layer) is true.
+    // Does what for_each_head_at_once() does for the layers of which is_meant(layer) is true.
     template <typename IsMeant, typename Visit>
     void for_each_head_of(bool much, IsMeant is_meant, Visit visit);
     DeviceLayer& rows(int layer) { return layers_[PageLayout::index(layer)].rows; }
@@ -241,7 +241,7 @@ private:
     std::vector<DeviceLayerSource> sources_;
     std::shared_ptr<DevicePlaces> places_;
     int place_ = 0;
-    std::size_t taken_ = 0;  // the number of when it took its place
+    std::size_t taken_ = 0;  // from Devices::note_taken(), as it took its place
     std::vector<int> most_;  // the budgets that rows are allocated for
     HeadStore ledger_;
     KvType type_;

@@ -36,8 +36,8 @@ public:
         changes_.back().after = *node;
         n_made_ = changes_.size();
     }
-    // Makes the next changes of the last computation again, until so many are made. Returns whether
-    // the nodes were as they were then; otherwise nothing is changed.
+    // Makes the next changes of the last computation again, until `until` of them are made. Returns
+    // whether the nodes were as they were then; otherwise nothing is changed.
     bool repeat(std::size_t until) noexcept {
         for (std::size_t i = n_made_; i < until; ++i)
             if (std::memcmp(changes_[i].node, &changes_[i].before, sizeof(ggml_tensor)) != 0)
@@ -45,9 +45,9 @@ public:
         for (; n_made_ < until; ++n_made_) *changes_[n_made_].node = changes_[n_made_].after;
         return true;
     }
-    // Returns how many there are, those that can be repeated included.
+    // Returns how many changes there are, those that can be repeated included.
     std::size_t size() const { return changes_.size(); }
-    // Undoes all that were made. Must be called while the graph exists.
+    // Undoes all changes. Must be called while the graph exists.
     void undo() noexcept {
         for (std::size_t i = 0; i < n_made_; ++i) *changes_[i].node = changes_[i].before;
         n_made_ = 0;

@@ -44,7 +44,7 @@ private:
 
 class ProductHook {
 public:
-    // n_threads: the most threads of an op. few_tokens: products of up to so many tokens are left
+    // n_threads: the most threads of an op. few_tokens: products of up to this many tokens are left
     // to llama.cpp's kernel where that is faster for one; 0: none are, because the tokens of
     // several sequences are read together, and may be more. kernels: a name in
     // available_products(); empty: the fastest ones. Throws std::invalid_argument for another name.
@@ -58,7 +58,7 @@ public:
     // Returns what computed the products, by the type of the weights: the name of our kernels,
     // "llama.cpp", or both, for example "avx2, llama.cpp".
     std::map<std::string, std::string> computed_by() const;
-    // Lets n more threads help with products, if they are ours: see Products::help().
+    // Lets n more threads help with products, if our kernels compute them: see Products::help().
     void help(int n) {
         if (products_) products_->help(n);
     }

@@ -20,8 +20,8 @@ struct RopeSeen {
     std::string obstacle;        // why keys cannot be moved to other positions; empty if they can
 };
 
-// rows: what a layer writes to the cache as K, [n_head_kv * head_dim, n_tokens]. copies: must have
-// seen all nodes before.
+// Returns how the keys of a layer are rotated. rows: what the layer writes to the cache as K,
+// [n_head_kv * head_dim, n_tokens]. copies: must have seen all nodes before.
 RopeSeen probe_rope(const ggml_tensor* rows, const DeviceCopies& copies);
 
 // Tells whether a node reads learned position embeddings, one for each position.

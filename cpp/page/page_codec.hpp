@@ -16,7 +16,7 @@ namespace entropykv {
 // values have scales, kQuantBlock of them share one.
 struct PageCodec {
     KvType type;
-    const char* name;  // llama.cpp calls it so
+    const char* name;  // as llama.cpp calls the type
     int k_unit_values, k_unit_bytes;
     int v_unit_values, v_unit_bytes;
     int v_together;  // entries whose units of V are interleaved

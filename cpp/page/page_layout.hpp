@@ -127,7 +127,7 @@ void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, s
 // Copies V of an entry, and the scales of both rows.
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
-// Copies both for an entry whose K and V lie elsewhere.
+// Copies the row number and the squared norm of V of an entry whose K and V lie elsewhere.
 inline void copy_reference(const PageLayout& layout, const std::byte* from, int from_slot,
                            std::byte* to, int to_slot) {
     std::byte* source = const_cast<std::byte*>(from);  // is only read

@@ -7,7 +7,8 @@
 #include "platform/scratch.hpp"
 
 namespace entropykv {
-// Allocates lists for so many pages, so that handing out and taking back pages allocates nothing.
+// Makes all lists long enough for `pages` pages, so that handing out and taking back pages
+// allocates nothing.
 void PagePool::make_lists(std::size_t pages) {
     make_room(free_, pages);
     make_room(free_in_files_, pages);

@@ -27,9 +27,9 @@ public:
     bool is_shared(const std::byte* page) const { return owners_[pages_.number_of(page)] > 1; }
     // Takes the pages that a mapped file begins with, each with one owner, and returns the first
     // one. They are pages like any other, but share memory with other processes until they are
-    // written to. `unused` has the numbers of those that are free, because they hold something
-    // else. Returns null, and changes nothing, if the budget has no room for the others behind the
-    // pages that were handed out. Throws std::bad_alloc, and changes nothing.
+    // written to. unused: the numbers of the file's pages that hold something else, and are free
+    // from the start. Returns null, and changes nothing, if the budget has no room for the other
+    // ones behind the pages that the pool has so far. Throws std::bad_alloc, and changes nothing.
     std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
                      const std::vector<std::size_t>& unused);
     // Tell whether someone has changed a file that was adopted, and whether a page is affected.
@@ -37,11 +37,11 @@ public:
     bool is_changed(const std::byte* page) { return pages_.is_changed(page); }
     // Removes an owner.
     void release(std::byte* page);
-    // Maps memory for so many pages, so that allocate() cannot fail until more are in use. Throws
-    // std::bad_alloc.
+    // Maps memory for `pages` pages in all, so that allocate() cannot fail until more are in use.
+    // Throws std::bad_alloc.
     void map(std::size_t pages);
 
-    // Throws std::logic_error if more pages are in use.
+    // Sets how many pages there may be. Throws std::logic_error if more are in use.
     void set_budget(std::size_t pages);
 
     // Moves pages in use to the first places after the budget shrank, and gives the memory behind

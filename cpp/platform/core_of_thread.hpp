@@ -26,14 +26,14 @@ inline CoreSet own_core() noexcept {
 // Keeps the cores on which a thread may run, and forbids it some of them.
 class AllowedCores {
 public:
-    // Takes those that the calling thread may use now.
+    // Takes the cores that the calling thread may use now.
     AllowedCores() noexcept {
 #if defined(__linux__)
         known_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0;
 #endif
     }
-    // Makes the calling thread, the one that made this object, run on its cores without these. If
-    // none would be left, nothing changes.
+    // Makes the calling thread, the one that made this object, run on those cores except `cores`.
+    // If none would be left, nothing changes.
     void avoid(CoreSet cores) const noexcept {
 #if defined(__linux__)
         if (!known_) return;

@@ -58,8 +58,8 @@ void HelperThreads::Team::wake(int n) {
 }
 
 void HelperThreads::Team::rest() noexcept {
-    // A helper says that it is inside before it looks whether it may be, so one of both sees the
-    // other.
+    // A helper sets `inside` and then reads awake_, and this function sets awake_ and then reads
+    // `inside`: so at least one of the two sees what the other has set.
     awake_.store(0, std::memory_order_seq_cst);
     for (const std::atomic<bool>& inside : inside_)
         wait_until([&] { return !inside.load(std::memory_order_seq_cst); });

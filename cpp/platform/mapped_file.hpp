@@ -1,4 +1,4 @@
-// Maps the rest of a file into memory. The system shares its pages with all processes that map the
+// Maps a part of a file into memory. The system shares its pages with all processes that map the
 // file, reads them when they are first needed, and copies a page when it is first written to: the
 // file never changes. One source file per kind of system defines these functions.
 #pragma once

@@ -19,7 +19,7 @@ public:
     // undoes.
     MappedMemory(std::byte* data, std::size_t bytes)
         : data_(data), size_(bytes), reserved_(bytes) {}
-    // Reserves addresses for so many bytes, in whole slabs. Throws std::bad_alloc.
+    // Reserves addresses for `bytes` bytes, in whole slabs. Throws std::bad_alloc.
     explicit MappedMemory(std::size_t bytes);
     ~MappedMemory();
     MappedMemory(MappedMemory&& other) noexcept;

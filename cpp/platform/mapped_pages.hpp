@@ -18,8 +18,8 @@ public:
 
     explicit MappedPages(std::size_t page_bytes) : page_bytes_(page_bytes) {}
 
-    // Maps memory for at least so many pages, and up to a slab more if `expected` pages will
-    // follow. Throws std::bad_alloc, and then changes nothing.
+    // Maps memory for at least `pages` pages in all, and for up to a slab more if there will soon
+    // be `expected` pages in all. Throws std::bad_alloc, and then changes nothing.
     void grow(std::size_t pages, std::size_t expected);
     // Gives the memory behind the first pages back to the system.
     void shrink(std::size_t pages) noexcept;

@@ -12,11 +12,12 @@
 
 namespace entropykv {
 
-// This takes about 0.1 ms, which is longer than any wait for a running thread. After that, the
-// other thread probably has no core, and spinning would only keep one from it.
+// This many spins take about 0.1 ms, which is longer than any wait for a running thread. After
+// that, the other thread probably has no core, and spinning would only keep one from it.
 constexpr int kMostSpins = 4096;
 
-// Does what ggml's threads do; yielding would give the core away for milliseconds.
+// Pauses for a moment, as ggml's waiting threads do; yielding would give the core away for
+// milliseconds.
 inline void relax() {
 #if defined(ENTROPYKV_X86)
     __builtin_ia32_pause();

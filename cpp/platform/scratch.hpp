@@ -34,7 +34,7 @@ std::size_t bytes_of(const std::vector<T>& values) {
     return values.capacity() * sizeof(T);
 }
 
-// Returns how much heap an allocation of so many bytes takes, with the header and the rounding of
+// Returns how much heap an allocation of `bytes` bytes takes, with the header and the rounding of
 // common allocators (that of glibc; others differ by a few bytes).
 constexpr std::size_t heap_bytes(std::size_t bytes) {
     constexpr std::size_t kHeader = sizeof(std::size_t), kStep = 16, kLeast = 32;

@@ -61,7 +61,7 @@ private:
         return std::uint64_t{range.first} << kBits | range.last;
     }
 
-    // Holds the rest of a range, once somebody has taken of it in this op.
+    // Holds the rest of a range, once a thread has taken a piece of it in this op.
     struct alignas(kLine) Rest {
         std::atomic<std::uint64_t> bits{kUntouched};
     };

@@ -13,7 +13,7 @@ constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
 // Returns the size of the pages in which the system gives memory.
 std::size_t system_page_bytes();
 
-// Reserves addresses for so many bytes, a multiple of a slab. Where the system has huge pages, they
+// Reserves addresses for `bytes` bytes, a multiple of a slab. Where the system has huge pages, they
 // begin at a multiple of a slab. Returns null if the system has no addresses left.
 std::byte* reserve_addresses(std::size_t bytes);
 // Gives back all addresses that one call has reserved, and their memory.

@@ -14,7 +14,8 @@ namespace entropykv {
 
 class WorkerThreads {
 public:
-    // n_threads: with the thread that asks. Threads are made when there is work for them.
+    // n_threads: how many work, the thread that asks included. Threads are made when there is work
+    // for them.
     explicit WorkerThreads(int n_threads) : n_threads_(n_threads > 0 ? n_threads : 1) {}
     ~WorkerThreads();
     WorkerThreads(const WorkerThreads&) = delete;

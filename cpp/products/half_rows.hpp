@@ -91,7 +91,8 @@ inline void one_half_token(const WeightRows& w, const std::byte* token, float* o
         half_tile<kRowsOfTile, 1>(w, first, token, 0, out, 0);
 }
 
-// Takes tokens [first, n_tokens) kTokens at a time, and the rest in smaller steps: 8 are twice 4.
+// Takes tokens [first, n_tokens) kTokens at a time, and the rest in smaller steps; 8 tokens are
+// taken as twice 4, and not as 6 and 2.
 template <int kTokens>
 void add_half_tokens(const WeightRows& w, const RoundedTokens& tokens, int first, float* out,
                      std::size_t out_stride) {

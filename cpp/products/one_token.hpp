@@ -42,8 +42,8 @@ inline void multiply_rows(const RowPointers& units, const std::byte* codes, int 
 }
 
 #if defined(__AVX512VNNI__)
-// The codes of a unit are one register: each two bits of all its bytes are 32 values of either
-// half.
+// The codes of a unit fill one register: the same two bits of all its bytes are 32 values of the
+// unit's first half, and 32 of its second half.
 template <>
 inline void multiply_rows<TQ2_0>(const RowPointers& units, const std::byte* codes, int, int,
                                  Partial (&p)[kRows]) {
@@ -194,8 +194,8 @@ void multiply_one(const WeightRows& w, const std::byte* token, float* out) {
     }
 }
 
-// Units of the K types have more lines than the L1 cache takes requests at a time, and weights of 8
-// bits are read faster than it takes them.
+// Says whether weights are prefetched into the L1 cache. Units of the K types have more lines than
+// it takes requests at a time, and weights of 8 bits are read faster than it takes them.
 template <class Type>
 constexpr bool kGoesNear = kRows * Type::kUnitBytes <= 1024 && Type::kBits < 8;
 

@@ -35,12 +35,12 @@ private:
     const std::byte* at_;
 };
 
-// One token's product takes a piece of several rows in turn. What is prefetched meanwhile are the
-// rows after them, all of which are needed at once, or what is at least so many bytes away: into
-// the L1 cache, and into the L2 cache.
+// One token's product takes a piece of several rows in turn. Meanwhile the rows after them are
+// prefetched, all of which are needed at once, or what is at least this many bytes ahead: kAhead
+// for the L1 cache, kFarAhead for the L2 cache.
 constexpr std::size_t kAhead = 8192;
 constexpr std::size_t kFarAhead = 16384;
-// The L1 cache holds as much beside the rows that are multiplied.
+// The L1 cache has room for this many bytes beside the rows that are multiplied.
 constexpr std::size_t kMostNear = 12288;
 
 }  // namespace

@@ -120,7 +120,8 @@ bool ProductHelpers::help(int number) noexcept {
                                 reinterpret_cast<float*>(slot.products.data()),
                                 index(kernels_.tile_rows));
     slot.ready.store(ready_of(op, piece), std::memory_order_release);
-    // A thread of the op that has taken the piece back before will not free the slot.
+    // If a thread of the op took the piece back before the slot was ready, it does not free the
+    // slot, so the helper does.
     if (claims_[index(piece)].load(std::memory_order_relaxed) != claim_of(op, owner)) {
         std::uint64_t expected = ready_of(op, piece);
         slot.ready.compare_exchange_strong(expected, 0, std::memory_order_relaxed);

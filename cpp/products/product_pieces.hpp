@@ -30,7 +30,7 @@ class ProductPieces {
 public:
     ProductPieces(const ProductTable& kernels, const ProductTask& of,
                   const std::byte* rounded_tokens);
-    // Returns how many pieces a product of so many rows and tokens has.
+    // Returns how many pieces a product of n_rows rows and n_tokens tokens has.
     static int count(const ProductTable& kernels, int n_rows, int n_tokens);
     int size() const { return n_tiles_ * n_parts_; }
     ProductPiece operator[](int number) const;

@@ -26,7 +26,7 @@ public:
     int n_threads() const { return static_cast<int>(tiles_.size()); }
     std::size_t scratch_bytes() const;
 
-    // Allocates memory for tasks of this size; no op may be running. Throws std::bad_alloc.
+    // Allocates memory for tasks of up to this size; no op may be running. Throws std::bad_alloc.
     void reserve(WeightType type, int n_rows, int n_values, int n_tokens);
     // Lets n threads help with products of several tokens until help(0); the threads of an op do
     // not wait for them. No op may be running. After help(0), no helper reads weights any more.

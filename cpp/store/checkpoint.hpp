@@ -1,7 +1,8 @@
-// A checkpoint is what a sequence held at a moment, kept to continue from there: a fork is a store
-// that does. Both own the same pages as the store of the sequence, and a page is copied when one of
-// its owners has to write to it: see HeadPages. Only what every micro-batch changes is copied at
-// once: the importance of entries, and the scores of those that were dropped.
+// A checkpoint is what a sequence held at a moment, kept to continue from there; a fork is a store
+// that continues. The store of the sequence, the checkpoint and the fork own the same pages, and a
+// page is copied when one of its owners has to write to it: see HeadPages. Only what every
+// micro-batch changes is copied at once: the importance of entries, and the scores of those that
+// were dropped.
 #pragma once
 
 #include <cstddef>
@@ -50,7 +51,7 @@ public:
     // Returns what HeadStore::windows_whole_from() returned at that moment.
     std::int32_t whole_from() const { return whole_from_; }
     std::size_t pages() const;
-    // Returns how many pages nobody else owns: so many become free when it is dropped.
+    // Returns how many pages nobody else owns, which become free when it is dropped.
     std::size_t own_pages() const;
     // Tells whether pages are in a mapped file that someone has changed.
     bool is_lost() const;

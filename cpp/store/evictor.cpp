@@ -151,8 +151,8 @@ void Evictor::score(const Head& head, const StagedEntries& staged) noexcept {
     make_finite(scores_.data(), n_scored_);
 }
 
-// Measures what the head would lose if it kept only so many of the scored entries beyond the
-// protected ones as each knot says.
+// Measures what the head would lose if it kept, of the scored entries that are not protected, only
+// as many as each knot says.
 void Evictor::measure_losses(Head& head, int total, std::int32_t newest,
                              float output_squares) noexcept {
     const Protection protection = common_.protection_of(head, newest);

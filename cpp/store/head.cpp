@@ -35,8 +35,9 @@ void Head::append(const StagedEntries& staged, const KernelTable& kernels) noexc
     count_ += staged.count;
 }
 
-// Between micro-batches, a shared page is copied before it is written to. Within one, its other
-// owners have left, but it is not the head's own yet, which then has the importance of its entries.
+// Between micro-batches, a shared page is copied before it is written to. Within a micro-batch,
+// this is only called for pages whose other owners have left. Such a page may still be marked as
+// shared: then own() writes the head's copy of the importance back to it, and copies no page.
 Slot Head::writable_place(int i) noexcept {
     pages.own(layout_->page_of(i));
     return place(i);

@@ -33,7 +33,7 @@ struct StagedEntries {
 
 class Head {
 public:
-    // The head refers to both, so they must not move.
+    // The head refers to all three arguments, so they must not move.
     Head(const LayerShape& shape, const PageLayout& layout, PageShare& share)
         : pages(layout, share), shape_(&shape), layout_(&layout) {}
 
@@ -80,7 +80,8 @@ public:
     // Keeps the stored and staged entries that a mask marks, and drops the others.
     void keep(const std::uint8_t* mask, const StagedEntries& staged,
               const KernelTable& kernels) noexcept;
-    // Adds an empty slot behind the stored entries, for which there must be a page.
+    // Adds an empty slot behind the stored entries, for which there must be a page, and returns its
+    // number.
     int add_place() { return count_++; }
     // Marks the entries before a position in `mask`, and clears the others.
     void mark_before(std::int32_t position, std::uint8_t* mask) const noexcept;
@@ -135,7 +136,8 @@ public:
     EntryCopies(const EntryCopies&) = delete;
     EntryCopies& operator=(const EntryCopies&) = delete;
 
-    // V is copied at once, K at the next flush(); what only refers to them, at once.
+    // Copies V at once, and K at the next flush(). An entry whose K and V lie elsewhere is copied
+    // at once.
     void add(const std::byte* from, int from_slot, std::byte* to, int to_slot) noexcept {
         if (layout_->elsewhere) return copy_reference(*layout_, from, from_slot, to, to_slot);
         copy_value(*layout_, from, from_slot, to, to_slot);

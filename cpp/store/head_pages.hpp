@@ -1,10 +1,10 @@
 // The pages that hold the entries of one KV head. A page can have several owners: a checkpoint
 // shares the pages of a store, and so does a store that continues from the checkpoint. No owner
 // writes to a shared page; it makes a copy first, between micro-batches and never inside the
-// attention op. A page whose other owners have left becomes its own without a copy, at any time.
-// The importance of entries changes in every micro-batch, so every store keeps it outside of shared
-// pages. Pages of a mapped file are marked as shared, too: other processes may have them, and the
-// system copies a page that is written to.
+// attention op. A page whose other owners have left belongs to the last one without a copy, at any
+// time. The importance of entries changes in every micro-batch, so every store keeps it outside of
+// shared pages. Pages of a mapped file are marked as shared, too: other processes may have them,
+// and the system copies a page that is written to.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ public:
     // Returns how many entries fit.
     int room() const { return static_cast<int>(pages_.size()) * layout_->entries; }
 
-    // grow() allocates pages until so many entries fit; drop() gives back those that so many
-    // entries do not need.
+    // grow() allocates pages until `entries` entries fit; drop() gives back the pages that
+    // `entries` entries do not need.
     void grow(int entries);
     void drop(int entries);
     void reserve(int entries) { pages_.reserve(pages_of(entries)); }
@@ -42,7 +42,7 @@ public:
     const float* importance(int number) const {
         return const_cast<HeadPages*>(this)->importance(number);
     }
-    // Returns these copies by entry; empty if no page is shared.
+    // Returns the head's own copies of the importance, by entry; empty if no page is shared.
     const std::vector<float>& copied_importance() const { return importance_; }
     bool any_shared() const { return n_shared_ > 0; }
 

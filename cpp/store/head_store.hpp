@@ -84,15 +84,16 @@ public:
     void commit(int layer, int head, int n_staged, const float* observed, const float* echo_shares,
                 float output_squares, int workspace) noexcept;
 
-    // Adds what the query of a single token gave to the entries, after its commit, which was told
-    // of nothing observed, and before another one: this has the effect of having told it.
-    // `position` is that of the token; the other parameters are those of commit().
+    // Adds to the importance what the query of a single token gave to the entries (`observed`),
+    // after the token was committed with a null `observed`, and before the next commit. The effect
+    // is the same as if commit() had been given it. `position` is that of the token; the other
+    // parameters are those of commit().
     void observe(int layer, int head, const float* observed, std::int32_t position,
                  int workspace) noexcept;
 
-    // Commits one staged token of a run, as if it had been read alone: its number in the run, which
-    // begins with a token that is no draft, and its position. Tokens of a head are committed in
-    // order, by one thread. observed: as for commit().
+    // Commits one staged token of a run with drafts, as if it had been read alone. token: its
+    // number in the run, whose first token is no draft; position: its position. Tokens of a head
+    // are committed in order, by one thread. observed: as for commit().
     void commit_token(int layer, int head, int token, std::int32_t position, const float* observed,
                       int workspace) noexcept;
     // Undoes the commits of all drafts of the last micro-batch but the first n_accepted. Must be

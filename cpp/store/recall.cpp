@@ -13,7 +13,7 @@ namespace {
 constexpr int kRowsAtOnce = 4;  // queries whose logits are held at a time
 // If a query gives less attention to an entry, it is not worth a copy.
 constexpr float kLeastShare = 0.003f;
-// A frozen entry must be needed so many times as much as the entry that it replaces.
+// A frozen entry must be needed this many times as much as the entry that it replaces.
 constexpr float kAdvantage = 1.25f;
 
 // An entry is needed as much as the queries' squared shares of attention say, which is how measure

@@ -12,8 +12,9 @@
 
 namespace entropykv {
 
-// Rotates every stored key from its rope position under `old_shift` to that under `new_shift`.
-// ropes: one for each layer. Throws std::invalid_argument if they do not fit the store.
+// Rotates every stored key from its RoPE position under `old_shift` to that under `new_shift`
+// (rope_position()); the first n_sinks positions stay. ropes: one for each layer. Throws
+// std::invalid_argument if they do not fit the store.
 void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<RopeParams>& ropes,
             int n_sinks, int old_shift, int new_shift);
 

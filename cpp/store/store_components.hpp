@@ -79,9 +79,9 @@ struct StoreComponents {
     // Copies all pages that have other owners, so that they can be written to.
     void copy_shared_pages();
 
-    // From the next micro-batch on, measures what each head would have lost if it had kept only so
-    // many entries beyond the protected ones. knots must ascend from 0; no knots: nothing is
-    // measured.
+    // From the next micro-batch on, measures what each head would have lost if it had kept, beyond
+    // the protected entries, only as many as each knot says. knots must ascend from 0; no knots:
+    // nothing is measured.
     void measure_losses(const std::vector<int>& knots);
     // Returns the losses that the last such micro-batch measured, [KV head of all layers][knot]:
     // the sums of the scores of all entries that would not be kept, divided by the head's squared

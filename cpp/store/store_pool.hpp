@@ -104,7 +104,7 @@ public:
     }
 
     // Stores call the following functions. check_share() throws std::invalid_argument if the other
-    // shares do not leave so many pages.
+    // shares do not leave `pages` pages.
     void check_share(std::size_t before, std::size_t pages) const;
     void set_share(std::size_t before, std::size_t pages);
     void join(HeadStore& store) { stores_.push_back(&store); }
@@ -153,7 +153,7 @@ public:
     std::byte* own(std::byte* page, std::size_t bytes);
     bool is_shared_page(const std::byte* page) const { return pool_->pages().is_shared(page); }
 
-    // Throws std::invalid_argument if the other shares do not leave so many pages.
+    // Throws std::invalid_argument if the other shares do not leave `pages` pages.
     void check(std::size_t pages) const { pool_->check_share(budget_, pages); }
     void set(std::size_t pages);
 

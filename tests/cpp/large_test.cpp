@@ -258,8 +258,7 @@ void test_scratch_of_wide_groups() {
     CHECK(model.attention.scratch_bytes() < (100 + 2 * 80) * kEntries * sizeof(float));
 }
 
-// The following tests use several threads, and layers with different groups.
-
+// Uses several threads, and layers with different groups.
 void test_groups_side_by_side() {
     // With 128 query heads per KV head, a single token has two tiles. What waits to be committed of
     // one layer must not lie where the next layer observes.

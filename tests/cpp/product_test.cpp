@@ -254,7 +254,7 @@ void test_every_piece_is_taken_once() {
 // A thread that begins late finds that others have done its part of a single token's product.
 void test_nobody_waits_for_a_thread_that_begins_late() {
     std::mt19937 random(11);
-    constexpr int kRows = 20003;  // Threads take pieces of so many rows.
+    constexpr int kRows = 20003;  // enough for many pieces of a thread
     const Problem problem(block_formats().front(), {kRows, 512, 1}, random);
     for (const ProductTable* table : available_products()) {
         Products alone(*table, 1), products(*table, 3);

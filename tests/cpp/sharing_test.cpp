@@ -124,7 +124,7 @@ struct Machine {
         if (ends) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(number));
     }
 
-    // Returns the bytes of the whole pages that so many bytes take.
+    // Returns the bytes of the whole pages that `bytes` bytes take.
     static std::size_t in_pages(const HeadStore& store, std::size_t bytes) {
         const std::size_t page = store.layout(0).bytes;
         return (bytes + page - 1) / page * page;

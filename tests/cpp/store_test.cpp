@@ -453,7 +453,8 @@ void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::siz
 // The address sanitizer checks this: micro-batches of every size, budgets up and down, truncation,
 // re-basing.
 void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
-    const bool windowed = seed % 3 == 0 && seed > 0;  // Those that freeze have no windows.
+    // In this test, stores that freeze have no windows.
+    const bool windowed = seed % 3 == 0 && seed > 0;
     LayerShape shape{4, 2, 24, 40, windowed ? 20 * static_cast<int>(seed) : 0};
     shape.readers = 1 + static_cast<int>(seed % 2);
     shape.latent = seed % 4 == 1;

@@ -68,7 +68,7 @@ inline void set_predictor(HeadStore& store) {
     }
 }
 
-// Returns settings with every modifier that is allowed with all of them.
+// Returns settings with every option that all types and measures allow.
 inline StoreSettings settings_of(KvType type, ScoreKind score) {
     ImportanceSettings importance{score, 0.9f, 40};
     importance.by_values = true;

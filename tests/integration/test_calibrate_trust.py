@@ -33,7 +33,9 @@ def misled(predictor: ScorePredictor, layer: int, head: int) -> ScorePredictor:
     for of_layer in weights:
         of_layer[:, -1] = -30.0
     weights[layer][head] = -predictor.weights[layer][head]
-    weights[layer][head, -1] -= 3.0  # The functions return negative logarithms.
+    # A predictor returns the logarithm of a share, which is negative; lower the negated one, so
+    # that it is negative, too.
+    weights[layer][head, -1] -= 3.0
     return replace(predictor, weights=tuple(weights))
 
 

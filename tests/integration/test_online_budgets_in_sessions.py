@@ -114,7 +114,9 @@ def test_a_prompt_fills_the_bytes(uneven_llama: Path, kv_type: str, n_tokens: in
 
 @pytest.mark.parametrize("n_prompt", [150, 190, 210])
 def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt: int) -> None:
-    """Whether the budget is shared before the next token is a part of the state."""
+    """A saved state says whether budgets change before the next token, so a session that loads it
+    goes on as the saved one.
+    """
     opened = partial(session_of, uneven_llama, policy="adaptive")
     assert_goes_on_from(opened, n_prompt, 80, (0, 1, 5, 31, 32, 33, 64), 40)
 

@@ -55,7 +55,7 @@ class Counting(Alternating):
         return np.resize([1.0, 3.0] if self.seen >= 200 else [3.0, 1.0], budget.n_kv_heads)
 
     def state(self) -> np.ndarray:
-        """Return the count."""
+        """Return the number of observed tokens."""
         return np.array([float(self.seen)])
 
     def load(self, state: np.ndarray) -> None:

@@ -178,8 +178,8 @@ def test_completion_names_its_extra() -> None:
 def test_a_fraction_means_the_same_at_every_door(
     tiny_llama: Path, tmp_path: Path, budget: str, context: tuple[str, ...]
 ) -> None:
-    """Without -c, the context is what the model was trained for, although a chat or a document may
-    be longer.
+    """Without -c, a fraction is taken of the context that the model was trained for, although a
+    chat or a document may be longer.
     """
     n_ctx = int(context[1]) if context else read_geometry(tiny_llama).n_ctx_train
     text, document = tmp_path / "text.txt", tmp_path / "document.ekv"

@@ -1,5 +1,6 @@
-// Is loaded before all other libraries: lets the C++ library start no thread as long as it is asked
-// for, as on a machine that has none left. Threads of C, such as ggml's, are started all the same.
+// This library is loaded before all others (LD_PRELOAD). While a test asks for it, the C++ library
+// can start no thread, as on a machine that has none left. Threads of C, such as ggml's, are
+// started all the same.
 #include <dlfcn.h>
 #include <pthread.h>
 

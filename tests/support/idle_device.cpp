@@ -94,7 +94,7 @@ struct Counts {
 };
 
 Counts counts;
-std::int64_t cost = 0;     // A wait or a copy costs so many nanoseconds.
+std::int64_t cost = 0;     // how long a wait or a copy takes, in nanoseconds
 std::int64_t of_node = 0;  // how long the device computes a node, in nanoseconds
 std::atomic<std::int64_t> busy_until{0};
 
@@ -147,8 +147,8 @@ ggml_backend_device device{};
 ggml_backend_reg registry{};
 std::uint8_t guid[16] = "idle device....";
 
-// Copies of so many bytes are made, so that what is written can be read; a device would make all of
-// them without the host.
+// Copies of up to this many bytes are made, so that what is written can be read; a device would
+// make all copies without the host.
 constexpr std::size_t kKept = 1 << 16;
 
 // The system gives pages to this memory only if they are used.

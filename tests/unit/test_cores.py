@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Twelve CPUs, two to a core, no limits."""
+    """Return a machine of twelve CPUs, two to a core, without limits."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     for cpu in range(12):
         pair = f"{cpu % 6},{cpu % 6 + 6}"

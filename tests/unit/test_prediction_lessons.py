@@ -121,7 +121,9 @@ def test_lessons_are_of_stores_that_predict(measure: str) -> None:
 
 
 def test_lessons_are_the_same_whether_there_is_a_predictor() -> None:
-    """Lessons contain what echoes show, and no prediction."""
+    """The sums that a predictor is fitted to contain what a second reading (echo) shows, not what a
+    predictor predicts.
+    """
     plain, predicting = PredictedLayer(), PredictedLayer()
     predicting.core.set_predictor(0, predicting.weights(bias=-1.0))
     predicting.random = np.random.default_rng(11)
