@@ -266,8 +266,8 @@ def _long_texts(
     """Return the texts to read for the loss curves, as tokens; raises CalibrationError for too
     little text.
 
-    If `mixed`, they are those to fit the predictor to, in which more texts are represented: what a
-    model looks up differs more between kinds of text than between parts of one. Curves need texts
+    If `mixed`, the result is for fitting the predictor, and more texts are represented in it: what
+    a model looks up differs more between kinds of text than between parts of one. Curves need texts
     that belong together, because where a text has to do with nothing before it, no head loses much.
     """
     found = long_sequences(

@@ -54,7 +54,7 @@ class StepSettings:
     n_ctx: int
     """The longest text, in tokens."""
     profile: EntropyProfile | None = None
-    """What earlier steps measured, for those that need it."""
+    """The profile of what earlier steps measured, for steps that need it."""
     learnt: ScorePredictor | None = None
     """What the model learns from texts without the profile, for the step that compares ways to use
     the profile with none.

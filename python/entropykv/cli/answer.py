@@ -98,7 +98,7 @@ class ShownThought:
         sys.stderr.flush()
 
     def end(self, n_tokens: int) -> None:
-        """End the shown thought of so many tokens, once; also when it was interrupted."""
+        """End the shown thought, which has `n_tokens` tokens; later calls do nothing."""
         if self._ended:
             return
         self._ended = True

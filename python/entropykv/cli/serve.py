@@ -175,7 +175,7 @@ class _Several(argparse.Action):
     """Collect the values of an option that may be given several times."""
 
     def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
-        """Add the values to those before."""
+        """Append the values to those of earlier uses of the option."""
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *values])
 
 

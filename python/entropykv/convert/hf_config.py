@@ -91,7 +91,7 @@ class Rope:
             n_ctx_orig = self.number("original_max_position_embeddings", self.n_ctx)
             writer.add_rope_scaling_orig_ctx_len(int(n_ctx_orig))
             if self.values.get("attention_factor") is not None:
-                # This is the whole attention factor. llama.cpp multiplies the value in a file by
+                # attention_factor is the whole factor. llama.cpp multiplies the value in a file by
                 # YaRN's own factor, and does not read the key that its converter writes.
                 own = 1.0 + 0.1 * math.log(self.number("factor"))
                 writer.add_rope_scaling_attn_factors(self.number("attention_factor") / own)

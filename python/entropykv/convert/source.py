@@ -178,8 +178,9 @@ class Source:
 
 
 def read_bytes(path: Path, offset: int, count: int) -> Bytes:
-    """Read `count` bytes at `offset`. The file is not mapped, because mapped pages would count as
-    our memory.
+    """Read `count` bytes at `offset`; raises ModelFileError if they cannot be read.
+
+    The file is not mapped, because mapped pages would count as our memory.
     """
     try:
         data = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)

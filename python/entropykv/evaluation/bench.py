@@ -400,8 +400,7 @@ def bench_drafts(
     one after the other in every round; the texts must be the same.
 
     `options.spec_type` and the options of a draft model say how tokens are guessed; n_ctx is set
-    here.
-    Raises the errors of Session.
+    here. Raises the errors of Session.
     """
     options = replace(options, n_ctx=length + n_tokens + 1)
     without = replace(options, spec_type="none", spec_draft_model=None)

@@ -63,8 +63,8 @@ class Comparison:
 
 
 def compare(reference: Logits, other: Logits, tokens: Sequence[int]) -> Agreement:
-    """Compare logits over `tokens`: row i is computed after tokens[i] and predicts
-    tokens[i + 1].
+    """Compare logits over `tokens`, each (len(tokens), n_vocab): row i is computed after tokens[i]
+    and predicts tokens[i + 1].
     """
     comparison = Comparison()
     comparison.add(reference, other, tokens[1:])

@@ -24,7 +24,7 @@ to stop.
 
 
 AnySession = Session | StockSession
-"""Reads in a budget, or without one."""
+"""A session that reads inside a budget, or stock llama.cpp."""
 
 
 @dataclass(frozen=True)

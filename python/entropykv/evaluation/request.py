@@ -107,7 +107,8 @@ class EvalRequest:
 
         The request must be one that with_prompt() returned. `stack` frees the resources of the
         parts; in `folder`, what stock predicts is kept for a later run. Raises ContextError for an
-        item that does not fit into the context.
+        item that does not fit into the context, EntropyKVError if the disk has no room for what
+        stock predicts, and MissingExtraError without a package that a part needs.
         """
         if self.suite is not None:
             haystacks = self.haystacks

@@ -139,8 +139,8 @@ class Model:
                 raise
 
     def metadata(self, key: str) -> str | None:
-        """Return the metadata value under a key of the model's architecture as text; None if it is
-        missing.
+        """Return the metadata value under a key of the model's architecture as text, of which only
+        the first 63 bytes are read; None if the key is missing.
         """
         buffer = ctypes.create_string_buffer(64)
         name = f"{self.geometry.architecture}.{key}".encode()
@@ -318,6 +318,8 @@ class Model:
 
         It consists of the end of the answer's turn, which is sampled but never read, the user's
         turn, and the beginning of the next answer. Returns None without a template.
+        Raises SettingsError or ModelFileError for a template that cannot be used, and
+        ModelFileError for one that leaves out former answers.
         """
         answer = "entropykv-answer"
         chat = self._chat(

@@ -243,7 +243,8 @@ class Projector:
         """Return the embeddings of a chunk, (n_tokens, n_embd).
 
         `poll` is called repeatedly while the encoder runs; an exception that it raises stops the
-        encoder and is raised again here.
+        encoder and is raised again here. Raises ImageError if the encoder fails, and EntropyKVError
+        if the projector is closed.
         """
         mtmd = self._mtmd
         with self._open() as handle, captured_log(mtmd.mtmd_helper_log_set) as log:

@@ -33,7 +33,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 4.0, 32.0
 the shortest, and doubles after every trial without success.
 """
 LOST = 0.02
-"""The share of the time that trials may lose; it makes pauses longer after those that lost much."""
+"""The share of the time that trials may lose: a pause is at least what the trial before it lost,
+divided by this share.
+"""
 SHORTEST_PAUSE = 0.5
 """Seconds of steps between trials if others have just begun or ended to use cores."""
 SEARCH_PAUSE = 1.0

@@ -166,7 +166,8 @@ def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
     """Read the header of a GGUF file; tensor data is not read.
 
     Raises ModelFileError for a file that is missing, truncated, damaged or not GGUF, and
-    UnsupportedModelError for an I2_S file of Microsoft's BitNet fork or an unknown activation.
+    UnsupportedModelError for a file of Microsoft's BitNet fork (I2_S, TL1, TL2) or an unknown
+    activation.
     """
     path = Path(path)
     file_bytes = check_prefix(path)

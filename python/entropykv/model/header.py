@@ -59,8 +59,8 @@ class I2sFileError(UnsupportedModelError):
 
 
 def is_i2s(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a GGUF file has I2_S tensors, and must be converted; otherwise raises as
-    read_geometry().
+    """Tell whether a GGUF file has I2_S tensors, and must be converted; raises the errors of
+    read_geometry() for a file that cannot be read.
     """
     try:
         read_header(path)
@@ -70,8 +70,8 @@ def is_i2s(path: str | os.PathLike[str]) -> bool:
 
 
 def read_header(path: str | os.PathLike[str]) -> bytes:
-    """Read all bytes before the tensor data: metadata and tensor infos; raises as
-    read_geometry().
+    """Read all bytes before the tensor data: metadata and tensor infos. Raises ModelFileError,
+    I2sFileError for I2_S tensors, and UnsupportedModelError for weights in lookup tables.
     """
     path = Path(path)
     check_prefix(path)
@@ -122,8 +122,8 @@ def _directory(path: Path) -> ModelFileError:
 
 
 def check_prefix(path: Path) -> int:
-    """Check magic, version and counts in the first 24 bytes; returns the size of the file
-    in bytes.
+    """Check magic, version and counts in the first 24 bytes; returns the size of the file in
+    bytes. Raises ModelFileError.
     """
     if _is_directory(path):
         raise _directory(path)

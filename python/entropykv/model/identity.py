@@ -53,7 +53,8 @@ def norms_of(path: Path) -> str | None:
     Quantisation keeps norms unchanged, in F32, so that files of every type have the same hash. A
     model that was trained further has another hash, unless only its projections were trained. Of a
     split model, `path` is the first part, and all parts are read. Returns None if norms cannot tell
-    models apart: they have no weights, or all weights are equal, or a part is missing.
+    models apart: they have no weights, or all weights are equal, or a part is missing. Raises
+    ModelFileError for a damaged part.
     """
     norms: dict[str, bytes] = {}
     for part in parts_of(path):

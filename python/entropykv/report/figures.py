@@ -1,4 +1,7 @@
-"""Draw figures of an entropy profile, of the results of bench and eval, and of a freezing run."""
+"""Draw figures of an entropy profile, of the results of bench and eval, and of a freezing run.
+
+The functions return objects of matplotlib's Figure.
+"""
 
 from __future__ import annotations
 

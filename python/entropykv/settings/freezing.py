@@ -134,7 +134,9 @@ class Freezing:
 
     @staticmethod
     def parse(value: Freezing | str | None) -> Freezing | None:
-        """Read `ram` or `disk:DIR`, with defaults for the other fields; None freezes nothing."""
+        """Read `ram` or `disk:DIR`, with defaults for the other fields; a Freezing and None, which
+        freezes nothing, are returned as they are. Raises SettingsError for other values.
+        """
         return Freezing(value) if isinstance(value, str) else _checked(value)
 
     @property
