@@ -164,9 +164,9 @@ public:
     // Attends with the rows of a unit. upcoming: the next unit of the thread, whose first entries
     // the decode kernel prefetches; -1: none.
     void run(const Unit& unit, int upcoming) noexcept;
-    // Both are for a head whose units are done: merge() merges their partial results, writes the
-    // outputs, and observes what the queries gave to the entries; finish() also commits the head,
-    // or has it committed.
+    // merge() and finish() are called for a head whose units are done. merge() merges their partial
+    // results, writes the outputs, and observes what the queries gave to the entries; finish() also
+    // commits the head, or has it committed.
     void merge(int head) noexcept;
     void finish(int head) noexcept;
 

@@ -110,9 +110,10 @@ public:
     // Queues a head of the layer that was attended to.
     void add(int layer, int head, const float* observed, float squares) noexcept;
 
-    // Both commit heads that belong to this thread: run_before() those of the layers before this
-    // one, run_due() those that must not wait for the next layer. If a head of this layer is not
-    // ready yet, the thread that attends to it does not wait for anybody, so this cannot deadlock.
+    // run_before() and run_due() commit heads that belong to this thread: run_before() the heads of
+    // the layers before this one, run_due() the heads that must not wait for the next layer. If a
+    // head of this layer is not ready yet, the thread that attends to it does not wait for anybody,
+    // so this cannot deadlock.
     void run_before(int thread) noexcept { run(before_, thread); }
     void run_due(int thread) noexcept { run(due_, thread); }
 

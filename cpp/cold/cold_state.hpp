@@ -18,7 +18,7 @@ public:
 
     std::size_t bytes() const;
     bool save(std::byte* state) const;  // returns false if storage failed
-    // These save the state of a head without records.
+    // Do what bytes() and save() do, for a head without records.
     static std::size_t empty_bytes();
     static void save_empty(std::byte* state);
     // Returns what is wrong with a state, or an empty string. seen: by position, whether the head

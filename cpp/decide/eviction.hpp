@@ -28,8 +28,8 @@ struct Protection {
         return n_sinks == other.n_sinks && recent_window == other.recent_window &&
                oldest == other.oldest;
     }
-    // Returns the protection inside a budget of a head's own: its sinks, with a recent window so
-    // that both take half of the budget.
+    // Returns what is protected in a head whose recent window depends on its own budget: sinks and
+    // recent window together take half of the budget, and the window has one entry at least.
     Protection within(int budget) const {
         return {n_sinks, budget / 2 > n_sinks ? budget / 2 - n_sinks : 1, oldest};
     }

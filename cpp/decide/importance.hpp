@@ -84,8 +84,8 @@ struct ImportanceSettings {
     bool predicts() const {
         return measure().evidence == Evidence::prediction || expected_lookups > 0.0f;
     }
-    // Returns the score of an entry, which combines both parts of its importance if one is
-    // predicted.
+    // Returns the score of an entry from its importance. If a part of that is predicted, the score
+    // is the predicted share alone, or what queries gave plus what the expected lookups give.
     float score_of(float importance) const {
         if (!predicts()) return importance;
         const PackedImportance parts(importance);
@@ -105,8 +105,9 @@ struct ImportanceSettings {
 // says little about what later queries need.
 constexpr int kNeighbourhood = 32;
 
-// If tokens come one by one, only those at multiples of this position are observed, on behalf of
-// all of them. Observing every token would take a tenth of the time of attention in decode.
+// If tokens come one by one, only those at positions that are multiples of this are observed, each
+// on behalf of all tokens since the last observed one. Observing every token would take a tenth of
+// the time of attention in decode.
 constexpr int kScoringInterval = 4;
 
 // Returns which part of an importance is left after n_tokens more tokens.

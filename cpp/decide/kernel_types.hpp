@@ -32,10 +32,10 @@ struct FeatureShape {
     int n;  // number of features, including the 1
 };
 
-// This is added to a norm before its logarithm is taken.
+// Is added to a norm before its logarithm is taken.
 constexpr float kLeastNorm = 1e-6f;
-// Predicted shares of attention lie between this and 1. The linear functions predict their
-// logarithm.
+// Predicted shares of attention lie between this and 1. The linear functions predict the logarithms
+// of these shares.
 constexpr float kLeastPrediction = 1e-6f;
 
 }  // namespace entropykv

@@ -39,8 +39,8 @@ struct DeviceTraffic {
 // of that one do not belong to our graph, which would compute them again.
 ggml_tensor* leaf_of(ggml_context* context, const ggml_tensor* tensor, std::size_t offset = 0);
 
-// Tells whether a device that computes in such memory can use a tensor, which has a place: it lies
-// in that memory, or both are main memory.
+// Tells whether a device that computes in `memory` can use a tensor that has a place: it can if the
+// tensor lies in `memory`, or if both are main memory.
 bool is_usable_in(ggml_backend_buffer_type_t memory, const ggml_tensor* tensor);
 
 class DevicePlaces;
@@ -66,8 +66,8 @@ public:
     // Makes the context of the next graph, whose tensors exist as long as it does. Waits for the
     // graphs before it.
     std::unique_ptr<ggml_context, FreeContext> graph_context();
-    // Makes the context of a graph that is built while the device computes the one before it. That
-    // one must have ended when the graph gets its places.
+    // Makes the context of a graph that is built while the device computes the one before it. The
+    // graph before must have ended when this one gets its places.
     std::unique_ptr<ggml_context, FreeContext> next_graph_context();
     static ggml_cgraph* new_graph(ggml_context* context);
     // Tells whether the context of a graph has room for n more tensors.
@@ -166,7 +166,7 @@ public:
         : n_threads_(n_threads), n_places_(n_places), workers_(n_threads) {}
 
     int n_places() const { return n_places_; }
-    // Returns the places of the sequences that came last; null if all of those are gone.
+    // Returns what set_places() was given last; null if no sequence holds it any more.
     std::shared_ptr<DevicePlaces> places() const { return places_.lock(); }
     void set_places(const std::shared_ptr<DevicePlaces>& places) { places_ = places; }
     // Returns another number for every time that a sequence takes a place.

@@ -37,13 +37,13 @@ struct DeviceStep {
     std::int32_t rope_position = 0;  // where RoPE sees the first token
     bool see_all = false;            // whether its tokens attend to later ones, too
     bool in_graph = false;           // whether llama.cpp's own graph computes its attention
-    // True if all KV heads of a layer hide the same rows from a token, and those of all layers with
+    // True if all KV heads of a layer hide the same rows from a token, and so do all layers with
     // equally many rows. A single token in llama.cpp's own graph does not ask for it.
     bool alike = false;
     int n_together = 1;  // how many single tokens, each of another sequence, that graph reads
 
     bool is_single_in_graph() const { return in_graph && n_tokens == 1; }
-    // Returns the last of its tokens that one of them attends to.
+    // Returns the last token of the step that a token attends to.
     int last_seen(int token) const { return see_all ? n_tokens - 1 : token; }
 };
 
@@ -139,7 +139,8 @@ public:
     static void begin_singles(const std::vector<DeviceAttention*>& sequences, int n_runs);
     void set_step(const DeviceStep& step) { step_ = step; }
     // Makes room for what nodes of llama.cpp's graph become in a step that is computed there. If
-    // the layout of masks is the same as before, those of single tokens become the same.
+    // the layout of masks is the same as before, nodes become the same operations in steps of
+    // single tokens.
     void begin_nodes();
     std::size_t layout() const { return static_cast<std::size_t>(layout_); }
     // Notes which rows of a layer are due to be moved, so that move_rows() need not: that can be
@@ -182,8 +183,8 @@ public:
     void end_step();
     // Returns about how many tokens end_step() has read something.
     int n_found() const { return n_found_; }
-    // Tells whether the next single token leaves the positions of rows where they are, and so what
-    // was observed before it.
+    // Tells whether the positions of rows need not be laid out anew for the next single token. If
+    // they must be, what was observed before has to be read first.
     bool keeps_places() const;
     // Return what queries gave to the rows of a head in the last step, and the squared norms of V
     // of the n_found() tokens; null if that was not asked for.
@@ -199,7 +200,7 @@ public:
     // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
     void rotate(int layer, const RopeParams& rope,
                 const std::vector<std::vector<std::int32_t>>& by_row);
-    // Must be called if rows of a layer got other entries than those of a step.
+    // Must be called if rows of a layer got entries by anything but a step.
     void forget_positions(int layer);
 
     Device& device() const { return device_; }
@@ -250,8 +251,8 @@ private:
         std::vector<std::int64_t> moved_to{};
         Places places{};
     };
-    // Layers whose KV heads have equally many rows: those have one input and one mask in a step
-    // with heads that are alike.
+    // Describes layers whose KV heads have equally many rows: in a step with heads that are alike,
+    // they have one input and one mask together.
     struct Alike {
         const Served* first;
         std::size_t mask;  // offset of the mask

@@ -22,7 +22,7 @@ constexpr float kMaskSlope = 131072.0f;
 
 inline std::size_t index_of(int i) { return static_cast<std::size_t>(i); }
 
-// Returns the frequencies of RoPE as factors: any RoPE is one with base 1, if it has these.
+// Returns the factors of the pairs' frequencies with which a RoPE of base 1 rotates as `rope` does.
 std::vector<float> rope_factors(const RopeParams& rope);
 // Turns rows, each by its own number of positions, with the factors of their RoPE.
 ggml_tensor* turned_by(ggml_context* context, ggml_tensor* rows, ggml_tensor* turns,
@@ -37,7 +37,8 @@ public:
                 const DeviceAttention::Served& served, int reader, const DeviceNode& node,
                 const DeviceStep& step);
 
-    // Lets operations be those for heads with unlike numbers of entries.
+    // Lets operations be as for heads with unlike numbers of entries, even if all have equally
+    // many.
     void treat_as_uneven() { all_uneven_ = true; }
 
     // Adds the attention of a step between two nodes.
@@ -53,8 +54,8 @@ public:
     ggml_tensor* write_of(bool keys, const ggml_tensor* values);
 
     // Returns the operations that attend, one for every group, whose results lie in the output of
-    // the node. n_sequences: single tokens of so many sequences attend in the same operation, this
-    // one and those in the next places.
+    // the node. n_sequences: how many sequences attend, with a single token each, in the same
+    // operation: this one and those in the next places.
     std::vector<ggml_tensor*> attention_of(int n_sequences);
 
     // Returns an operation that keeps the queries that are observed for add_observation().
@@ -67,8 +68,9 @@ public:
 
     // Adds what add_step() finds out about K and V of tokens, for n tokens whose rows are given.
     void add_findings(int n, std::size_t rows_offset);
-    // Adds the squared norms of V of such tokens in this layer and the next ones, n_layers in all,
-    // which lie evenly apart. rows_stride: from the offset of the rows of a layer to the next one.
+    // Adds the squared norms of V of n tokens whose rows are given, in this layer and the next
+    // ones, n_layers in all, which lie evenly apart. rows_stride: from the offset of the rows of a
+    // layer to the next one.
     void add_value_squares(int n, std::size_t rows_offset, std::size_t rows_stride, int n_layers);
 
 private:

@@ -273,9 +273,9 @@ bool DeviceAttention::results_fit_nodes(const Served& served, int n_tokens) cons
     });
 }
 
-// Tells whether the device computes such attention, and writes no further than its results go. The
-// nodes that it becomes have no room behind them; some devices need it for copies of rows in
-// another type. third, fourth: sizes of the dimensions of K and V.
+// Tells whether the device computes attention of n_tokens tokens to a layer's rows, and writes no
+// further than the results go. The nodes that it becomes have no room behind them; some devices
+// need it for copies of rows in another type. third, fourth: sizes of the dimensions of K and V.
 bool DeviceAttention::computes_in_node(const Served& served, int n_tokens, int third,
                                        int fourth) const {
     const DeviceLayer& layer = *served.layer;
@@ -323,7 +323,8 @@ bool DeviceAttention::writes_masks_in_graph(int n_runs) const {
 void DeviceAttention::fit_masks(const std::vector<DeviceAttention*>& sequences) {
     const DeviceAttention& first = *sequences.front();
     SingleSteps& singles = *first.singles_;
-    // A sequence without masks, since it has read a prompt, writes all of them in any case.
+    // A sequence that has just read a prompt has no masks of single tokens, and writes all of its
+    // masks in any case.
     const bool rejoins = std::any_of(sequences.begin(), sequences.end(),
                                      [](const auto* sequence) { return !sequence->packed_; });
     bool too_narrow = false;
@@ -361,7 +362,8 @@ void DeviceAttention::fit_masks(const std::vector<DeviceAttention*>& sequences) 
     }
 }
 
-// Writes the rows of single tokens, and which rows the others hide from them since their last ones.
+// Writes the rows of single tokens, and what has changed in each sequence's mask since its last
+// single token.
 void DeviceAttention::begin_singles(const std::vector<DeviceAttention*>& sequences, int n_runs) {
     DeviceAttention& first = *sequences.front();
     SingleSteps& singles = *first.singles_;
@@ -633,8 +635,8 @@ int DeviceAttention::tensors_of_look_up(const Served& served) const {
     return kTensorsOfFindings + served.layer->shape().readers * groups * kTensorsOfObservation;
 }
 
-// Returns the end of a run of layers that begins with one, of which all that a single token's
-// look-up reads and writes lies evenly apart, so that one operation serves all of them.
+// Returns the end of the longest run of layers from `first` on for which everything that a single
+// token's look-up reads and writes lies evenly apart, so that one operation serves the run.
 std::size_t DeviceAttention::end_of_run(std::size_t first, std::size_t end) const {
     const Served& served = layers_[first];
     const DeviceLayer& layer = *served.layer;

@@ -65,7 +65,7 @@ struct RowMove {
 
 // Says which rows of a layer are those of one KV head.
 struct DeviceHead {
-    int first_row = 0;             // it counts in the layer's tensors
+    int first_row = 0;             // number in the layer's tensors
     int first_position = 0;        // in the layer's positions, where heads begin at whole steps
     std::vector<float> positions;  // rows have them; kFreeRow: the row holds nothing
     int count = 0;                 // entries, in the first rows
@@ -121,7 +121,7 @@ private:
 };
 
 // K and V of a layer for several sequences. Each has a place, and the rows of one place lie behind
-// those of the place before, so that one attention node can read those of several.
+// those of the place before, so that one attention node can read the rows of several places.
 class LayerRows {
 public:
     // Says what rows a layer needs.

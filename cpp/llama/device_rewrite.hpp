@@ -56,7 +56,8 @@ private:
     NodeOrder order_;
     NodeChanges changes_;  // changes of the graph of this step
     // Say what can be repeated while llama.cpp uses its graph again: the nodes that were looked at,
-    // whether those are all, and whether this step repeats it, of which these many are done.
+    // whether these are all nodes of the graph, whether this step repeats the changes, and for how
+    // many nodes it has.
     std::vector<Seen> seen_;
     bool is_whole_ = false;
     bool repeats_ = false;

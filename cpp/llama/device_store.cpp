@@ -660,7 +660,8 @@ void DeviceStore::take_order_of_ledger(int layer, int h) {
     DeviceHead& of = head(layer, h);
     Head& entries = ledger_.components().head(layer, h);
     const PageLayout& layout = entries.layout();
-    // No two entries of a head have one position, so those whose positions are known stay.
+    // No two entries of a head have one position, so entries whose rows have their positions
+    // already stay.
     entries.for_each_page({}, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layout.positions(page);
         const float* known = of.positions.data() + first;

@@ -48,8 +48,8 @@ public:
 
     // Must be called for every micro-batch that reads tokens of this sequence; `position` is that
     // of the sequence's first token, which RoPE sees at `rope_position`, and `first` its place in
-    // the micro-batch. The last n_drafts tokens are drafts. see_all: every token attends to all of
-    // them, also to later ones.
+    // the micro-batch. The last n_drafts tokens are drafts. see_all: every token attends to all
+    // n_tokens tokens, also to later ones.
     void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
                  int n_drafts = 0, bool see_all = false);
     // begin_singles() or begin() must be called next, before the first node is computed. The first
@@ -143,8 +143,9 @@ public:
         return 1e-9 * static_cast<double>(ledger_.components().common.eviction_nanoseconds.load());
     }
 
-    // Count bytes on the devices: of the entries that budgets allow, of those that are held, the
-    // most that were held, and of the rows that a micro-batch and the padding of groups take.
+    // Count bytes on the devices: of the entries that budgets allow, of the entries that are held,
+    // of the most that were held, and of the rows that a micro-batch and the padding of groups
+    // take.
     std::size_t budget_bytes() const;
     std::size_t used_bytes() const;
     std::size_t peak_bytes() const { return peak_; }

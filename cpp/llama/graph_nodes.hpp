@@ -81,9 +81,9 @@ class NodeOrder {
 public:
     // Must be called for every node of the graph, in the order of the graph.
     void note(ggml_tensor* node);
-    // Returns views that only an attention node reads, of those that are computed after the last
-    // write and after the queries, in their order. They compute nothing, so they can become other
-    // nodes.
+    // Returns, in their order, the views that only an attention node reads and that are computed
+    // after the last write of K or V and after the queries. Views compute nothing, so they can
+    // become other nodes.
     std::vector<ggml_tensor*> slots_of(const ggml_tensor* attention) const;
     void clear() { nodes_.clear(); }
 

@@ -176,7 +176,7 @@ std::size_t TokenProducts::scratch_bytes() const {
 #if defined(ENTROPYKV_GGML_CPU)
 namespace {
 
-// Returns the bytes of a token as the kernel for such weights reads it.
+// Returns the bytes of a token as llama.cpp's kernel for these weights reads it.
 std::size_t token_bytes(const ggml_tensor* weights) {
     return ggml_row_size(ggml_get_type_traits_cpu(weights->type)->vec_dot_type, weights->ne[0]);
 }

@@ -35,7 +35,7 @@ public:
     void take(ggml_tensor* node);
     std::size_t scratch_bytes() const;
 
-    // Computes such a node, as ggml calls it.
+    // Computes a node that take() has changed; ggml calls it.
     static void multiply_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
 private:

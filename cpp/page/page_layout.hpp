@@ -124,7 +124,7 @@ void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, 
 // Copies K and V of an entry.
 void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                int to_slot);
-// Copies V of an entry, and the scales of both rows.
+// Copies V of an entry, and the scales of its K and V rows.
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
 // Copies the row number and the squared norm of V of an entry whose K and V lie elsewhere.

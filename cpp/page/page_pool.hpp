@@ -86,8 +86,8 @@ private:
     std::size_t peak_pages_ = 0;
     // Says how many owners each page has; the value is meaningless for free pages.
     std::vector<std::uint32_t> owners_{};
-    // Free pages, and those in files, which are handed out last: whoever gets one would lose it if
-    // someone shortened the file.
+    // free_ has free pages in memory; free_in_files_ has free pages of mapped files, which are
+    // handed out last: their content would be lost if the file was shortened.
     std::vector<std::byte*> free_{};
     std::vector<std::byte*> free_in_files_{};
 };

@@ -27,8 +27,8 @@ public:
 
     std::byte* data() { return memory_.data() + skipped_; }
     std::size_t size() const { return bytes_; }
-    // Returns the memory of whole pages of the system. Its data are those of data() if the offset
-    // was a multiple of these pages.
+    // Returns the memory of whole pages of the system. It begins at data() only if the offset is a
+    // multiple of the system's pages: see starts_at_page().
     MappedMemory& memory() { return memory_; }
     bool starts_at_page() const { return skipped_ == 0; }
 

@@ -27,7 +27,7 @@ public:
     explicit OfOwnProcess(Arguments&&... arguments)
         : owned_(std::make_unique<T>(std::forward<Arguments>(arguments)...)) {}
     // To join threads that do not exist would take for ever, as would destroying what they wait on.
-    // A process that was forked leaves both alone.
+    // So a process that was forked destroys nothing.
     ~OfOwnProcess() {
         if (is_forked()) static_cast<void>(owned_.release());
     }

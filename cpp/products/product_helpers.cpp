@@ -97,7 +97,7 @@ bool ProductHelpers::read_offer(std::uint64_t op, ProductTask& task,
 }
 
 // If this op is over before the helper is done, the tokens that it reads may be those of another op
-// by now. Then its products are wrong, and nobody will look at them.
+// by now. Then its products are wrong, and no thread copies them.
 bool ProductHelpers::help(int number) noexcept {
     leave_used_core();
     const std::uint64_t op = op_.load(std::memory_order_acquire);

@@ -33,7 +33,7 @@ struct GivenByQueries {
 template <bool largest, bool packed>
 void add_given(const GivenByQueries& asked, const float* observed, const std::int32_t* positions,
                int n, float* importance) {
-    const GivenByQueries by = asked;  // It may not lie among what the loop writes.
+    const GivenByQueries by = asked;  // a copy, which no write of the loop can change
     for (int i = 0; i < n; ++i) {
         const float so_far = packed ? PackedImportance(importance[i]).given() : importance[i];
         const float kept = so_far * by.factor;

@@ -185,6 +185,6 @@ struct StoredRows {
 
 StoredRows rows_of(const Head& head);
 std::vector<std::int32_t> positions_of(const Head& head);  // sorted
-std::vector<float> importance_of(const Head& head);        // it has the order of positions_of()
+std::vector<float> importance_of(const Head& head);        // in the order of positions_of()
 
 }  // namespace entropykv

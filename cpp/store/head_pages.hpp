@@ -56,7 +56,8 @@ public:
     std::size_t count_shared(std::size_t first, std::size_t last) const;
 
     // take_over() takes the pages of a checkpoint or of a mapped file, all of them shared; view()
-    // takes pages that belong to no pool. make_room_to_share() allocates for that in advance.
+    // takes pages that belong to no pool. make_room_to_share() allocates in advance what a head
+    // needs whose pages, up to this many, are shared.
     void make_room_to_share(std::size_t pages);
     void take_over(std::vector<std::byte*> pages, std::vector<float> importance) noexcept;
     void view(std::vector<std::byte*> pages) { pages_ = std::move(pages); }
@@ -75,8 +76,8 @@ private:
     const PageLayout* layout_;
     PageShare* share_;
     std::vector<std::byte*> pages_;
-    // For each page whether it may be shared, and by entry the importance; both are empty if no
-    // page is shared.
+    // shared_ says of each page whether it may be shared, importance_ has the importance by entry;
+    // both are empty if no page is shared.
     std::vector<std::uint8_t> shared_{};
     std::vector<float> importance_{};
     int n_shared_ = 0;

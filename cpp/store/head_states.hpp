@@ -37,7 +37,7 @@ public:
     // Returns how many zeros follow a head's state in a file, so that all states lie as pages in a
     // pool: 0 if that is impossible, because entries freeze or layers have other pages.
     std::size_t padding(int layer, int head) const;
-    // These save a head of a checkpoint.
+    // Do the same for a KV head of a checkpoint, whatever the store holds now.
     std::size_t bytes(int layer, const CheckpointHead& head) const;
     void save(int layer, const CheckpointHead& head, std::byte* state) const;
     // Returns what is wrong with the state of a sequence of `end` tokens, which may have its

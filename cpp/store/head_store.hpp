@@ -65,8 +65,8 @@ public:
     // Sets where this store's part of the staging area begins in the next micro-batch: see Staging.
     void stage_at(std::size_t page) { first_staged_page_ = page; }
     // Returns the pages of one head's staged entries, which have the layout of the pool's pages.
-    // They stay valid until the next layer is staged; those of a single token one layer longer;
-    // those of a layer with several readers until the next micro-batch.
+    // The pages stay valid until the next layer is staged; for a single token, one layer longer;
+    // for a layer with several readers, until the next micro-batch.
     std::byte* const* staging(int layer, int head) const {
         return share().pool().staging().row(PageLayout::index(layer), head) + first_staged_page_;
     }

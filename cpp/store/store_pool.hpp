@@ -25,8 +25,8 @@ class LessonSums;
 class Staging {
 public:
     // Makes room for a micro-batch with max_tokens tokens of one sequence and single tokens of the
-    // others, each of them followed by up to n_drafts drafts. page_bytes: that of page_layouts().
-    // all_layers: all of them are staged at a time.
+    // others, each of them followed by up to n_drafts drafts. page_bytes: the bytes of a page with
+    // one of the layouts. all_layers: the micro-batch of all layers is staged at a time.
     Staging(const std::vector<LayerShape>& layers, const std::vector<PageLayout>& layouts,
             std::size_t page_bytes, int max_tokens, int n_sequences, int n_drafts,
             bool all_layers = false);

@@ -190,7 +190,7 @@ void test_a_file_is_not_trusted() {
     CHECK(read_at(file.number, other.data(), stride, at(0, 0)));
     CHECK(write_at(file.number, other.data(), stride, at(2, 0)));
     check_lost(file.number, 2, kNonce, changed);
-    check_lost(file.number, 0, {11, 23}, changed);  // The page is another session's.
+    check_lost(file.number, 0, {11, 23}, changed);  // another session wrote the page
     check_lost(file.number, 0, {22, 11}, changed);
     CHECK(storage.failed() == nullptr && holds(storage, 0, page_of(0)));
     CHECK(file.cut_to(at(1, kBytes / 2)));

@@ -84,10 +84,10 @@ private:
 struct Row {
     std::vector<float> query;  // [k_stride]
     std::int32_t position;
-    float oldest;  // It is relative to the position.
+    float oldest;  // relative to the position
     float slope;
     std::vector<double> logits{};          // kMaskedLogit: not seen
-    double max = kMaskedLogit, sum = 0.0;  // They belong to its softmax.
+    double max = kMaskedLogit, sum = 0.0;  // of the row's softmax
 
     void read(const Entries& entries, float softcap) {
         logits.clear();

@@ -88,7 +88,7 @@ double given(Statistic what, const Row& row, int entry, double weight) {
 }
 
 struct PromptRows {
-    std::vector<float> query, positions, oldest, slopes;  // They have kRowTile rows.
+    std::vector<float> query, positions, oldest, slopes;  // of kRowTile rows each
     PromptRows(const std::vector<Row>& rows, int stride)
         : query(index(stride * kRowTile)),
           positions(kRowTile),

@@ -100,7 +100,7 @@ void test_helpers_work_until_they_rest() {
             for (int h = 0; h < 3; ++h)
                 CHECK((helped[static_cast<std::size_t>(h)] > 10) == (h < n));
             there_is_work = false;
-            sleep_for(20);  // They sleep, look again and sleep.
+            sleep_for(20);  // The helpers sleep, look again and sleep.
             there_is_work = true;
             helpers.rest();
             CHECK(within == 0);
@@ -108,7 +108,7 @@ void test_helpers_work_until_they_rest() {
             sleep_for(20);
             CHECK(helped[0] == before);
         }
-        helpers.wake(3);  // They end while they work.
+        helpers.wake(3);  // The helpers end while they work.
     }
     CHECK(within == 0);
 }
