@@ -52,7 +52,7 @@ private:
     std::vector<std::int32_t> recall_positions_;
 };
 
-// Hold the scratch of all threads. Sequences of one model can share it.
+// Holds the scratch of all threads, by their numbers. Sequences of one model can share it.
 using Workers = std::vector<Worker>;
 
 std::size_t bytes_of_workers(const Workers& workers);

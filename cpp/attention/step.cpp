@@ -11,7 +11,8 @@ namespace {
 // With at least this many query heads per KV head, the prompt kernel (rows in lanes) is faster even
 // for one token.
 constexpr int kWideGroup = 12;
-constexpr int kFewUnits = 8;  // With fewer tiles, the tiles are split by entries.
+// With fewer tiles in all KV heads of a layer, the tiles are split by entries.
+constexpr int kFewUnits = 8;
 // Every band of tiles needs memory for what is observed. This many bands, of all heads of a layer
 // together, keep all threads busy, and need less memory than the cache.
 constexpr int kMostBands = 64;

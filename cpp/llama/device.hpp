@@ -179,7 +179,7 @@ public:
     void serve_on_host(int layer, const std::string& why) { on_host_[layer] = why; }
     // Returns why the CPU serves layers that are on other devices, by the numbers of the layers.
     const std::map<int, std::string>& on_host() const { return on_host_; }
-    // Returns threads for the decisions of the host, which devices need no threads for. Throws
+    // Returns the threads on which the host decides; no device computes on them. Throws
     // std::runtime_error in a process that was forked, as background() does.
     WorkerThreads& workers() { return workers_.get(); }
     // Returns a thread that decides while the devices compute; it may ask workers().

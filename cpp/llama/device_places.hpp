@@ -13,9 +13,9 @@
 
 namespace entropykv {
 
-// Holds what steps of single tokens, one of each of some sequences, share on a device. All parts
-// have the same places in every such step, and so have the sources of the changed nodes: then a
-// backend that records graphs need not record them again.
+// Holds what steps of single tokens need on a device, for the sequences in all places. Its parts
+// have the same places in the device's memory in every such step, and so have the sources of the
+// changed nodes: then a backend that records graphs need not record them again.
 struct SingleSteps {
     struct Layer {
         std::vector<int> widths;      // how many rows a mask has, by group of KV heads
